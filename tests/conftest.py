@@ -28,6 +28,9 @@ RECORDED = (
     ("automodel_ckpt.training.start_time", "_noted"),
 )
 """What a command records for its process: modules and names."""
+# A shell script starts background commands with SIGINT ignored, and each process of the tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 HANDLERS_AT_START = {number: signal.getsignal(number) for number in HANDLED}
 
 # Set before any test module imports torch or transformers; pytest-xdist's workers inherit the directory.

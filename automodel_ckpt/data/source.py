@@ -35,6 +35,7 @@ from automodel_ckpt.data.record_table import RecordTable
 from automodel_ckpt.data.row_files import KINDS
 from automodel_ckpt.data.rows import RecordRows, Rows, empty_data
 from automodel_ckpt.data.table_stream import TableStream
+from automodel_ckpt.durable_io import walk
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub_access import check_access, explained, is_hub_name
 
@@ -357,6 +358,7 @@ class Source(Rows):
             return {"path": str(path), "name": self.name, "revision": self.revision}
         if self.revision is not None:
             raise self._has_no_revision()
+        self._check_readable()
         saved = saved_table(path)
         if saved is None:
             # Resolved, because load_dataset names the data set after the directory, and "." is not a name.
@@ -367,9 +369,28 @@ class Source(Rows):
         files = [glob.escape(str(file)) for file in saved]
         return {"path": "arrow", "data_files": {"train": files}}
 
+    def _check_readable(self) -> None:
+        """Raise :class:`RecipeError` for a subdirectory that cannot be read: ``datasets`` would leave it out."""
+        try:
+            self._in_directory()
+        except OSError as error:
+            raise RecipeError(
+                "a directory of the data set cannot be read",
+                where="dataset.path",
+                value=f"{error.filename} ({error.strerror})",
+                hint="make it readable, or list the files to train on in dataset.path",
+            ) from error
+
     def _in_directory(self) -> list[Path]:
-        found = sorted(Path(self.path).expanduser().rglob("*"))
-        files = [path for path in found if path.is_file()]
+        """The data files of the directory. Raises OSError for a subdirectory that cannot be read."""
+        files = []
+        for parent, directories, names in walk(Path(self.path).expanduser()):
+            # datasets does not read hidden directories. On its first level, a file system has one that only root reads.
+            directories[:] = [
+                name for name in directories if not name.startswith((".", "lost+found"))
+            ]
+            files += [Path(parent, name) for name in names]
+        files = [path for path in sorted(files) if path.is_file()]
         return [file for file in files if kind_of(file) in LOADERS and not is_about_data(file)]
 
     @cached_property

@@ -231,9 +231,7 @@ def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
     _check_head(config, name)
     model_class: Any = AutoModelForCausalLM
     # Private in transformers 5.17 to 5.23.
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        model_class = AutoModelForImageTextToText
-    if type(config) in AutoModelForImageTextToText._model_mapping and _takes_images(config):
+    if type(config) not in AutoModelForCausalLM._model_mapping or _takes_images(config):
         model_class = AutoModelForImageTextToText
     return model_class.from_pretrained(name, use_safetensors=True, revision=revision, **options)
 
@@ -256,7 +254,14 @@ def _check_head(config: Any, where: str) -> None:
 
 
 def _takes_images(config: Any) -> bool:
-    return getattr(config, "vision_config", None) is not None
+    """Whether the model of a config takes images; a few (Fuyu, Chameleon, Emu3) have no ``vision_config``."""
+    # Private in transformers 5.17 to 5.23.
+    mapping: Any = AutoModelForImageTextToText._model_mapping
+    if type(config) not in mapping:
+        return False
+    if getattr(config, "vision_config", None) is not None:
+        return True
+    return mapping[type(config)].__name__ in (getattr(config, "architectures", None) or ())
 
 
 def _preprocessor_of(model: Any, found: _Files) -> Any:

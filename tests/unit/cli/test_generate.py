@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.cli.generation.loading import _takes_images
 from automodel_ckpt.models import generation
 from automodel_ckpt.models.generation import Sampling
 from tests.support.stand_ins import LLAMA_CHAT, write_model
@@ -293,3 +295,21 @@ def test_options_that_are_not_given_are_those_of_the_model(
 ) -> None:
     assert sampling.arguments() == expected
     assert Sampling(temperature=0.0, top_k=5).arguments()["do_sample"] is False
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (transformers.ChameleonConfig(architectures=["ChameleonForConditionalGeneration"]), True),
+        (transformers.FuyuConfig(architectures=["FuyuForCausalLM"]), True),
+        (transformers.Emu3Config(architectures=["Emu3ForCausalLM"]), False),
+        (transformers.LlavaConfig(), True),
+        (transformers.Gemma3TextConfig(architectures=["Gemma3ForCausalLM"]), False),
+        (transformers.LlamaConfig(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_models_that_take_images_are_found_without_a_vision_config(
+    config: Any, expected: bool
+) -> None:
+    assert _takes_images(config) is expected

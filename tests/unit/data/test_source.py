@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
@@ -307,6 +308,27 @@ def test_a_directory_of_tables_is_read_as_one_of_them(directory: Path) -> None:
         Source(str(directory)).texts(["text"])
     (directory / "train.tsv").write_text("question\tanswer\nNamibia\tNA\n1\t2\n")
     assert Source(str(directory)).texts(["question", "answer"]) == [["Namibia", "1"], ["NA", "2"]]
+
+
+def test_a_subdirectory_that_cannot_be_read_is_an_error(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("closed", ".closed", "lost+found"):
+        (directory / name).mkdir()
+    (directory / "closed" / "train.jsonl").write_text('{"text": "left out"}\n')
+    closed = {"closed", ".closed", "lost+found"}
+    scandir = os.scandir
+
+    def denied(path: Any = ".") -> Any:
+        if os.path.basename(path) in closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(RecipeError, match=r"cannot be read[\s\S]*/closed \(Permission denied\)"):
+        len(Source(str(directory)).texts(["text"]))
+    closed.remove("closed")
+    Source(str(directory))._check_readable()
 
 
 # datasets 4.5 leaves the file that it read to the garbage collector.
