@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import socket
 import time
@@ -27,6 +28,12 @@ _STATES = {
     "Z": "ended",
 }
 """States of a process (source: proc_pid_stat(5))."""
+_FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)')
+"""A line of :mod:`faulthandler`."""
+_LIBRARY = re.compile(
+    r"/python3[^/]*/(?!site-packages/)|/site-packages/(?!automodel_ckpt/)"
+)
+"""Paths of Python's standard library and of installed packages, but not of this one."""
 _FILE_NAME = "automodel_ckpt-stacks"
 _MAX_BYTES = 2**20
 _MAX_THREADS = 200
@@ -119,6 +126,24 @@ def report_on(address: ProcessAddress) -> ProcessReport | None:
         return ProcessReport(note, f"{seen}\n{stacks}")
     state = _STATES.get(stat[0], stat[0])
     return ProcessReport(f"does not respond (process {process}, {state})", seen)
+
+
+def place_in(stacks: str) -> str:
+    """The innermost function of the main thread in a text of *stacks*, and the one of the program that called it.
+
+    Empty if there are none. The format is that of :mod:`faulthandler`, which writes the main thread last.
+    """
+    frames = []
+    for line in stacks.rpartition("(most recent call first)")[2].splitlines():
+        if match := _FRAME.fullmatch(line):
+            frames.append(
+                (match["path"], f"{match['function']} ({Path(match['path']).name}:{match['line']})")
+            )
+    if not frames:
+        return ""
+    caller = next((text for path, text in frames if not _LIBRARY.search(path)), "")
+    innermost = frames[0][1]
+    return innermost if caller in ("", innermost) else f"{innermost}, called by {caller}"
 
 
 def kill_if_suspended(address: ProcessAddress) -> None:

@@ -5,6 +5,7 @@ Each rank writes its process id when it starts, and a record when it fails.
     stop                         one byte for each signal that the launcher received
     attempt_0/rank_1.pid         each start of the ranks has a directory: attempt_0, attempt_1, ...
     attempt_0/rank_1.json        the failure record
+    attempt_0/rank_1.training    the rank has begun to train
     attempt_0/rank_1.done        the rank ended with its own exit code
     attempt_0/rank_1.vanished    a peer found that its process ended without either; contains the time
     attempt_0/joining_nodes      the ranks are stopped because nodes join
@@ -62,6 +63,17 @@ class FailureDirectory:
         for path in self._files(attempt, "json").values():
             records.append(FailureRecord(**json.loads(path.read_text())))
         return records
+
+    def mark_training(self, attempt: int, rank: int) -> None:
+        """Record that the start of a rank is complete."""
+        self._write(attempt, f"rank_{rank}.training", "")
+
+    def starting(self, attempt: int) -> dict[int, int]:
+        """Map the ranks of this node that have neither begun to train nor failed to their process ids."""
+        beyond = set(self._files(attempt, "training"))
+        beyond.update(self._files(attempt, "done"), self._files(attempt, "json"))
+        processes = self.processes(attempt)
+        return {rank: process for rank, process in processes.items() if rank not in beyond}
 
     def mark_done(self, attempt: int, rank: int) -> None:
         """Record that a rank is about to end with its own exit code."""

@@ -27,12 +27,15 @@ died first. A rank that is restarted although the root cause is final (way 2 exi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -74,6 +77,7 @@ from automodel_ckpt.cli.launch.store_linger import (
 from automodel_ckpt.cli.launch.suspended import kill_suspended_ranks
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass, run_rank
 from automodel_ckpt.distributed import hang_action, peers
+from automodel_ckpt.distributed.process_stacks import StackDump
 from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED
 from automodel_ckpt.training.start_time import note_process_start
@@ -132,7 +136,8 @@ def launched_rank(
             if record.primary:
                 channel.report(record)
 
-    code = run_rank(loaded, recipe_class, on_failure)
+    on_training = _dump_stacks_until_training(failure_dir, attempt, rank)
+    code = run_rank(loaded, recipe_class, on_failure, on_training=on_training)
     # The watcher must not end this rank while it waits below.
     done.set()
     # Before this process ends: peers take one that ends without this file for a dead rank.
@@ -140,6 +145,23 @@ def launched_rank(
     if stores and rank == 0:
         serve_failure(channel)
     return _end_rank(failure_dir, attempt, code, failures[0] if failures else None, channel)
+
+
+def _dump_stacks_until_training(
+    failure_dir: FailureDirectory, attempt: int, rank: int
+) -> Callable[[], None]:
+    """Let the launcher find out where this rank is, until the returned function is called: training begins."""
+    dumping = ExitStack()
+    # Some containers do not allow files in memory.
+    with contextlib.suppress(OSError):
+        dumping.enter_context(StackDump())
+
+    def on_training() -> None:
+        # The watch over steps has a dump of its own.
+        dumping.close()
+        failure_dir.mark_training(attempt, rank)
+
+    return on_training
 
 
 def _cause_of_restart(failure_dir: FailureDirectory, attempt: int) -> FailureRecord | None:

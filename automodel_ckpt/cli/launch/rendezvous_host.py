@@ -17,6 +17,7 @@ from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.failures import FINAL_CODES, hang_record, root_cause
 from automodel_ckpt.cli.launch.hang_examiner import HangExaminer
 from automodel_ckpt.cli.launch.rendezvous_flags import C10D, Rendezvous
+from automodel_ckpt.cli.launch.start_watch import StartWatch
 from automodel_ckpt.cli.launch.suspended import kill_suspended_ranks
 from automodel_ckpt.distributed.network import is_known
 from automodel_ckpt.errors import EXIT_STOPPED
@@ -55,6 +56,7 @@ class RendezvousHost:
     def __init__(self, rendezvous: Rendezvous, max_restarts: int = 0) -> None:
         self.failure_dir: FailureDirectory | None = None
         self.examiner: HangExaminer | None = None
+        self._start_watch = StartWatch()
         self.received = 0
         self.is_waiting = False
         self.max_restarts = max_restarts
@@ -178,9 +180,12 @@ class RendezvousHost:
             raise RendezvousInterrupted
 
     def poll(self) -> None:
-        """Examine the ranks of this node if a step hangs and none of them can."""
-        if self.examiner is not None and self.failure_dir is not None:
-            failure_dir = self.failure_dir
+        """Examine the ranks of this node if their start takes long, or if a step hangs and none of them can."""
+        failure_dir = self.failure_dir
+        if failure_dir is None:
+            return
+        self._start_watch.poll(failure_dir)
+        if self.examiner is not None:
             self.examiner.poll(lambda: failure_dir.processes(failure_dir.attempt))
 
     def joining_nodes(self) -> None:

@@ -59,10 +59,12 @@ def run_rank(
     recipe_class: RecipeClass,
     on_failure: Callable[[FailureRecord], None],
     exit_stopped: int = EXIT_STOPPED,
+    on_training: Callable[[], None] = lambda: None,
 ) -> int:
     """Run the recipe in this process as the rank in the environment (RANK, default 0), and return its exit code.
 
-    Raises nothing. *on_failure* is called with the failure record before anything is closed. A signal before training
+    Raises nothing. *on_training* is called when the start is complete, and *on_failure* with the failure record before
+    anything is closed. A signal before training
     may end the process with *exit_stopped*. Afterwards, the threads of process groups have ended, unless closing them
     took longer than CLOSE_SECONDS.
     """
@@ -84,6 +86,7 @@ def run_rank(
             recipe.overridden = frozenset(getattr(loaded, "overridden", ()))
             recipe.setup()
         is_training = True
+        on_training()
         with reporting_user_failures(AutomodelError):
             recipe.run()
             recipe.close()
