@@ -30,9 +30,7 @@ _STATES = {
 """States of a process (source: proc_pid_stat(5))."""
 _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)')
 """A line of :mod:`faulthandler`."""
-_LIBRARY = re.compile(
-    r"/python3[^/]*/(?!site-packages/)|/site-packages/(?!automodel_ckpt/)"
-)
+_LIBRARY = re.compile(r"/python3[^/]*/(?!site-packages/)|/site-packages/(?!automodel_ckpt/)")
 """Paths of Python's standard library and of installed packages, but not of this one."""
 _FILE_NAME = "automodel_ckpt-stacks"
 _MAX_BYTES = 2**20

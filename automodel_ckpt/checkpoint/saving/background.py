@@ -24,6 +24,8 @@ from automodel_ckpt.checkpoint.writing.writer import Command, Export, Finalize, 
 from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
 
 _END_SECONDS = 10.0
+_LONGEST_POLL_SECONDS = 10.0
+"""The most that one observation adds to the time without progress. Ranks exchange theirs several times per second."""
 
 State = Literal["idle", "busy", "failed"]
 """The state of an upload. The thread of a failed one may still be running."""
@@ -41,7 +43,8 @@ class Background:
         self._uploads = _Uploads()
         self._upload = Upload(self._writer)
         self._failure: AutomodelError | None = None
-        self._last_progress: tuple[float, tuple[bytes, ...]] = (0.0, ())
+        self._activity: tuple[bytes, ...] = ()
+        self._observed_at = self._idle_seconds = 0.0
         self._exports_disabled = threading.Event()
         self._exporting = threading.Lock()
         self._staged_bytes = 0
@@ -150,7 +153,7 @@ class Background:
             self._writer.end()
             self._writer = Writer(self._memory.descriptor)
         command = Write(str(staging), written, jobs, self._memory.tensor.nbytes, previous)
-        self._last_progress = (time.monotonic(), ())
+        self._activity, self._idle_seconds, self._observed_at = (), 0.0, time.monotonic()
         upload = Upload(self._writer)
         self._upload = upload
         self._uploads.begin(lambda: self._run(upload, command, then, doing))
@@ -204,11 +207,17 @@ class Background:
             self._writer.kill()
 
     def idle_seconds(self) -> float:
-        """Seconds since the writer process last made progress, as observed by calls of this method."""
-        counters = self._writer.activity()
-        if counters != self._last_progress[1]:
-            self._last_progress = (time.monotonic(), counters)
-        return time.monotonic() - self._last_progress[0]
+        """Seconds since the writer process last made progress, as observed by calls of this method.
+
+        A long time between two calls counts as _LONGEST_POLL_SECONDS: the job was suspended, and the writer with it.
+        """
+        now, activity = time.monotonic(), self._writer.activity()
+        if activity != self._activity:
+            self._activity, self._idle_seconds = activity, 0.0
+        else:
+            self._idle_seconds += min(now - self._observed_at, _LONGEST_POLL_SECONDS)
+        self._observed_at = now
+        return self._idle_seconds
 
     def give_up(self, *, also_waiting: bool) -> None:
         """Mark the upload as failed because it made no progress for too long.

@@ -750,6 +750,25 @@ def test_a_writer_that_makes_no_progress_is_idle_for_longer_and_longer(saver: Sa
     assert background.idle_seconds() <= time.monotonic() - went_on
 
 
+def test_time_in_which_the_job_was_suspended_is_no_time_without_progress(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver.pause()
+    saver.save(1)
+    background = saver.checkpointer._async._background  # type: ignore[union-attr]
+    monkeypatch.setattr(background._writer, "activity", lambda: (b"1",))
+    clock = [1000.0]
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: clock[0])
+        idle = []
+        for seconds in (0, 5, 3600, 5):
+            clock[0] += seconds
+            idle.append(background.idle_seconds())
+    assert idle == [0, 5, 15, 20]
+    saver.go_on()
+    saver.checkpointer.wait_for_save()
+
+
 def test_a_recipe_that_leaves_out_its_exports_has_none_at_its_end(tmp_path: Path) -> None:
     assets = {"model": SimpleNamespace(nbytes=0)}
     for when, at_end in (("final", True), ("every", False), ("never", False)):
