@@ -341,3 +341,4 @@ def test_an_adapter_of_another_head_is_an_error_that_names_it(tmp_path: Path, er
     path.write_text(json.dumps({**config, "task_type": "SEQ_CLS", "modules_to_save": ["score"]}))
     text = error(adapter)
     assert "another head" in text and "task_type: SEQ_CLS; a LlamaForCausalLM has no score" in text
+    assert "recipe: sequence_classification" in text and "init_from.path" in text
