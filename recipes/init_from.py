@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -32,7 +32,8 @@ from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
 from automodel_ckpt.models.model_files import fetched_directory, require_local
 from automodel_ckpt.models.repository import base_directory, check_revision
-from automodel_ckpt.models.weight_matching import Names, Verdict, compare
+from automodel_ckpt.models.weight_matching import Names, Verdict, compare, copies_of_tied
+from automodel_ckpt.recipes.init_checks import check_scales, check_tied, shared_modules
 from automodel_ckpt.recipes.init_config import config_directory
 from automodel_ckpt.store_url import is_url
 from automodel_ckpt.units import counted
@@ -116,6 +117,17 @@ class Start:
         return name.startswith(tuple(self.scopes))
 
 
+class _Pair(NamedTuple):
+    """The tensors of the modules that get weights, and those of the sources.
+
+    Names on either side may lack *prefix*.
+    """
+
+    here: Names
+    there: Names
+    prefix: str
+
+
 def start_from(
     section: Section,
     modules: Mapping[str, nn.Module],
@@ -139,9 +151,13 @@ def start_from(
             for one, where in _sections(section):
                 weights = _open(one, where, _config_for(one, config))
                 start.add(one, weights, where)
-        verdict = _compare(section, start, modules, resizable)
+        pair = _names_of(start, modules)
+        verdict = _compare(section, start, pair, resizable)
+        _check_scales(start, modules)
         for weights in start.sources:
             weights.verify(verify, ranks.rank, ranks.world_size)
+        if ranks.rank == 0:
+            _check_tied(start, modules, pair)
     # From here on weights are overwritten: all ranks have compared and verified the files above.
     log.info("Starting from the weights in %s", start.paths)
     verdict.log_differences("they and the model")
@@ -170,7 +186,8 @@ def inspect_start(
             if weights is None:
                 return None
             start.add(one, weights, where)
-    verdict = _compare(section, start, modules, resizable)
+    verdict = _compare(section, start, _names_of(start, modules), resizable)
+    _check_scales(start, modules)
     for weights in start.sources:
         weights.verify("size", 0, 1)
     return start, verdict
@@ -294,12 +311,8 @@ def _local_path(section: InitFromConfig, where: str) -> Path | None:
     return local
 
 
-def _compare(
-    section: Section,
-    start: Start,
-    modules: Mapping[str, nn.Module],
-    resizable: Iterable[str],
-) -> Verdict:
+def _names_of(start: Start, modules: Mapping[str, nn.Module]) -> _Pair:
+    """The tensors of the *modules* that get weights, and those of the sources."""
     shapes: dict[str, Any] = {}
     tied: dict[str, str] = {}
     for name, module in modules.items():
@@ -313,11 +326,28 @@ def _compare(
     there_shapes = {
         name: module.tensors[fqn].shape for name, (module, fqn) in start.tensors.items()
     }
-    there = Names(there_shapes, start.tied)
+    prefix = getattr(unwrap(modules[MODEL]), "base_model_prefix", "") if MODEL in modules else ""
+    return _Pair(Names(shapes, tied), Names(there_shapes, start.tied), prefix)
+
+
+def _check_scales(start: Start, modules: Mapping[str, nn.Module]) -> None:
+    if MODEL in modules:
+        check_scales(modules[MODEL], start.tensors, "init_from.path")
+
+
+def _check_tied(start: Start, modules: Mapping[str, nn.Module], pair: _Pair) -> None:
+    aliases = dict(pair.here.tied)
+    if MODEL in modules:
+        aliases |= shared_modules(modules[MODEL])
+    copies = copies_of_tied(Names(pair.here.shapes, aliases), pair.there, pair.prefix)
+    check_tied(copies, start.tensors, "init_from.path")
+
+
+def _compare(section: Section, start: Start, pair: _Pair, resizable: Iterable[str]) -> Verdict:
     verdict = compare(
-        Names(shapes, tied),
-        there,
-        prefix=getattr(unwrap(modules[MODEL]), "base_model_prefix", "") if MODEL in modules else "",
+        pair.here,
+        pair.there,
+        prefix=pair.prefix,
         resizable=set(resizable),
         allow_missing=start.allow_missing,
         allow_unexpected=start.allow_unexpected,
@@ -325,7 +355,9 @@ def _compare(
     paths = paths_of(section)
     if isinstance(section, InitFromConfig):
         if not (section.allow_missing or section.allow_unexpected):
-            _check_both_given(paths, ours=_adapted(shapes), theirs=_adapted(there.shapes))
+            _check_both_given(
+                paths, ours=_adapted(pair.here.shapes), theirs=_adapted(pair.there.shapes)
+            )
         verdict.check_allowed("init_from.path", paths, "init_from")
     else:
         verdict.check_allowed("init_from", paths, "init_from.N")

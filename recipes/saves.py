@@ -394,7 +394,9 @@ class Saves:
         if command in (None, self._shown_command):
             return
         if not self.checkpointer.exports.is_exported(newest.path):
-            log.info("not exported, since a signal leaves little time; to export it: %s", command)
+            log.info(
+                "not exported, because a signal leaves little time\n  to export it: %s", command
+            )
 
     @_measured
     def end(self) -> None:

@@ -37,7 +37,7 @@ def check_copies(
     stored = open_weights(base).modules[MODEL]
     lines: list[str] = []
     for copy in sorted(copies):
-        fault = _fault(adapter.root, adapter.tensors[copy], stored, names[copy])
+        fault = difference(adapter.root, adapter.tensors[copy], stored, names[copy])
         if fault:
             lines.append(f"{copy[:200]}: {fault}")
     if lines:
@@ -53,7 +53,7 @@ def check_copies(
 
 def check_same(path: Path, root: Path, one: Tensor, other: Tensor) -> None:
     """Raise :class:`CheckpointUnusable` unless two tensors of the adapter's file *path* have equal values."""
-    if _fault(root, one, Tensors(root, {"": other}), [""]):
+    if difference(root, one, Tensors(root, {"": other}), [""]):
         raise CheckpointUnusable(
             "the adapter's file has two different copies of a module that was trained in full",
             where=str(path),
@@ -62,7 +62,7 @@ def check_same(path: Path, root: Path, one: Tensor, other: Tensor) -> None:
         )
 
 
-def _fault(root: Path, copy: Tensor, base: Tensors, names: Sequence[str]) -> str:
+def difference(root: Path, copy: Tensor, base: Tensors, names: Sequence[str]) -> str:
     """Return how the tensor *copy* differs from that of the base with one of the *names*; empty if it does not."""
     found = [base.tensors[name] for name in names if name in base.tensors]
     if not found:

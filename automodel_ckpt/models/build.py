@@ -30,6 +30,7 @@ from automodel_ckpt.models.repository import (
     model_needs_code,
 )
 from automodel_ckpt.models.task_head import head_differences
+from automodel_ckpt.models.tied_weights import note_untied
 from automodel_ckpt.models.weight_matching import Verdict
 
 _MAIN_REVISION = RepositoryOptions()
@@ -106,6 +107,7 @@ def build_model(
         )
         verdict.check_allowed("model.from_pretrained", from_pretrained, "model")
         verdict.log_differences(f"{from_pretrained} and the model")
+        note_untied(model, from_pretrained)
         if dtype != "auto" and not loading:
             cast_to(model, getattr(torch, dtype))
     # from_pretrained returns models in evaluation mode, without dropout.

@@ -173,6 +173,22 @@ def compare(
     return replace(verdict, matches=matches, resized=resized)
 
 
+def copies_of_tied(here: Names, there: Names, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Yield each tensor of *here* with several names, and those of *there* that have one of them, if these are several.
+
+    :func:`compare` uses one of them. *prefix* is as there.
+    """
+    for name in dict.fromkeys(here.tied.values()):
+        if name not in here.shapes:
+            continue
+        spellings = [
+            spelling for each in here.all_of(name) for spelling in _spellings(each, prefix)
+        ]
+        found = [spelling for spelling in dict.fromkeys(spellings) if spelling in there.shapes]
+        if len(found) > 1:
+            yield name, found
+
+
 def _source_of(name: str, here: Names, there: Names, prefix: str) -> str | None:
     """The tensor of the source that fills *name*, under any of its names and spellings."""
     for each in here.all_of(name):

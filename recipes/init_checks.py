@@ -1,0 +1,136 @@
+"""Checks of the weights of ``init_from`` that names and shapes do not show: the scale of adapters, and tied tensors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.module_tensors import unwrap
+from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.convert.base_copies import difference
+from automodel_ckpt.convert.merge_rules import scale_of
+from automodel_ckpt.convert.sources.files import read_json
+from automodel_ckpt.errors import RecipeError
+
+Stored = Mapping[str, tuple[Tensors, str]]
+"""The tensors of sources: {name in the model: (module of a source, name there)}."""
+
+_ADAPTER = "default"
+_PREFIX = "base_model.model."
+_TRAINED = f".modules_to_save.{_ADAPTER}."
+_FACTOR = re.compile(r"(?P<layer>.+)\.lora_(?:A\.weight|embedding_A)")
+_UNTIE = (
+    "name the files in model.from_pretrained, which reads both; or let the model have both: model.config_overrides: "
+    "{tie_word_embeddings: false}, and model.allow_missing for the one that from_pretrained does not have"
+)
+_UNTIE_ADAPTERS = "let the model have both: peft.ensure_weight_tying: false"
+_MAX_NAMED = 3
+
+
+def check_scales(model: nn.Module, stored: Stored, where: str) -> None:
+    """Raise :class:`RecipeError` if adapters were trained with another scale than those of *model* have.
+
+    The scale, alpha / r, is in no tensor. It is in ``adapter_config.json`` beside the tensors; without that file,
+    nothing is compared.
+    """
+    here = dict(_adapted_layers(unwrap(model)))
+    configs: dict[Path, Any] = {}
+    lines = []
+    for name, (module, fqn) in stored.items():
+        match = _FACTOR.fullmatch(name.removeprefix(_PREFIX))
+        if match is None or match["layer"] not in here:
+            continue
+        layer = match["layer"]
+        file = module.root / module.tensors[fqn].slices[0].file
+        if file.parent not in configs:
+            configs[file.parent] = read_json(file.parent, layout.ADAPTER_CONFIG)
+        rank, scale = here[layer]
+        there = _scale_in(configs[file.parent], rank, layer)
+        if there is not None and not math.isclose(there, scale):
+            lines.append(f"{layer}: {there:g} there, {scale:g} here")
+    if lines:
+        settings = next(config for config in configs.values() if config is not None)
+        raise RecipeError(
+            "the adapters were trained with another scale than they have in this recipe",
+            where=where,
+            value=_shortened(lines),
+            hint=f"the scale is alpha / r, or alpha / sqrt(r) with use_rslora; set peft: {_section_of(settings)}",
+        )
+
+
+def shared_modules(model: nn.Module) -> dict[str, str]:
+    """{alias: name} of parameters that two modules trained beside adapters share, as in the files of peft.
+
+    peft stores such a parameter under both names.
+    """
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
+        if _TRAINED not in name:
+            continue
+        stored = name.replace(_TRAINED, ".")
+        if first.setdefault(id(parameter), stored) != stored:
+            aliases[stored] = first[id(parameter)]
+    return aliases
+
+
+def check_tied(tied: Iterable[tuple[str, list[str]]], stored: Stored, where: str) -> None:
+    """Raise :class:`RecipeError` if tensors that are one in the model have different values in the sources.
+
+    *tied* are the tensors of the model of which the sources have several copies, with their names there. The copies
+    are read.
+    """
+    lines = []
+    hint = _UNTIE
+    for name, (first, *others) in tied:
+        module, fqn = stored[first]
+        for other in others:
+            copy, copy_fqn = stored[other]
+            if difference(copy.root, copy.tensors[copy_fqn], module, [fqn]):
+                lines.append(f"{other} and {first}")
+                hint = _UNTIE_ADAPTERS if name.startswith(_PREFIX) else _UNTIE
+    if lines:
+        what = "tensors that are tied in this model have different values there"
+        raise RecipeError(what, where=where, value=_shortened(lines), hint=hint)
+
+
+def _adapted_layers(model: Any) -> Iterator[tuple[str, tuple[int, float]]]:
+    """The names of the layers with adapters, as peft's patterns see them, with rank and scale."""
+    for name, module in model.named_modules():
+        scaling = getattr(module, "scaling", None)
+        if isinstance(scaling, Mapping) and _ADAPTER in scaling:
+            yield name.removeprefix(_PREFIX), (int(module.r[_ADAPTER]), float(scaling[_ADAPTER]))
+
+
+def _scale_in(config: Mapping[str, Any] | None, rank: int, layer: str) -> float | None:
+    """The scale of a layer by the content of adapter_config.json; None if that gives none."""
+    if config is None:
+        return None
+    try:
+        return scale_of(config, rank, layer)
+    except ValueError:
+        return None
+
+
+def _section_of(config: Mapping[str, Any]) -> str:
+    """The settings in the content of adapter_config.json that decide the scale, as a section of a recipe."""
+    settings = {"r": config.get("r"), "alpha": config.get("lora_alpha")}
+    if config.get("use_rslora"):
+        settings["use_rslora"] = "true"
+    for option in ("rank_pattern", "alpha_pattern"):
+        if config.get(option):
+            settings[option] = config[option]
+    return "{" + ", ".join(f"{name}: {value}" for name, value in settings.items()) + "}"
+
+
+def _shortened(lines: list[str]) -> str:
+    shown = lines[:_MAX_NAMED]
+    if len(lines) > _MAX_NAMED:
+        shown.append(f"and {len(lines) - _MAX_NAMED} more")
+    return "".join(f"\n    {line}" for line in shown)

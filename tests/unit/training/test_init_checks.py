@@ -1,0 +1,130 @@
+"""Weights of ``init_from`` with other scales of adapters, or other values of tied tensors, are errors."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from automodel_ckpt.config.sections.init_from import InitFromConfig
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.build import build_model
+from automodel_ckpt.recipes.init_from import inspect_start, start_from
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # peft reads it
+ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1)
+SIZES = {
+    "vocab_size": 24,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+
+
+def adapted(**options: Any) -> Any:
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | options
+    return get_peft_model(llama(), LoraConfig(**config, task_type="CAUSAL_LM"))
+
+
+def start(path: Path, model: Any) -> None:
+    start_from(InitFromConfig(str(path)), {"model": model}, ranks=ONE_RANK, group=None)
+
+
+@pytest.fixture
+def twice(tmp_path: Path) -> Path:
+    """Files with the embedding and another output layer, whose config.json ties them."""
+    llama().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights[HEAD] = weights[EMBEDDING] + 1
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    return tmp_path
+
+
+def test_tied_tensors_with_different_values_are_an_error(twice: Path) -> None:
+    with pytest.raises(RecipeError, match=f"{HEAD} and {EMBEDDING}[\\s\\S]*tie_word_embeddings"):
+        start(twice, llama())
+    untied = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+    start(twice, untied)
+    weights = load_file(twice / "model.safetensors")
+    assert torch.equal(untied.lm_head.weight, weights[HEAD])
+    # Copies with equal values are one tensor.
+    weights[HEAD] = weights[EMBEDDING].clone()
+    save_file(weights, twice / "model.safetensors", {"format": "pt"})
+    start(twice, llama())
+
+
+def test_modules_trained_beside_adapters_can_be_tied_too(tmp_path: Path) -> None:
+    both = {"modules_to_save": ["embed_tokens", "lm_head"]}
+    tied = adapted(**both, ensure_weight_tying=True)
+    tied.save_pretrained(tmp_path)
+    start(tmp_path, adapted(**both, ensure_weight_tying=True))
+    file = tmp_path / "adapter_model.safetensors"
+    weights = load_file(file)
+    weights[f"base_model.model.{HEAD}"] += 1
+    save_file(weights, file)
+    with pytest.raises(RecipeError, match=r"tied[\s\S]*peft.ensure_weight_tying: false"):
+        start(tmp_path, adapted(**both, ensure_weight_tying=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"lora_alpha": 32}, "q_proj: 8 there, 2 here[\\s\\S]*{r: 4, alpha: 32}"),
+        ({"use_rslora": True}, "q_proj: 4 there, 2 here[\\s\\S]*alpha: 8, use_rslora: true}"),
+        ({"alpha_pattern": {"v_proj": 4}}, "v_proj: 1 there, 2 here[\\s\\S]*{'v_proj': 4}"),
+    ],
+)
+def test_another_scale_of_adapters_is_an_error(
+    tmp_path: Path, options: dict[str, Any], expected: str
+) -> None:
+    adapted(**options).save_pretrained(tmp_path)
+    for check in (
+        start,
+        lambda path, model: inspect_start(InitFromConfig(str(path)), {"model": model}),
+    ):
+        with pytest.raises(RecipeError, match=expected):
+            check(tmp_path, adapted())
+    start(tmp_path, adapted(**options))
+
+
+def test_a_scale_that_is_not_known_is_not_compared(tmp_path: Path) -> None:
+    adapted(lora_alpha=32).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"lora_alpha": None}))
+    start(tmp_path, adapted())
+
+
+def test_the_config_of_a_pretrained_model_states_that_it_is_not_tied(
+    twice: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = LlamaConfig.from_pretrained(twice)
+    assert config.tie_word_embeddings
+    with caplog.at_level(logging.WARNING):
+        model: Any = build_model(config, from_pretrained=str(twice))
+    assert not model.config.tie_word_embeddings
+    assert f"config.json ties {HEAD} and {EMBEDDING}" in caplog.text
+    assert "exports has tie_word_embeddings: false" in caplog.text
+    caplog.clear()
+    weights = load_file(twice / "model.safetensors")
+    del weights[HEAD]
+    save_file(weights, twice / "model.safetensors", {"format": "pt"})
+    model = build_model(config, from_pretrained=str(twice))
+    assert model.config.tie_word_embeddings and not caplog.text
