@@ -23,9 +23,10 @@ from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
-from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.sources.source import Source, Tensors
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
+from automodel_ckpt.convert.base_copies import difference
 from automodel_ckpt.convert.gguf.kinds import F32, Q8_0, QUANTIZATION_VERSION, WRITABLE, Kind
 from automodel_ckpt.convert.gguf.model import (
     GgufModel,
@@ -55,6 +56,8 @@ _ALIGNMENT = 32
 _CASTS = {"F16": "fp16", "BF16": "bf16"}
 _OUTPUT = "output.weight"
 _EMBEDDING = "token_embd.weight"
+# The same two in config.json's model.
+_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _MAX_TEMPLATE_BYTES = 1 << 20
 _TEMPLATE = "chat_template.jinja"
 
@@ -205,6 +208,14 @@ def _described(
     config = _required_json(side, "config.json", source.export)
     tokenizer = _required_json(side, "tokenizer.json", source.export)
     model = read_model(config, str(side / "config.json"))
+    shapes = {fqn: tensor.stored.shape for fqn, tensor in tensors.items()}
+    if model.is_tied and _HEAD in tensors and _EMBED in tensors:
+        if _are_equal(source, tensors[_HEAD], tensors[_EMBED]):
+            del shapes[_HEAD]
+        else:
+            # As transformers reads such files.
+            config = {**config, "tie_word_embeddings": False}
+            model = read_model(config, str(side / "config.json"))
     fault = layers_fault(model.num_layers, tensors)
     if fault is not None:
         raise CheckpointUnusable(
@@ -214,7 +225,6 @@ def _described(
             hint="restore the file from another copy, or use another checkpoint",
         )
     expected = {tensor.fqn: tensor.shape for tensor in model.tensors()}
-    shapes = {fqn: tensor.stored.shape for fqn, tensor in tensors.items()}
     fault = name_faults(expected, shapes)
     if fault is not None:
         raise CheckpointUnusable(
@@ -232,6 +242,11 @@ def _described(
         _chat_template(side, source.export),
     )
     return model, [*model.key_values(), *vocabulary.keys], vocabulary.warnings
+
+
+def _are_equal(source: Source, one: ExportTensor, other: ExportTensor) -> bool:
+    others = Tensors(source.root, {other.fqn: other.stored})
+    return not difference(source.root, one.stored, others, [other.fqn])
 
 
 def _entries(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -95,6 +96,28 @@ def test_the_file_holds_keys_and_tensors(tmp_path: Path, capsys: Capture, tied: 
     assert embedding.tobytes() == bits(state["model.embed_tokens.weight"]).tobytes()
     key = state["model.layers.1.self_attn.k_proj.weight"][rotary_order(2, 8)]
     assert found["blk.1.attn_k.weight"].data.tobytes() == bits(key).tobytes()
+
+
+@pytest.mark.parametrize("is_copy", [True, False], ids=["copy", "other values"])
+def test_an_output_layer_that_the_config_ties_is_written_if_it_is_no_copy(
+    tmp_path: Path, is_copy: bool
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    llama_checkpoint(tmp_path / "c", tied=True, dtype=torch.float32)
+    model = tmp_path / "model"
+    assert main(["export", str(tmp_path / "c"), "--to", "hf", "--output", str(model)]) == 0
+    (model / "export_manifest.json").unlink()
+    (file,) = model.glob("*.safetensors")
+    weights = load_file(file)
+    head = weights["model.embed_tokens.weight"] * (1 if is_copy else 2)
+    save_file(weights | {"lm_head.weight": head.clone()}, file)
+    (model / "model.safetensors.index.json").unlink()
+    file.rename(model / "model.safetensors")
+    assert main(["export", str(model), "--to", "gguf"]) == 0
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert ("output.weight" in found) is not is_copy
+    if not is_copy:
+        assert found["output.weight"].data.tobytes() == bits(head).tobytes()
 
 
 def test_other_sources_and_a_cast_give_the_same_file(tmp_path: Path, capsys: Capture) -> None:
