@@ -15,8 +15,10 @@ from automodel_ckpt.checkpoint.export.base_identity import files_of_index
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.slices import Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
+from automodel_ckpt.convert.base_copies import difference
 from automodel_ckpt.convert.merge_rules import (
     Change,
     ExpertRange,
@@ -264,12 +266,15 @@ class MergedModel:
         return dataclasses.replace(trained, dtype=main_dtype(sizes) or trained.dtype)
 
     def _untie(self) -> set[str]:
-        """Return the names of tensors that were tied and differ now. Those that are still equal are stored once."""
+        """Return the names of tensors that config.json ties and that differ. Those that are equal are stored once."""
         untied: set[str] = set()
+        apart: set[str] = set()
         for alias, first in self._naming.tied.items():
             pair = (self._file_name(alias), self._file_name(first))
             changed = [name for name in pair if name in self.changes]
             if not changed:
+                if self._differ_in_base(*pair):
+                    apart.update(pair)
                 continue
             if len(changed) == 1 or not self._are_equal(*pair):
                 untied.update(pair)
@@ -280,7 +285,16 @@ class MergedModel:
         if untied:
             names = ", ".join(sorted(untied))
             self.notes.append(f"no longer tied, since the adapter changed one of them: {names}")
-        return untied
+        if apart:
+            names = ", ".join(sorted(apart))
+            self.notes.append(f"not tied, since they differ in the base: {names}")
+        return untied | apart
+
+    def _differ_in_base(self, one: str, other: str) -> bool:
+        """Whether the base has both tensors, with different values: transformers then does not tie them."""
+        if one not in self._base or other not in self._base:
+            return False
+        return bool(difference(_ROOT, self._base[one], Tensors(_ROOT, self._base), [other]))
 
     def _are_equal(self, one: str, other: str) -> bool:
         """Whether two changed tensors have equal values, up to rounding.

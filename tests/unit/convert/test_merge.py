@@ -335,6 +335,20 @@ def test_an_adapter_that_learned_nothing_needs_no_tensor_of_the_base(tmp_path: P
     assert merged.notes == ["not in the base, and its adapter learned nothing: x.weight"]
 
 
+@pytest.mark.parametrize("values", [1.0, 2.0])
+def test_tied_tensors_of_a_base_that_differ_are_not_tied_in_the_merged_model(
+    values: float, tmp_path: Path
+) -> None:
+    base = {"embed.weight": torch.ones(4, 3), "head.weight": torch.full((4, 3), values)}
+    save_file(base, tmp_path / "model.safetensors")
+    naming = ModelSignature({}, {"head.weight": "embed.weight"}, frozenset(), {})
+    merged = MergedModel(Adapter(tmp_path, {}, {"lora_alpha": 2}), tmp_path, naming)
+    expected = set(base) if values == 2.0 else set()
+    assert merged.untied == expected
+    assert merged.tensors.keys() == base.keys()
+    assert [note.partition(",")[0] for note in merged.notes] == ["not tied"] * bool(expected)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_merged_classifier_has_all_of_the_backbone_and_not_the_other_head(
