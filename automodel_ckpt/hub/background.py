@@ -114,7 +114,7 @@ class Pushes:
     def roll_back(self, step: int) -> None:
         """Continue after *step*, to which the run went back while it trains: later checkpoints are abandoned."""
         if self._process is not None:
-            # It completes the upload in progress, and the next one waits for its lock.
+            # It stops when the next one, which waits for its lock, has been started.
             self.close()
             self.start(step)
 

@@ -95,7 +95,7 @@ class Uploads:
     def roll_back(self, step: int) -> None:
         """Continue after *step*, to which the run went back while it trains: later checkpoints are abandoned."""
         if self._process is not None:
-            # It completes the upload in progress. The next one, which waits for its lock, marks it as superseded.
+            # It stops when the next one, which waits for its lock, has been started.
             self.close()
             self._newest = None
             self.start(step)

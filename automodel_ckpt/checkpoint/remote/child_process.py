@@ -85,6 +85,8 @@ class UploadLoop:
         self.finishing = threading.Event()
         self.stopping = threading.Event()
         self.status = Status.read(root, status_file)
+        self.is_newest: Callable[[], bool] = lambda: True
+        """Returns whether no later start of the run has a process. Raises OSError."""
         self._prefix, self._status_file = prefix, status_file
         self._status_lock = threading.Lock()
 
@@ -169,15 +171,20 @@ def note_newest(root: Path, lock_file: str, token: str) -> None:
 
 
 @contextlib.contextmanager
-def only_one(root: Path, lock_file: str, token: str) -> Iterator[bool]:
-    """Wait until no other process uploads the checkpoints of this run. Yield whether *token* is that of the newest.
+def only_one(root: Path, lock_file: str, token: str) -> Iterator[Callable[[], bool]]:
+    """Wait until no other process uploads the checkpoints of this run.
 
-    A process of an earlier start may get the lock late: it would undo what the later one has uploaded.
+    Yield a function that reads whether *token* is that of the newest process. One of an earlier start may get the lock
+    late, and would undo what the later one has uploaded.
     """
     with _open_lock(root, lock_file) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        found = os.pread(descriptor, _TOKEN_BYTES, 0).decode("ascii", "replace").strip()
-        yield found == token
+
+        def is_newest() -> bool:
+            found = os.pread(descriptor, _TOKEN_BYTES, 0).decode("ascii", "replace").strip()
+            return found == token
+
+        yield is_newest
 
 
 @contextlib.contextmanager
@@ -211,15 +218,17 @@ def lower_priority(niceness: int) -> None:
 def serve(root: Path, lock_file: str, make: Callable[[Mapping[str, Any]], UploadLoop]) -> int:
     """Upload until the trainer asks to finish, or for :data:`LAST_SECONDS` after it has ended otherwise.
 
+    The uploads stop earlier if a later start of the run has a process, which waits for this one and continues them.
     *make* returns the uploads of the job that the trainer wrote to the standard input. Returns the exit code.
     """
     # Unbuffered, so that select() sees what is left.
     commands = os.fdopen(0, "rb", buffering=0)
     started = json.loads(_line(commands))
     with only_one(root, lock_file, started["process"]) as is_newest:
-        if not is_newest:
+        if not is_newest():
             return 0
         uploads = make(started["job"])
+        uploads.is_newest = is_newest
         # After the imports, so that the process is ready soon on a busy machine too.
         lower_priority(started["niceness"])
         thread = threading.Thread(target=uploads.run, name="upload")
@@ -236,12 +245,19 @@ def serve(root: Path, lock_file: str, make: Callable[[Mapping[str, Any]], Upload
                     # The trainer has ended.
                     deadline = time.monotonic() + LAST_SECONDS
             now = time.monotonic()
-            if now > deadline:
+            if now > deadline or not _is_newest(uploads):
                 uploads.stop()
             if now - noted > _NOTE_SECONDS:
                 uploads.note_progress()
                 noted = now
     return 0
+
+
+def _is_newest(uploads: UploadLoop) -> bool:
+    """Whether no later start of the run is known to have a process."""
+    with contextlib.suppress(OSError):
+        return uploads.is_newest()
+    return True
 
 
 def _line(commands: Any) -> bytes:

@@ -78,6 +78,8 @@ class Uploader(UploadLoop):
         self._throttle = Throttle(job.bytes_per_second)
         self._sent_by_others = 0
         self._has_begun = False
+        self._stored: dict[str, policy.Record] = {}
+        """The checkpoints that this process has uploaded, by name."""
         # After a run went back, the status of an earlier process may name a later step.
         self._is_first = True
         self.note(error="", failures=0, is_over=False)
@@ -118,22 +120,36 @@ class Uploader(UploadLoop):
         self.note(owner=token)
 
     def _worth_uploading(self) -> list[str]:
-        """The pending checkpoints, newest first, without those that the keep policy of the store would remove."""
+        """The pending checkpoints, newest first, without those that the keep policy of the store would remove.
+
+        There are none if a later start of the run has a process: some may be of that start, which would find in the
+        store what it has not uploaded, and mark it as superseded.
+        """
         names = pending(self.root, LINK)
-        if len(names) < 2 or self._job.keep_last is None:
+        # After the links were read: those that were there before the later start are not of it.
+        if not self.is_newest():
+            self.stop()
+            return []
+        if self._job.keep_last is None:
             return names
-        records = {}
+        records = dict(self._stored)
         for name in names:
             found = resume.record(self.root, name, self._job.metric_key, {})
             if found is not None:
                 records[name] = found
-        for record in self._job.keep.removable(list(records.values()), {names[0]}):
-            if (self.root / f"{LINK}{record.name}.json").exists():
+        # The pointers of the store will name them.
+        pointed = {record.name for record in policy.newest_first(records.values())[:1]}
+        best = policy.best(records.values(), self._job.mode)
+        if best is not None:
+            pointed.add(best.name)
+        not_kept = {each.name for each in self._job.keep.removable(list(records.values()), pointed)}
+        for name in not_kept.intersection(names):
+            if (self.root / f"{LINK}{name}.json").exists():
                 # What an interrupted upload has sent. Pointers name it if only its link was left.
                 with contextlib.suppress(ValueError):
-                    self._run.withdraw(record.name)
-            unlink(self.root, LINK, record.name)
-        return [name for name in names if (self.root / f"{LINK}{name}").is_symlink()]
+                    self._run.withdraw(name)
+            unlink(self.root, LINK, name)
+        return [name for name in names if name not in not_kept]
 
     def _supersede(self, name: str) -> None:
         """Give up the pointers to a checkpoint of the store, which the run saved again after it went back."""
@@ -188,6 +204,10 @@ class Uploader(UploadLoop):
                 self._run.check_owner()
                 self._store.write(log, data)
         self._run.point(job.metric_key, job.mode)
+        # Without its link, it may be removed.
+        record = resume.record(self.root, name, job.metric_key, {})
+        if record is not None:
+            self._stored[name] = record
         unlink(self.root, LINK, name)
         if set(complete_exports(self.root / name)) - exports:
             # It was made meanwhile, and its request was the link that is removed now.

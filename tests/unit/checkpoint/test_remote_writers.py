@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,12 @@ from werkzeug.wrappers import Request, Response
 from automodel_ckpt.checkpoint import layout, policy
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.remote import child_process, multipart, uploader
+from automodel_ckpt.checkpoint.remote.pending import link, pending
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, LeaseLost
+from tests.support import tiny
 from tests.support.object_store import ObjectStore
 from tests.support.stored_runs import FIRST, SECOND, URL, write_run
 
@@ -254,7 +259,93 @@ def test_a_late_process_of_an_earlier_start_uploads_nothing(tmp_path: Path) -> N
     """It waited for the lock until the process of the later start ended."""
     child_process.note_newest(tmp_path, uploader.LOCK, "first")
     with child_process.only_one(tmp_path, uploader.LOCK, "first") as is_newest:
-        assert is_newest
-    child_process.note_newest(tmp_path, uploader.LOCK, "second")
+        assert is_newest()
+        child_process.note_newest(tmp_path, uploader.LOCK, "second")
+        assert not is_newest()
     with child_process.only_one(tmp_path, uploader.LOCK, "first") as is_newest:
-        assert not is_newest
+        assert not is_newest()
+
+
+def test_a_process_of_an_earlier_start_uploads_no_checkpoint_of_a_later_one(
+    local: Path, tmp_path: Path
+) -> None:
+    """After a second signal, it continues for a minute. The later start would mark what it did not upload itself."""
+    url = f"file://{tmp_path}/store"
+    run = tmp_path / "run"
+    run.mkdir()
+    is_newest = [True]
+    uploads = uploader.Uploader(run, uploader.Job(url, {}, "first", "val_loss", "min"))
+    uploads.is_newest = lambda: is_newest[0]
+    for name in (FIRST, SECOND):
+        (run / name).symlink_to(local / name)
+    link(run, uploader.LINK, FIRST)
+    uploads.catch_up()
+    is_newest[0] = False
+    link(run, uploader.LINK, SECOND)
+    uploads.catch_up()
+    assert pending(run, uploader.LINK) == [SECOND] and uploads.stopping.is_set()
+    later = uploader.Job(url, {}, "second", "val_loss", "min", went_back_to=10)
+    uploader.Uploader(run, later).catch_up()
+    newest = RemoteRun(Store(url)).newest()
+    assert newest is not None and str(newest.name) == SECOND
+
+
+def test_a_process_stops_when_a_later_start_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its upload may take long, and the later process waits for it."""
+
+    class Endless(child_process.UploadLoop):
+        def catch_up(self) -> None:
+            # As the later start does, while this process uploads.
+            child_process.note_newest(tmp_path, uploader.LOCK, "second")
+            if not self.stopping.wait(60):
+                self.stop()
+
+    child_process.note_newest(tmp_path, uploader.LOCK, "first")
+    started = {"process": "first", "niceness": 0, "job": {}}
+    reader, writer = os.pipe()
+    with open(reader, "rb", buffering=0) as commands, open(writer, "wb") as trainer:
+        trainer.write(json.dumps(started).encode() + b"\n")
+        trainer.flush()
+        monkeypatch.setattr(os, "fdopen", lambda *descriptor, **options: commands)
+        began = time.monotonic()
+        child_process.serve(
+            tmp_path, uploader.LOCK, lambda job: Endless(tmp_path, uploader.LINK, "status")
+        )
+        assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("is_best", [False, True])
+def test_a_late_upload_of_what_the_store_would_remove_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_best: bool
+) -> None:
+    """The link of an earlier checkpoint, seen after a later one is in the store; LOWEST_VAL names the best one."""
+    run = tmp_path / "run"
+    made = tiny.recipe()
+    for step, loss in ((10, 1.0), (20, 2.0 if is_best else 0.5)):
+        losses = {"step": step, "val_loss": loss}
+        tiny.save(run, made, step, losses=losses, validated=True)
+    job = uploader.Job(f"file://{tmp_path}/store", {}, "first", "val_loss", "min", keep_last=1)
+    uploads = uploader.Uploader(run, job)
+    pushed: list[str] = []
+    upload = uploads._upload
+
+    def noted_upload(name: str) -> None:
+        pushed.append(name)
+        upload(name)
+
+    monkeypatch.setattr(uploads, "_upload", noted_upload)
+    for name in (SECOND, FIRST):
+        link(run, uploader.LINK, name)
+        uploads.catch_up()
+    assert pushed == ([SECOND, FIRST] if is_best else [SECOND])
+    assert not pending(run, uploader.LINK)
+    for name in (SECOND, FIRST):
+        link(run, uploader.LINK, name)
+    # Another process that finds both.
+    later = uploader.Uploader(run, replace(job, url=f"file://{tmp_path}/other", token="second"))
+    later.catch_up()
+    assert RemoteRun(Store(f"file://{tmp_path}/other")).pointed(layout.LOWEST_VAL) == (
+        FIRST if is_best else SECOND
+    )
