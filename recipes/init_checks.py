@@ -1,22 +1,30 @@
-"""Checks of the weights of ``init_from`` that names and shapes do not show: the scale of adapters, and tied tensors."""
+"""Checks of the weights of ``init_from`` that names and shapes do not show: config, scale of adapters, tied tensors."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.module_tensors import unwrap
+from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.state.model_config import CONFIG as _CONFIG
+from automodel_ckpt.checkpoint.state.model_config import config_changes
 from automodel_ckpt.convert.base_copies import difference
 from automodel_ckpt.convert.merge_rules import scale_of
+from automodel_ckpt.convert.open import Weights
 from automodel_ckpt.convert.sources.files import read_json
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 Stored = Mapping[str, tuple[Tensors, str]]
 """The tensors of sources: {name in the model: (module of a source, name there)}."""
@@ -25,6 +33,8 @@ _ADAPTER = "default"
 _PREFIX = "base_model.model."
 _TRAINED = f".modules_to_save.{_ADAPTER}."
 _FACTOR = re.compile(r"(?P<layer>.+)\.lora_(?:A\.weight|embedding_A)")
+# Shapes and values show the first two. Without the last, only keys that both have are compared: programs add their own.
+_NOT_COMPARED = ("vocab_size", "tie_word_embeddings", "transformers_version")
 _UNTIE = (
     "name the files in model.from_pretrained, which reads both; or let the model have both: model.config_overrides: "
     "{tie_word_embeddings: false}, and model.allow_missing for the one that from_pretrained does not have"
@@ -33,25 +43,90 @@ _UNTIE_ADAPTERS = "let the model have both: peft.ensure_weight_tying: false"
 _MAX_NAMED = 3
 
 
-def check_scales(model: nn.Module, stored: Stored, where: str) -> None:
+def side_directory(weights: Weights, module: Tensors) -> Path | None:
+    """The directory of config.json or adapter_config.json of a *module* of *weights*; None for a single file."""
+    if weights.checkpoint is not None:
+        first = next(iter(module.tensors.values()))
+        return (module.root / first.slices[0].file).parent
+    if not weights.path.is_dir():
+        return None
+    # A checkpoint of NeMo AutoModel has the model in a directory of it.
+    inner = weights.path / MODEL
+    names = (layout.ADAPTER_CONFIG, _CONFIG)
+    return inner if any((inner / name).is_file() for name in names) else weights.path
+
+
+def other_configs(
+    model: nn.Module, directories: Iterable[Path | None]
+) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield each of the *directories* whose config.json describes another function than *model*, and the differences.
+
+    The weights fit both. Such a difference can be intended, as another base of rotary positions.
+    """
+    config = getattr(unwrap(model), "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        return
+    here = _complete(config)
+    for directory in directories:
+        there = None if directory is None else _config_in(directory)
+        if directory is None or there is None:
+            continue
+        if there.get("model_type") == config.model_type:
+            # The settings of another program may be invalid here, and are compared as they are.
+            with contextlib.suppress(Exception):
+                there = _complete(type(config).from_dict(there))
+        for key in _NOT_COMPARED:
+            there.pop(key, None)
+        lines = config_changes(there, here, there="there").function
+        if lines:
+            yield directory, lines
+
+
+def _complete(config: PreTrainedConfig) -> dict[str, Any]:
+    """All settings of a config; config.json only has those that are not the default of its class."""
+    settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return settings
+
+
+def _config_in(directory: Path) -> dict[str, Any] | None:
+    """The content of config.json in *directory*; None if there is none."""
+    for name in (f"{layout.HF_METADATA}/{_CONFIG}", _CONFIG):
+        # A damaged one is no reason not to start: the weights are complete without it.
+        with contextlib.suppress(CheckpointUnusable):
+            config = _side_json(directory, name)
+            if config is not None:
+                return config
+    return None
+
+
+def _side_json(directory: Path, name: str) -> dict[str, Any] | None:
+    # The files of the Hub's cache are links.
+    path = Path(os.path.realpath(directory / name))
+    return read_json(path.parent, path.name)
+
+
+def check_scales(
+    model: nn.Module, stored: Stored, directories: Mapping[int, Path | None], where: str
+) -> None:
     """Raise :class:`RecipeError` if adapters were trained with another scale than those of *model* have.
 
-    The scale, alpha / r, is in no tensor. It is in ``adapter_config.json`` beside the tensors; without that file,
-    nothing is compared.
+    The scale, alpha / r, is in no tensor but in ``adapter_config.json``. *directories* has the one with this file for
+    each module of a source, by id; without it, nothing is compared.
     """
     here = dict(_adapted_layers(unwrap(model)))
-    configs: dict[Path, Any] = {}
+    configs: dict[int, Any] = {}
     lines = []
-    for name, (module, fqn) in stored.items():
+    for name, (module, _) in stored.items():
         match = _FACTOR.fullmatch(name.removeprefix(_PREFIX))
         if match is None or match["layer"] not in here:
             continue
         layer = match["layer"]
-        file = module.root / module.tensors[fqn].slices[0].file
-        if file.parent not in configs:
-            configs[file.parent] = read_json(file.parent, layout.ADAPTER_CONFIG)
+        if id(module) not in configs:
+            directory = directories[id(module)]
+            settings = None if directory is None else _side_json(directory, layout.ADAPTER_CONFIG)
+            configs[id(module)] = settings
         rank, scale = here[layer]
-        there = _scale_in(configs[file.parent], rank, layer)
+        there = _scale_in(configs[id(module)], rank, layer)
         if there is not None and not math.isclose(there, scale):
             lines.append(f"{layer}: {there:g} there, {scale:g} here")
     if lines:
@@ -129,8 +204,8 @@ def _section_of(config: Mapping[str, Any]) -> str:
     return "{" + ", ".join(f"{name}: {value}" for name, value in settings.items()) + "}"
 
 
-def _shortened(lines: list[str]) -> str:
-    shown = lines[:_MAX_NAMED]
+def _shortened(lines: Sequence[str]) -> str:
+    shown = list(lines[:_MAX_NAMED])
     if len(lines) > _MAX_NAMED:
         shown.append(f"and {len(lines) - _MAX_NAMED} more")
     return "".join(f"\n    {line}" for line in shown)

@@ -33,7 +33,13 @@ from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
 from automodel_ckpt.models.model_files import fetched_directory, require_local
 from automodel_ckpt.models.repository import base_directory, check_revision
 from automodel_ckpt.models.weight_matching import Names, Verdict, compare, copies_of_tied
-from automodel_ckpt.recipes.init_checks import check_scales, check_tied, shared_modules
+from automodel_ckpt.recipes.init_checks import (
+    check_scales,
+    check_tied,
+    other_configs,
+    shared_modules,
+    side_directory,
+)
 from automodel_ckpt.recipes.init_config import config_directory
 from automodel_ckpt.store_url import is_url
 from automodel_ckpt.units import counted
@@ -51,6 +57,8 @@ class Start:
     """The weights that a run starts from: those of one source, or of several.
 
     *tensors* maps names in the model to the module of a source and the name there, *tied* maps aliases to such names.
+    *directories* has the directory with the side files of each module of a source, by id, and *whole* those of sources
+    for the whole model. *other_configs* has the differences to the model's config, by directory.
     *scopes* are the modules of the model that get weights; empty text is the whole model. *unused* has the names in the
     sources that ``strip`` leaves out. The patterns are those of all sources.
     """
@@ -58,6 +66,9 @@ class Start:
     sources: list[Weights] = field(default_factory=list)
     tensors: dict[str, tuple[Tensors, str]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    directories: dict[int, Path | None] = field(default_factory=dict)
+    whole: list[Path | None] = field(default_factory=list)
+    other_configs: dict[Path, tuple[str, ...]] = field(default_factory=dict)
     scopes: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     allow_missing: list[str] = field(default_factory=list)
@@ -78,6 +89,10 @@ class Start:
             strip, into = _prefix(section.strip), _prefix(section.into)
         named: dict[str, tuple[Tensors, str]] = {}
         for attribute, module in weights.modules.items():
+            directory = side_directory(weights, module)
+            self.directories[id(module)] = directory
+            if attribute == MODEL and not strip and not into:
+                self.whole.append(directory)
             for fqn in module.tensors:
                 full = _qualified(attribute, fqn)
                 if full.startswith(strip):
@@ -153,11 +168,12 @@ def start_from(
                 start.add(one, weights, where)
         pair = _names_of(start, modules)
         verdict = _compare(section, start, pair, resizable)
-        _check_scales(start, modules)
+        _check_configs(start, modules)
         for weights in start.sources:
             weights.verify(verify, ranks.rank, ranks.world_size)
         if ranks.rank == 0:
             _check_tied(start, modules, pair)
+            _warn_of_other_configs(start)
     # From here on weights are overwritten: all ranks have compared and verified the files above.
     log.info("Starting from the weights in %s", start.paths)
     verdict.log_differences("they and the model")
@@ -187,7 +203,7 @@ def inspect_start(
                 return None
             start.add(one, weights, where)
     verdict = _compare(section, start, _names_of(start, modules), resizable)
-    _check_scales(start, modules)
+    _check_configs(start, modules)
     for weights in start.sources:
         weights.verify("size", 0, 1)
     return start, verdict
@@ -330,9 +346,20 @@ def _names_of(start: Start, modules: Mapping[str, nn.Module]) -> _Pair:
     return _Pair(Names(shapes, tied), Names(there_shapes, start.tied), prefix)
 
 
-def _check_scales(start: Start, modules: Mapping[str, nn.Module]) -> None:
+def _check_configs(start: Start, modules: Mapping[str, nn.Module]) -> None:
     if MODEL in modules:
-        check_scales(modules[MODEL], start.tensors, "init_from.path")
+        start.other_configs = dict(other_configs(modules[MODEL], start.whole))
+        check_scales(modules[MODEL], start.tensors, start.directories, "init_from.path")
+
+
+def _warn_of_other_configs(start: Start) -> None:
+    for directory, lines in start.other_configs.items():
+        text = "".join(f"\n    {line}" for line in lines)
+        log.warning(
+            "the weights in %s fit, but their config.json describes another function than this model:%s",
+            directory,
+            text,
+        )
 
 
 def _check_tied(start: Start, modules: Mapping[str, nn.Module], pair: _Pair) -> None:

@@ -104,8 +104,10 @@ def saved_config(checkpoint: Path, directory: str) -> dict[str, Any] | None:
     return None
 
 
-def config_changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> ConfigChanges:
-    """Compare two model configs, as config.json has them.
+def config_changes(
+    saved: Mapping[str, Any], here: Mapping[str, Any], *, there: str = "in the checkpoint"
+) -> ConfigChanges:
+    """Compare two model configs, as config.json has them. *there* says where the *saved* one is.
 
     Versions of transformers write different keys. Where the versions differ, only keys that both have are compared.
     """
@@ -120,7 +122,7 @@ def config_changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> ConfigC
         is_equal = key in before and key in now and before[key] == now[key]
         if is_equal or _is_cosmetic(key):
             continue
-        line = f"{key}: {_text(before, key)} in the checkpoint, {_text(now, key)} here"
+        line = f"{key}: {_text(before, key)} {there}, {_text(now, key)} here"
         if _is_of_training(key, now):
             training.append(line)
         else:

@@ -316,6 +316,10 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
         yield "", line
     if len(differences) > _MAX_LINES:
         yield "", f"and {len(differences) - _MAX_LINES} more"
+    for lines in start.other_configs.values():
+        yield "", "their config.json describes another function than this model:"
+        for line in lines[:_MAX_LINES]:
+            yield "", f"  {line}"
 
 
 def _model_change_rows(checkpoint: Path, config_json: bytes | None, *, allowed: bool) -> Rows:

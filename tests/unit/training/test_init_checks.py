@@ -112,6 +112,35 @@ def test_a_scale_that_is_not_known_is_not_compared(tmp_path: Path) -> None:
     start(tmp_path, adapted())
 
 
+def test_another_function_by_the_config_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    llama().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    more = {"vocab_size": 32, "unknown_to_us": 1, "attention_dropout": 0.5}
+    for changes, expected in (
+        (more, []),
+        (
+            more | {"rms_norm_eps": 0.5, "num_key_value_heads": 1},
+            ["num_key_value_heads: 1 there, 2 here", "rms_norm_eps: 0.5 there, 1e-06 here"],
+        ),
+        ({"hidden_act": ["invalid"]}, ['hidden_act: ["invalid"] there, "silu" here']),
+        (None, []),
+    ):
+        text = "{damaged" if changes is None else json.dumps(config | changes)
+        path.write_text(text)
+        caplog.clear()
+        start(tmp_path, llama())
+        found = [
+            record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+        ]
+        assert [line.strip() for text in found for line in text.splitlines()[1:]] == expected
+        inspected = inspect_start(InitFromConfig(str(tmp_path)), {"model": llama()})
+        assert inspected is not None
+        assert [line for lines in inspected[0].other_configs.values() for line in lines] == expected
+
+
 def test_the_config_of_a_pretrained_model_states_that_it_is_not_tied(
     twice: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
