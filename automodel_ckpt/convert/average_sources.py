@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.state.model_config import CONFIG, config_changes
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
 from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 from automodel_ckpt.convert.average_options import Integers
@@ -121,7 +122,6 @@ def _some(names: Sequence[str]) -> str:
 def side_files_and_notes(opened: Sequence[Weights]) -> tuple[dict[str, bytes], list[str]]:
     """Return the side files of the first source, and notes for the user."""
     first = opened[0]
-    directory = first.path / MODEL if (first.path / MODEL).is_dir() else first.path
     adapters = [_adapter_files(weights_in.path) for weights_in in opened]
     if any(adapters):
         _check_adapters(opened, adapters)
@@ -130,10 +130,29 @@ def side_files_and_notes(opened: Sequence[Weights]) -> tuple[dict[str, bytes], l
             "the factors of the adapters are averaged, which is not the average of their products"
         )
         return {**tokenizer, **adapters[0]}, [note]
-    if first.path.is_file():
-        directory = first.path.parent
-        return without_unused_code(side_files_of(directory, directory)), []
-    return side_files_of(first.path, directory), []
+    files = _side_files(first.path)
+    return files, list(_notes_of_configs(first.path, files, opened[1:]))
+
+
+def _side_files(path: Path) -> dict[str, bytes]:
+    if path.is_file():
+        return without_unused_code(side_files_of(path.parent, path.parent))
+    return side_files_of(path, path / MODEL if (path / MODEL).is_dir() else path)
+
+
+def _notes_of_configs(
+    first: Path, files: Mapping[str, bytes], others: Sequence[Weights]
+) -> Iterator[str]:
+    """Yield a line for each source whose config.json describes another function than that of *first*, in *files*."""
+    expected = _json(files.get(CONFIG), first)
+    for weights_in in others:
+        found = _json(_side_files(weights_in.path).get(CONFIG), weights_in.path)
+        changes = config_changes(found, expected, there="there")
+        if expected and found and changes.function:
+            yield (
+                f"config.json of {weights_in.path} describes another function than that of {first}, which the average "
+                f"gets: {_some(changes.function)}"
+            )
 
 
 def _metadata_directory(path: Path) -> Path:
@@ -199,7 +218,7 @@ def _json(content: bytes | None, where: Path) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise CheckpointUnusable(
-            "a file that describes an adapter is not a JSON mapping",
+            "a file that describes the model is not a JSON mapping",
             where=str(where),
             value=repr(content[:40]),
             hint="restore the file from another copy",

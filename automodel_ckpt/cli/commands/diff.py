@@ -30,9 +30,11 @@ from automodel_ckpt.store_url import is_url
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.sources.source import Source
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 
-_SECTIONS = ("general", "recipe", "environment")
+_SECTIONS = ("general", "recipe", "environment", "config")
+_TITLES = {"general": "checkpoint", "config": "model config"}
 _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
 # State of the data loader that a resume restores whatever the recipe states, and its key in the recipe.
 _RESTORED = {"seed": "seed", "shuffle": "dataloader.shuffle"}
@@ -48,15 +50,16 @@ class Side:
     """One of the two checkpoints.
 
     *general* and *environment* come from its manifest and are empty for an external checkpoint. *recipe* maps dotted
-    keys to values, *trees* tree names to tensors. *steps* and *data* are the state of the step scheduler and the data
-    loader, and *state* the names of all saved state. *url* is that of a checkpoint in a store, whose tensors are not
-    read; *path* then has its other files.
+    keys to values. *config* is the content of the model's config.json, empty if there is none. *trees* maps tree names
+    to tensors. *steps* and *data* are the state of the step scheduler and the data loader, and *state* the names of all
+    saved state. *url* is that of a checkpoint in a store, whose tensors are not read; *path* then has its other files.
     """
 
     path: Path
     general: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     recipe: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
     trees: Mapping[str, StoredTensors] = field(default_factory=dict)
     steps: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -76,11 +79,11 @@ class Side:
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt diff``."""
     command.description = (
-        "Show what changed from checkpoint A to B: recipe, environment, ranks and tensors; and what would "
-        "change if A were resumed with B's recipe. Tensors with equal digests are not read, unless "
-        "their files are those of an export or have changed since the manifest was written: then their bytes are "
-        "compared with the digests first. Tensors of a checkpoint in a store are compared by their digests alone. The "
-        "exit code is 3 if a tensor is damaged."
+        "Show what changed from checkpoint A to B: recipe, environment, ranks, the model's config and tensors; and "
+        "what would change if A were resumed with B's recipe. Tensors with equal digests are not read, unless their "
+        "files are those of an export or have changed since the manifest was written: then their bytes are compared "
+        "with the digests first. Tensors of a checkpoint in a store are compared by their digests alone. The exit "
+        "code is 3 if a tensor is damaged."
     )
     for name in ("a", "b"):
         command.add_argument(
@@ -128,8 +131,12 @@ def _side(path: Path) -> Side:
     has_manifest = os.path.lexists(path / layout.MANIFEST)
     if not has_manifest and not os.path.lexists(path.parent / layout.MANIFEST):
         source = open_source(path)
-        model = StoredTensors(source.root, source.tensors)
-        return Side(path, trees={"model": model}, recipe=saved_recipe(path / layout.CONFIG))
+        return Side(
+            path,
+            trees={"model": StoredTensors(source.root, source.tensors)},
+            recipe=saved_recipe(path / layout.CONFIG),
+            config=_config_of(source),
+        )
     if not has_manifest:
         path = path.parent
     manifest = Manifest.read(path)
@@ -155,11 +162,30 @@ def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
         general={key: getattr(manifest, key) for key in _GENERAL},
         environment=manifest.environment,
         recipe=saved_recipe(path / layout.CONFIG),
+        config=_saved_config(path),
         trees=trees,
         steps=_state_of(path, manifest, "step_scheduler"),
         data=_state_of(path, manifest, "dataloader"),
         state=frozenset(saved),
     )
+
+
+def _config_of(source: Source) -> dict[str, Any]:
+    """The content of config.json of another program's model; empty if there is none that can be read."""
+    from automodel_ckpt.convert.sources.files import read_json
+
+    with contextlib.suppress(CheckpointUnusable):
+        return read_json(source.config_directory, "config.json", source.export) or {}
+    return {}
+
+
+def _saved_config(path: Path) -> dict[str, Any]:
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.state.model_config import saved_config
+
+    with contextlib.suppress(CheckpointUnusable):
+        return saved_config(path, layout.state_directory("model")) or {}
+    return {}
 
 
 def _state_of(path: Path, manifest: Any, attribute: str) -> dict[str, Any]:
@@ -188,6 +214,9 @@ def _document(a: Side, b: Side) -> dict[str, Any]:
     not_compared: list[str] = []
     for section in _SECTIONS:
         before, after = getattr(a, section), getattr(b, section)
+        # Weights of another program have tensors only.
+        if not (before or after):
+            continue
         # Another program's checkpoint has none of this: that is no change from a value to none.
         if bool(before) != bool(after):
             not_compared.append(section)
@@ -378,7 +407,9 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     for path in document["foreign"]:
         yield coloured(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
     for section in _SECTIONS:
-        title = "checkpoint" if section == "general" else section
+        if section not in document:
+            continue
+        title = _TITLES.get(section, section)
         lines = _change_lines(document[section])
         if section in document["not_compared"]:
             lines = ["not compared: only one of the two has this information"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -175,6 +176,22 @@ def test_what_another_programs_files_do_not_say_is_not_a_change(
     assert shown(capsys, own, own)["not_compared"] == []
     assert main(["diff", str(own), str(own)]) == 0
     assert "not compared" not in capsys.readouterr().out
+
+
+def test_the_configs_of_the_models_are_compared(tmp_path: Path, capsys: Capture) -> None:
+    for name, theta in (("a", 10000.0), ("b", 500.0)):
+        (tmp_path / name).mkdir()
+        save_file(weights(), tmp_path / name / "model.safetensors", {"format": "pt"})
+        config = {"rope_parameters": {"rope_theta": theta}, "hidden_size": 8}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"model config\n  rope_parameters.rope_theta +10000.0 +-> +500.0\n\n", text)
+    # Weights have no recipe.
+    assert "recipe" not in text and "environment" not in text
+    (tmp_path / "b" / "config.json").write_text("{damaged")
+    document = shown(capsys, tmp_path / "a", tmp_path / "b")
+    assert document["not_compared"] == ["config"]
 
 
 def test_optimizer_state_is_compared_without_torch(tmp_path: Path) -> None:

@@ -121,6 +121,18 @@ def test_a_weighted_average_is_the_weighted_mean_and_keeps_dtypes_and_side_files
     assert open_weights(tmp_path / "out").modules["model"].tensors.keys() == found.keys()
 
 
+def test_a_source_of_another_function_is_reported(tmp_path: Path, capsys: Capture) -> None:
+    paths, _, _, _ = models(tmp_path, 2)
+    for path, theta in zip(paths, (10000.0, 500.0), strict=True):
+        Path(path, "config.json").write_text(json.dumps({"rope_theta": theta, "dtype": theta}))
+    averaged(tmp_path, *paths)
+    found = capsys.readouterr()
+    assert f"config.json of {paths[1]} describes another function than that of {paths[0]}" in (
+        found.out + found.err
+    )
+    assert "rope_theta: 500.0 there, 10000.0 here\n" in found.out + found.err
+
+
 def test_equal_weights_are_the_mean(tmp_path: Path) -> None:
     paths, tensors, _, _ = models(tmp_path, 3)
     expected = combine(tensors, lambda _, x: torch.stack(x).mean(0))
