@@ -6,6 +6,8 @@ import re
 
 _LABEL = re.compile(r"(\d\d:\d\d:\d\d |\s*(?:what|where|value|hint|remedy):\s+|\s*)")
 """What a line of a message begins with; its continuation lines are indented as far."""
+_COMMAND = re.compile(r"(\d\d:\d\d:\d\d )?(  to [^:]+|try it): ")
+"""The beginning of a line that contains only a command: its time, and what the command is for."""
 _WORD = re.compile(r"((?:`[^`]*`|[^\s`])+|`)(\s*)")
 """A word, or a command in backquotes with its spaces; then the space after it."""
 
@@ -67,13 +69,11 @@ def exact_time(seconds: float) -> str:
 def folded(text: str, width: int) -> str:
     """Break the lines of *text* that are wider than *width* between words, never within a word.
 
-    Commands in backquotes are not broken, and neither are lines that contain only an indented command: a person may
-    copy them.
+    Commands in backquotes are not broken, and neither are lines that contain only a command: a person may copy them.
     """
     lines = []
     for line in text.split("\n"):
-        is_command = line.startswith("  to ") and ": " in line
-        if len(line) <= width or is_command:
+        if len(line) <= width or _COMMAND.match(line):
             lines.append(line)
         else:
             lines += _folded_line(line, width)

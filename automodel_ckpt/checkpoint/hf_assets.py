@@ -327,10 +327,38 @@ class HFAssets:
             ],
         }
 
+    def _without_prefix(self) -> dict[str, str]:
+        """The tensors of an export that the base has under a name with a prefix, such as ``model.``, and that name.
+
+        This is so for the backbone of a base with another head. transformers loads both names. Empty unless it explains
+        all names that are not in the base and not declared.
+        """
+        base = self._base_tensors
+        missing = [
+            fqn
+            for fqn in self._differences.get("not in the base", [])
+            if not self._is_declared(fqn)
+        ]
+        if not missing:
+            return {}
+        ending = f".{missing[0]}"
+        same = next((name for name in base if name.endswith(ending)), ending)
+        prefix = same.removesuffix(missing[0])
+        renamed = {fqn: f"{prefix}{fqn}" for fqn in missing}
+        for new, old in renamed.items():
+            if old not in base or base[old].shape != self._exported[new].shape:
+                return {}
+        return renamed
+
     def _log_differences(self) -> None:
+        renamed = self._without_prefix()
+        for new, old in list(renamed.items())[:1]:
+            message = "Exports have the names of the base without the prefix %r: %d tensors"
+            log.info(message, old.removesuffix(new), len(renamed))
+        known = renamed.keys() | set(renamed.values())
         for kind, names in self._differences.items():
             declared = [fqn for fqn in names if self._is_declared(fqn)]
-            others = [fqn for fqn in names if fqn not in declared]
+            others = [fqn for fqn in names if fqn not in declared and fqn not in known]
             if declared:
                 message = "Exports differ from the base as declared: %s: %s"
                 log.info(message, kind, ", ".join(declared))

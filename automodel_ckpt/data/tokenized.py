@@ -165,12 +165,19 @@ class TokenizedDataset(SampleArrays):
                 len(self),
                 self.noun,
             )
-        if cut or left_out:
-            log.warning(
-                "%s: %d of %d %ss were truncated to seq_length %d, "
-                "%d more were skipped because no label remained or they are too long",
-                *(what, cut, len(self), self.noun, seq_length, left_out),
+        parts = []
+        if cut:
+            were = "was" if cut == 1 else "were"
+            parts.append(
+                f"{cut} of {len(self)} {self.noun}s {were} truncated to seq_length {seq_length}"
             )
+        if left_out:
+            skipped = f"{left_out} more" if cut else counted(left_out, self.noun)
+            were, they_are = ("was", "it is") if left_out == 1 else ("were", "they are")
+            reason = f"because no label remained or {they_are} too long"
+            parts.append(f"{skipped} {were} skipped {reason}")
+        if parts:
+            log.warning("%s: %s", what, ", ".join(parts))
 
     def report_lengths(self, what: str) -> None:
         """Log the number of samples, their lengths, and their tokens. *what* is the name of the data in the log."""

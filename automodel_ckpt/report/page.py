@@ -256,7 +256,9 @@ def summary(run: History) -> Iterator[tuple[str, str]]:
     stalls = run.series["stall_seconds"]
     if len(stalls):
         waited = sum(stalls.values)
-        share = f" ({waited / run.seconds:.1%} of the run)" if run.seconds > 0 else ""
+        # The logged steps end before the last save.
+        total = run.goodput.total if run.goodput is not None else run.seconds
+        share = f" ({waited / total:.1%} of the run)" if total > waited else ""
         yield "waited for saves", f"{waited:.2f} s{share}"
     num_resumes = len(run.resumed_at)
     if num_resumes:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from automodel_ckpt.report.charts import panels_of
 from automodel_ckpt.report.history import History, Series
+from automodel_ckpt.report.scale import short
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*%#"
@@ -23,7 +24,7 @@ def curve_lines(run: History, width: int, bars: str = BARS) -> Iterator[str]:
     for title, series in shown:
         line = sparkline(series, width, bars)
         first, last = series.values[0], series.values[-1]
-        yield f"  {title:<{title_width}}  {line}  {first:.4g} .. {last:.4g}"
+        yield f"  {title:<{title_width}}  {line}  {short(first)} .. {short(last)}"
 
 
 def sparkline(series: Series, width: int = 60, bars: str = BARS) -> str:

@@ -9,8 +9,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.collective_errors import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.checkpoint.discovery import Item, classify
+from automodel_ckpt.checkpoint.export.next_steps import try_command
 from automodel_ckpt.checkpoint.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.formats.assignment import Share
@@ -202,8 +204,10 @@ class AsyncSaves:
         if self._nodes is not None:
             self._nodes.remove_others(upload)
         save.is_published = True
-        publisher.notify(save, report)
-        if self._settings.exports(save.last):
+        is_exported = self._settings.exports(save.last)
+        # A log must not ask for a command that this run is about to carry out.
+        publisher.notify(save, replace(report, export_command=None) if is_exported else report)
+        if is_exported:
             self._export_in_background(save, upload)
 
     def _export_in_background(self, save: Save, upload: Upload) -> None:
@@ -231,6 +235,8 @@ class AsyncSaves:
         for line in log_lines:
             log.info("%s", line)
         log.info("Hugging Face export of %s: %s", save.name, output)
+        if save.last:
+            log.info("try it: %s", try_command(Path(output)))
 
     def disable_exports(self) -> None:
         """Make no exports from now on, and stop the one in progress."""

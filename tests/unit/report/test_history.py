@@ -10,6 +10,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.report.charts import charts_of
 from automodel_ckpt.report.follow import values_of
 from automodel_ckpt.report.history import Series, read_history
+from automodel_ckpt.report.page import summary
 from automodel_ckpt.report.scale import Scale, padded_range, short
 from automodel_ckpt.report.sparkline import BARS, curve_lines, sparkline
 from tests.support.history import write_run
@@ -123,6 +124,19 @@ def test_a_scale_has_a_length_and_a_few_round_ticks(values: tuple[float, float])
 def test_ticks_are_short() -> None:
     labels = [short(value) for value in (0, 0.25, 2e-5, 12_345, 3e8)]
     assert labels == ["0", "0.25", "2e-05", "12.35k", "300M"]
+
+
+def test_the_summary_in_text_has_short_numbers_and_no_share_above_all(tmp_path: Path) -> None:
+    """The steps of a short run end before its last save, so that its saves can take longer than its steps."""
+    steps = [
+        {"step": 1, "loss": 2.0, "timestamp": 100.0, "mem": 464_100_000},
+        {"step": 2, "loss": 1.5, "timestamp": 100.1, "mem": 464_200_000},
+        {"event": "save", "step": 2, "stall_seconds": 0.2, "bytes": 10},
+    ]
+    (tmp_path / "training.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    run = read_history(tmp_path)
+    assert "464.1M .. 464.2M" in list(curve_lines(run, 20))[-1]
+    assert dict(summary(run))["waited for saves"] == "0.20 s"
 
 
 def test_a_sparkline_shows_the_shape() -> None:

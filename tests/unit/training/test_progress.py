@@ -254,6 +254,11 @@ def test_lines_have_a_time_and_break_between_words_on_a_terminal(
         "         `ckpt ls checkpoints` to see it",
     ]
     assert command == message.split("\n")[1]
+    screen.seek(0)
+    screen.truncate()
+    command = "try it: ckpt generate /a/long/path/to/the/model -p 'Once upon a time'"
+    Progress(stream=screen, has_timestamps=True).write_above(command)
+    assert screen.getvalue()[9:] == command + "\n"
     line.update(view(20))
     logged, _, step = file.getvalue().splitlines()
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
