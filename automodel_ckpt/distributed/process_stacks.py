@@ -68,9 +68,15 @@ class ProcessReport:
 
 
 class StackDump:
-    """Writes the stacks of this process when it receives :data:`DUMP_SIGNAL`, into a file in memory."""
+    """Writes the stacks of this process into a file in memory when it receives :data:`DUMP_SIGNAL`.
+
+    Only for the main thread.
+    """
 
     def __init__(self) -> None:
+        # The default would end the process: others send the signal while they see the file, which is there a moment
+        # before the handler, and after it.
+        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
         # It is open as long as the handler is registered.
         self._file = os.fdopen(os.memfd_create(_FILE_NAME), "r+b")
         faulthandler.register(DUMP_SIGNAL, self._file, all_threads=True)

@@ -14,7 +14,7 @@ import pytest
 from automodel_ckpt.cli.launch import start_watch
 from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.start_watch import StartWatch
-from automodel_ckpt.distributed.process_stacks import StackDump, place_in
+from automodel_ckpt.distributed.process_stacks import DUMP_SIGNAL, StackDump, place_in
 from tests.support.command_server import CommandServer
 from tests.support.training import RECIPE
 
@@ -123,6 +123,18 @@ def test_ranks_that_start_for_long_are_reported_until_they_train(
     clock[0] += 1000
     polled(watch, failure_dir, 2)
     assert capfd.readouterr().err == ""
+
+
+def test_a_request_for_stacks_after_the_last_one_ends_no_process() -> None:
+    process = os.fork()
+    if process == 0:
+        signal.signal(DUMP_SIGNAL, signal.SIG_DFL)
+        with StackDump():
+            pass
+        os.kill(os.getpid(), DUMP_SIGNAL)
+        os._exit(7)
+    _, status = os.waitpid(process, 0)
+    assert os.WIFEXITED(status) and os.WEXITSTATUS(status) == 7
 
 
 def test_ranks_are_named_briefly() -> None:
