@@ -269,8 +269,10 @@ class Distill(LLMFinetune):
             )
             return
         teacher = self._build_teacher()
-        for dataset in missing:
-            dataset.cache = caches.compute(dataset, teacher)
+        for number, dataset in enumerate(missing):
+            # An earlier one may have the same samples.
+            found = caches.find(dataset) if number else None
+            dataset.cache = found if found is not None else caches.compute(dataset, teacher)
 
 
 def weights_of(section: DistillConfig) -> DistillationWeights:

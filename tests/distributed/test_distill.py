@@ -195,7 +195,7 @@ dataset:
 packed_sequence: {{size: 40}}
 dataloader: {{shuffle: true}}
 validation_dataset: {{_target_: {HERE}.other_samples}}
-validation_datasets: {{more: {{_target_: {HERE}.samples}}}}
+validation_datasets: {{more: {{_target_: {HERE}.samples}}, same: {{_target_: {HERE}.other_samples}}}}
 step_scheduler: {{global_batch_size: 4, local_batch_size: 2, num_epochs: 2, max_steps: 8, ckpt_every_steps: 3}}
 """
 LORA = "peft: {method: lora, r: 4, target_modules: [q_proj, lm_head]}"
@@ -222,6 +222,9 @@ def test_packs_of_a_mixture_in_a_cache_have_the_losses_of_the_teacher(
     for name in names:
         assert validations[0][name] == pytest.approx(validations[1][name], abs=1e-4)
     assert 0 < validations[0]["val_kd_loss"] < logged(online)[0]["kd_loss"]
+    # The mixture and the validations have the same two sources.
+    log = (cached.parent / "run/log.txt").read_text()
+    assert log.count("computing the") == 2 and log.count("are cached") == 3
 
 
 def write_mixed(directory: Path, models: Path, more: str, **distill: Any) -> Path:

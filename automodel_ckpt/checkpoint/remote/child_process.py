@@ -156,8 +156,13 @@ class UploadLoop:
 
 
 def print_line(text: str) -> None:
-    """Report to the terminal of the run, in a line that looks as those of the trainer."""
+    """Report to the terminal of the run, in a line that looks as those of the trainer.
+
+    On a terminal it is written over the live line of the trainer, which the trainer writes again below.
+    """
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    if sys.stderr.isatty():
+        stamp = time.strftime("\r\x1b[K%H:%M:%S")
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{stamp} {without_hidden(text)}\n")
         sys.stderr.flush()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import threading
 import time
 from dataclasses import replace
@@ -349,3 +351,20 @@ def test_a_late_upload_of_what_the_store_would_remove_is_left_out(
     assert RemoteRun(Store(f"file://{tmp_path}/other")).pointed(layout.LOWEST_VAL) == (
         FIRST if is_best else SECOND
     )
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "expected"),
+    [
+        (True, r"\r\x1b\[K\d\d:\d\d:\d\d stored\n"),
+        (False, r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d stored\n"),
+    ],
+)
+def test_a_line_of_an_upload_does_not_continue_the_live_line_of_a_terminal(
+    is_terminal: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stderr", stream)
+    child_process.print_line("stored")
+    assert re.fullmatch(expected, stream.getvalue())
