@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -20,6 +21,7 @@ from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.model_config import CONFIG as _CONFIG
 from automodel_ckpt.checkpoint.state.model_config import config_changes
+from automodel_ckpt.convert.adapter_import import unknown_options
 from automodel_ckpt.convert.base_copies import difference
 from automodel_ckpt.convert.merge_rules import scale_of
 from automodel_ckpt.convert.open import Weights
@@ -40,6 +42,7 @@ _UNTIE = (
     "{tie_word_embeddings: false}, and model.allow_missing for the one that from_pretrained does not have"
 )
 _UNTIE_ADAPTERS = "let the model have both: peft.ensure_weight_tying: false"
+_HEADS = ("classifier", "score")
 _MAX_NAMED = 3
 
 
@@ -193,15 +196,39 @@ def _scale_in(config: Mapping[str, Any] | None, rank: int, layer: str) -> float 
         return None
 
 
+def adapter_hint(directories: Iterable[Path | None]) -> str:
+    """What to do about adapters that the model does not have; empty if there is no adapter_config.json."""
+    for directory in directories:
+        config = None if directory is None else _side_json(directory, layout.ADAPTER_CONFIG)
+        if config is None:
+            continue
+        if unknown := unknown_options(config):
+            return (
+                f"no recipe has adapters with {', '.join(unknown)}: merge them into their base (peft's "
+                "merge_and_unload, save_pretrained), and train that"
+            )
+        return f"give the recipe the section of these adapters: peft: {_section_of(config)}"
+    return ""
+
+
 def _section_of(config: Mapping[str, Any]) -> str:
-    """The settings in the content of adapter_config.json that decide the scale, as a section of a recipe."""
-    settings = {"r": config.get("r"), "alpha": config.get("lora_alpha")}
-    if config.get("use_rslora"):
-        settings["use_rslora"] = "true"
-    for option in ("rank_pattern", "alpha_pattern"):
-        if config.get(option):
-            settings[option] = config[option]
-    return "{" + ", ".join(f"{name}: {value}" for name, value in settings.items()) + "}"
+    """The content of adapter_config.json as the section ``peft`` of a recipe, without what has its default."""
+    settings: dict[str, Any] = {"r": config.get("r"), "alpha": config.get("lora_alpha")}
+    targets = config.get("target_modules")
+    # A text is a regular expression of peft, or a word of both.
+    if isinstance(targets, list) or targets == "all-linear":
+        settings["target_modules"] = sorted(targets) if isinstance(targets, list) else targets
+    # Recipes for classifiers train their heads in any case.
+    heads = [name for name in config.get("modules_to_save") or () if name not in _HEADS]
+    settings["modules_to_save"] = heads
+    for option in ("target_parameters", "rank_pattern", "alpha_pattern", "use_dora", "use_rslora"):
+        settings[option] = config.get(option)
+    if config.get("bias") != "none":
+        settings["bias"] = config.get("bias")
+    given = {name: value for name, value in settings.items() if value}
+    if heads and not config.get("ensure_weight_tying"):
+        given["ensure_weight_tying"] = False
+    return yaml.safe_dump(given, default_flow_style=True, sort_keys=False, width=math.inf).strip()
 
 
 def _shortened(lines: Sequence[str]) -> str:

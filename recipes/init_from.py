@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import glob
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from automodel_ckpt.models.model_files import fetched_directory, require_local
 from automodel_ckpt.models.repository import base_directory, check_revision
 from automodel_ckpt.models.weight_matching import Names, Verdict, compare, copies_of_tied
 from automodel_ckpt.recipes.init_checks import (
+    adapter_hint,
     check_scales,
     check_tied,
     other_configs,
@@ -385,10 +386,34 @@ def _compare(section: Section, start: Start, pair: _Pair, resizable: Iterable[st
             _check_both_given(
                 paths, ours=_adapted(pair.here.shapes), theirs=_adapted(pair.there.shapes)
             )
-        verdict.check_allowed("init_from.path", paths, "init_from")
+        with _with_adapter_hint(start, pair):
+            verdict.check_allowed("init_from.path", paths, "init_from")
     else:
         verdict.check_allowed("init_from", paths, "init_from.N")
     return verdict
+
+
+@contextlib.contextmanager
+def _with_adapter_hint(start: Start, pair: _Pair) -> Iterator[None]:
+    """Let a difference between two sets of adapters be reported with the section for those of the source."""
+    try:
+        yield
+    except RecipeError as error:
+        are_adapters = _adapted(pair.here.shapes) and _adapted(pair.there.shapes)
+        hint = adapter_hint(start.directories.values()) if are_adapters else ""
+        if not hint:
+            raise
+        if rows := _rows_there(pair.there):
+            hint += f"; if the vocabulary was resized, model.vocab_size: {rows}"
+        raise RecipeError.all_of([replace(each, hint=hint) for each in error.problems]) from None
+
+
+def _rows_there(there: Names) -> int | None:
+    """The number of rows of an embedding or output layer that the source has beside its adapters."""
+    for name, shape in there.shapes.items():
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            return shape[0]
+    return None
 
 
 def _check_scopes(start: Start, names: Iterable[str]) -> None:

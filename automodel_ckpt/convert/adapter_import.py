@@ -291,15 +291,19 @@ def _numbers_of(
     return by_layer
 
 
+def unknown_options(options: Mapping[str, Any]) -> list[str]:
+    """The names of what is set in adapter_config.json and no recipe has, such as ``trainable_token_indices``."""
+    return [name for name, value in options.items() if name not in _READ_OPTIONS and value]
+
+
 def _check_options(options: Mapping[str, Any], path: Path) -> None:
     """Raise :class:`CheckpointUnusable` for options that are damaged, or that the ``peft`` section does not have."""
     if options.get("peft_type") != "LORA":
         raise _unsupported("peft_type", options.get("peft_type"), path)
     if options.get("init_lora_weights", True) not in _INITS:
         raise _unsupported("init_lora_weights", options["init_lora_weights"], path)
-    for name, value in options.items():
-        if name not in _READ_OPTIONS and value:
-            raise _unsupported(name, value, path)
+    for name in unknown_options(options):
+        raise _unsupported(name, options[name], path)
     for name in ("r", "lora_alpha"):
         value = options.get(name)
         if type(value) is not int or not 0 < value <= _MAX_RANK:

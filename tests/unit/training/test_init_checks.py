@@ -86,9 +86,9 @@ def test_modules_trained_beside_adapters_can_be_tied_too(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"lora_alpha": 32}, "q_proj: 8 there, 2 here[\\s\\S]*{r: 4, alpha: 32}"),
-        ({"use_rslora": True}, "q_proj: 4 there, 2 here[\\s\\S]*alpha: 8, use_rslora: true}"),
-        ({"alpha_pattern": {"v_proj": 4}}, "v_proj: 1 there, 2 here[\\s\\S]*{'v_proj': 4}"),
+        ({"lora_alpha": 32}, "q_proj: 8 there, 2 here[\\s\\S]*{r: 4, alpha: 32, target"),
+        ({"use_rslora": True}, "q_proj: 4 there, 2 here[\\s\\S]*alpha: 8, .*use_rslora: true}"),
+        ({"alpha_pattern": {"v_proj": 4}}, "v_proj: 1 there, 2 here[\\s\\S]*{v_proj: 4}"),
     ],
 )
 def test_another_scale_of_adapters_is_an_error(
@@ -102,6 +102,32 @@ def test_another_scale_of_adapters_is_an_error(
         with pytest.raises(RecipeError, match=expected):
             check(tmp_path, adapted())
     start(tmp_path, adapted(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        (
+            {"r": 2, "use_dora": True, "target_modules": ["k_proj"]},
+            "peft: {r: 2, alpha: 8, target_modules: [k_proj], use_dora: true}",
+        ),
+        (
+            {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+            "v_proj], modules_to_save: [lm_head]}; if the vocabulary was resized, model.vocab_size: 24",
+        ),
+        (
+            {"trainable_token_indices": [1]},
+            "no recipe has adapters with trainable_token_indices: merge them",
+        ),
+    ],
+)
+def test_other_adapters_are_an_error_with_their_section(
+    tmp_path: Path, options: dict[str, Any], hint: str
+) -> None:
+    adapted(**options).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        start(tmp_path, adapted())
+    assert hint in str(caught.value)
 
 
 def test_a_scale_that_is_not_known_is_not_compared(tmp_path: Path) -> None:
