@@ -113,7 +113,7 @@ def test_another_scale_of_adapters_is_an_error(
         ),
         (
             {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
-            "v_proj], modules_to_save: [lm_head]}; if the vocabulary was resized, model.vocab_size: 24",
+            "]}; if the vocabulary was resized, model.vocab_size: 24",
         ),
         (
             {"trainable_token_indices": [1]},
