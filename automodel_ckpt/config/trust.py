@@ -135,7 +135,11 @@ def check_name(name: str, trust: Trust, purpose: str = CUSTOM) -> None:
     # Names such as __globals__ and __subclasses__ lead from any object to all loaded code.
     are_public = all(part.isidentifier() and not part.startswith("__") for part in parts)
     if len(parts) < 2 or not are_public:
-        raise Rejected(f"{name!r} is not a dotted name", "use the form package.module.callable")
+        hint = "use the form package.module.callable"
+        allowed = allowlist.suggestion(purpose, name)
+        if allowed:
+            hint += f", such as {allowed}"
+        raise Rejected(f"{name!r} is not a dotted name", hint)
     root = parts[0]
     if trust.covers(name):
         if root not in LIBRARIES:

@@ -63,8 +63,9 @@ class Rows:
             raise empty_data(self.path)
         missing = [field for field in fields if field not in self.fields]
         if missing:
+            what = "field" if len(missing) == 1 else "fields"
             raise RecipeError(
-                f"the data has no field {', '.join(missing)}",
+                f"the data has no {what} {', '.join(missing)}",
                 where=self.path,
                 value=f"its fields are {', '.join(self.fields)}",
                 hint=_hint_for(self.fields),
@@ -253,6 +254,11 @@ class RecordRows(Rows):
         return table, start + number - before
 
 
+_NAME_FIELDS = (
+    "name the fields to use with the keys of the dataset section that contain the word field"
+)
+
+
 def _hint_for(fields: Sequence[str]) -> str:
     """Suggest the builder that reads data with these fields, if there is one."""
     builders = (
@@ -267,8 +273,8 @@ def _hint_for(fields: Sequence[str]) -> str:
     )
     for needed, builder in builders:
         if needed <= set(fields):
-            return f"set the fields to use in the dataset section; _target_: {builder} reads data with these fields"
-    return "set the fields to use in the dataset section, or rename the fields of the data"
+            return f"{_NAME_FIELDS}; _target_: {builder} reads data with these fields"
+    return f"{_NAME_FIELDS}, or rename the fields of the data"
 
 
 def _names_in_all(fields: Sequence[str]) -> list[str]:

@@ -436,10 +436,11 @@ class Source(Rows):
         """Warn about files that are ignored: only those of the most common format in a directory are read."""
         if reader not in LOADERS.values():
             return
+        root = Path(self.path).expanduser()
         others = []
         for file in self._in_directory():
             if LOADERS[kind_of(file)] != reader:
-                others.append(file.name)
+                others.append(str(file.relative_to(root)))
         if not others:
             return
         shown = ", ".join(others[:3])

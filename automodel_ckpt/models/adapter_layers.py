@@ -196,7 +196,11 @@ def _matching(
             if others:
                 kind = type(modules[others[0]]).__name__
                 what = f"{others[0]} is a {kind}: only single layers can have an adapter"
-            problems.append(Problem(what, key, pattern, pattern_hint(pattern, wanted)))
+            hint = pattern_hint(pattern, wanted)
+            if "," in pattern:
+                names = ", ".join(part.strip() for part in pattern.split(","))
+                hint = f"write several names as a list, [{names}]; {hint}"
+            problems.append(Problem(what, key, pattern, hint))
     return [name for name in wanted if name in found]
 
 

@@ -290,6 +290,13 @@ def test_a_function_that_could_run_anything_is_rejected_in_every_section_before_
     assert "AUTOMODEL_CKPT_TRUST=" in text
 
 
+def test_the_name_of_a_class_alone_gets_a_hint_with_the_allowed_names(recipe: Path) -> None:
+    with pytest.raises(
+        RecipeError, match=r"'AdamW' is not a dotted name[\s\S]*such as torch\.optim"
+    ):
+        check_names(load(recipe, "--optimizer._target_=AdamW"), Trust())
+
+
 @pytest.mark.parametrize("base", [[], ["--optimizer._target_=torch.optim.SGD"]])
 def test_a_group_of_parameters_may_name_an_optimizer_and_nothing_else(
     recipe: Path, base: list[str]

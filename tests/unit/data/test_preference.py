@@ -174,7 +174,7 @@ BAD = {
         {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"},
         "the margin of a preference is not a finite number",
     ),
-    "fields": ({"prompt": "a", "completion": "b"}, "the data has no field chosen, rejected"),
+    "fields": ({"prompt": "a", "completion": "b"}, "the data has no fields chosen, rejected"),
 }
 
 

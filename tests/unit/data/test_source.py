@@ -358,9 +358,11 @@ def test_what_save_to_disk_wrote_is_read_in_its_order(tmp_path: Path) -> None:
 def test_files_that_a_directory_of_another_kind_leaves_out_are_named(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (directory / "more.csv").write_text("text\nfour\n")
+    (directory / "inner").mkdir()
+    for name in ("more.csv", "inner/more.csv"):
+        (directory / name).write_text("text\nfour\n")
     assert Source(str(directory)).texts(["text"]) == [["one", "two"]]
-    assert "ignoring files of other formats: more.csv" in caplog.text
+    assert "ignoring files of other formats: inner/more.csv, more.csv" in caplog.text
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
@@ -407,7 +409,10 @@ def test_a_field_that_a_table_does_not_have_is_named(tmp_path: Path) -> None:
     assert source.contain_messages(["messages"]) and source.contain_messages(
         ["messages", "{{ messages }}"]
     )
-    with pytest.raises(RecipeError, match=r"the data has no field talk[\s\S]*data.chat.messages"):
+    with pytest.raises(
+        RecipeError,
+        match=r"the data has no field talk[\s\S]*contain the word field; .*data.chat.messages",
+    ):
         source.contain_messages(["talk"])
 
 

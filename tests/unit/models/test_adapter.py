@@ -71,6 +71,7 @@ def test_names_wildcards_and_all_linear_choose_layers() -> None:
     [
         ({"target_modules": ["q_porj"]}, "did you mean q_proj"),
         ({"target_modules": "*.self_atn.*"}, "did you mean *.self_attn.*?"),
+        ({"target_modules": "q_proj, v_proj"}, "as a list, [q_proj, v_proj]"),
         ({"target_modules": ["model.layer.0.q_proj"]}, "did you mean *.layers.*"),
         ({"target_modules": "self_attn"}, "model.layers.0.self_attn is a LlamaAttention"),
         ({"modules_to_save": ["head"]}, "no module has this name"),
