@@ -32,7 +32,13 @@ from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
 from automodel_ckpt.models.model_files import fetched_directory, require_local
 from automodel_ckpt.models.repository import base_directory, check_revision
-from automodel_ckpt.models.weight_matching import Names, Verdict, compare, copies_of_tied
+from automodel_ckpt.models.weight_matching import (
+    Names,
+    Verdict,
+    compare,
+    copies_of_tied,
+    ignored_by,
+)
 from automodel_ckpt.recipes.init_checks import (
     adapter_hint,
     check_scales,
@@ -343,7 +349,12 @@ def _names_of(start: Start, modules: Mapping[str, nn.Module]) -> _Pair:
     there_shapes = {
         name: module.tensors[fqn].shape for name, (module, fqn) in start.tensors.items()
     }
-    prefix = getattr(unwrap(modules[MODEL]), "base_model_prefix", "") if MODEL in modules else ""
+    prefix = ""
+    if MODEL in modules:
+        model = unwrap(modules[MODEL])
+        prefix = getattr(model, "base_model_prefix", "")
+        for name in ignored_by(model, there_shapes.keys() - shapes.keys()):
+            del there_shapes[name]
     return _Pair(Names(shapes, tied), Names(there_shapes, start.tied), prefix)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from automodel_ckpt.errors import Problem, RecipeError
 
 log = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
+_FORMER_BUFFERS = (".rotary_emb.inv_freq", ".position_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,32 @@ def compare(
         allow_unexpected=allow_unexpected,
     )
     return replace(verdict, matches=matches, resized=resized)
+
+
+def ignored_by(model: Any, names: Iterable[str]) -> list[str]:
+    """Those of *names*, which a transformers *model* lacks, that ``from_pretrained`` ignores.
+
+    They are those that its class lists, and :func:`former_buffers`.
+    """
+    names = list(names)
+    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    listed = {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+    listed.update(former_buffers(model, names))
+    return [name for name in names if name in listed]
+
+
+def former_buffers(model: Any, names: Iterable[str]) -> list[str]:
+    """Those of *names* that earlier versions of transformers stored, and that a *model* computes now.
+
+    Source: ``PreTrainedModel._adjust_missing_and_unexpected_keys`` of transformers 5.17 to 5.23.
+    """
+    buffers = [name for name, _ in model.named_buffers()]
+    found = []
+    for name in names:
+        for end in _FORMER_BUFFERS:
+            if f".{name}".endswith(end) and any(f".{buffer}".endswith(end) for buffer in buffers):
+                found.append(name)
+    return found
 
 
 def copies_of_tied(here: Names, there: Names, prefix: str = "") -> Iterator[tuple[str, list[str]]]:

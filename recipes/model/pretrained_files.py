@@ -37,7 +37,14 @@ from automodel_ckpt.models.mtp import copies_in_files, is_of_mtp, mtp_of, with_m
 from automodel_ckpt.models.mtp_families import patterns_in_files
 from automodel_ckpt.models.task_head import HeadDifferences, head_differences
 from automodel_ckpt.models.vocabulary import log_resized, vocabulary_names
-from automodel_ckpt.models.weight_matching import Names, Shape, Verdict, compare
+from automodel_ckpt.models.weight_matching import (
+    Names,
+    Shape,
+    Verdict,
+    compare,
+    former_buffers,
+    ignored_by,
+)
 from automodel_ckpt.recipes.init_from import MODEL
 from automodel_ckpt.recipes.model.mtp_files import check_mtp_complete, mtp_names
 from automodel_ckpt.units import counted
@@ -185,13 +192,14 @@ class PretrainedFiles:
         return shapes
 
     def _ignored(self, model: Any, names: Iterable[str]) -> list[str]:
-        """Those of *names*, which the model lacks, that are not read (such as heads for several tokens). Logs them."""
-        patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        """Those of *names*, which the model lacks, that are not read. Logs those that it does not compute itself."""
+        names = sorted(names)
+        former = former_buffers(model, names)
+        known = set(ignored_by(model, names)).difference(former)
         globs = patterns_in_files(self._config)
         ignored: list[str] = []
-        for name in sorted(names):
-            by_pattern = any(re.search(pattern, name) for pattern in patterns)
-            if by_pattern or any(fnmatchcase(name, glob) for glob in globs):
+        for name in names:
+            if name in known or any(fnmatchcase(name, glob) for glob in globs):
                 ignored.append(name)
         if ignored:
             log.warning(
@@ -200,7 +208,7 @@ class PretrainedFiles:
                 counted(len(ignored), "tensor"),
                 ignored[0],
             )
-        return ignored
+        return [*ignored, *former]
 
     def _without_heads(self, model: Any, verdict: Verdict) -> Verdict:
         """Return *verdict* without the differences that another head explains, which are kept and logged."""

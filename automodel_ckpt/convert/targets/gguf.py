@@ -58,6 +58,8 @@ _OUTPUT = "output.weight"
 _EMBEDDING = "token_embd.weight"
 # The same two in config.json's model.
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
+# Computed from config.json. Earlier versions of transformers stored it in each layer.
+_FORMER_BUFFER = ".rotary_emb.inv_freq"
 _MAX_TEMPLATE_BYTES = 1 << 20
 _TEMPLATE = "chat_template.jinja"
 
@@ -208,7 +210,10 @@ def _described(
     config = _required_json(side, "config.json", source.export)
     tokenizer = _required_json(side, "tokenizer.json", source.export)
     model = read_model(config, str(side / "config.json"))
-    shapes = {fqn: tensor.stored.shape for fqn, tensor in tensors.items()}
+    shapes = {}
+    for fqn, tensor in tensors.items():
+        if not fqn.endswith(_FORMER_BUFFER):
+            shapes[fqn] = tensor.stored.shape
     if model.is_tied and _HEAD in tensors and _EMBED in tensors:
         if _are_equal(source, tensors[_HEAD], tensors[_EMBED]):
             del shapes[_HEAD]

@@ -70,6 +70,19 @@ def test_tied_tensors_with_different_values_are_an_error(twice: Path) -> None:
     start(twice, llama())
 
 
+def test_buffers_of_earlier_versions_are_not_read(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    former = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    save_file(weights | former, tmp_path / "model.safetensors", {"format": "pt"})
+    start(tmp_path, llama())
+    # This model has no buffer of that name.
+    other = {"model.layers.0.position_ids": torch.ones(2)}
+    save_file(weights | other, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"- model.layers.0.position_ids: only there"):
+        start(tmp_path, llama())
+
+
 def test_modules_trained_beside_adapters_can_be_tied_too(tmp_path: Path) -> None:
     both = {"modules_to_save": ["embed_tokens", "lm_head"]}
     tied = adapted(**both, ensure_weight_tying=True)
