@@ -91,6 +91,11 @@ class NewCheckpoint:
         return self.run / str(self.name)
 
     @property
+    def is_newest(self) -> bool:
+        """Whether no checkpoint of the run is later, so that commands that get the run's directory use this one."""
+        return all(name <= self.name for name in resume.checkpoint_names(self.run))
+
+    @property
     def has_config(self) -> bool:
         """Whether the model's config.json is among the side files."""
         return _CONFIG in self.side_files

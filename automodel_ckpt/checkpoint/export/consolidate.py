@@ -48,6 +48,7 @@ from automodel_ckpt.errors import (
     Problem,
     RecipeError,
 )
+from automodel_ckpt.units import counted
 
 __all__ = ["ConsolidationReport", "consolidate", "consolidate_script"]
 
@@ -164,7 +165,7 @@ def _check_needs_consolidation(source: Source) -> None:
         raise CheckpointUnusable(
             "these are complete Hugging Face files, not shards: they need no consolidation",
             where=str(source.model_directory),
-            value=f"{len(source.files)} files",
+            value=counted(len(source.files), "file"),
             hint="use the directory as it is",
         )
 

@@ -216,5 +216,5 @@ def _lines(planned: Average) -> Iterator[str]:
         yield printable(line)
     for note in planned.notes:
         yield printable(f"note: {note}")
-    run = shlex.quote(str(checkpoint.run))
-    yield printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {run}")
+    start = shlex.quote(str(checkpoint.run if checkpoint.is_newest else checkpoint.target))
+    yield printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}")

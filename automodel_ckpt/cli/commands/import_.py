@@ -164,11 +164,13 @@ def _lines(planned: NewCheckpoint) -> Iterator[str]:
         yield printable(line)
     run = shlex.quote(str(planned.run))
     if planned.training is not None:
-        yield printable(
-            f"to continue the run: ckpt-train RECIPE.yaml --checkpoint.checkpoint_dir {run}"
-        )
+        command = f"ckpt-train RECIPE.yaml --checkpoint.checkpoint_dir {run}"
+        if not planned.is_newest:
+            command += f" --checkpoint.restore_from {planned.name}"
+        yield printable(f"to continue the run: {command}")
     else:
-        yield printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {run}")
+        start = run if planned.is_newest else shlex.quote(str(planned.target))
+        yield printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}")
 
 
 def _side_files_text(planned: NewCheckpoint) -> str:

@@ -395,7 +395,9 @@ def test_weights_do_not_become_the_newest_checkpoint_of_a_run_that_trains(
     assert "the imported weights would become the newest" in capsys.readouterr().err
     killed = tmp_path / "run" / f".epoch_0_step_0.staging-{'0' * 32}"
     killed.mkdir()  # an import that was killed
-    imported(capsys, source, tmp_path / "run")
+    assert main(["import", str(source), str(tmp_path / "run")]) == 0
+    # The directory of the run means its newest checkpoint.
+    assert f"--init_from.path {tmp_path}/run/epoch_0_step_0\n" in capsys.readouterr().out
     assert os.readlink(tmp_path / "run" / "LATEST") == "epoch_0_step_20" and not killed.exists()
 
 
