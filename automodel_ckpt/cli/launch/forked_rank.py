@@ -159,7 +159,9 @@ def _dump_stacks_until_training(
     def on_training() -> None:
         # The watch over steps has a dump of its own.
         dumping.close()
-        failure_dir.mark_training(attempt, rank)
+        # Only a report depends on it.
+        with contextlib.suppress(OSError):
+            failure_dir.mark_training(attempt, rank)
 
     return on_training
 
