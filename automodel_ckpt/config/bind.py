@@ -278,6 +278,12 @@ class Binder:
             hint = ""
             if node.is_null and str in alternatives:
                 hint = f"quote it to use the text {node.value or '(empty)'}, or remove the key"
+            section = section_type(alternatives)
+            if section and has_hints(section) and dataclasses.fields(section):
+                first = dataclasses.fields(section)[0].name
+                hint = (
+                    f"give the keys of the section, such as {join(key, first)}, or remove the key"
+                )
             self._note_invalid(key, node, describe(alternatives), choices(alternatives), hint)
         return INVALID
 

@@ -10,6 +10,7 @@ from automodel_ckpt.config.yaml_tree import leaves, read_file, read_text
 from automodel_ckpt.errors import Problem, RecipeError
 
 NOT_SET = "not set"
+_SECTION = "a section"
 # A resumed run takes its data order, random state and weights from the checkpoint.
 _IGNORED = (
     "seed",
@@ -35,7 +36,10 @@ _NOT_COMPARED = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key whose value changed, with both values as text; ``not set`` if one side does not have it."""
+    """A key whose value changed, with both values as text; ``not set`` if one side does not have it.
+
+    If the key has a value on one side and keys below it on the other one, such as ``peft``, that side is ``a section``.
+    """
 
     key: str
     saved: str
@@ -75,11 +79,19 @@ def changed_keys(
             continue
         if key not in before and not _is_given(key, given):
             continue
-        old = before.get(key, NOT_SET)
-        new = after.get(key, NOT_SET)
+        old = _value(before, key)
+        new = _value(after, key)
         if old != new:
             changes.append(Change(key, old, new))
     return changes
+
+
+def _value(recipe: Mapping[str, str], key: str) -> str:
+    """Return the value of a key as text. A key that is null in the other recipe can be a section in this one."""
+    if key in recipe:
+        return recipe[key]
+    is_section = any(other.startswith(f"{key}.") for other in recipe)
+    return _SECTION if is_section else NOT_SET
 
 
 def differences(recipes: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
@@ -92,9 +104,9 @@ def differences(recipes: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     for key in sorted(set().union(*joined)):
         if key.startswith(_NOT_COMPARED):
             continue
-        values = [recipe.get(key, NOT_SET) for recipe in joined if recipe]
+        values = [_value(recipe, key) for recipe in joined if recipe]
         if len(set(values)) > 1:
-            rows[key] = [recipe.get(key, NOT_SET) if recipe else "" for recipe in joined]
+            rows[key] = [_value(recipe, key) if recipe else "" for recipe in joined]
     return rows
 
 

@@ -89,6 +89,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("seed: [1]\n", [], ["seed must be a whole number", "value:  [1]"]),
     ("deterministic: maybe\n", [], ["deterministic must be true or false"]),
     ("optimizer: 5\n", [], ["optimizer must be a section or a section with _target_"]),
+    ("init_from: run\n", [], ["init_from must be a section", "such as init_from.path"]),
     ("optimizer:\n  lr: nan\n", [], ["optimizer.lr must be 0 or more, and finite"]),
     ("optimizer:\n  lr: -1\n", [], ["optimizer.lr must be 0 or more", "value:  -1"]),
     (

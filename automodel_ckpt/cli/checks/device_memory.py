@@ -8,6 +8,7 @@ from automodel_ckpt.config.overrides import CommandLine
 from automodel_ckpt.errors import RecipeError
 
 _FLAG = "--device-memory"
+_MIN_BYTES = 1_000_000
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?i?)B?", re.IGNORECASE)
@@ -23,7 +24,8 @@ def device_memory(line: CommandLine) -> int | None:
             f"{_FLAG} requires --dry-run", where=_FLAG, value=text, hint="add --dry-run"
         )
     nbytes = parse_size(text)
-    if not nbytes:
+    # A number without a unit is bytes, and almost always a mistake.
+    if not nbytes or nbytes < _MIN_BYTES:
         raise RecipeError(
             "invalid size of a device's memory",
             where=_FLAG,

@@ -35,7 +35,7 @@ def test_changed_settings_are_named_with_both_values_and_defaults_of_younger_key
     assert [str(change) for change in changed_keys(recipe_of(SAVED), recipe_of(NOW), given)] == [
         "dataset.path: [x, y] -> [x]",
         "dataset.seq_length: 16 -> not set",
-        "lr_scheduler: null -> not set",
+        "lr_scheduler: null -> a section",
         "lr_scheduler.name: not set -> cosine",
         "optimizer.betas: [0.9, 0.99] -> [0.9, 0.95]",
         "optimizer.given: not set -> 2",
