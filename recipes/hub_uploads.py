@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.config.sections.hub import HubConfig
 from automodel_ckpt.errors import SaveFailed
@@ -58,16 +60,18 @@ class HubUploads:
         if self._pushes is not None:
             self._pushes.note_saved(name)
 
-    def finish(self, name: str) -> None:
-        """Upload the last model, that of the checkpoint *name*, and wait. Raises :class:`SaveFailed` with
-        ``hub.required``."""
+    def finish(self, name: str, must_end: Callable[[], bool]) -> None:
+        """Upload the last model, that of the checkpoint *name*, and wait until *must_end* returns true at the latest.
+
+        Raises :class:`SaveFailed` with ``hub.required``.
+        """
         if self._checkpointer is None or self._section is None:
             return
 
         def finish() -> None:
             if self._pushes is not None:
                 self._pushes.note_last(name)
-                self._pushes.finish()
+                self._pushes.finish(must_end)
 
         doing = "uploading to the Hugging Face Hub (the checkpoints are safe)"
         self._checkpointer.exports.run_on_rank0(doing, finish, SaveFailed)

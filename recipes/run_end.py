@@ -84,7 +84,7 @@ class RunEnd:
         loss = f"training loss {last_step.loss:.4f}" if last_step else "no step was made"
         log.info("done: step %d, %s", self._scheduler.step, loss)
         log.info("%s", self._scheduler.reason_of_end())
-        self._saves.end()
+        self._saves.end(self._stop_request)
         if self._layout.rank == 0:
             self._saves.note_finished()
 
@@ -96,7 +96,7 @@ class RunEnd:
             # Its checkpoint was in memory only, and the recipe now ends before the next one on disk.
             self._saves.save(losses, validated=False, started=time.monotonic(), last=True)
             self._saves.wait()
-        self._saves.export_finished()
+        self._saves.export_finished(self._stop_request)
         if self._layout.rank == 0:
             self._saves.note_finished()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -399,8 +400,11 @@ class Saves:
             )
 
     @_measured
-    def end(self) -> None:
-        """Log the newest checkpoint, export the best, average the last ones. Raises the failure of the last save."""
+    def end(self, request: StopRequest) -> None:
+        """Log the newest checkpoint, export the best, average the last ones, and wait for the uploads.
+
+        The second signal of *request* ends that wait. Raises the failure of the last save.
+        """
         if self.last_save is not None:
             log.info("newest checkpoint: %s", self.last_save.path)
             if self.last_save.export is not None:
@@ -411,27 +415,38 @@ class Saves:
         if self.failure is not None:
             raise self.failure
         if self.checkpointer is not None:
-            self._finish_uploads(self.checkpointer)
+            self._finish_uploads(self.checkpointer, request)
 
     def _make_final_exports(self, checkpointer: Checkpointer) -> None:
         newest = self.last_save or self.resumed
         path = newest.path if newest is not None else None
         make_final_exports(checkpointer, self._section, path, self.wait)
 
-    def _finish_uploads(self, checkpointer: Checkpointer) -> None:
-        """Wait for the uploads of models and of checkpoints. Raises :class:`SaveFailed` for required ones."""
+    def _finish_uploads(self, checkpointer: Checkpointer, request: StopRequest) -> None:
+        """Wait for the uploads of models and of checkpoints, until the second signal of *request* at the latest.
+
+        Raises :class:`SaveFailed` for required ones.
+        """
         newest = self.last_save or self.resumed
-        if newest is not None:
-            self.hub_uploads.finish(newest.path.name)
-        checkpointer.finish_uploads()
+        request.on_request = _report_signal_at_end
+        try:
+            with request.waiting() as is_repeated:
+                if newest is not None:
+                    self.hub_uploads.finish(newest.path.name, is_repeated.is_set)
+                checkpointer.finish_uploads(is_repeated.is_set)
+        finally:
+            request.on_request = None
 
     @_measured
-    def export_finished(self) -> None:
-        """Make the exports of a finished run that a kill or a signal had prevented. Raises :class:`SaveFailed`."""
+    def export_finished(self, request: StopRequest) -> None:
+        """Make the exports and uploads of a finished run that a kill or a signal had prevented, as :meth:`end` does.
+
+        Raises :class:`SaveFailed`.
+        """
         if self.checkpointer is not None and self.resumed is not None:
             self.checkpointer.exports.export_if_missing(self.resumed.path, last=True)
             self._make_final_exports(self.checkpointer)
-            self._finish_uploads(self.checkpointer)
+            self._finish_uploads(self.checkpointer, request)
 
     def note_finished(self) -> None:
         """Record that nothing is left to do, so that the next start reports this before it builds the run.
@@ -453,3 +468,10 @@ class Saves:
                 self._config_yaml,
                 scheduler.reason_of_end(),
             )
+
+
+def _report_signal_at_end(number: int) -> None:
+    """Log that a signal was received while a run that is complete waits for its uploads; 0: by another rank."""
+    name = signal.Signals(number).name if number else "a signal to another rank"
+    again = "press Ctrl-C again" if number == signal.SIGINT else "send it again"
+    log.info("%s: training is done, and uploads are not; %s to stop waiting for them", name, again)

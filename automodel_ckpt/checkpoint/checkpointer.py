@@ -530,13 +530,14 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- end
 
-    def finish_uploads(self) -> None:
+    def finish_uploads(self, must_end: Callable[[], bool] = lambda: False) -> None:
         """Wait until the checkpoints are in the store of ``remote``; without ``required``, while it answers.
 
-        Collective. Raises :class:`SaveFailed` on all ranks if the newest checkpoint is not in the store then. Returns
-        immediately without ``remote``.
+        Rank 0 calls *must_end* several times per second; if it returns true, the wait ends. Collective. Raises
+        :class:`SaveFailed` on all ranks if the newest checkpoint is not in the store then. Returns immediately without
+        ``remote``.
         """
-        self._transfers.finish(self._run)
+        self._transfers.finish(self._run, must_end)
 
     def upload_before_stop(
         self,

@@ -186,17 +186,18 @@ class Transfers:
             if self.uploads is not None:
                 self.uploads.roll_back(step)
 
-    def finish(self, run: RunDirectory) -> None:
+    def finish(self, run: RunDirectory, must_end: Callable[[], bool]) -> None:
         """Wait until the checkpoints are in the store of ``remote``; without ``required``, while it answers.
 
-        Raises :class:`SaveFailed` on all ranks if the newest checkpoint is not in the store then.
+        Rank 0 calls *must_end* several times per second. The wait ends when it returns true. Raises
+        :class:`SaveFailed` on all ranks if the newest checkpoint is not in the store then.
         """
         if self._options.remote is None:
             return
 
         def finish() -> None:
             if self.uploads is not None:
-                self.uploads.finish()
+                self.uploads.finish(must_end)
 
         with self._raise_on_all_ranks(run, "uploading the last checkpoint"):
             # Rank 0 waits for the parts of the other nodes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -141,17 +142,18 @@ class Pushes:
     def _status(self) -> Status:
         return Status.read(self._root, STATUS)
 
-    def finish(self) -> None:
+    def finish(self, must_end: Callable[[], bool] = lambda: False) -> None:
         """Wait for the uploads at the end of a run, while they make progress; with ``hub.required`` in any case.
 
-        What was not uploaded is a warning. Raises :class:`SaveFailed` instead with ``hub.required``.
+        The wait ends when *must_end* returns true. What was not uploaded is a warning. Raises :class:`SaveFailed`
+        instead with ``hub.required``.
         """
         if self._process is None:
             return
         for _ in range(NUM_END_ATTEMPTS):
             process = self._process
-            process.finish(self._status, waits=self._section.required)
-            if not process.was_killed:
+            process.finish(self._status, waits=self._section.required, must_end=must_end)
+            if not process.was_killed or must_end():
                 break
             self._replace(process)
         missing = pending(self._root, LINK)

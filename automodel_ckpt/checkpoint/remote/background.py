@@ -173,11 +173,11 @@ class Uploads:
 
     # ---------------------------------------------------------------- the end
 
-    def finish(self) -> None:
+    def finish(self, must_end: Callable[[], bool] = lambda: False) -> None:
         """Have the exports of the newest and the best checkpoint uploaded, and wait for all uploads as a run ends.
 
-        Without ``required``, only as long as they make progress. Raises :class:`SaveFailed` if the newest checkpoint
-        is not in the store then.
+        Without ``required``, only as long as they make progress. The wait ends when *must_end* returns true. Raises
+        :class:`SaveFailed` if the newest checkpoint is not in the store then.
         """
         if self._process is None:
             return
@@ -186,7 +186,9 @@ class Uploads:
             if name is not None and (self.root / name).is_dir() and exports_in(self.root / name):
                 # An earlier start or `ckpt` may have made it. The rules of the store never remove these two.
                 link(self.root, LINK, name)
-        self._finish_process(waits=self._settings.required, must_end=lambda: False)
+        if missing := pending(self.root, LINK):
+            log.info("waiting for the upload of %s", ", ".join(missing))
+        self._finish_process(waits=self._settings.required, must_end=must_end)
         missing = pending(self.root, LINK)
         if missing or not self._newest_is_stored():
             place, hint = (

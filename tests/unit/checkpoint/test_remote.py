@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,8 +39,10 @@ from automodel_ckpt.checkpoint.remote.transfer import Throttle, UploadMemory
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.config.sections.hub import HubConfig
+from automodel_ckpt.distributed.stop import StopRequest
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
 from automodel_ckpt.hub.background import Pushes
+from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.store_url import check_library, check_options, check_url
 from tests.support import ranks, tiny
 from tests.support.object_store import ObjectStore
@@ -468,6 +473,37 @@ def test_the_wait_after_a_signal_ends_with_the_time_or_another_signal(
     uploads.finish_before_stop(seconds, lambda: process.num_polls == 3)
     assert process.num_polls == num_polls
     assert f"not in the store yet: {SECOND}" in caplog.text
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_another_signal_ends_the_wait_at_the_end_of_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, required: bool
+) -> None:
+    """A complete run waited for its uploads without a message, and a second signal ended it without one."""
+    settings = RemoteStorage(url=f"file://{tmp_path}/store", required=required)
+    uploads = background.Uploads(tmp_path, settings, "val_loss", "min")
+    uploads._process = EndlessProcess()
+    (tmp_path / SECOND).mkdir()
+    (tmp_path / f"{uploader.LINK}{SECOND}").symlink_to(SECOND)
+    saves: Any = object.__new__(Saves)
+    saves.last_save = saves.resumed = None
+    request = StopRequest()
+
+    def signals() -> None:
+        while request._ends_wait is None:
+            time.sleep(0.01)
+        request._arrived(signal.SIGINT)
+        request._first_at -= 60
+        request._arrived(signal.SIGINT)
+
+    checkpointer: Any = SimpleNamespace(finish_uploads=uploads.finish)
+    thread = threading.Thread(target=signals)
+    thread.start()
+    with caplog.at_level(logging.INFO, "automodel_ckpt"), pytest.raises(SaveFailed, match="push"):
+        saves._finish_uploads(checkpointer, request)
+    thread.join()
+    assert f"waiting for the upload of {SECOND}" in caplog.text
+    assert "SIGINT: training is done" in caplog.text and request.on_request is None
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ class FakeProcess(child_process.Child):
     def close(self) -> None:
         pass
 
-    def finish(self, status: object, *, waits: bool) -> None:
+    def finish(self, status: object, *, waits: bool, must_end: object) -> None:
         if self.uploads:
             forget_pushes(self.root)
 
