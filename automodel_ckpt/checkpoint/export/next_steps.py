@@ -28,14 +28,14 @@ def try_command(directory: Path) -> str:
     if _is_classifier(directory):
         return f'transformers.pipeline("text-classification", model={str(directory)!r})'
     path = shlex.quote(str(directory))
-    if _computes_embeddings(directory):
+    if computes_embeddings(directory):
         return f"sentence_transformers.SentenceTransformer({str(directory)!r}).encode(['a text'])"
     if _has_chat_template(directory):
         return f"ckpt chat {path}"
     return f'ckpt generate {path} -p "Once upon a time"'
 
 
-def _computes_embeddings(directory: Path) -> bool:
+def computes_embeddings(directory: Path) -> bool:
     """Whether the files describe how sentence-transformers computes embeddings with the model."""
     return (directory / "modules.json").is_file()
 
@@ -50,7 +50,7 @@ def hf_lines(directory: Path) -> list[str]:
     if _is_classifier(directory):
         return [f"try it:       {try_command(directory)}"]
     path = shlex.quote(str(directory))
-    if _computes_embeddings(directory):
+    if computes_embeddings(directory):
         return [
             f"try it:       {try_command(directory)}",
             f"transformers: AutoModel.from_pretrained({str(directory)!r})",

@@ -24,6 +24,7 @@ from automodel_ckpt.checkpoint.export.adapter_record import (
     read_peft_record,
 )
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.next_steps import computes_embeddings, try_command
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.verify import verify
@@ -233,7 +234,20 @@ def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
     # Private in transformers 5.17 to 5.23.
     if type(config) not in AutoModelForCausalLM._model_mapping or _takes_images(config):
         model_class = AutoModelForImageTextToText
-    return model_class.from_pretrained(name, use_safetensors=True, revision=revision, **options)
+    model, info = model_class.from_pretrained(
+        name, use_safetensors=True, revision=revision, output_loading_info=True, **options
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        # transformers has drawn random values for them.
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointUnusable(
+            "these files are not a whole language model: weights are missing",
+            where=name,
+            value=f"{missing[0]}{others}",
+            hint="use a model with its output layer; a backbone or a model of text embeddings generates no text",
+        )
+    return model
 
 
 def _check_generates(path: Path) -> None:
@@ -243,6 +257,14 @@ def _check_generates(path: Path) -> None:
 
 
 def _check_head(config: Any, where: str) -> None:
+    directory = Path(where)
+    if computes_embeddings(directory):
+        raise RecipeError(
+            "this model computes embeddings of texts, and generates none",
+            where=where,
+            value="modules.json, the file of sentence-transformers",
+            hint=f"use {try_command(directory)}",
+        )
     for name in getattr(config, "architectures", None) or ():
         if name.endswith("ForSequenceClassification"):
             raise RecipeError(

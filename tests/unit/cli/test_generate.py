@@ -219,6 +219,21 @@ def test_wrong_arguments_are_reported_with_a_hint(
         assert piece in error
 
 
+def test_a_model_without_its_output_layer_generates_nothing(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    """transformers draws random values for the output layer, and would generate with them."""
+    write_model(tmp_path / "whole", CONFIG | {"tie_word_embeddings": False}, None)
+    backbone = tmp_path / "backbone"
+    shutil.copytree(tmp_path / "whole", backbone)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "whole").model.save_pretrained(backbone)
+    assert main(["generate", str(backbone), "-p", "a", *GREEDY]) == 3
+    assert "value:  lm_head.weight\n" in capsys.readouterr().err
+    (backbone / "modules.json").write_text("[]")
+    assert main(["generate", str(backbone), "-p", "a", *GREEDY]) == 2
+    assert "use sentence_transformers.SentenceTransformer(" in capsys.readouterr().err
+
+
 def test_a_damaged_checkpoint_or_export_is_not_used(
     capsys: Capture, model: Path, run: Path, tmp_path: Path
 ) -> None:
