@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger("automodel_ckpt")
 
 _FILLED = frozenset({"optimizer", "last_epoch", "num_warmup_steps", "num_training_steps"})
 
@@ -58,6 +61,13 @@ def build_schedule(
     warmup = warmup_steps or 0
     if warmup_ratio is not None and length is not None:
         warmup = round(warmup_ratio * length)
+    if total_steps is not None and warmup >= total_steps > 1:
+        log.warning(
+            "the learning rate does not reach its peak: it warms up for %d steps, and the run has %d "
+            "(lr_scheduler.warmup_steps)",
+            warmup,
+            total_steps,
+        )
     try:
         schedule: LRScheduler = get_scheduler(name, optimizer, warmup, length, dict(kwargs or {}))
         if warmup_from and isinstance(schedule, LambdaLR):

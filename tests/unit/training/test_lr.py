@@ -36,6 +36,15 @@ def test_a_warmup_may_begin_above_zero() -> None:
         build_schedule(optimizer(), "constant", total_steps=3, warmup_from=0.2)
 
 
+def test_a_warm_up_that_the_run_does_not_complete_is_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rates("linear", 1, total_steps=6, warmup_steps=5)
+    assert not caplog.messages
+    rates("linear", 1, total_steps=6, warmup_steps=6)
+    assert "it warms up for 6 steps, and the run has 6" in caplog.messages[0]
+
+
 def test_the_rates_of_automodel_are_reached() -> None:
     """The numbers are those of OptimizerParamScheduler in NeMo AutoModel 36044ad3d: 12 steps, 3 of them warmup."""
     expected = [0.1, 0.4, 0.7, 1.0, 0.970148, 0.884192, 0.7525, 0.590956, 0.419044, 0.2575]
