@@ -6,6 +6,7 @@ second :class:`~automodel_ckpt.recipes.trainable.Trainable`. With adapters, it i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ from automodel_ckpt.training.loss import (
     shift_labels,
 )
 
+log = logging.getLogger("automodel_ckpt")
+
 OF_ANSWERS = (
     Unsupported("packed_sequence", "each answer needs a separate row"),
     Unsupported("distributed.cp_size", "the loss needs complete rows"),
@@ -45,6 +48,11 @@ OF_ANSWERS = (
     Unsupported("model.mtp", "the loss is that of complete answers"),
 )
 """What recipes do not support whose loss is that of complete answers."""
+
+_OTHER_REFERENCE = (
+    "the reference is the base without the adapters that init_from names, and not the model that training starts from: to "
+    "compare with that, merge them (ckpt export --merge) and name the result in %s.reference"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +190,8 @@ class PreferenceFinetune(LLMFinetune):
         """Build the reference model. With adapters, the reference is their base, unless another one is named."""
         name, config = self.reference_name(), self.config
         if name is None and config.peft is not None:
+            if config.init_from:
+                log.warning(_OTHER_REFERENCE, config.recipe)
             return Reference(self.trainable, self.trainable.model)
         if name is not None:
             section = config.model

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,18 @@ def test_the_reference_has_the_weights_of_init_from(tmp_path: Path) -> None:
     found, other = measured(recipe, STILL, start), measured(recipe, STILL, "--seed=8")
     assert found["reference"] != pytest.approx(other["reference"], rel=1e-2)
     assert found["reference"][1] > other["reference"][1]
+
+
+@pytest.mark.parametrize("init_from", [None, "adapters"])
+def test_a_warning_says_that_adapters_of_init_from_are_not_in_the_reference(
+    init_from: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = SimpleNamespace(recipe="dpo", peft="adapters", init_from=init_from)
+    recipe: Any = SimpleNamespace(config=config, reference_name=lambda: None)
+    recipe.trainable = SimpleNamespace(model="model")
+    with caplog.at_level("WARNING"):
+        PreferenceFinetune.build_reference(recipe)
+    assert ("name the result in dpo.reference" in caplog.text) is bool(init_from)
 
 
 class Start(LLMFinetune):
