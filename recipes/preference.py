@@ -50,8 +50,8 @@ OF_ANSWERS = (
 """What recipes do not support whose loss is that of complete answers."""
 
 _OTHER_REFERENCE = (
-    "the reference is the base without the adapters that init_from names, and not the model that training starts from: to "
-    "compare with that, merge them (ckpt export --merge) and name the result in %s.reference"
+    "the reference is the base without the adapters that init_from names, and not the model that training starts from: "
+    "to compare with that, merge them (ckpt export --merge) and name the result in %s.reference"
 )
 
 
