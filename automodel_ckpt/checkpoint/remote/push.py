@@ -64,8 +64,9 @@ def push_checkpoint(
     remote = run.manifest(name)
     is_superseded = run.is_superseded(name)
     if remote == data and not is_superseded:
+        # A kill may have prevented this.
+        _forget(UploadMemory.read(memory_file, manifest.digest, str(run.store)))
         if others is not None:
-            # A kill may have prevented that.
             others.remove(run.store, name)
         return 0
     local = manifest if others is None else only(manifest, files_here(manifest, checkpoint))
@@ -130,6 +131,12 @@ def send_files(
 
         # list() raises the first failure. Files that arrived are in the memory.
         list(files.map(send, missing))
+
+
+def _forget(memory: UploadMemory) -> None:
+    """Remove the file of *memory* unless it belongs to another upload, and was therefore read as empty."""
+    if memory.done:
+        memory.forget()
 
 
 def _make_way(run: RemoteRun, name: str) -> None:

@@ -161,6 +161,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.checkpoint.commit import make_run_directory
     from automodel_ckpt.checkpoint.export_manifest import complete_exports
     from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_logs
+    from automodel_ckpt.checkpoint.run import maintenance
     from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT, Lease
     from automodel_ckpt.hub.address import is_hub
 
@@ -195,6 +196,8 @@ def run_pull(arguments: argparse.Namespace) -> int:
         # A live run would take the staging directory for a leftover.
         lease = Lease(directory, hint=COMMAND_HINT)
         try:
+            # What a killed download has left may take the space that this one needs.
+            maintenance.recover(directory)
             path = pull_checkpoint(
                 remote,
                 name,

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from werkzeug.wrappers import Request, Response
 
-from automodel_ckpt.checkpoint import layout, policy
+from automodel_ckpt.checkpoint import commit, layout, policy
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.options import RemoteStorage
 from automodel_ckpt.checkpoint.remote import (
@@ -741,6 +741,30 @@ def test_other_file_systems_have_the_same_protocol(
     assert [str(name) for name in run.names()] == [SECOND]
     (tmp_path / "run").mkdir()
     assert pull_checkpoint(run, SECOND, tmp_path / "run").name == SECOND
+
+
+def test_a_repeated_upload_removes_what_a_killed_one_has_left(local: Path, tmp_path: Path) -> None:
+    run = RemoteRun(Store(f"file://{tmp_path}/store"))
+    memory_file = tmp_path / "memory"
+    push_checkpoint(run, local / FIRST, memory_file)
+    digest = Manifest.read(local / FIRST).digest
+    # It was killed after the checkpoint was complete; then one of another store was.
+    for url, is_kept in ((str(run.store), False), ("s3://bucket/other", True)):
+        UploadMemory.read(memory_file, digest, url).note_done("losses.json")
+        assert push_checkpoint(run, local / FIRST, memory_file) == 0
+        assert memory_file.exists() == is_kept
+
+
+def test_a_download_removes_what_a_killed_one_has_left(local: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    run = RemoteRun(Store(url))
+    push_checkpoint(run, local / FIRST, tmp_path / "memory")
+    root = tmp_path / "pulled"
+    root.mkdir()
+    staging = commit.reserve(root, FIRST)
+    (staging / "large").write_bytes(b"1")
+    assert ckpt(["pull", url, str(root)]) == 0
+    assert [path.name for path in root.iterdir()] == [FIRST]
 
 
 def test_the_commands_accept_urls(
