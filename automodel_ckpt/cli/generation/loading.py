@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -126,12 +127,29 @@ def _hugging_face_directory(path: str, base: str | None) -> Iterator[_Files]:
                 f"exporting {found} to a temporary directory; `ckpt export` keeps the files"
             )
             consolidate(found, exported, log=lambda line: None, opener=open_source)
+            stack.enter_context(_naming_export(exported, found))
             files = _files_of(exported, found, base)
         else:
             _verify(found)
             files = _files_of(found, found, base)
         adapter = None if files.adapter is None else Path(_in_utf8(str(files.adapter), stack))
         yield replace(files, model=_in_utf8(files.model, stack), adapter=adapter)
+
+
+@contextmanager
+def _naming_export(exported: Path, checkpoint: Path) -> Iterator[None]:
+    """Name *checkpoint* in errors about its temporary export, whose directory is removed."""
+    try:
+        yield
+    except (CheckpointUnusable, RecipeError) as error:
+        problems = []
+        for problem in error.problems:
+            hint = problem.hint.replace(str(exported), "DIR")
+            if hint != problem.hint:
+                hint = f"export it with `ckpt export {shlex.quote(str(checkpoint))} -o DIR`, and {hint}"
+            where = problem.where.replace(str(exported), str(checkpoint))
+            problems.append(replace(problem, where=where, hint=hint))
+        raise type(error).all_of(problems) from error
 
 
 def _in_utf8(path: str, stack: ExitStack) -> str:

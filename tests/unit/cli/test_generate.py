@@ -18,7 +18,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.generation.loading import _takes_images
+from automodel_ckpt.cli.generation.loading import _check_head, _naming_export, _takes_images
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models import generation
 from automodel_ckpt.models.generation import Sampling
 from tests.support.stand_ins import LLAMA_CHAT, write_model
@@ -232,6 +233,16 @@ def test_a_model_without_its_output_layer_generates_nothing(
     (backbone / "modules.json").write_text("[]")
     assert main(["generate", str(backbone), "-p", "a", *GREEDY]) == 2
     assert "use sentence_transformers.SentenceTransformer(" in capsys.readouterr().err
+
+
+def test_an_error_about_a_temporary_export_names_the_checkpoint(tmp_path: Path) -> None:
+    exported, checkpoint = tmp_path / "temporary", tmp_path / "epoch_0_step_2"
+    config = transformers.LlamaConfig(architectures=["LlamaForSequenceClassification"])
+    with pytest.raises(RecipeError) as caught, _naming_export(exported, checkpoint):
+        _check_head(config, str(exported))
+    (problem,) = caught.value.problems
+    assert problem.where == str(checkpoint) and "model='DIR'" in problem.hint
+    assert f"`ckpt export {checkpoint} -o DIR`" in problem.hint
 
 
 def test_a_damaged_checkpoint_or_export_is_not_used(
