@@ -39,6 +39,8 @@ _NOTE_SECONDS = 5.0
 """How often the status shows the bytes that were sent of a file."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _END_POLL_SECONDS = 0.2
+_LONGEST_POLL_SECONDS = 10.0
+"""The most that one poll adds to the time without progress."""
 _RESTART_SECONDS, _LONGEST_RESTART_SECONDS = 5.0, 300.0
 NUM_END_ATTEMPTS = 3
 """How often the end of a run starts a process that is killed while it finishes."""
@@ -328,17 +330,20 @@ class Child:
         The wait ends when *must_end* returns true.
         """
         self._send(FINISH)
-        last_progress = time.monotonic()
+        idle_seconds, observed_at = 0.0, time.monotonic()
         before = status()
         while not self.has_ended:
             if must_end():
                 return
             time.sleep(_END_POLL_SECONDS)
-            now = status()
-            if (now.sent_bytes, now.uploaded) != (before.sent_bytes, before.uploaded):
-                before, last_progress = now, time.monotonic()
-            is_stalled = time.monotonic() - last_progress > STALLED_SECONDS
-            if is_stalled and not waits:
+            now, found = time.monotonic(), status()
+            if (found.sent_bytes, found.uploaded) != (before.sent_bytes, before.uploaded):
+                before, idle_seconds = found, 0.0
+            else:
+                # Between two polls that are far apart, the job was suspended, and the process with it.
+                idle_seconds += min(now - observed_at, _LONGEST_POLL_SECONDS)
+            observed_at = now
+            if idle_seconds > STALLED_SECONDS and not waits:
                 return
 
     def leave(self) -> None:

@@ -475,6 +475,21 @@ def test_the_wait_after_a_signal_ends_with_the_time_or_another_signal(
     assert f"not in the store yet: {SECOND}" in caplog.text
 
 
+def test_time_in_which_the_job_was_suspended_is_no_upload_without_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, pauses = [1000.0], [3600.0]
+
+    def sleep(seconds: float) -> None:
+        clock.append(clock[-1] + (pauses.pop() if pauses else seconds))
+
+    fake = SimpleNamespace(monotonic=lambda: clock[-1], sleep=sleep)
+    monkeypatch.setattr(child_process, "time", fake)
+    process = EndlessProcess()
+    process.finish(Status, waits=False)
+    assert 45 < clock[-1] - clock[1] < 55, "60 seconds without the hour, which counts as 10"
+
+
 @pytest.mark.parametrize("required", [False, True])
 def test_another_signal_ends_the_wait_at_the_end_of_a_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, required: bool
