@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.config_values import context_length
 
 Message = Mapping[str, Any]
@@ -78,7 +79,8 @@ def inputs_of(
 ) -> dict[str, torch.Tensor]:
     """Return the model's inputs for *prompt*, on *device*: ``input_ids`` [1, T] and others.
 
-    Text is tokenized as it is; messages are rendered by the chat template, up to the answer of the assistant.
+    Text is tokenized as it is; messages are rendered by the chat template, up to the answer of the assistant. Raises
+    :class:`RecipeError` if there are no tokens.
     """
     if isinstance(prompt, str):
         tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
@@ -96,6 +98,13 @@ def inputs_of(
         # Tokenizers of some models return types of tokens that their model does not take.
         if isinstance(value, torch.Tensor) and name != "token_type_ids":
             inputs[name] = value.to(device)
+    if not inputs["input_ids"].shape[1]:
+        raise RecipeError(
+            "the prompt has no tokens",
+            where="prompt",
+            value=repr(prompt),
+            hint="give a text that is not empty: the tokenizer of this model adds no token before a text",
+        )
     return inputs
 
 

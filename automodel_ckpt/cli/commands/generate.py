@@ -89,15 +89,23 @@ def add_source_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        # argparse would name the function.
+        raise argparse.ArgumentTypeError(f"{text} is not a number") from error
+
+
 def _not_negative(text: str) -> float:
-    number = float(text)
+    number = _number(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
     return number
 
 
 def _fraction(text: str) -> float:
-    number = float(text)
+    number = _number(text)
     if not 0 < number <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
     return number

@@ -201,6 +201,8 @@ def test_the_seed_determines_what_is_sampled(capsys: Capture, plain_model: Path)
     [
         ([], ["there is no prompt", "ckpt chat"]),
         (["-p", "x", "--temperature", "-1"], ["is not a number of 0 or more"]),
+        (["-p", "x", "--temperature", "hot"], ["hot is not a number"]),
+        (["-p", ""], ["the prompt has no tokens"]),
         (["-p", "x", "--top-p", "2"], ["is not above 0 and at most 1"]),
         (["-p", "x", "--max-new-tokens", "0"], ["0 is less than 1"]),
         (["-p", "x", "--device", "tpu9"], ["there is no such device"]),
