@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -24,6 +25,7 @@ from automodel_ckpt.checkpoint.export.adapter_record import (
     find_base,
     read_peft_record,
 )
+from automodel_ckpt.checkpoint.export.base_identity import identify_base
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.export.next_steps import computes_embeddings, try_command
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
@@ -217,7 +219,9 @@ def _files_of(directory: Path, source: Path, base: str | None) -> _Files:
         return _Files(str(directory))
     config = read_json(directory, layout.ADAPTER_CONFIG) or {}
     stated = config.get("base_model_name_or_path")
-    name = base or _recorded_base(source) or stated
+    record, run = _peft_record(source)
+    recorded = find_base(record, run) if record is not None else None
+    name = base or recorded or stated
     if not isinstance(name, str) or not name:
         raise CheckpointUnusable(
             "the adapter does not state its base",
@@ -231,18 +235,30 @@ def _files_of(directory: Path, source: Path, base: str | None) -> _Files:
     if is_hub_name(name):
         # One request instead of the library's retries, with an error that states what to do.
         revision = resolve_commit(name, revision, where=str(directory / layout.ADAPTER_CONFIG))
+    elif record is not None and Path(name).is_dir():
+        _warn_of_other_base(name, record, run)
     return _Files(name, directory, revision)
 
 
-def _recorded_base(source: Path) -> str | None:
-    """The base that a checkpoint of this program records for its adapter; None for files of another program."""
+def _peft_record(source: Path) -> tuple[dict[str, Any] | None, Path]:
+    """What a checkpoint of this program records about its adapter and its base, and the run; None for other files."""
     for checkpoint, name in ((source, MODEL), (source.parent, source.name)):
-        try:
-            record = read_peft_record(checkpoint, name)
-        except CheckpointUnusable:
-            continue
-        return find_base(record, checkpoint.parent)
-    return None
+        with contextlib.suppress(CheckpointUnusable):
+            return read_peft_record(checkpoint, name), checkpoint.parent
+    return None, source
+
+
+def _warn_of_other_base(name: str, record: dict[str, Any], run: Path) -> None:
+    """Print a warning if the base in the directory *name* has other files than the one in *record*.
+
+    An adapter on another base of the same shapes is loaded, and answers nonsense.
+    """
+    digest = record["base"].get("digest")
+    identity = identify_base(name, Path(name), run=run)
+    if digest is not None and identity.digest != digest:
+        print_error(
+            f"warning: {name} is not the base that the adapter was trained on: its files differ"
+        )
 
 
 def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:

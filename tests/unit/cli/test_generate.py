@@ -159,6 +159,16 @@ def test_an_adapter_answers_with_its_base(capsys: Capture, model: Path, tmp_path
         adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
     adapted.save_pretrained(tmp_path / "adapter")
     expected = direct(base, "Once upon a time", adapted)
+    run = tmp_path / "run"
+    assert main(["import", str(tmp_path / "adapter"), str(run), "--base", str(base)]) == 0
+    words = [str(run), "-p", "Once upon a time", "--raw"]
+    capsys.readouterr()
+    assert main(["generate", *words]) == 0
+    assert "warning" not in capsys.readouterr().err
+    config = (base / "config.json").read_text()
+    (base / "config.json").write_text(config + "\n")
+    assert main(["generate", *words]) == 0
+    assert f"{base} is not the base that the adapter was trained on" in capsys.readouterr().err
     words = [str(tmp_path / "adapter"), "-p", "Once upon a time", "--raw"]
     assert generated(capsys, *words)["text"] == expected
     shutil.move(base, tmp_path / "moved")
