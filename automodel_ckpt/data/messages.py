@@ -5,11 +5,16 @@ An optional ``weight`` follows OpenAI's format: an assistant message with weight
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from automodel_ckpt.data.tool_turns import CALL, RESULT, InvalidCall, with_tool_calls
+
+log = logging.getLogger(__name__)
 
 _WEIGHT = "weight"
 _SHAREGPT = {
@@ -25,6 +30,10 @@ _SHAREGPT = {
     "tool_response": RESULT,
 }
 """ShareGPT's speaker -> role."""
+_ROLES = ("user", "assistant", "system", "developer", "tool", "function", "ipython")
+"""The roles of usual chat templates."""
+_SIMILAR = 0.8
+"""How similar (difflib) a role is to a usual one if it is probably misspelled: ``usr`` is, ``function_call`` is not."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message for the reasoning before an answer. Chat templates read one of them."""
 
@@ -56,7 +65,22 @@ def turns_of(conversation: Any) -> list[dict[str, Any]]:
     for turn in turns:
         _require_content(turn)
         _require_weight(turn)
+        if turn["role"] not in _ROLES:
+            warn_of_role(str(turn["role"]))
     return turns
+
+
+@functools.cache
+def warn_of_role(role: str) -> None:
+    """Warn once of a *role* that is similar to a usual one. Others are for the chat template to know."""
+    similar = difflib.get_close_matches(role.lower(), _ROLES, n=1, cutoff=_SIMILAR)
+    if similar:
+        log.warning(
+            "a message has the role %r, not %r: the chat template decides what becomes of it, and only messages of "
+            "the role 'assistant' are trained on",
+            role,
+            similar[0],
+        )
 
 
 def _with_tool_calls(turns: list[Any]) -> list[Any]:
