@@ -10,8 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.cli.checks.device_memory import parse_size
+from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
@@ -290,3 +292,32 @@ def test_the_memory_of_a_device_has_a_unit_and_needs_a_dry_run(
     assert "--device-memory requires --dry-run" in capsys.readouterr().err
     sizes = [parse_size(text) for text in ("80GiB", "1.5 TB", "24g", "7", "10 parsecs")]
     assert sizes == [80 * 2**30, 1_500_000_000_000, 24_000_000_000, 7, None]
+
+
+def test_a_directory_with_imported_weights_only_is_an_error_of_the_dry_run_and_of_the_start(
+    recipe: Path, capsys: pytest.CaptureFixture[str], commands: CommandServer
+) -> None:
+    small = "--model.from_config={model_type: llama, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, "
+    small += "num_attention_heads: 2, vocab_size: 4096}"
+    LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            vocab_size=4096,
+        )
+    ).save_pretrained("weights")
+    assert ckpt(["import", "weights", "checkpoints"]) == 0
+    expected = "weights only: there is no training to resume"
+    hint = f"--init_from.path {Path('checkpoints/epoch_0_step_0').absolute()}"
+    assert main(["--dry-run", "recipe.yaml", small]) == 3
+    text = capsys.readouterr().err
+    assert expected in text and hint in text
+    done = commands.run(
+        "ckpt-train", "recipe.yaml", small, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 3
+    assert expected in done.stderr and hint in done.stderr
+    names = "[dataloader, optimizer, rng, step_scheduler]"
+    assert main(["--dry-run", "recipe.yaml", small, "--checkpoint.allow_missing_state", names]) == 0

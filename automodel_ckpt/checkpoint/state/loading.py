@@ -19,7 +19,12 @@ from automodel_ckpt.checkpoint.formats.reading import (
 )
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.module_tensors import complete_state, module_state
-from automodel_ckpt.checkpoint.state.mismatch import check_differences, unusable
+from automodel_ckpt.checkpoint.state.mismatch import (
+    check_differences,
+    has_weights_only,
+    unusable,
+    weights_only,
+)
 from automodel_ckpt.checkpoint.state.module_loading import set_module_state
 from automodel_ckpt.checkpoint.state.optimizer_loading import OptimizerLoader
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree
@@ -126,6 +131,8 @@ class Loader:
         self._absent = {name: kind for name, kind in kinds.items() if name not in on_both_sides}
         if lines:
             names = sorted({line.split(":")[0][2:] for line in lines})
+            if has_weights_only(self._manifest) and matched:
+                raise weights_only(self._path, names)
             raise unusable(
                 self._path,
                 "the state in the checkpoint does not match this recipe",

@@ -10,6 +10,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.formats.reading import differences
+from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest
 from automodel_ckpt.checkpoint.tree import Tree
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -76,3 +77,21 @@ def _only_types(lines: Iterable[str]) -> tuple[str, str] | None:
         match = re.fullmatch(r"~ .+: saved as (\w+) (\[.*\]), here (\w+) \2", line)
         found.add((match[1], match[3]) if match is not None else None)
     return found.pop() if len(found) == 1 and len(lines) > 1 else None
+
+
+def has_weights_only(manifest: Manifest) -> bool:
+    """Whether a checkpoint has the weights of a model and no other state, such as ``ckpt import`` writes it."""
+    saved = [name for name, record in manifest.state.items() if record.scope != NOT_SAVED]
+    return saved == ["model"]
+
+
+def weights_only(checkpoint: Path, missing: Iterable[str]) -> CheckpointUnusable:
+    """Make the error for a resume from a *checkpoint* that has only weights; *missing* is the other state."""
+    names = ", ".join(missing)
+    return CheckpointUnusable(
+        "this checkpoint has weights only: there is no training to resume",
+        where=str(checkpoint),
+        value=f"not saved: {names}",
+        hint=f"start a new run from them: --init_from.path {checkpoint} and another checkpoint.checkpoint_dir; to "
+        f"continue in this directory without that state: --checkpoint.allow_missing_state '[{names}]'",
+    )

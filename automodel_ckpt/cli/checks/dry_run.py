@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +73,7 @@ def report(
         config_json = planned.config_json
         rows += _resource_rows(loaded, planned, flags)
     if loaded.config.checkpoint.enabled:
-        rows += _resume_rows(loaded, sizes, config_json)
+        rows += _resume_rows(loaded, recipe, sizes, config_json)
     if finished is not None:
         rows.append(("start", finished))
     resumes = any(title == "resume" and text.startswith("from ") for title, text in rows)
@@ -215,8 +215,14 @@ def _memory_copies_text(section: MemoryConfig, plan: Plan, num_nodes: int) -> st
     return f"{text}; and {size_text(nbytes // num_nodes)} for the copies of {ranks}"
 
 
-def _resume_rows(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes | None) -> Rows:
-    """Describe the checkpoint that the run would resume from, the ones it would skip, and what has changed since."""
+def _resume_rows(
+    loaded: LoadedRecipe, recipe: Recipe | None, sizes: Sizes | None, config_json: bytes | None
+) -> Rows:
+    """Describe the checkpoint that the run would resume from, the ones it would skip, and what has changed since.
+
+    *recipe* is None if it is not one of this package. Raises :class:`CheckpointUnusable` if the start would, because
+    the checkpoint has only weights.
+    """
     from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.checkpoint.memory.directory import memory_of
     from automodel_ckpt.checkpoint.remote.fetch import own_name
@@ -252,11 +258,25 @@ def _resume_rows(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes |
             continue
         checked = "file sizes verified; digests are verified at the start"
         where = " in memory" if path.parent == memory else ""
+        _check_training_state(path, manifest, recipe, section.allow_missing_state)
         yield "resume", f"from {path.name}{where}, {why} ({checked})"
         yield from _recipe_change_rows(loaded, path, manifest, sizes)
         yield from _model_change_rows(path, config_json, allowed=section.allow_changed_model)
         return
     yield "resume", "no: this is a new run"
+
+
+def _check_training_state(
+    path: Path, manifest: Manifest, recipe: Recipe | None, allowed: Iterable[str]
+) -> None:
+    from automodel_ckpt.checkpoint import discover
+    from automodel_ckpt.checkpoint.state.mismatch import has_weights_only, weights_only
+
+    if recipe is None or not has_weights_only(manifest):
+        return
+    missing = set(discover(recipe)).difference(manifest.state, allowed)
+    if missing:
+        raise weights_only(path, sorted(missing))
 
 
 def _restored(

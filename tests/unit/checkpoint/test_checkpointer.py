@@ -255,7 +255,7 @@ def test_one_object_under_two_names_comes_back_under_both(tmp_path: Path) -> Non
 def test_weights_only_checkpoints_say_what_they_lack(tmp_path: Path) -> None:
     path = tiny.save(tmp_path, tiny.recipe(), save_optimizer=False).path
     assert not (path / "optim").exists()
-    with pytest.raises(CheckpointUnusable, match=r"\+ optimizer: here, but not saved"):
+    with pytest.raises(CheckpointUnusable, match="not saved: lr_scheduler, optimizer"):
         tiny.load(tmp_path, tiny.recipe())
     allowed = tiny.checkpointer(tmp_path, allow_missing_state=["optimizer", "lr_scheduler"])
     assert allowed.load(discover(tiny.recipe())) is not None
