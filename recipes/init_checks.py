@@ -49,8 +49,10 @@ _MAX_NAMED = 3
 def side_directory(weights: Weights, module: Tensors) -> Path | None:
     """The directory of config.json or adapter_config.json of a *module* of *weights*; None for a single file."""
     if weights.checkpoint is not None:
-        first = next(iter(module.tensors.values()))
-        return (module.root / first.slices[0].file).parent
+        # Tensors without elements are in no file.
+        files = (tensor.slices[0].file for tensor in module.tensors.values() if tensor.slices)
+        file = next(files, None)
+        return None if file is None else (module.root / file).parent
     if not weights.path.is_dir():
         return None
     # A checkpoint of NeMo AutoModel has the model in a directory of it.
@@ -92,20 +94,22 @@ def _complete(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _config_in(directory: Path) -> dict[str, Any] | None:
-    """The content of config.json in *directory*; None if there is none."""
-    for name in (f"{layout.HF_METADATA}/{_CONFIG}", _CONFIG):
-        # A damaged one is no reason not to start: the weights are complete without it.
-        with contextlib.suppress(CheckpointUnusable):
-            config = _side_json(directory, name)
-            if config is not None:
-                return config
+    """The content of config.json of the weights in *directory*; None if there is none."""
+    # A damaged one is no reason not to start: the weights are complete without it.
+    with contextlib.suppress(CheckpointUnusable):
+        return _side_json(directory, _CONFIG)
     return None
 
 
 def _side_json(directory: Path, name: str) -> dict[str, Any] | None:
-    # The files of the Hub's cache are links.
-    path = Path(os.path.realpath(directory / name))
-    return read_json(path.parent, path.name)
+    """The content of the JSON file *name* of the weights in *directory*, or beside shards; None if there is none."""
+    for place in (directory / layout.HF_METADATA, directory):
+        # The files of the Hub's cache are links.
+        path = Path(os.path.realpath(place / name))
+        found = read_json(path.parent, path.name)
+        if found is not None:
+            return found
+    return None
 
 
 def check_scales(

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_ckpt.config.sections.init_from import InitFromConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import build_model
+from automodel_ckpt.recipes.init_checks import _side_json, side_directory
 from automodel_ckpt.recipes.init_from import inspect_start, start_from
 
 pytestmark = pytest.mark.filterwarnings(
@@ -196,3 +197,23 @@ def test_the_config_of_a_pretrained_model_states_that_it_is_not_tied(
     save_file(weights, twice / "model.safetensors", {"format": "pt"})
     model = build_model(config, from_pretrained=str(twice))
     assert model.config.tie_word_embeddings and not caplog.text
+
+
+def test_the_settings_of_a_checkpoint_are_beside_its_weights_or_with_their_metadata(
+    tmp_path: Path,
+) -> None:
+    tensors = {
+        "empty": SimpleNamespace(slices=()),
+        "weight": SimpleNamespace(slices=(SimpleNamespace(file="model/shard.safetensors"),)),
+    }
+    module: Any = SimpleNamespace(root=tmp_path, tensors=tensors)
+    weights: Any = SimpleNamespace(checkpoint=tmp_path)
+    directory = side_directory(weights, module)
+    assert directory == tmp_path / "model"
+    (directory / ".hf_metadata").mkdir(parents=True)
+    (directory / "adapter_config.json").write_text('{"r": 1}')
+    assert _side_json(directory, "adapter_config.json") == {"r": 1}
+    (directory / ".hf_metadata" / "adapter_config.json").write_text('{"r": 2}')
+    assert _side_json(directory, "adapter_config.json") == {"r": 2}
+    del tensors["weight"]
+    assert side_directory(weights, module) is None
