@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from automodel_ckpt.checkpoint.manifest import Manifest
 from tools.random_recipes.draw import STEPS, Recipe
 
 TIMEOUT_SECONDS = 600
@@ -282,11 +284,22 @@ def _file_differences(first: Path, second: Path) -> Iterator[str]:
 
 
 def _are_equal_values(first: Path, second: Path) -> bool:
-    """Whether two files of torch.save have equal values: pickle writes equal numbers in more than one way."""
-    if first.suffix != ".pt":
-        return False
-    values = [torch.load(path, weights_only=True) for path in (first, second)]
-    return _is_equal(*values)
+    """Whether two files of objects have equal values: pickle writes equal numbers and mappings in more than one way."""
+    return _is_equal(_values_in(first), _values_in(second))
+
+
+def _values_in(file: Path) -> Any:
+    """The object in a file of torch.save, or those of several ranks, which are parts of one file."""
+    if file.suffix == ".pt":
+        return torch.load(file, weights_only=True)
+    checkpoint = file.parent.parent
+    data = file.read_bytes()
+    values = {}
+    for name, blob in Manifest.read(checkpoint).trees[file.parent.name].objects.items():
+        if blob.file == str(file.relative_to(checkpoint)):
+            content = io.BytesIO(data[blob.start : blob.start + blob.nbytes])
+            values[name] = torch.load(content, weights_only=True)
+    return values
 
 
 def _is_equal(first: Any, second: Any) -> bool:
