@@ -219,7 +219,7 @@ def _section_of(config: Mapping[str, Any]) -> str:
     """The content of adapter_config.json as the section ``peft`` of a recipe, without what has its default."""
     settings: dict[str, Any] = {"r": config.get("r"), "alpha": config.get("lora_alpha")}
     targets = config.get("target_modules")
-    # A text is a regular expression of peft, or a word of both.
+    # Another text is a regular expression, which recipes do not have.
     if isinstance(targets, list) or targets == "all-linear":
         settings["target_modules"] = sorted(targets) if isinstance(targets, list) else targets
     # Recipes for classifiers train their heads in any case.

@@ -201,7 +201,7 @@ def without_gloo_greetings(text: str) -> str:
 
 def free_port() -> int:
     """A TCP port without a listener, outside the range that the system assigns: until it is used, connections
-    of neighbours do not take it. Each worker of pytest-xdist has ports of its own, and a process gets no port twice."""
+    of neighbours do not take it. Each worker of pytest-xdist has other ports, and a process gets no port twice."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     first = 10_000 + worker % 8 * _PORTS_PER_WORKER
     while True:

@@ -212,11 +212,12 @@ def _document(a: Side, b: Side) -> dict[str, Any]:
             trees[name]["damaged"][fqn] = [problem_json(problem) for problem in problems]
     sections: dict[str, Any] = {}
     not_compared: list[str] = []
+    absent: list[str] = []
     for section in _SECTIONS:
         before, after = getattr(a, section), getattr(b, section)
         # Weights of another program have tensors only.
         if not (before or after):
-            continue
+            absent.append(section)
         # Another program's checkpoint has none of this: that is no change from a value to none.
         if bool(before) != bool(after):
             not_compared.append(section)
@@ -228,6 +229,7 @@ def _document(a: Side, b: Side) -> dict[str, Any]:
         "foreign": [side.name for side in (a, b) if side.is_external],
         **sections,
         "not_compared": not_compared,
+        "absent": absent,
         "trees": trees,
         "resume": list(resume_lines(a, b)),
     }
@@ -407,7 +409,7 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     for path in document["foreign"]:
         yield coloured(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
     for section in _SECTIONS:
-        if section not in document:
+        if section in document["absent"]:
             continue
         title = _TITLES.get(section, section)
         lines = _change_lines(document[section])

@@ -157,7 +157,7 @@ def _dump_stacks_until_training(
         dumping.enter_context(StackDump())
 
     def on_training() -> None:
-        # The watch over steps has a dump of its own.
+        # The watch over steps has another dump.
         dumping.close()
         # Only a report depends on it.
         with contextlib.suppress(OSError):

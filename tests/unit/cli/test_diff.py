@@ -192,6 +192,7 @@ def test_the_configs_of_the_models_are_compared(tmp_path: Path, capsys: Capture)
     (tmp_path / "b" / "config.json").write_text("{damaged")
     document = shown(capsys, tmp_path / "a", tmp_path / "b")
     assert document["not_compared"] == ["config"]
+    assert document["recipe"] == {} and "recipe" in document["absent"]
 
 
 def test_optimizer_state_is_compared_without_torch(tmp_path: Path) -> None:
