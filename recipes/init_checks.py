@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ _UNTIE = (
     "{tie_word_embeddings: false}, and model.allow_missing for the one that from_pretrained does not have"
 )
 _UNTIE_ADAPTERS = "let the model have both: peft.ensure_weight_tying: false"
+# What a GGUF file states of these is the name of its architecture.
+_OF_THE_CLASS = ("model_type", "architectures")
+_POSITIONS = "rope_parameters"
+_FLOAT32 = 2.0**-22
 _HEADS = ("classifier", "score")
 _MAX_NAMED = 3
 
@@ -61,30 +66,83 @@ def side_directory(weights: Weights, module: Tensors) -> Path | None:
     return inner if any((inner / name).is_file() for name in names) else weights.path
 
 
-def other_configs(
-    model: nn.Module, directories: Iterable[Path | None]
-) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Yield each of the *directories* whose config.json describes another function than *model*, and the differences.
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference that names and shapes do not show: *text* describes it, and *lines* list the values."""
 
-    The weights fit both. Such a difference can be intended, as another base of rotary positions.
+    path: Path
+    text: str
+    lines: tuple[str, ...]
+
+
+def other_configs(model: nn.Module, weights: Weights) -> Iterator[Difference]:
+    """Yield how the config stored with *weights*, which fit *model*, describes another function than that of *model*.
+
+    Such a difference can be intended, as another base of rotary positions.
     """
     config = getattr(unwrap(model), "config", None)
     if not isinstance(config, PreTrainedConfig):
         return
     here = _complete(config)
-    for directory in directories:
-        there = None if directory is None else _config_in(directory)
-        if directory is None or there is None:
+    stated = dict(weights.stated_config)
+    found: dict[str, Mapping[str, Any]] = {}
+    if stated:
+        found["metadata"] = _same_rounding(_as_in_class(config, stated), here)
+    for directory in side_directories(weights, is_stated=bool(stated)):
+        there = _config_in(directory)
+        if there is None:
             continue
         if there.get("model_type") == config.model_type:
             # The settings of another program may be invalid here, and are compared as they are.
             with contextlib.suppress(Exception):
                 there = _complete(type(config).from_dict(there))
-        for key in _NOT_COMPARED:
-            there.pop(key, None)
-        lines = config_changes(there, here, there="there").function
+        found["config.json"] = there
+        break
+    for where, settings in found.items():
+        compared = {key: value for key, value in settings.items() if key not in _NOT_COMPARED}
+        lines = config_changes(compared, here, there="there").function
         if lines:
-            yield directory, lines
+            text = f"their {where} describes another function than this model"
+            yield Difference(weights.path, text, lines)
+
+
+def side_directories(weights: Weights, *, is_stated: bool = False) -> list[Path]:
+    """Return where the config and the tokenizer of the whole model *weights* may be.
+
+    What is beside a single file belongs to it, as for ``ckpt import``, unless the file states its config itself.
+    """
+    directory = side_directory(weights, weights.modules[MODEL])
+    if directory is not None:
+        return [directory]
+    return [] if is_stated else [weights.path.parent]
+
+
+def _as_in_class(config: PreTrainedConfig, stated: dict[str, Any]) -> dict[str, Any]:
+    """Return the *stated* settings under the keys that *config* has, without those that are not stated.
+
+    Other programs name models otherwise: the architecture ``llama`` of GGUF is also that of Mistral.
+    """
+    for key in _OF_THE_CLASS:
+        stated.pop(key, None)
+    with contextlib.suppress(Exception):
+        complete = _complete(type(config).from_dict(dict(stated)))
+        # Rotary positions have other keys in older versions of transformers.
+        names = {_POSITIONS, *stated} if "rope_theta" in stated else set(stated)
+        return {key: value for key, value in complete.items() if key in names}
+    return stated
+
+
+def _same_rounding(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+    """Return *there* with the numbers of *here* that are equal in float32, which other formats store."""
+    found: dict[str, Any] = {}
+    for key, value in there.items():
+        own = here.get(key)
+        found[key] = value
+        if isinstance(value, Mapping) and isinstance(own, Mapping):
+            found[key] = _same_rounding(value, own)
+        elif isinstance(value, float) and isinstance(own, int | float):
+            found[key] = own if math.isclose(value, own, rel_tol=_FLOAT32) else value
+    return found
 
 
 def _complete(config: PreTrainedConfig) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from automodel_ckpt.models.weight_matching import (
     ignored_by,
 )
 from automodel_ckpt.recipes.init_checks import (
+    Difference,
     adapter_hint,
     check_scales,
     check_tied,
@@ -48,6 +49,7 @@ from automodel_ckpt.recipes.init_checks import (
     side_directory,
 )
 from automodel_ckpt.recipes.init_config import config_directory
+from automodel_ckpt.recipes.init_tokenizer import other_vocabularies
 from automodel_ckpt.store_url import is_url
 from automodel_ckpt.units import counted
 
@@ -65,7 +67,7 @@ class Start:
 
     *tensors* maps names in the model to the module of a source and the name there, *tied* maps aliases to such names.
     *directories* has the directory with the side files of each module of a source, by id, and *whole* those of sources
-    for the whole model. *other_configs* has the differences to the model's config, by directory.
+    for the whole model. *differences* are those to the model's config and to the tokenizer.
     *scopes* are the modules of the model that get weights; empty text is the whole model. *unused* has the names in the
     sources that ``strip`` leaves out. The patterns are those of all sources.
     """
@@ -74,8 +76,8 @@ class Start:
     tensors: dict[str, tuple[Tensors, str]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     directories: dict[int, Path | None] = field(default_factory=dict)
-    whole: list[Path | None] = field(default_factory=list)
-    other_configs: dict[Path, tuple[str, ...]] = field(default_factory=dict)
+    whole: list[Weights] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
     scopes: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     allow_missing: list[str] = field(default_factory=list)
@@ -99,7 +101,7 @@ class Start:
             directory = side_directory(weights, module)
             self.directories[id(module)] = directory
             if attribute == MODEL and not strip and not into:
-                self.whole.append(directory)
+                self.whole.append(weights)
             for fqn in module.tensors:
                 full = _qualified(attribute, fqn)
                 if full.startswith(strip):
@@ -159,13 +161,15 @@ def start_from(
     resizable: Iterable[str] = (),
     new_rows: NewRows = "mean",
     verify: Level = "digest",
+    tokenizer: Any = None,
 ) -> Verdict:
     """Fill the recipe's *modules* (by attribute name) with the weights that ``init_from`` names.
 
     Names of the module ``model`` are as they are, those of others follow their attribute's name and a dot. *resizable*
-    names those of ``model`` that may have another number of rows. Called on all ranks, each of which reads its part.
-    Raises, the same on all ranks, :class:`RecipeError` for other weights than those of the modules, and
-    :class:`CheckpointUnusable` for damaged ones.
+    names those of ``model`` that may have another number of rows. The vocabulary of *tokenizer*, or of a processor's,
+    is compared with that beside the weights. Called on all ranks, each of which reads its part. Raises, the same on all
+    ranks, :class:`RecipeError` for other weights than those of the modules, and :class:`CheckpointUnusable` for damaged
+    ones.
     """
     with raise_on_all_ranks(group):
         start = Start()
@@ -180,7 +184,8 @@ def start_from(
             weights.verify(verify, ranks.rank, ranks.world_size)
         if ranks.rank == 0:
             _check_tied(start, modules, pair)
-            _warn_of_other_configs(start)
+            start.differences += other_vocabularies(tokenizer, start.whole)
+            _warn_of_differences(start)
     # From here on weights are overwritten: all ranks have compared and verified the files above.
     log.info("Starting from the weights in %s", start.paths)
     verdict.log_differences("they and the model")
@@ -195,7 +200,11 @@ def start_from(
 
 
 def inspect_start(
-    section: Section, modules: Mapping[str, nn.Module], *, resizable: Iterable[str] = ()
+    section: Section,
+    modules: Mapping[str, nn.Module],
+    *,
+    resizable: Iterable[str] = (),
+    tokenizer: Any = None,
 ) -> tuple[Start, Verdict] | None:
     """The weights that :func:`start_from` would read, and how they match *modules*, from manifests and headers alone.
 
@@ -211,6 +220,7 @@ def inspect_start(
             start.add(one, weights, where)
     verdict = _compare(section, start, _names_of(start, modules), resizable)
     _check_configs(start, modules)
+    start.differences += other_vocabularies(tokenizer, start.whole)
     for weights in start.sources:
         weights.verify("size", 0, 1)
     return start, verdict
@@ -360,18 +370,15 @@ def _names_of(start: Start, modules: Mapping[str, nn.Module]) -> _Pair:
 
 def _check_configs(start: Start, modules: Mapping[str, nn.Module]) -> None:
     if MODEL in modules:
-        start.other_configs = dict(other_configs(modules[MODEL], start.whole))
+        for weights in start.whole:
+            start.differences += other_configs(modules[MODEL], weights)
         check_scales(modules[MODEL], start.tensors, start.directories, "init_from.path")
 
 
-def _warn_of_other_configs(start: Start) -> None:
-    for directory, lines in start.other_configs.items():
-        text = "".join(f"\n    {line}" for line in lines)
-        log.warning(
-            "the weights in %s fit, but their config.json describes another function than this model:%s",
-            directory,
-            text,
-        )
+def _warn_of_differences(start: Start) -> None:
+    for found in start.differences:
+        lines = "".join(f"\n    {line}" for line in found.lines)
+        log.warning("the weights in %s fit, but %s:%s", found.path, found.text, lines)
 
 
 def _check_tied(start: Start, modules: Mapping[str, nn.Module], pair: _Pair) -> None:

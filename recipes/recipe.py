@@ -617,6 +617,7 @@ class Recipe:
                 resizable=self.trainable.resized,
                 new_rows=model.new_tokens if isinstance(model, ModelConfig) else "mean",
                 verify=self.config.checkpoint.verify,
+                tokenizer=self.preprocessor,
             )
 
     def local_init_from(self, section: Section) -> AbstractContextManager[Section]:

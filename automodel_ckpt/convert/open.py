@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
@@ -58,7 +59,8 @@ class Weights:
 
     Weights with digests have either *checkpoint*, a directory with a manifest, or *export*, the manifest of an export;
     *files* are then the names of the files that were opened. *omitted* names, in words, what *path* contains beside the
-    modules. *side_files* is the directory with config.json and the like, if the format knows it.
+    modules. *side_files* is the directory with config.json and the like, if the format knows it. *stated_config* is
+    what the files of another program themselves state of the model's config, under the keys of config.json.
     """
 
     path: Path
@@ -68,6 +70,7 @@ class Weights:
     files: frozenset[str] = frozenset()
     omitted: tuple[str, ...] = ()
     side_files: Path | None = None
+    stated_config: Mapping[str, Any] = field(default_factory=dict)
 
     def verify(self, level: Level, rank: int, num_ranks: int) -> None:
         """Compare this rank's share of the files with the manifest, if there is one.
@@ -131,6 +134,7 @@ def _weights_of(path: Path, source: Source) -> Weights:
         files=source.files,
         omitted=source.omitted,
         side_files=source.side_files,
+        stated_config=source.stated_config,
     )
 
 

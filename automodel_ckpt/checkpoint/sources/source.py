@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
@@ -35,6 +36,7 @@ class Source:
     unless the manifest does. *side_files* is a directory of another program, which contains the model's config and
     tokenizer among other files. If they are an export, *export* is its manifest, and the slices have its digests.
     *averaged* is the model whose weights these are averages of: it has the metadata, and exports have its dtypes.
+    *stated_config* is what the files themselves state of the model's config, under the keys of config.json.
     """
 
     root: Path
@@ -49,6 +51,7 @@ class Source:
     side_files: Path | None = None
     omitted: tuple[str, ...] = ()
     averaged: Source | None = None
+    stated_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_digests(self) -> bool:

@@ -321,7 +321,9 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
         yield "init_from", f"{paths_of(section)}, which the recipe itself reads"
         return
     modules = recipe.modules_to_fill(discover(recipe))
-    found = inspect_start(section, modules, resizable=recipe.trainable.resized)
+    found = inspect_start(
+        section, modules, resizable=recipe.trainable.resized, tokenizer=recipe.preprocessor
+    )
     if found is None:
         missing = "not on this machine; it is downloaded and checked at the start"
         yield "init_from", f"{paths_of(section)}: {missing}"
@@ -336,9 +338,9 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
         yield "", line
     if len(differences) > _MAX_LINES:
         yield "", f"and {len(differences) - _MAX_LINES} more"
-    for lines in start.other_configs.values():
-        yield "", "their config.json describes another function than this model:"
-        for line in lines[:_MAX_LINES]:
+    for difference in start.differences:
+        yield "", f"{difference.text}:"
+        for line in difference.lines[:_MAX_LINES]:
             yield "", f"  {line}"
 
 

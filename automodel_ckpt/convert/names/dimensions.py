@@ -8,6 +8,15 @@ from typing import Any
 
 from automodel_ckpt.errors import CheckpointUnusable
 
+# Arguments of Megatron-LM, by the keys of config.json.
+_COUNTS = {
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "num_experts_per_tok": "moe_router_topk",
+}
+_NUMBERS = {"rms_norm_eps": "norm_epsilon", "rope_theta": "rotary_base"}
+
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
@@ -78,6 +87,28 @@ def dimensions_of_arguments(arguments: Mapping[str, Any], where: str) -> Dimensi
         _optional_count(arguments, "vocab_size", where),
         _optional_count(arguments, "num_experts", where) or 0,
     )
+
+
+def config_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what arguments of Megatron-LM state of the keys of ``config.json`` that the shapes do not show.
+
+    The same sources as for :func:`dimensions_of_arguments`. A value that is not set, or is not usable, is left out.
+    """
+    found: dict[str, Any] = {}
+    for key, argument in _COUNTS.items():
+        value = arguments.get(argument)
+        if type(value) is int and value > 0:
+            found[key] = value
+    if not arguments.get("group_query_attention"):
+        found.pop("num_key_value_heads", None)
+        if "num_attention_heads" in found:
+            found["num_key_value_heads"] = found["num_attention_heads"]
+    for key, argument in _NUMBERS.items():
+        value = arguments.get(argument)
+        # A bool is an int.
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            found[key] = float(value)
+    return found
 
 
 def _optional_count(values: Mapping[str, Any], key: str, where: str) -> int | None:

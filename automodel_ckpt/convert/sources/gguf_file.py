@@ -108,6 +108,7 @@ class GgufFile(Format):
             notes=tuple(notes),
             omitted=omitted,
             side_files=side_files,
+            stated_config=config or {},
         )
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:

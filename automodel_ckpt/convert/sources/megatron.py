@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.names.conversion import Conversion
-from automodel_ckpt.convert.names.dimensions import dimensions_of_arguments
+from automodel_ckpt.convert.names.dimensions import config_of_arguments, dimensions_of_arguments
 from automodel_ckpt.convert.names.megatron_names import is_model_tensor
 from automodel_ckpt.convert.names.registry import converter_of
 from automodel_ckpt.convert.sources.dcp import DATA_SUFFIX
@@ -95,18 +95,27 @@ class MegatronCore(Format):
         common = read_common(path)
         omitted = tuple(_omitted(content, common))
         notes = [_UNCHECKED, *(left_out(text, 2) for text in omitted)]
-        return Source(path, path, tensors, notes=tuple(notes), omitted=omitted)
+        return Source(
+            path,
+            path,
+            tensors,
+            notes=tuple(notes),
+            omitted=omitted,
+            stated_config=config_of_arguments(_arguments(common)),
+        )
 
     def _open_zarr(self, path: Path) -> Source:
         """Describe the model in the arrays of the deprecated backend zarr."""
         arrays = read_arrays(path)
         weights = {name: array for name, array in arrays.items() if is_model_tensor(name)}
         source = zarr_source(path, weights)
-        omitted = _omitted_counters(read_common(path))
+        common = read_common(path)
+        omitted = _omitted_counters(common)
         num_others = len(arrays) - len(weights)
         if num_others:
             omitted.insert(0, f"the optimizer's state ({counted(num_others, 'tensor')})")
-        return replace(source, omitted=tuple(omitted))
+        stated = config_of_arguments(_arguments(common))
+        return replace(source, omitted=tuple(omitted), stated_config=stated)
 
     def conversion(self, path: Path) -> Conversion | None:
         """Return the conversion that the arguments of Megatron-LM in ``common.pt`` imply."""

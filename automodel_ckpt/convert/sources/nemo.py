@@ -11,6 +11,7 @@ decompressed once to a temporary file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.names.conversion import Conversion
-from automodel_ckpt.convert.names.dimensions import dimensions_of_arguments
+from automodel_ckpt.convert.names.dimensions import config_of_arguments, dimensions_of_arguments
 from automodel_ckpt.convert.names.megatron_names import is_model_tensor
 from automodel_ckpt.convert.names.registry import converter_of
 from automodel_ckpt.convert.plain_yaml import parse_yaml, scalars_in
@@ -102,9 +103,11 @@ class NemoDirectory(Format):
 
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
         """Describe the model. Symbolic links are never followed."""
+        packed = files_in_directory(path)
         if (path / DISTRIBUTED_WEIGHTS).is_dir():
-            return MegatronCore().open(path / DISTRIBUTED_WEIGHTS)
-        return _source(files_in_directory(path), path)
+            source = MegatronCore().open(path / DISTRIBUTED_WEIGHTS)
+            return replace(source, stated_config=_stated_config(read_config(packed)))
+        return _source(packed, path)
 
     def conversion(self, path: Path) -> Conversion | None:
         """Return the conversion that the model's config implies, or the distributed checkpoint in the directory."""
@@ -187,6 +190,17 @@ def _conversion(config: Mapping[str, Any], where: str) -> Conversion | None:
     )
 
 
+def _stated_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the config of a GPT model states of the keys of ``config.json`` that the shapes do not show."""
+    arguments: dict[str, Any] = {key: _number(config.get(key)) for key in _DIMENSIONS}
+    arguments["group_query_attention"] = arguments["num_query_groups"] is not None
+    arguments["moe_router_topk"] = _number(config.get("moe_router_topk"))
+    for argument, key in (("norm_epsilon", "layernorm_epsilon"), ("rotary_base", "rotary_base")):
+        with contextlib.suppress(ValueError):
+            arguments[argument] = float(str(config.get(key)))
+    return config_of_arguments(arguments)
+
+
 def _number(value: object) -> int | None:
     """Return a number of the config, in which each scalar is text; None for null or another value."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
@@ -230,7 +244,14 @@ def _source(packed: PackedFiles, directory: Path) -> Source:
     names = sorted({name for _, name in artifacts_in(config)})
     if names:
         omitted.append(f"artifacts of NeMo ({', '.join(names[:5])})")
-    return Source(packed.root, directory, tensors, notes=tuple(notes), omitted=tuple(omitted))
+    return Source(
+        packed.root,
+        directory,
+        tensors,
+        notes=tuple(notes),
+        omitted=tuple(omitted),
+        stated_config=_stated_config(config),
+    )
 
 
 def _distributed_source(packed: PackedFiles, directory: Path) -> Source:
@@ -252,7 +273,8 @@ def _distributed_source(packed: PackedFiles, directory: Path) -> Source:
         tensors[tensor.fqn] = tensor
     if not tensors:
         raise unusable("there are no weights in this .nemo file", path, "no tensors of a model")
-    return Source(packed.root, directory, tensors, notes=(_UNCHECKED,))
+    stated = _stated_config(read_config(packed))
+    return Source(packed.root, directory, tensors, notes=(_UNCHECKED,), stated_config=stated)
 
 
 def _packed_item(item: Item, packed: PackedFiles, path: Path) -> Item:

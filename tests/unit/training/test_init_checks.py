@@ -12,13 +12,22 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from automodel_ckpt.config.sections.init_from import InitFromConfig
+from automodel_ckpt.convert.names.dimensions import config_of_arguments
+from automodel_ckpt.convert.sources.nemo import _stated_config
+from automodel_ckpt.convert.targets.gguf import export_gguf
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import build_model
 from automodel_ckpt.recipes.init_checks import _side_json, side_directory
 from automodel_ckpt.recipes.init_from import inspect_start, start_from
+from tools.clients.gguf_models import MODELS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
@@ -31,6 +40,9 @@ SIZES = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
+BY_NAME = {model.name: model for model in MODELS}
+ANOTHER = "describes another function than this model"
+MEGATRON = Path(__file__).parents[2] / "fixtures" / "megatron"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -42,6 +54,10 @@ def llama() -> LlamaForCausalLM:
 def adapted(**options: Any) -> Any:
     config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | options
     return get_peft_model(llama(), LoraConfig(**config, task_type="CAUSAL_LM"))
+
+
+def word_tokenizer(vocabulary: dict[str, int]) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary)))
 
 
 def start(path: Path, model: Any) -> None:
@@ -178,7 +194,146 @@ def test_another_function_by_the_config_is_a_warning(
         assert [line.strip() for text in found for line in text.splitlines()[1:]] == expected
         inspected = inspect_start(InitFromConfig(str(tmp_path)), {"model": llama()})
         assert inspected is not None
-        assert [line for lines in inspected[0].other_configs.values() for line in lines] == expected
+        assert [line for found in inspected[0].differences for line in found.lines] == expected
+
+
+def differences(path: Path, model: Any, tokenizer: Any = None) -> dict[str, list[str]]:
+    inspected = inspect_start(InitFromConfig(str(path)), {"model": model}, tokenizer=tokenizer)
+    assert inspected is not None
+    return {found.text: list(found.lines) for found in inspected[0].differences}
+
+
+def test_another_function_by_the_metadata_of_a_gguf_file_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("gguf")
+    there = BY_NAME["SmolLM 3"]
+    source = there.save(tmp_path / "hf")
+    path = export_gguf(
+        source, tmp_path / "model.gguf", log=lambda _: None, tensor_type="F32"
+    ).output
+    same: Any = there.build()
+    # What is beside the file is of another model.
+    (tmp_path / "config.json").write_text('{"rms_norm_eps": 3}')
+    assert differences(path, same) == {}
+    config = same.config
+    config.rms_norm_eps *= 1 + 1e-9
+    assert differences(path, same) == {}
+    config.rms_norm_eps, config.num_attention_heads = 0.5, config.num_attention_heads + 1
+    config.rope_parameters = config.rope_parameters | {"rope_theta": 1.0}
+    theta = BY_NAME["SmolLM 3"].build().config.rope_parameters["rope_theta"]
+    heads = config.num_attention_heads
+    expected = [
+        f"num_attention_heads: {heads - 1} there, {heads} here",
+        "rms_norm_eps: 1e-06 there, 0.5 here",
+        f"rope_parameters.rope_theta: {theta} there, 1.0 here",
+    ]
+    assert differences(path, same) == {f"their metadata {ANOTHER}": expected}
+    start(path, same)
+    assert (
+        f"the weights in {path} fit, but their metadata describes another function" in caplog.text
+    )
+    assert "rms_norm_eps: 1e-06 there, 0.5 here" in caplog.text
+
+
+def test_a_gguf_file_does_not_state_which_class_its_architecture_is_of(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    # Its architecture in the file is llama.
+    there = BY_NAME["Mistral"]
+    source = there.save(tmp_path / "hf")
+    path = export_gguf(
+        source, tmp_path / "model.gguf", log=lambda _: None, tensor_type="F32"
+    ).output
+    model: Any = there.build()
+    assert differences(path, model) == {}
+    model.config.rope_parameters = model.config.rope_parameters | {"rope_theta": 5.0}
+    theta = there.build().config.rope_parameters["rope_theta"]
+    lines = differences(path, model)[f"their metadata {ANOTHER}"]
+    assert lines == [f"rope_parameters.rope_theta: {theta} there, 5.0 here"]
+
+
+def test_the_config_beside_a_single_file_is_compared(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
+    lines = ["rms_norm_eps: 0.5 there, 1e-06 here"]
+    assert differences(tmp_path / "model.safetensors", llama()) == {
+        f"their config.json {ANOTHER}": lines
+    }
+
+
+def test_another_function_by_the_arguments_of_megatron_is_a_warning() -> None:
+    config = json.loads((MEGATRON / "llama/expected/config.json").read_text())
+    path = MEGATRON / "llama"
+    assert differences(path, LlamaForCausalLM(LlamaConfig(**config))) == {}
+    half = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    found = differences(path, LlamaForCausalLM(LlamaConfig(**config | half)))
+    assert found == {
+        f"their metadata {ANOTHER}": [
+            "head_dim: 4 there, 8 here",
+            "num_attention_heads: 4 there, 2 here",
+            "num_key_value_heads: 2 there, 1 here",
+        ]
+    }
+
+
+def test_what_arguments_of_megatron_and_nemo_state_of_a_config() -> None:
+    arguments = {"num_attention_heads": 4, "norm_epsilon": 1e-5, "rotary_base": 5000}
+    expected = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0,
+    }
+    assert config_of_arguments(arguments) == expected
+    assert config_of_arguments(arguments | {"rotary_base": "x", "norm_epsilon": True}) == {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    config = {"num_attention_heads": "4", "layernorm_epsilon": "1e-05", "rotary_base": "5000"}
+    assert _stated_config(config | {"num_query_groups": "null"}) == expected
+
+
+def test_a_tokenizer_with_other_ids_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path)
+    vocabulary = {f"word{number}": number for number in range(24)}
+    swapped = vocabulary | {"word3": 5, "word5": 3}
+    word_tokenizer(vocabulary).save_pretrained(tmp_path)
+    assert differences(tmp_path, model, word_tokenizer(vocabulary)) == {}
+    assert differences(tmp_path, model) == {}
+    # Tokens that were added to either.
+    assert differences(tmp_path, model, word_tokenizer(vocabulary | {"new": 24})) == {}
+    fewer = {token: number for token, number in vocabulary.items() if number < 20}
+    assert differences(tmp_path, model, word_tokenizer(fewer)) == {}
+    lines = [
+        "2 of 24 ids have other tokens",
+        'id 3: "word3" there, "word5" here',
+        'id 5: "word5" there, "word3" here',
+    ]
+    text = "the tokenizer beside them has other ids than that of this recipe (tokenizer)"
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        assert differences(path, model, word_tokenizer(swapped)) == {text: lines}
+    processor = SimpleNamespace(tokenizer=word_tokenizer(swapped))
+    start_from(
+        InitFromConfig(str(tmp_path)),
+        {"model": model},
+        ranks=ONE_RANK,
+        group=None,
+        tokenizer=processor,
+    )
+    assert f"the weights in {tmp_path} fit, but {text}:\n    {lines[0]}" in caplog.text
+    moved = {**fewer, "word23": 30}
+    assert differences(tmp_path, model, word_tokenizer(moved)) == {
+        text: [
+            "1 token with ids that are free here have other ids",
+            '"word23": id 23 there, 30 here',
+        ]
+    }
+    (tmp_path / "tokenizer.json").write_text("{damaged")
+    assert differences(tmp_path, model, word_tokenizer(swapped)) == {}
 
 
 def test_the_config_of_a_pretrained_model_states_that_it_is_not_tied(
