@@ -42,6 +42,7 @@ from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.recipes.step_exchange import StepExchange
 from automodel_ckpt.recipes.step_reports import StepReports, warn_of_skipped_update
 from automodel_ckpt.recipes.step_watches import StepWatches
+from automodel_ckpt.recipes.throughput import Throughput
 from automodel_ckpt.recipes.unused_parameters import check_all_trained
 from automodel_ckpt.recipes.validation import Batches, ValidationSets
 from automodel_ckpt.recipes.validation_metrics import TRAIN_LOSS, measures_of, metric_names
@@ -153,8 +154,13 @@ class TrainingLoop:
             completions=completions,
         )
         self.run_end = RunEnd(layout, step_scheduler, stop_request, checkpointer, saves, run_log)
-        has_router_loss = self.trainable.router_loss is not None
-        self._reports = StepReports(run_log, self.divergence, has_router_loss=has_router_loss)
+        self.throughput = Throughput(config, layout, run_log)
+        self._reports = StepReports(
+            run_log,
+            self.divergence,
+            self.throughput,
+            has_router_loss=self.trainable.router_loss is not None,
+        )
         self._exchange = StepExchange(
             layout,
             stop_request,
@@ -195,7 +201,7 @@ class TrainingLoop:
             self.stop_request.on_request = self.run_end.acknowledge_stop
         log.info("%s", planned_end(scheduler.cadence, steps_per_epoch(self.dataloader)))
         self.run_log.timeline.enter(timeline.STEPS)
-        with self.profiler, self._watches.watching():
+        with self.profiler, self.throughput.reporting(), self._watches.watching():
             while not scheduler.is_finished():
                 with self.run_log.timeline.phase(timeline.OTHER):
                     self.divergence.skip_batches(self.dataloader)

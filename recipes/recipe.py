@@ -33,7 +33,7 @@ from automodel_ckpt.distributed.agree import gather_objects, raise_on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import check_parallelism
 from automodel_ckpt.distributed.stop import StopRequest
-from automodel_ckpt.errors import Stopped
+from automodel_ckpt.errors import Problem, RecipeError, Stopped
 from automodel_ckpt.recipes.base_commit import pin_base
 from automodel_ckpt.recipes.benchmarks import Benchmarks, find_tasks
 from automodel_ckpt.recipes.cadence import cadence_of, steps_per_epoch
@@ -49,7 +49,7 @@ from automodel_ckpt.recipes.extension_checks import (
 from automodel_ckpt.recipes.init_from import start_from
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.memory_saves import MemorySaves
-from automodel_ckpt.recipes.model.model_config import read_model_config, within_context
+from automodel_ckpt.recipes.model.model_config import read_model_config, with_model_limits
 from automodel_ckpt.recipes.model.pipeline import (
     check_no_idle_stages,
     sum_over_stages,
@@ -69,6 +69,7 @@ from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.recipes.start_rank import start_rank
 from automodel_ckpt.recipes.trainable import Trainable, build_trainable
+from automodel_ckpt.recipes.unsupported import Unsupported, unsupported_keys
 from automodel_ckpt.recipes.validation_metrics import (
     TRAIN_LOSS,
     measures_of,
@@ -116,6 +117,8 @@ class Recipe:
     """What takes the steps, validates, and ends the run."""
     saves_class: type[Saves] = Saves
     """What saves and exports, and handles failed saves."""
+    unsupported: ClassVar[Sequence[Unsupported]] = ()
+    """The keys that the recipe does not support."""
     untracked: Collection[str] = ()
     """Names of attributes with state that is not saved; a class may set it, and so may :meth:`build`."""
 
@@ -248,11 +251,23 @@ class Recipe:
 
     # ---------------------------------------------------------------- checks before the build
 
+    def config_problems(self) -> list[Problem]:
+        """List what the recipe does not support in its configuration. Extend it to check more than single keys."""
+        return unsupported_keys(self.config, self.unsupported)
+
+    def check_config(self) -> None:
+        """Raise one :class:`RecipeError` with all :meth:`config_problems`, if there are any."""
+        problems = self.config_problems()
+        if problems:
+            raise RecipeError.all_of(problems)
+
     def check_sections(self) -> None:
-        """Raise :class:`RecipeError` for sections that this kind of recipe does not have.
+        """Raise :class:`RecipeError` for sections that this kind of recipe does not have, and for other problems of
+        its configuration.
 
         Called before the names in them are looked up on the Hub.
         """
+        self.check_config()
 
     def check_metric_keys(self) -> None:
         """Raise :class:`RecipeError` for a key that names a metric which the run does not measure."""
@@ -351,8 +366,8 @@ class Recipe:
         return loader
 
     def with_limit(self, section: Target) -> Target:
-        """Return the section of a data set with ``seq_length`` null replaced by the model's context."""
-        return within_context(section, self.model_config)
+        """Return the section of a data set with the model's context and vocabulary where it asks for them."""
+        return with_model_limits(section, self.model_config)
 
     def validation_batch_size(self) -> int:
         """Return the number of samples that all ranks together validate at a time."""

@@ -71,6 +71,8 @@ class RunLog:
     """Rank 0's ``training.jsonl``; None before :meth:`open`, and on other ranks."""
     validation: JsonlLog | None
     """Rank 0's ``validation.jsonl``; None before :meth:`open`, and on other ranks."""
+    device_rate: float | None
+    """What the logged MFU is relative to, in FLOP/s; None if it is unknown."""
 
     def __init__(self, settings: LoggingConfig, layout: RankLayout) -> None:
         """Show log messages and the progress line as *settings* asks, until :meth:`close`."""
@@ -81,7 +83,7 @@ class RunLog:
             every_steps=settings.log_every_steps,
             enabled=layout.is_rank0,
             num_ranks=layout.world_size,
-            device_word="gpu" if layout.device.type == "cuda" else "rank",
+            device_word=self.device_word,
             has_timestamps=True,
         )
         self._text_log = TextLog()
@@ -91,8 +93,18 @@ class RunLog:
         self.validation = None
         self._tracking: Tracking | None = None
         self._peak_memory = PeakMemory(layout.device)
-        self._device_rate: float | None = None
+        self.device_rate = None
         self._handler = set_up_logging(self.progress, settings.level, layout.rank, self._text_log)
+
+    @property
+    def device_word(self) -> str:
+        """What the log calls one of the devices."""
+        return "gpu" if self._layout.device.type == "cuda" else "rank"
+
+    @property
+    def peak_memory(self) -> int:
+        """The peak memory of this rank in bytes."""
+        return self._peak_memory.nbytes
 
     @property
     def logs_mfu(self) -> bool:
@@ -101,7 +113,7 @@ class RunLog:
 
     def measure_device(self, dtype: torch.dtype) -> None:
         """Measure the rate that the logged MFU is relative to, for products in *dtype*. Call it on all ranks."""
-        self._device_rate = device_rate(self._layout.device, dtype, self._settings.peak_tflops)
+        self.device_rate = device_rate(self._layout.device, dtype, self._settings.peak_tflops)
 
     def open(self, directory: Path, check_lease: Callable[[], None]) -> None:
         """Write the logs in *directory* from here on.
@@ -245,8 +257,8 @@ class RunLog:
         }
         if self.terms != LABEL_TOKENS:
             record[self.terms] = control.count
-        if control.flops and self._device_rate is not None:
-            record["mfu"] = control.flops / seconds / self._layout.world_size / self._device_rate
+        if control.flops and self.device_rate is not None:
+            record["mfu"] = control.flops / seconds / self._layout.world_size / self.device_rate
         if result.aux_loss is not None:
             record["aux_loss"] = result.aux_loss
         record.update(result.metrics)

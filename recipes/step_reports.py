@@ -10,6 +10,7 @@ from automodel_ckpt.recipes.divergence import Divergence
 from automodel_ckpt.recipes.readback import LaunchedStep
 from automodel_ckpt.recipes.records import ReportedStep, StepResult
 from automodel_ckpt.recipes.run_log import RunLog
+from automodel_ckpt.recipes.throughput import Throughput
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -17,9 +18,17 @@ log = logging.getLogger("automodel_ckpt")
 class StepReports:
     """Logs each step, and keeps the result of the newest one."""
 
-    def __init__(self, run_log: RunLog, divergence: Divergence, *, has_router_loss: bool) -> None:
+    def __init__(
+        self,
+        run_log: RunLog,
+        divergence: Divergence,
+        throughput: Throughput,
+        *,
+        has_router_loss: bool,
+    ) -> None:
         self._run_log = run_log
         self._divergence = divergence
+        self._throughput = throughput
         self._has_router_loss = has_router_loss
         self.newest: StepResult | None = None
         """The newest reported step of this process; None before there is one, and after the run went back."""
@@ -54,6 +63,7 @@ class StepReports:
             self.newest,
             step.numbers.end.seconds_since(step.start),
         )
+        self._throughput.note(step)
         # The sum, not the mean: without labels, the mean of a batch is NaN.
         is_finite = math.isfinite(total) and math.isfinite(grad_norm)
         self._divergence.judge(

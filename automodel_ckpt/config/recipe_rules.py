@@ -118,6 +118,16 @@ RELATIONS: tuple[Relation, ...] = (
         "remove evaluation.harness; ckpt eval runs tasks on a checkpoint",
     ),
     Relation(
+        ("throughput.warmup_steps", "step_scheduler.max_steps"),
+        lambda recipe: (
+            recipe.throughput is None
+            or recipe.step_scheduler.max_steps is None
+            or recipe.throughput.warmup_steps < recipe.step_scheduler.max_steps
+        ),
+        "no step is measured: the run ends within throughput.warmup_steps",
+        "increase step_scheduler.max_steps, or decrease throughput.warmup_steps",
+    ),
+    Relation(
         ("packed_sequence", "dataloader.collate_fn"),
         lambda recipe: recipe.packed_sequence is None or recipe.dataloader.collate_fn is None,
         "packed_sequence and dataloader.collate_fn cannot be combined",

@@ -61,7 +61,12 @@ from automodel_ckpt.config.sections.model import (
     ModelConfig,
     MtpConfig,
 )
-from automodel_ckpt.config.sections.monitoring import HangsConfig, LoggingConfig, ProfileConfig
+from automodel_ckpt.config.sections.monitoring import (
+    HangsConfig,
+    LoggingConfig,
+    ProfileConfig,
+    ThroughputConfig,
+)
 from automodel_ckpt.config.sections.optimizer import (
     EmaConfig,
     LRSchedulerConfig,
@@ -139,6 +144,7 @@ __all__ = [
     "StepSchedulerConfig",
     "Target",
     "TargetGroup",
+    "ThroughputConfig",
     "TokenizerConfig",
     "setting",
 ]
@@ -209,6 +215,7 @@ class RecipeConfig:
     hub: HubConfig | None = None
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profile: ProfileConfig | None = None
+    throughput: ThroughputConfig | None = None
     hangs: HangsConfig | None = field(default_factory=HangsConfig)
 
     relations: ClassVar[tuple[Relation, ...]] = RELATIONS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class RandomTokens:
 def random_tokens(
     num_samples: int = 10000,
     seq_length: int = 1024,
-    vocab_size: int = 1024,
+    vocab_size: int | Literal["model"] = 1024,
     mean_length: float | None = None,
     std_length: float = 0.0,
     first_token: int = 0,
@@ -67,9 +67,17 @@ def random_tokens(
     """Make *num_samples* samples of random tokens from *first_token* to *vocab_size* - 1, with labels on all of them.
 
     A sample has *seq_length* tokens or, if *mean_length* is set, a length with a normal distribution of this mean and
-    the standard deviation *std_length*, from 2 to *seq_length*. Its last token is *end_token* if that is set. Needs no
-    tokenizer (``tokenizer: null``). Raises :class:`RecipeError` for sizes that are too small.
+    the standard deviation *std_length*, from 2 to *seq_length*. Its last token is *end_token* if that is set. A
+    *vocab_size* of ``model`` is that of the recipe's model. Needs no tokenizer (``tokenizer: null``). Raises
+    :class:`RecipeError` for sizes that are too small.
     """
+    if vocab_size == "model":
+        raise RecipeError(
+            "the size of the model's vocabulary is not known",
+            where="dataset.vocab_size",
+            value=vocab_size,
+            hint="give the number of tokens",
+        )
     _require("num_samples", num_samples, 1, math.inf)
     _require("seq_length", seq_length, _MIN_LENGTH, math.inf)
     _require("first_token", first_token, 0, vocab_size - 1)

@@ -69,18 +69,22 @@ def check_all_heads(config: PreTrainedConfig, sizes: Sizes) -> None:
         check_context_heads(layer, sizes.cp, sizes.tp)
 
 
-def within_context(section: Target, model_config: PreTrainedConfig | None) -> Target:
-    """Return the section of a data set with ``seq_length`` null replaced by the length of the model's context.
+def with_model_limits(section: Target, model_config: PreTrainedConfig | None) -> Target:
+    """Return the section of a data set with values of the model: ``seq_length`` null is replaced by the length of its
+    context, and ``vocab_size`` with the word ``model`` by the size of its vocabulary.
 
-    If the model states no limit, or *model_config* is None, the section is returned unchanged: null is then no limit.
+    What the model does not state stays as it is, as does everything if *model_config* is None. No limit on the length
+    is null then.
     """
-    is_null = "seq_length" in section.kwargs and section.kwargs["seq_length"] is None
-    if not is_null or model_config is None:
+    if model_config is None:
         return section
-    limit = context_length(model_config)
-    if limit is None:
-        return section
-    return replace(section, kwargs=section.kwargs | {"seq_length": limit})
+    vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
+    limits = {}
+    if section.kwargs.get("seq_length", 0) is None:
+        limits["seq_length"] = context_length(model_config)
+    if section.kwargs.get("vocab_size") == "model" and vocab_size is not None:
+        limits["vocab_size"] = vocab_size
+    return replace(section, kwargs=section.kwargs | limits)
 
 
 def text_tokenizer(preprocessor: Any) -> Any:

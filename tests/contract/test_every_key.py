@@ -75,11 +75,13 @@ from automodel_ckpt.recipes.records import Control, StepResult
 from automodel_ckpt.recipes.run_log import RunLog, build_profiler
 from automodel_ckpt.recipes.sequence_classification import SequenceClassification
 from automodel_ckpt.recipes.teacher import teacher_model
+from automodel_ckpt.recipes.throughput import Throughput
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.cadence import total_steps
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.step_scheduler import StepScheduler
 from tests.support import ranks, tiny
+from tests.support.steps import launched_step
 from tests.unit.checkpoint.test_background import AdapterFiles
 
 ROOT = Path(__file__).parents[2]
@@ -439,6 +441,24 @@ def profiled(it: Subject) -> Any:
     """Which steps this rank traces, how, and where to."""
     profiler = build_profiler(it.config, it.recipe.layout)
     return profiler._settings, profiler._directory
+
+
+def speed_report(it: Subject) -> Any:
+    """How many of eleven steps the report on speed has, and the files of the run's directory."""
+    run_log = RunLog(it.recipe.config.logging, it.recipe.layout)
+    try:
+        run_log.open(it.directory, lambda: None)
+        throughput = Throughput(it.recipe.config, it.recipe.layout, run_log)
+        with throughput.reporting():
+            for number in range(1, 12):
+                throughput.note(launched_step(number))
+        run_log.flush()
+    finally:
+        run_log.close_files(lease_is_lost=False)
+        run_log.close()
+    log = it.directory / "training.jsonl"
+    records = map(json.loads, log.read_text().splitlines() if log.exists() else ())
+    return [record["num_steps"] for record in records], sorted(os.listdir(it.directory))
 
 
 def followed(it: Subject) -> bool:
@@ -1261,6 +1281,9 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "profile.with_stack": Observed(profiled, "true", (PROFILE,)),
     "profile.memory": Observed(profiled, "true", (PROFILE,)),
     "profile.directory": Observed(profiled, "traces", (PROFILE,)),
+    "throughput": Observed(speed_report, "{}"),
+    "throughput.warmup_steps": Observed(speed_report, "3", ("--throughput={}",)),
+    "throughput.file": Observed(speed_report, "speed.json", ("--throughput={}",)),
     "hangs": Proven(f"{HANGS}_the_section_can_be_disabled", "null"),
     "hangs.min_seconds": Proven(
         f"{HANGS}_only_a_step_far_beyond_the_median_and_the_limit_hangs", "60"

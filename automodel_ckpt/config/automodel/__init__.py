@@ -3,7 +3,7 @@
 :func:`translate` is a pure function from the tree of a file to the tree of a recipe. Nodes keep their origins, so that
 every later message points into the user's file. ``rows.py`` has the kinds of rows, and one module per group of sections
 has their tables: ``model``, ``adapters``, ``ranks`` (parallelism), ``datasets`` (with ``dataset_rows``), ``batches``,
-``preprocessors``, ``training``, ``distill`` and ``others``.
+``preprocessors``, ``training``, ``distill``, ``benchmark`` and ``others``.
 
 Facts about AutoModel are from its source, revision 36044ad3d (2026-08-22): ``recipes/_typed_config.py`` (sections and
 their defaults), ``components/*/config.py`` and ``components/config/loader.py`` (null words, overrides).
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from automodel_ckpt.config.automodel import (
     adapters,
     batches,
+    benchmark,
     datasets,
     distill,
     model,
@@ -42,6 +43,7 @@ RECIPES = {
     "FinetuneRecipeForVLM": "vlm_finetune",
     "KnowledgeDistillationRecipeForNextTokenPrediction": "distill",
     "TrainFinetuneRecipeForSequenceClassification": "sequence_classification",
+    benchmark.CLASS: "llm_finetune",
 }
 """AutoModel's recipe classes, and the recipes that replace them."""
 _PREFIXES = (
@@ -64,6 +66,7 @@ _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
 
 # Later modules look at what earlier ones have translated: adapters before freezing, data before the steps.
 SECTIONS = (
+    *benchmark.ROWS,
     *model.ROWS,
     *adapters.ROWS,
     *ranks.ROWS,
@@ -73,11 +76,13 @@ SECTIONS = (
     *training.ROWS,
     *distill.ROWS,
     *others.ROWS,
+    *benchmark.LAST_ROWS,
 )
 
 ONLY_THEIRS = frozenset(
     {
         *others.NAMES,
+        "benchmark",
         "comet",
         "dist_env",
         "distributed.mp_policy",
@@ -168,7 +173,7 @@ def translate(root: Node) -> Translation | None:
     if name not in RECIPES:
         problem = Problem("unknown recipe", node.origin, name, f"{_NO_RECIPE}; {GUIDE}")
         return Translation(root, (), (problem,))
-    work = Work(source, RECIPES[name])
+    work = Work(source, RECIPES[name], name)
     work.section("").put("recipe", Node(RECIPES[name], node.origin))
     for path, row in SECTIONS:
         row.apply(work.section(path))

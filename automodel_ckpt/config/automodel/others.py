@@ -140,7 +140,6 @@ UNUSED = NoEffect(
     "autocast",
     "ci",
     "nvtx",
-    "benchmark",
     "prewarm",
     "longalign",
     "parallelizer",

@@ -27,6 +27,8 @@ class Work:
     source: Node
     recipe: str
     """The name of our recipe: llm_finetune, vlm_finetune or distill."""
+    their_class: str
+    """The name of AutoModel's recipe class."""
     result: Node = field(default_factory=lambda: Node({}, ""))
     notices: list[Notice] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)

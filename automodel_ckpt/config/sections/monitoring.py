@@ -1,4 +1,4 @@
-"""The sections ``logging``, ``hangs`` and ``profile``: what is observed of a run."""
+"""The sections ``logging``, ``hangs``, ``profile`` and ``throughput``: what is observed of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from automodel_ckpt.config.rules import (
+    AT_LEAST_0,
     AT_LEAST_1,
     AT_LEAST_2,
     FINITE,
@@ -101,3 +102,15 @@ class ProfileConfig:
             "increase profile.start_step, or decrease profile.warmup_steps",
         ),
     )
+
+
+@dataclass
+class ThroughputConfig:
+    """Measure the speed of training, and report it when the run ends: seconds per step, tokens/s per device, MFU and
+    peak memory. Validations and saves between steps do not count. Without this section, only the progress line and
+    training.jsonl have the speed."""
+
+    warmup_steps: int = setting(10, AT_LEAST_0)
+    """Steps at the start of this process that are not measured: they compile and allocate."""
+    file: str | None = None
+    """JSON file of the report; null: the report is only logged."""

@@ -659,6 +659,62 @@ def test_a_section_of_automodel_is_translated(
     assert value_at(load(tmp_path, text), key) == expected
 
 
+BENCHMARK = f"""\
+recipe: BenchmarkingRecipeForNextTokenPrediction
+benchmark:
+  warmup_steps: 3
+  peak_tflops: 989
+  json_output_path: speed.json
+  nsys_start: -1
+  nsys_end: -1
+  nsys_ranks: []
+  num_nodes: 2
+dataset:
+  _target_: {DATA}.llm.mock_iterable_dataset.MockIterableDataset
+  seq_len: 9
+checkpoint:
+  enabled: true
+"""
+
+
+def test_a_benchmark_trains_without_saving_and_reports_the_speed(tmp_path: Path) -> None:
+    loaded = load(tmp_path, BENCHMARK + QWEN + VALIDATION)
+    config = loaded.config
+    assert config.recipe == "llm_finetune"
+    assert (config.throughput.warmup_steps, config.throughput.file) == (3, "speed.json")
+    assert config.logging.peak_tflops == 989
+    assert (config.checkpoint.enabled, config.validation_dataset) == (False, None)
+    assert (value_at(loaded, "dataset.vocab_size"), config.tokenizer) == ("model", None)
+    lines = reported(loaded)
+    for name in ("nsys_start", "nsys_end", "nsys_ranks", "num_nodes", "validation_dataset"):
+        assert name in lines
+
+
+def test_a_benchmark_keeps_what_it_states_and_flags_replace_it(tmp_path: Path) -> None:
+    text = BENCHMARK + "  restore_from: some\n" + "tokenizer:\n  pretrained_model_name_or_path: t\n"
+    text = text.replace("seq_len: 9\n", "seq_len: 9\n  vocab_size: 50\n")
+    flags = ("--checkpoint.enabled=true", "--benchmark.warmup_steps=4", "--throughput.file=other")
+    loaded = load(tmp_path, text, *flags)
+    config = loaded.config
+    assert config.checkpoint.enabled
+    assert (config.throughput.warmup_steps, config.throughput.file) == (4, "other")
+    # The class replaces the vocabulary of the samples only if the model is built from its configuration.
+    assert value_at(loaded, "dataset.vocab_size") == 50
+    assert config.tokenizer.from_pretrained == "t"
+
+
+def test_what_a_benchmark_cannot_do_here_is_a_warning_or_an_error(tmp_path: Path) -> None:
+    text = BENCHMARK.replace("nsys_start: -1", "nsys_start: 5") + MODEL
+    text += "  backend:\n    fake_balanced_gate: true\n"
+    lines = reported(load(tmp_path, text))
+    assert "benchmark.nsys_start 5: the steps are not traced" in lines
+    assert "model.backend.fake_balanced_gate true: the router chooses experts" in lines
+    with pytest.raises(RecipeError, match=r"unknown key benchmark\.warmup_step\n"):
+        load(tmp_path, BENCHMARK.replace("warmup_steps", "warmup_step"))
+    with pytest.raises(RecipeError, match=r"no step is measured"):
+        load(tmp_path, BENCHMARK + "step_scheduler:\n  max_steps: 3\n")
+
+
 WITHOUT_EFFECT = [
     ("ci:\n  owner: me\n", "ci"),
     ("nvtx: true\n", "nvtx"),
