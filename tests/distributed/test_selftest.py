@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.cli.checks.selftest import selftest
+from automodel_ckpt.cli.checks.selftest import Runs, plan_of, selftest
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import RecipeError
@@ -126,6 +126,10 @@ def test_a_run_that_fails_shows_what_it_said(
     [
         (("--selftest-steps", "1"), "at least 2 steps"),
         (("--selftest-steps", "many"), "at least 2 steps"),
+        (
+            ("--step_scheduler.max_steps=1",),
+            r"at least 2 steps[\s\S]*where: +step_scheduler.max_steps[\s\S]*--selftest-steps",
+        ),
         (("--selftest-nproc=0",), "invalid number of ranks"),
         (("--nnodes=2",), "starts its own ranks"),
     ],
@@ -134,5 +138,24 @@ def test_a_selftest_that_cannot_be_is_refused(
     tmp_path: Path, arguments: tuple[str, ...], what: str
 ) -> None:
     line = parse(["--selftest-resume", *arguments])
+    recipe = load_recipe(write_recipe(tmp_path), line.overrides)
     with pytest.raises(RecipeError, match=what):
-        selftest(load_recipe(write_recipe(tmp_path)), line, lambda *_: (None, Recipe))
+        selftest(recipe, line, lambda *_: (None, Recipe))
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "arguments", "expected"),
+    [(None, (), 6), (60, (), 6), (3, (), 3), (1, ("--selftest-steps=4",), 4)],
+)
+def test_a_short_run_is_tested_with_its_own_number_of_steps(
+    max_steps: int | None, arguments: tuple[str, ...], expected: int
+) -> None:
+    line = parse(["--selftest-resume", *arguments])
+    assert plan_of(line, max_steps).num_steps == expected
+
+
+def test_data_of_a_single_step_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = parse(["--selftest-resume"])
+    monkeypatch.setattr(Runs, "_run", lambda *_: [[object()]])
+    with pytest.raises(RecipeError, match="the data ended after 1 step"):
+        selftest(load_recipe(write_recipe(tmp_path), line.overrides), line, lambda *_: None)  # type: ignore[arg-type, return-value]

@@ -68,9 +68,15 @@ class Plan:
         return self.num_steps // 2
 
 
-def plan_of(line: CommandLine) -> Plan:
-    """Build the plan from the command line. Raises :class:`RecipeError`."""
-    (steps,) = line.modes.get("selftest_steps", [str(DEFAULT_STEPS)])
+def plan_of(line: CommandLine, max_steps: int | None) -> Plan:
+    """Build the plan from the command line, and from the recipe's *max_steps*. Raises :class:`RecipeError`."""
+    default = DEFAULT_STEPS
+    if "selftest_steps" not in line.modes and max_steps is not None and max_steps < default:
+        default = max_steps
+        if default < 2:
+            hint = "test the recipe with more steps (--selftest-steps 6)"
+            _fail_with_one_step("step_scheduler.max_steps", default, hint)
+    (steps,) = line.modes.get("selftest_steps", [str(default)])
     (ranks,) = line.modes.get("selftest_nproc", [line.flags.nproc_per_node])
     if not is_number(steps) or int(steps) < 2:
         _fail(
@@ -89,6 +95,15 @@ def plan_of(line: CommandLine) -> Plan:
     return Plan(int(steps), flags, dataclasses.replace(flags, nproc_per_node=ranks))
 
 
+def _fail_with_one_step(where: str, value: object, hint: str) -> NoReturn:
+    _fail(
+        "the selftest needs at least 2 steps: a run of a single step has nothing to resume",
+        where,
+        value,
+        hint,
+    )
+
+
 def _fail(what: str, where: str, value: object, hint: str) -> NoReturn:
     raise RecipeError(what, where=where, value=value, hint=hint)
 
@@ -98,7 +113,7 @@ def selftest(recipe: LoadedRecipe, line: CommandLine, observe: Observe) -> int:
 
     Raises :class:`RecipeError` for an invalid command line. If one of the runs fails, returns its exit code.
     """
-    plan = plan_of(line)
+    plan = plan_of(line, recipe.config.step_scheduler.max_steps)
     with tempfile.TemporaryDirectory(prefix="ckpt-selftest-") as scratch:
         runs = Runs(recipe, plan, Path(scratch), observe)
         try:
@@ -135,10 +150,13 @@ class Runs:
     observe: Observe
 
     def compare(self) -> Comparison:
-        """Execute the three runs and compare them. Raises :class:`RunFailed`."""
+        """Execute the three runs and compare them. Raises :class:`RunFailed`, or :class:`RecipeError` for one step."""
         plan = self.plan
         # Without checkpoints: the next run has the same directory, and would resume from them.
         straight = self._run("straight", plan.flags, None, EXIT_DONE, "--checkpoint.enabled=false")
+        if len(straight[0]) < 2:
+            hint = "test it with more data or epochs (--step_scheduler.num_epochs)"
+            _fail_with_one_step("--selftest-resume", "the data ended after 1 step", hint)
         # The run may be shorter than planned, and a step has to be left for the resume.
         stop_after = min(plan.stop_after, max(1, len(straight[0]) - 1))
         stopped = self._run(
