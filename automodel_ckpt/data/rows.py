@@ -259,22 +259,31 @@ _NAME_FIELDS = (
 )
 
 
+BUILDERS_BY_FIELDS: tuple[tuple[frozenset[str], str, str], ...] = (
+    (frozenset({"messages"}), "chat.messages", "llm_finetune"),
+    (frozenset({"conversations"}), "chat.messages", "llm_finetune"),
+    (frozenset({"messages", "images"}), "vlm.conversations", "vlm_finetune"),
+    (frozenset({"chosen", "rejected"}), "preference.pairs", "dpo, orpo, reward_model"),
+    (frozenset({"prompt", "chosen", "rejected"}), "kto.split_pairs", "kto"),
+    (frozenset({"prompt", "completion"}), "text.prompt_completion", "llm_finetune"),
+    (frozenset({"prompt", "completion", "label"}), "kto.judged_completions", "kto"),
+    (frozenset({"query", "positive"}), "text_pairs.text_pairs", "embedding"),
+    (frozenset({"text"}), "text.text", "llm_finetune, pretrain"),
+    (frozenset({"text", "label"}), "classification.texts", "sequence_classification"),
+)
+"""Fields of data, the builder (a name in this package) that reads them, and recipes that train on its samples."""
+
+
 def _hint_for(fields: Sequence[str]) -> str:
-    """Suggest the builder that reads data with these fields, if there is one."""
-    builders = (
-        ({"messages"}, "automodel_ckpt.data.chat.messages"),
-        (
-            {"conversations"},
-            "automodel_ckpt.data.chat.messages, with messages_field: conversations",
-        ),
-        ({"chosen", "rejected"}, "automodel_ckpt.data.preference.pairs"),
-        ({"prompt", "completion"}, "automodel_ckpt.data.text.prompt_completion"),
-        ({"text"}, "automodel_ckpt.data.text.text"),
-    )
-    for needed, builder in builders:
+    """Suggest the builders that read data with these fields, each with its recipes: the one in use is not known here."""
+    found: list[str] = []
+    for needed, builder, recipes in BUILDERS_BY_FIELDS:
         if needed <= set(fields):
-            return f"{_NAME_FIELDS}; _target_: {builder} reads data with these fields"
-    return f"{_NAME_FIELDS}, or rename the fields of the data"
+            found.append(f"_target_: automodel_ckpt.data.{builder} (recipe: {recipes})")
+    if not found:
+        return f"{_NAME_FIELDS}, or rename the fields of the data"
+    read = "reads" if len(found) == 1 else "read"
+    return f"{_NAME_FIELDS}; {' and '.join(found)} {read} data with these fields"
 
 
 def _names_in_all(fields: Sequence[str]) -> list[str]:
