@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed
-from automodel_ckpt.checkpoint.export.next_steps import try_command
+from automodel_ckpt.checkpoint.export.next_steps import model_files_lines, try_command
 from automodel_ckpt.checkpoint.run import finished
 from automodel_ckpt.checkpoint.run.timeline import SAVES
 from automodel_ckpt.config.schema import RecipeConfig
@@ -410,6 +410,10 @@ class Saves:
             if self.last_save.export is not None:
                 log.info("Hugging Face export: %s", self.last_save.export)
                 log.info("try it: %s", try_command(Path(self.last_save.export)))
+            elif self.checkpointer is not None:
+                files = self.checkpointer.exports.own_files(self.last_save.path)
+                for line in model_files_lines(files) if files is not None else ():
+                    log.info("%s", line)
         if self.checkpointer is not None:
             self._make_final_exports(self.checkpointer)
         if self.failure is not None:

@@ -275,7 +275,7 @@ BUILDERS_BY_FIELDS: tuple[tuple[frozenset[str], str, str], ...] = (
 
 
 def _hint_for(fields: Sequence[str]) -> str:
-    """Suggest the builders that read data with these fields, each with its recipes: the one in use is not known here."""
+    """Suggest the builders that read data with these fields, each with recipes: the one that reads is unknown here."""
     found: list[str] = []
     for needed, builder, recipes in BUILDERS_BY_FIELDS:
         if needed <= set(fields):

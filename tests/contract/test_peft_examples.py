@@ -25,3 +25,5 @@ def test_the_tiny_recipe_makes_its_base_and_trains_adapters_on_two_processes(
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "bases" / "tiny_llama" / "model.safetensors").is_file()
     assert (tmp_path / "checkpoints" / "LATEST" / "model" / "adapter_model.safetensors").is_file()
+    model = tmp_path / "checkpoints" / "epoch_0_step_3" / "model"
+    assert f'try it: ckpt generate {model} -p "Once upon a time"' in done.stdout + done.stderr

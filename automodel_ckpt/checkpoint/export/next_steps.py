@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 
+_CONFIG = "config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _IMAGE_TEXT = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
@@ -35,6 +37,28 @@ def try_command(directory: Path) -> str:
     return f'ckpt generate {path} -p "Once upon a time"'
 
 
+def model_files_lines(directory: Path) -> list[str]:
+    """Log lines for a checkpoint's own model files in *directory*, which other programs load: what they are, and how to
+    try them.
+
+    The second is missing for adapters whose model generates no text.
+    """
+    if (directory / layout.ADAPTER_CONFIG).is_file():
+        lines = [f"adapters, as peft loads them: {directory}"]
+        if _generates_text(directory):
+            lines.append(f"try it: {try_command(directory)}")
+        return lines
+    if not (directory / _CONFIG).is_file():
+        return []
+    return [f"Hugging Face files: {directory}", f"try it: {try_command(directory)}"]
+
+
+def _generates_text(adapter: Path) -> bool:
+    """Whether ``ckpt generate`` accepts the *adapter*: it is one of a language model, maybe with images."""
+    settings = _read(adapter / layout.ADAPTER_CONFIG)
+    return settings.get("task_type") in ("CAUSAL_LM", None) and not computes_embeddings(adapter)
+
+
 def computes_embeddings(directory: Path) -> bool:
     """Whether the files describe how sentence-transformers computes embeddings with the model."""
     return (directory / "modules.json").is_file()
@@ -45,7 +69,7 @@ def hf_lines(directory: Path) -> list[str]:
 
     Empty if there is no config.json: then no program can load them.
     """
-    if not (directory / "config.json").is_file():
+    if not (directory / _CONFIG).is_file():
         return []
     if _is_classifier(directory):
         return [f"try it:       {try_command(directory)}"]
@@ -125,18 +149,18 @@ def _has_architecture(config: Mapping[str, Any], suffix: str) -> bool:
 
 def _config(directory: Path) -> Mapping[str, Any]:
     """The content of config.json; empty if it cannot be read."""
+    return _read(directory / _CONFIG)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
     try:
-        config = parse_json((directory / "config.json").read_bytes())
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return config if isinstance(config, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _has_chat_template(directory: Path) -> bool:
     if (directory / _CHAT_TEMPLATE).is_file():
         return True
-    try:
-        settings = parse_json((directory / _TOKENIZER_CONFIG).read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))
+    return bool(_read(directory / _TOKENIZER_CONFIG).get("chat_template"))

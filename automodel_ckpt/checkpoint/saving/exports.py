@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from automodel_ckpt.checkpoint.collective_errors import gather_or_raise, raise_o
 from automodel_ckpt.checkpoint.saving.inline_export import export_from_memory
 from automodel_ckpt.checkpoint.saving.save import Save, SaveReport
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
+from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
 
@@ -53,6 +55,12 @@ class Exports:
     def command(self, checkpoint: Path) -> str | None:
         """The shell command that exports a checkpoint as Hugging Face files; None where there is nothing to export."""
         return self._settings.export_command(checkpoint)
+
+    def own_files(self, checkpoint: Path) -> Path | None:
+        """The directory of the model in a checkpoint, if other programs load it as it is; None if it is exported."""
+        if not self._settings.model_files_are_the_export:
+            return None
+        return Path(os.path.abspath(checkpoint)) / layout.state_directory(MODEL)
 
     def is_exported(self, checkpoint: Path) -> bool:
         """Whether a checkpoint has its Hugging Face export."""

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from automodel_ckpt.checkpoint.export.next_steps import _image_text_models, hf_lines
+from automodel_ckpt.checkpoint.export.next_steps import (
+    _image_text_models,
+    hf_lines,
+    model_files_lines,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,3 +40,34 @@ def test_the_class_that_loads_an_export_is_that_of_its_kind(
 
 def test_the_classes_of_models_with_images_are_those_of_transformers() -> None:
     assert _image_text_models() == set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
+
+
+@pytest.mark.parametrize(
+    ("task_type", "beside", "command"),
+    [
+        ("CAUSAL_LM", None, 'ckpt generate {} -p "Once upon a time"'),
+        ("CAUSAL_LM", "chat_template.jinja", "ckpt chat {}"),
+        (None, None, 'ckpt generate {} -p "Once upon a time"'),
+        ("SEQ_CLS", None, None),
+        ("CAUSAL_LM", "modules.json", None),
+    ],
+)
+def test_adapters_are_tried_as_they_are_if_their_model_generates_text(
+    tmp_path: Path, task_type: str | None, beside: str | None, command: str | None
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"task_type": task_type}))
+    if beside is not None:
+        (tmp_path / beside).touch()
+    expected = [f"adapters, as peft loads them: {tmp_path}"]
+    if command is not None:
+        expected.append(f"try it: {command.format(tmp_path)}")
+    assert model_files_lines(tmp_path) == expected
+
+
+def test_model_files_in_the_layout_hf_are_tried_as_they_are(tmp_path: Path) -> None:
+    assert model_files_lines(tmp_path) == []
+    (tmp_path / "config.json").write_text("{}")
+    assert model_files_lines(tmp_path) == [
+        f"Hugging Face files: {tmp_path}",
+        f'try it: ckpt generate {tmp_path} -p "Once upon a time"',
+    ]
