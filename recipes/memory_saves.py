@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import Checkpointer, commit
 from automodel_ckpt.checkpoint.checkpointer import Resumed
+from automodel_ckpt.checkpoint.failures import text_while_running
 from automodel_ckpt.checkpoint.layout import RankLayout
 from automodel_ckpt.checkpoint.memory.directory import GENERATION, forget_memory, remove_memory
 from automodel_ckpt.checkpoint.memory.nodes import Nodes
@@ -207,7 +208,8 @@ class MemorySaves:
         if self._num_failures >= _MAX_FAILURES or isinstance(failure, LeaseLost):
             self._give_up(failure)
         elif self._is_rank0:
-            log.warning("a checkpoint in memory failed, %s: %s", outcome, failure)
+            text = text_while_running(failure)
+            log.warning("a checkpoint in memory failed, %s: %s", outcome, text)
 
     def _is_busy(self, checkpointer: Checkpointer) -> bool:
         """Whether a save is in progress on a rank."""
@@ -232,7 +234,8 @@ class MemorySaves:
         self._disk.use_memory(None)
         if self._is_rank0:
             log.warning(
-                "no more checkpoints in memory: %s; the run continues with those on disk", failure
+                "no more checkpoints in memory, the run continues with those on disk: %s",
+                text_while_running(failure),
             )
         checkpointer.close()
         # After a lost lease, the directory belongs to another run.

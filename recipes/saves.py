@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed
 from automodel_ckpt.checkpoint.export.next_steps import model_files_lines, try_command
+from automodel_ckpt.checkpoint.failures import text_while_running
 from automodel_ckpt.checkpoint.run import finished
 from automodel_ckpt.checkpoint.run.timeline import SAVES
 from automodel_ckpt.config.schema import RecipeConfig
@@ -355,7 +356,7 @@ class Saves:
         if not isinstance(failure, SaveFailed):
             # For the exit code: the recipe was right when the run started.
             self.failure = SaveFailed.all_of(failure.problems)
-        log.warning("%s", failure)
+        log.warning("%s", text_while_running(failure))
         log.warning("training continues, since checkpoint.on_save_failure is continue")
 
     # ---------------------------------------------------------------- the end

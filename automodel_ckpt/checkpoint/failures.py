@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from automodel_ckpt.errors import (
     PERMISSIONS_HINT,
     AutomodelError,
     ExportFailed,
+    Problem,
     RecipeError,
     SaveFailed,
     limit_error,
@@ -21,13 +23,24 @@ from automodel_ckpt.user_code import location_in_user_code
 log = logging.getLogger("automodel_ckpt")
 
 RETRY = "free disk space or repair the directory, then run the same command to resume from the previous checkpoint"
+NEXT_SAVE = "free disk space or repair the directory; the next save tries this again"
 START_AGAIN = "free disk space or repair the directory, then run the same command"
+_START_AGAIN_TEXT = re.compile(r"(^|[,;] (then )?)run the same command( [^;]*|$)")
 _NAME_ANOTHER = "set checkpoint.checkpoint_dir to a writable directory with enough free space"
 _EXPORT_AGAIN = (
     "free disk space or repair the directory, then run `ckpt consolidate` to export the checkpoint"
 )
 _HINTS = {RecipeError: _NAME_ANOTHER, ExportFailed: _EXPORT_AGAIN}
 _DEFECT = "this is a defect, not a mistake of yours: please report it (logging.level: debug shows the traceback)"
+
+
+def text_while_running(error: AutomodelError) -> str:
+    """Return the message of a failure after which the run continues: without the advice to start it again."""
+    problems: list[Problem] = []
+    for problem in error.problems:
+        hint = _START_AGAIN_TEXT.sub("", problem.hint)
+        problems.append(replace(problem, hint=hint))
+    return str(type(error).all_of(problems))
 
 
 def as_failure(

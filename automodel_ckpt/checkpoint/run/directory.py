@@ -15,7 +15,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import commit, layout, policy
 from automodel_ckpt.checkpoint.export_leftovers import clear_checkpoint
-from automodel_ckpt.checkpoint.failures import RETRY
+from automodel_ckpt.checkpoint.failures import NEXT_SAVE
 from automodel_ckpt.checkpoint.run import late_validations, links, resume
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.checkpoint.run.writable import check_links
@@ -193,7 +193,7 @@ class RunDirectory:
             self._pointers_are_behind = False
         except OSError as error:
             # The checkpoint itself is published, and the next start repairs the pointers.
-            problem = os_problem(error, "could not update LATEST and LOWEST_VAL", hint=RETRY)
+            problem = os_problem(error, "could not update LATEST and LOWEST_VAL", hint=NEXT_SAVE)
             log.warning("%s", problem)
 
     def _repair_pointers(self) -> None:
@@ -305,7 +305,7 @@ class RunDirectory:
             self.went_back_to = None
         except OSError as error:
             what = "could not rename the abandoned checkpoints"
-            log.warning("%s", os_problem(error, what, hint=RETRY))
+            log.warning("%s", os_problem(error, what, hint=NEXT_SAVE))
 
     def prune(self, just_saved: str) -> tuple[str, ...]:
         """Remove the checkpoints that the keep policy does not keep, and return their names.
@@ -324,7 +324,7 @@ class RunDirectory:
             removable = self._keep.removable(records, protected)
         except OSError as error:
             what = "could not list the checkpoints to remove"
-            log.warning("%s", os_problem(error, what, hint=RETRY))
+            log.warning("%s", os_problem(error, what, hint=NEXT_SAVE))
             return ()
         # Only the renames delay training: a thread deletes the files.
         withdrawn = {}

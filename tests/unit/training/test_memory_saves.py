@@ -14,6 +14,7 @@ import pytest
 from torch import nn
 
 from automodel_ckpt.checkpoint import Checkpointer, commit
+from automodel_ckpt.checkpoint.failures import RETRY, text_while_running
 from automodel_ckpt.checkpoint.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.saving.background import Upload
@@ -223,7 +224,7 @@ def test_after_a_failure_the_present_step_is_saved_and_after_three_in_a_row_none
 
     def save(checkpointer: Checkpointer) -> None:
         if not next(outcomes):
-            raise SaveFailed("a writer was killed", where="memory", value="", hint="")
+            raise SaveFailed("a writer was killed", where="memory", value="", hint=RETRY)
 
     with caplog.at_level(logging.WARNING):
         every_third.saves.save(3, save)
@@ -236,6 +237,9 @@ def test_after_a_failure_the_present_step_is_saved_and_after_three_in_a_row_none
     outcomes = iter([False] * 3)
     every_third.saves.save(15, save)
     assert every_third.saves.checkpointer is None
+    assert caplog.text.count("hint:   free disk space or repair the directory\n") == 4
+    # The run goes on by itself.
+    assert "run the same command" not in caplog.text
 
 
 def test_auto_saves_as_rarely_as_its_stalls_require(
@@ -258,3 +262,23 @@ def test_auto_saves_as_rarely_as_its_stalls_require(
             run.saves.save(step, save)
     run.close()
     assert run.saved == [1, 11, 21]
+
+
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [
+        (RETRY, "free disk space or repair the directory"),
+        ("run the same command to resume from the newest checkpoint", ""),
+        (
+            "this run writes nothing more here; run the same command to resume",
+            "this run writes nothing more here",
+        ),
+        ("fix that code, then run the same command", "fix that code"),
+        ("use another name", "use another name"),
+    ],
+)
+def test_the_text_of_a_failure_after_which_the_run_continues_does_not_say_to_start_it(
+    hint: str, expected: str
+) -> None:
+    text = text_while_running(SaveFailed("it failed", where="here", value="", hint=hint))
+    assert text == "it failed\n  where:  here" + (f"\n  hint:   {expected}" if expected else "")
