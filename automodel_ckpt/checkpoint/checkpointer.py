@@ -534,8 +534,8 @@ class Checkpointer:
         """Wait until the checkpoints are in the store of ``remote``; without ``required``, while it answers.
 
         Rank 0 calls *must_end* several times per second; if it returns true, the wait ends. Collective. Raises
-        :class:`SaveFailed` on all ranks if the newest checkpoint is not in the store then. Returns immediately without
-        ``remote``.
+        :class:`SaveFailed` on all ranks if a checkpoint or an export is not in the store then. Returns immediately
+        without ``remote``.
         """
         self._transfers.finish(self._run, must_end)
 

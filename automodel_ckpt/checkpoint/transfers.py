@@ -190,7 +190,7 @@ class Transfers:
         """Wait until the checkpoints are in the store of ``remote``; without ``required``, while it answers.
 
         Rank 0 calls *must_end* several times per second. The wait ends when it returns true. Raises
-        :class:`SaveFailed` on all ranks if the newest checkpoint is not in the store then.
+        :class:`SaveFailed` on all ranks if a checkpoint or an export is not in the store then.
         """
         if self._options.remote is None:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ log = logging.getLogger("automodel_ckpt")
 
 _KEY = "checkpoint.remote"
 _MODULE = "automodel_ckpt.checkpoint.remote.uploader"
+_MAX_COMMANDS = 3
 _PART_MODULE = "automodel_ckpt.checkpoint.remote.part_uploader"
 
 
@@ -70,6 +71,8 @@ class Uploads:
         self._process: Child | None = None
         self._newest: str | None = None
         self._went_back_to = 0
+        self._only_exports: set[str] = set()
+        """Checkpoints that were in the store when the upload of an export of them was requested."""
         self._restarts = Restarts(self._replace)
         # The thread that publishes and the one that watches the process can both start it again.
         self._lock = threading.Lock()
@@ -147,10 +150,13 @@ class Uploads:
     def note_published(self, name: str) -> None:
         """Have a published checkpoint uploaded. Until it is, it is not removed from the local disk."""
         self._newest = name
+        self._only_exports.discard(name)
         self._request(name)
 
     def note_exported(self, name: str) -> None:
         """Have an export of a checkpoint uploaded. The checkpoint may be in the store already."""
+        if name not in pending(self.root, LINK):
+            self._only_exports.add(name)
         self._request(name)
 
     def _request(self, name: str) -> None:
@@ -177,32 +183,55 @@ class Uploads:
         """Have the exports of the newest and the best checkpoint uploaded, and wait for all uploads as a run ends.
 
         Without ``required``, only as long as they make progress. The wait ends when *must_end* returns true. Raises
-        :class:`SaveFailed` if the newest checkpoint is not in the store then.
+        :class:`SaveFailed` if a checkpoint or an export is not in the store then.
         """
         if self._process is None:
             return
+        waiting = pending(self.root, LINK)
         for pointer in layout.POINTERS:
             name = commit.pointed(self.root, pointer)
             if name is not None and (self.root / name).is_dir() and exports_in(self.root / name):
                 # An earlier start or `ckpt` may have made it. The rules of the store never remove these two.
+                if name not in waiting:
+                    self._only_exports.add(name)
                 link(self.root, LINK, name)
         if missing := pending(self.root, LINK):
             log.info("waiting for the upload of %s", ", ".join(missing))
         self._finish_process(waits=self._settings.required, must_end=must_end)
         missing = pending(self.root, LINK)
-        if missing or not self._newest_is_stored():
-            place, hint = (
-                "the local disk",
-                f"upload it with `ckpt push {self.root} {self._run.store}`",
-            )
-            if self.job.num_nodes > 1:
-                place, hint = "the disks of the nodes", "run the same command on the same nodes"
-            raise SaveFailed(
-                f"the newest checkpoint is not in the store; it is complete on {place}",
-                where=str(self._run.store),
-                value=self._status().error or ", ".join(missing) or str(self._newest),
-                hint=hint,
-            )
+        if missing:
+            raise self._failure(missing)
+        if not self._newest_is_stored():
+            raise self._failure([str(self._newest)])
+
+    def _failure(self, missing: Sequence[str]) -> SaveFailed:
+        """Return the error for checkpoints that are *missing* in the store, or whose exports are, newest first."""
+        in_store = self._only_exports.union(self._status().complete)
+        checkpoints = [name for name in missing if name not in in_store]
+        # This start may have saved nothing, and continue the uploads of an earlier one.
+        newest = self._newest or commit.pointed(self.root, layout.LATEST)
+        if not checkpoints:
+            what = "exports are not in the store; the checkpoints are"
+        elif newest in checkpoints:
+            what = "the newest checkpoint is not in the store"
+        else:
+            what = "older checkpoints are not in the store; the newest one is"
+        place = "the local disk"
+        sources = [self.root if name == newest else self.root / name for name in missing]
+        commands = [f"`ckpt push {source} {self._run.store}`" for source in sources[:_MAX_COMMANDS]]
+        hint = f"upload {'it' if len(missing) == 1 else 'them'} with {', '.join(commands)}"
+        if len(sources) > _MAX_COMMANDS:
+            hint += ", ..."
+        if self.job.num_nodes > 1:
+            place, hint = "the disks of the nodes", "run the same command on the same nodes"
+        error = self._status().error
+        value = ", ".join(missing)
+        return SaveFailed(
+            f"{what}; {'it is' if len(missing) == 1 else 'all are'} complete on {place}",
+            where=str(self._run.store),
+            value=f"{value}; {error}" if error else value,
+            hint=hint,
+        )
 
     def finish_before_stop(self, seconds: float, must_end: Callable[[], bool]) -> None:
         """Wait up to *seconds* for the pending uploads, after a signal. Raises nothing.

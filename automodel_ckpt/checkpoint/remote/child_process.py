@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,8 @@ class Status:
 
     *uploaded* is the checkpoint that was uploaded last, *sent_bytes* grows while something is sent, *failures* counts
     failed attempts since the last success, and *error* is the message of the last one. *is_over*: the process does not
-    upload any more, because another run took over. *owner* is the token of the start that took over the URL.
+    upload any more, because another run took over. *owner* is the token of the start that took over the URL. *complete*
+    are pending checkpoints that are in the store, of which an export is not.
     """
 
     uploaded: str | None = None
@@ -66,6 +67,7 @@ class Status:
     error: str = ""
     is_over: bool = False
     owner: str = ""
+    complete: Sequence[str] = ()
 
     @classmethod
     def read(cls, root: Path, file: str) -> Status:

@@ -82,7 +82,7 @@ class Uploader(UploadLoop):
         """The checkpoints that this process has uploaded, by name."""
         # After a run went back, the status of an earlier process may name a later step.
         self._is_first = True
-        self.note(error="", failures=0, is_over=False)
+        self.note(error="", failures=0, is_over=False, complete=())
 
     @property
     def sent_bytes(self) -> int:
@@ -185,6 +185,7 @@ class Uploader(UploadLoop):
                 on_other=self._supersede,
                 others=self._other_nodes(),
             )
+            self.note(complete=list(dict.fromkeys([*self.status.complete, name])))
             exports = set(complete_exports(self.root / name))
             push_exports(
                 self._run,
@@ -216,7 +217,8 @@ class Uploader(UploadLoop):
         if newest is None or step_of(newest) < step_of(name) or self._is_first:
             newest = name
         self._is_first = False
-        self.note(uploaded=newest, failures=0, error="")
+        others = [each for each in self.status.complete if each != name]
+        self.note(uploaded=newest, failures=0, error="", complete=others)
         seconds = max(time.monotonic() - started, 1e-3)
         nbytes = self.sent_bytes - sent_before
         if nbytes:

@@ -30,7 +30,7 @@ from automodel_ckpt.checkpoint.remote import (
     uploader,
 )
 from automodel_ckpt.checkpoint.remote.child_process import Status
-from automodel_ckpt.checkpoint.remote.pending import pending
+from automodel_ckpt.checkpoint.remote.pending import link, pending, unlink
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
@@ -314,6 +314,71 @@ def test_the_end_of_a_run_accepts_that_an_older_checkpoint_was_uploaded_last(
     uploads.close()
     assert Status.read(root, uploader.STATUS).uploaded == SECOND
     is_sound(RemoteRun(Store(settings.url)), root)
+
+
+def test_the_end_of_a_run_names_what_is_missing_in_the_store(local: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(local, root)
+    url = f"file://{tmp_path}/store"
+    uploads = background.Uploads(root, RemoteStorage(url=url), "val_loss", "min")
+    commit.point(root, "LATEST", SECOND)
+
+    def failure(*missing: str) -> str:
+        for name in (FIRST, SECOND):
+            unlink(root, uploader.LINK, name)
+        for name in missing:
+            link(root, uploader.LINK, name)
+        # A process that does not upload.
+        process: Any = SimpleNamespace(finish=lambda *_, **__: None, was_killed=False)
+        uploads._process = process
+        with pytest.raises(SaveFailed) as caught:
+            uploads.finish()
+        return str(caught.value)
+
+    newest = "the newest checkpoint is not in the store"
+    older = "older checkpoints are not in the store; the newest one is"
+    assert failure(SECOND).startswith(f"{newest}; it is complete on the local disk")
+    text = failure(SECOND, FIRST)
+    assert text.startswith(f"{newest}; all are complete") and f"{SECOND}, {FIRST}" in text
+    assert f"`ckpt push {root} {url}`, `ckpt push {root / FIRST} {url}`" in text
+    for published in (None, SECOND):
+        uploads._newest = published
+        text = failure(FIRST)
+        assert text.startswith(f"{older}; it is complete") and f"ckpt push {root / FIRST} " in text
+    exports = "exports are not in the store; the checkpoints are"
+    status = {"complete": [SECOND], "error": "it failed"}
+    (root / uploader.STATUS).write_text(json.dumps(status))
+    text = failure(SECOND)
+    assert text.startswith(exports) and f"{SECOND}; it failed" in text
+    assert failure(FIRST, SECOND).startswith(older)
+    (root / uploader.STATUS).unlink()
+    unlink(root, uploader.LINK, SECOND)
+    uploads._process = None
+    uploads._launch_again = lambda step: None  # type: ignore[method-assign]
+    uploads.note_exported(SECOND)
+    assert failure(SECOND).startswith(exports)
+
+
+def test_the_status_names_a_checkpoint_of_which_only_an_export_is_missing(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(local, root)
+    link(root, uploader.LINK, FIRST)
+    job = uploader.Job(f"file://{tmp_path}/store", {}, "token", "val_loss", "min")
+    uploads = uploader.Uploader(root, job)
+    push_exports = uploader.push_exports
+    monkeypatch.setattr(
+        uploader, "push_exports", lambda *_, **__: (_ for _ in ()).throw(OSError("down"))
+    )
+    for _ in range(2):
+        with pytest.raises(OSError, match="down"):
+            uploads.catch_up()
+    assert Status.read(root, uploader.STATUS).complete == [FIRST]
+    monkeypatch.setattr(uploader, "push_exports", push_exports)
+    uploads.catch_up()
+    assert Status.read(root, uploader.STATUS).complete == []
+    assert not pending(root, uploader.LINK)
 
 
 def test_a_stop_by_signal_waits_for_the_upload(
