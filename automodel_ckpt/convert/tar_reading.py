@@ -88,15 +88,18 @@ def decompressed_head(path: Path) -> bytes:
 class TarReader:
     """An archive that is read once, from its beginning to its end. Use it in a ``with`` block.
 
-    What is read of it, after decompression, is also written to the file *copy*.
+    What is read of it, after decompression, is also written to the file *copy*. At most *max_members* are read.
 
     Raises :class:`CheckpointUnusable` for a damaged archive, and for a member that is neither a regular file nor a
     directory, has an unsafe name, or occurs twice; OSError if the file cannot be read.
     """
 
-    def __init__(self, path: Path, copy: BinaryIO | None = None) -> None:
+    def __init__(
+        self, path: Path, copy: BinaryIO | None = None, *, max_members: int = MAX_MEMBERS
+    ) -> None:
         self.path = path
         self._copy = copy
+        self._max_members = max_members
         descriptor = open_regular(path)
         self._raw: BinaryIO = os.fdopen(descriptor, "rb")
         self._file_bytes = os.fstat(descriptor).st_size
@@ -121,6 +124,8 @@ class TarReader:
         seen: dict[str, bool] = {}
         try:
             while (member := self._next_member()) is not None:
+                if len(seen) > self._max_members:
+                    raise TarFault(f"it has more than {self._max_members} members")
                 _check_name_is_new(member, seen)
                 yield member
                 padded = -(-member.nbytes // BLOCK_BYTES) * BLOCK_BYTES
@@ -327,8 +332,6 @@ def _check_name_is_new(member: TarMember, seen: dict[str, bool]) -> None:
 
     *seen* maps the names of earlier members, and of their parents, to whether they are directories.
     """
-    if len(seen) > MAX_MEMBERS:
-        raise TarFault(f"it has more than {MAX_MEMBERS} members")
     known = seen.get(member.name)
     if known is not None and not (known and member.is_directory):
         raise TarFault(f"it has two members {member.name!r}")

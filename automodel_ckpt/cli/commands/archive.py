@@ -61,8 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.convert.publishing import check_file_target
 
     path = Path(arguments.path).expanduser()
-    # A pointer or a checkpoint; else all checkpoints of the run.
-    source = run_directory(path) if path.is_dir() and not path.is_symlink() else None
+    # All checkpoints of a run, which may be named by a link; else a pointer or a checkpoint.
+    source = None if path.name in layout.POINTERS else run_directory(path)
     if source is None:
         source = find_checkpoint(path)
         if layout.parse_checkpoint_name(source.name) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,7 @@ def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
         # The lease first: recover() removes staging directories, which a live run may be writing.
         directory.hold()
         maintenance.recover(directory.root)
-        reader = ZstdTarReader(path, _free_bytes(directory.root))
+        reader = ZstdTarReader(path)
         with reader:
             published = _Extraction(reader, directory.root, log).run()
         # Sets LATEST and LOWEST_VAL to the newest and the best checkpoint.
@@ -88,16 +89,19 @@ def _free_bytes(directory: Path) -> int:
 
 
 class ZstdTarReader(TarReader):
-    """A tar archive that is compressed with zstd. It may unpack to at most *max_bytes*: what fits on the disk."""
+    """A tar archive of checkpoints that is compressed with zstd.
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        super().__init__(path)
+    It has no limit on members or bytes: the caller accepts only the members that the manifests list, with their sizes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, max_members=sys.maxsize)
         zstandard = zstandard_library()
         decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
         stream = decompressor.stream_reader(self._raw, read_across_frames=True, closefd=False)
         self._file = cast(BinaryIO, _Decompressed(stream, zstandard.ZstdError))
         self.is_compressed = True
-        self._max_bytes = max_bytes
+        self._max_bytes = sys.maxsize
 
     def content(self, member: TarMember) -> BinaryIO:
         """Return the content of the member that was just yielded as a file that is read once."""
@@ -193,6 +197,14 @@ class _Extraction:
             raise self._unusable(f"it has {member.name!r} in place of {name!r}", name)
         return member
 
+    def _expect_file(self, checkpoint: str, path: str, manifest: Manifest) -> TarMember:
+        """Return the member of a file of a checkpoint, which has the size that the manifest lists."""
+        member = self._expect(f"{checkpoint}/{path}")
+        size = manifest.files[path].size
+        if member.nbytes != size:
+            raise self._unusable(f"{path} has {member.nbytes} bytes, not {size}", checkpoint)
+        return member
+
     def _bytes(self, name: str, limit: int) -> bytes:
         member = self._expect(name)
         if member.nbytes > limit:
@@ -253,7 +265,7 @@ class _Extraction:
         before = earlier.manifest if earlier is not None else None
         for path in layout.tables_first(manifest.files):
             if not is_unchanged(path, manifest, before):
-                self._expect(f"{target.name}/{path}")
+                self._expect_file(target.name, path, manifest)
         return target
 
     def _files(
@@ -273,9 +285,7 @@ class _Extraction:
                 # The checkpoint before may not be from this archive.
                 unverified[path] = record
                 continue
-            member = self._expect(f"{name}/{path}")
-            if member.nbytes != record.size:
-                raise self._unusable(f"{path} has {member.nbytes} bytes, not {record.size}", name)
+            member = self._expect_file(name, path, manifest)
             source = self._reader.content(member)
             of_file: Sequence[Segment] = ()
             if not path.endswith(f"/{layout.SLICE_TABLE}"):

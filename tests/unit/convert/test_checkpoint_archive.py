@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 
 from automodel_ckpt.checkpoint import commit, discover
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.tar_writing import TarWriter
 from tests.support import tiny
 
 pytest.importorskip("zstandard", reason="the extra [archive] is not installed")
@@ -163,6 +165,58 @@ def test_a_checkpoint_that_does_not_fit_is_not_extracted(
     monkeypatch.setattr(reading, "_free_bytes", lambda _: 10_000)
     assert main(["unarchive", str(file), "-o", str(tmp_path / "back")]) in (3, 4)
     assert not list((tmp_path / "back").glob("*epoch*"))
+
+
+def test_a_link_to_a_run_directory_means_all_its_checkpoints(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    run = run_of(tmp_path / "run")
+    (tmp_path / "link").symlink_to("run")
+    file = tmp_path / "run.tar.zst"
+    assert main(["archive", str(tmp_path / "link"), "-o", str(file), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["checkpoints"]) == 3
+    assert main(["unarchive", str(file), "-o", str(tmp_path / "back")]) == 0
+    assert_equal_runs(run, tmp_path / "back")
+    file.unlink()
+    capsys.readouterr()
+    assert main(["archive", str(tmp_path / "link" / "LATEST"), "-o", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoints"] == ["epoch_0_step_3"]
+
+
+def test_an_archive_has_more_members_than_other_programs_write(tmp_path: Path) -> None:
+    # 25,000 files are those of twelve checkpoints of 512 ranks.
+    from automodel_ckpt.convert.checkpoint_archive.reading import ZstdTarReader
+
+    zstandard = importlib.import_module("zstandard")
+    file = tmp_path / "run.tar.zst"
+    names = [f"epoch_0_step_1/rng/rng_dp_rank_{rank}.pt" for rank in range(25_000)]
+    with open(file, "wb") as raw, zstandard.ZstdCompressor(level=1).stream_writer(raw) as out:
+        writer = TarWriter(out)
+        for name in names:
+            writer.add_bytes(name, b"")
+        writer.finish()
+    with ZstdTarReader(file) as reader:
+        assert [member.name for member in reader] == [".", *names]
+
+
+def test_what_exists_already_needs_no_free_space(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from automodel_ckpt.convert.checkpoint_archive import reading
+
+    run = run_of(tmp_path / "run")
+    file = tmp_path / "run.tar.zst"
+    assert main(["archive", str(run), "-o", str(file)]) == 0
+    back = tmp_path / "back"
+    shutil.copytree(run, back, symlinks=True)
+    shutil.rmtree(back / "epoch_0_step_3")
+    monkeypatch.setattr(reading, "_free_bytes", lambda _: 10)
+    assert main(["unarchive", str(file), "-o", str(back)]) == 4
+    assert "epoch_0_step_3" in capsys.readouterr().err
+    size = sum(map(len, contents(run / "epoch_0_step_3").values()))
+    monkeypatch.setattr(reading, "_free_bytes", lambda _: size)
+    assert main(["unarchive", str(file), "-o", str(back)]) == 0
+    assert_equal_runs(run, back)
 
 
 def test_files_that_did_not_change_are_stored_once(tmp_path: Path) -> None:
