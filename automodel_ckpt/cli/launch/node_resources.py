@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 from collections.abc import Mapping, MutableMapping
@@ -105,5 +106,22 @@ def set_allocator(environment: MutableMapping[str, str]) -> None:
     """
     # The later ones are names of earlier versions.
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-    if not any(name in environment for name in names):
+    if any(name in environment for name in names):
+        return
+    # torch 2.13 asks NVML about the GPU when a segment grows. Without the library, it calls a null pointer.
+    if nvml_works():
         environment[names[0]] = "expandable_segments:True"
+
+
+def nvml_works() -> bool:
+    """Whether NVIDIA's management library can be used. Some containers have a GPU without it: the image's variable
+    NVIDIA_DRIVER_CAPABILITIES is then ``compute`` without ``utility``."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        works = bool(library.nvmlInit_v2() == 0)
+        if works:
+            # A process that is forked later initializes it again.
+            library.nvmlShutdown()
+    except (OSError, AttributeError):
+        return False
+    return works

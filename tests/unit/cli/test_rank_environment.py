@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from automodel_ckpt.cli.launch import node_resources
 from automodel_ckpt.cli.launch.node_resources import (
     count_ranks,
     cpu_quota,
@@ -328,7 +332,10 @@ def test_threads_are_shared_unless_set() -> None:
     assert crowded == {"OMP_NUM_THREADS": "1"}
 
 
-def test_the_allocator_for_gpus_grows_its_segments_unless_the_user_has_set_options() -> None:
+def test_the_allocator_for_gpus_grows_its_segments_unless_the_user_has_set_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_resources, "nvml_works", lambda: True)
     environment: dict[str, str] = {}
     set_allocator(environment)
     assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -336,6 +343,26 @@ def test_the_allocator_for_gpus_grows_its_segments_unless_the_user_has_set_optio
         chosen = {name: "max_split_size_mb:128"}
         set_allocator(chosen)
         assert chosen == {name: "max_split_size_mb:128"}
+
+
+@pytest.mark.parametrize(("status", "works"), [(0, True), (18, False), (None, False)])
+def test_segments_do_not_grow_without_a_working_nvml(
+    monkeypatch: pytest.MonkeyPatch, status: int | None, works: bool
+) -> None:
+    # torch 2.13 calls functions of NVML when a segment grows, without looking whether the library was found.
+    asked: list[str] = []
+
+    def load(name: str) -> Any:
+        asked.append(name)
+        if status is None:
+            raise OSError("cannot open shared object file")
+        return SimpleNamespace(nvmlInit_v2=lambda: status, nvmlShutdown=lambda: 0)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    environment: dict[str, str] = {}
+    set_allocator(environment)
+    assert bool(environment) is works
+    assert asked == ["libnvidia-ml.so.1"]
 
 
 def test_ranks_that_mpirun_started_are_refused_instead_of_training_alone() -> None:
