@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.files.dangling import dangling_link
 from automodel_ckpt.errors import RecipeError
@@ -26,9 +27,24 @@ def check_links(directory: Path) -> None:
     )
 
 
+def check_outside_checkpoints(directory: Path) -> None:
+    """Raise :class:`RecipeError` if *directory* is a checkpoint, or inside of one: it would be removed with it."""
+    real = Path(os.path.realpath(directory))
+    for path in (real, *real.parents):
+        if layout.is_checkpoint(path.name) and os.path.lexists(path / layout.MANIFEST):
+            raise RecipeError(
+                "a run directory cannot be a checkpoint, or be inside of one",
+                where=str(directory),
+                value=f"{path} is a checkpoint",
+                hint=f"use {path.parent} or another directory; a run resumes from its newest checkpoint, or from "
+                "checkpoint.restore_from",
+            )
+
+
 def check_writable(directory: Path) -> None:
     """Raise :class:`RecipeError` if a run could not create or write *directory*. Writes nothing."""
     check_links(directory)
+    check_outside_checkpoints(directory)
     existing = directory.absolute()
     while not os.path.lexists(existing):
         existing = existing.parent

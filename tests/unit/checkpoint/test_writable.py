@@ -40,6 +40,23 @@ def test_a_link_to_nothing_is_reported_with_its_target(
     assert not target.exists()
 
 
+@pytest.mark.parametrize("check", [check_writable, hold])
+@pytest.mark.parametrize("path", ["LATEST", "epoch_0_step_20", "epoch_0_step_20/model/new"])
+def test_a_run_directory_inside_of_a_checkpoint_is_an_error(
+    tmp_path: Path, check: Callable[[Path], None], path: str
+) -> None:
+    checkpoint = tmp_path / "epoch_0_step_20"
+    (checkpoint / "model").mkdir(parents=True)
+    (tmp_path / "LATEST").symlink_to("epoch_0_step_20")
+    check(tmp_path / path)  # a directory without a manifest is no checkpoint
+    (checkpoint / "MANIFEST.json").write_text("{}")
+    before = sorted(checkpoint.rglob("*"))
+    with pytest.raises(RecipeError, match="cannot be a checkpoint") as raised:
+        check(tmp_path / path)
+    assert str(checkpoint) in raised.value.problems[0].value
+    assert sorted(checkpoint.rglob("*")) == before
+
+
 def test_a_read_only_file_system_and_missing_permissions_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
