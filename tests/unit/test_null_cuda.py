@@ -53,8 +53,10 @@ def test_the_options_select_what_a_command_imports_first(tmp_path: Path) -> None
     plain = null_cuda.environment(null_cuda.parser().parse_args(words), library)
     assert plain["NULL_CUDA_PROBES"] == "1" and "NULL_CUDA_REAL" not in plain
     assert plain["TRITON_LIBCUDA_PATH"] == str(tmp_path)
-    options = ["--arithmetic", "--no-triton", "--gib", "8", *words]
+    assert plain["LD_LIBRARY_PATH"].split(":")[0] == str(tmp_path / "nvml")
+    options = ["--arithmetic", "--no-triton", "--no-nvml", "--gib", "8", *words]
     right = null_cuda.environment(null_cuda.parser().parse_args(options), library)
     assert right["NULL_CUDA_REAL"] == right["NULL_NO_TRITON"] == "1"
     assert right["NULL_CUDA_GIB"] == "8.0"
+    assert str(tmp_path / "nvml") not in right.get("LD_LIBRARY_PATH", "")
     assert "TRITON_LIBCUDA_PATH" not in right and "NULL_CUDA_PROBES" not in right

@@ -23,6 +23,9 @@ def environment(options: argparse.Namespace, library: Path) -> dict[str, str]:
     found["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     found["PATH"] = os.pathsep.join([str(options.venv / "bin"), found.get("PATH", os.defpath)])
     found["LD_PRELOAD"] = str(library)
+    if not options.no_nvml:
+        libraries = [str(library.parent / "nvml"), found.get("LD_LIBRARY_PATH", "")]
+        found["LD_LIBRARY_PATH"] = os.pathsep.join(path for path in libraries if path)
     found["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
     found["NULL_CUDA_GIB"] = str(options.gib)
     found.setdefault("HF_HUB_OFFLINE", "1")
@@ -43,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--no-triton", action="store_true", help="hide Triton, whose kernels do nothing"
     )
+    made.add_argument("--no-nvml", action="store_true", help="a container without NVML")
     made.add_argument(
         "--gib", type=float, default=139.8, help="memory of the device in GiB (139.8)"
     )

@@ -1,6 +1,7 @@
 """Build the CUDA library without a device: ``python -m tools.null_cuda.build VENV DIRECTORY``.
 
-VENV has torch for CUDA with the headers of its packages. DIRECTORY gets ``libcuda.so.1`` and what it is made from.
+VENV has torch for CUDA with the headers of its packages. DIRECTORY gets ``libcuda.so.1`` and what it is made from, and
+``nvml/libnvidia-ml.so.1``.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ def build(venv: Path, directory: Path) -> Path:
             objects[-1],
             SOURCES / f"{name}.c",
         )
+    nvml = directory / "nvml"
+    nvml.mkdir(exist_ok=True)
+    _run("gcc", "-shared", *FLAGS, "-o", nvml / "libnvidia-ml.so.1", SOURCES / "nvml.c")
     torch = [packages / "torch" / "lib" / f"lib{name}.so" for name in LIBRARIES]
     undefined = _symbols("--undefined-only", torch)
     defined = _symbols("--defined-only", objects, dynamic=False)
@@ -111,7 +115,7 @@ def _packages_of(venv: Path) -> Path:
         if absent:
             raise CannotBuild(
                 f"{packages} has no {', '.join(absent)}\n"
-                "  hint:   install torch 2.11 for CUDA 13 there, or run `make null-cuda`"
+                "  hint:   install torch 2.11 or later for CUDA 13 there, or run `make null-cuda`"
             )
         return packages
     raise CannotBuild(f"{venv} is no virtual environment\n  hint:   run `make null-cuda`")
@@ -129,7 +133,7 @@ def _run(*command: str | Path) -> str:
     if done.returncode:
         first = "\n".join(done.stderr.splitlines()[:20])
         raise CannotBuild(
-            f"{command[0]} failed:\n{first}\n  hint:   the environment needs torch 2.11 for CUDA 13"
+            f"{command[0]} failed:\n{first}\n  hint:   the environment needs torch 2.11 or later for CUDA 13"
         )
     return done.stdout
 

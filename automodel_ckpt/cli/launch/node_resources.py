@@ -8,8 +8,10 @@ import math
 import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.units import counted_are
 
 
 def cores() -> int:
@@ -86,7 +88,7 @@ def count_ranks(requested: str, num_gpus: int, *, on_gpu: bool) -> int:
     raise RecipeError(
         what,
         where="--nproc-per-node",
-        value=f"{requested} ({num_gpus} GPUs are visible)",
+        value=f"{requested} ({counted_are(num_gpus, 'GPU')} visible)",
         hint=hint,
     )
 
@@ -108,20 +110,37 @@ def set_allocator(environment: MutableMapping[str, str]) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if any(name in environment for name in names):
         return
-    # torch 2.13 asks NVML about the GPU when a segment grows. Without the library, it calls a null pointer.
-    if nvml_works():
+    if answers_about_fabric():
         environment[names[0]] = "expandable_segments:True"
 
 
-def nvml_works() -> bool:
-    """Whether NVIDIA's management library can be used. Some containers have a GPU without it: the image's variable
-    NVIDIA_DRIVER_CAPABILITIES is then ``compute`` without ``utility``."""
+def answers_about_fabric() -> bool:
+    """Whether NVML answers what torch 2.13 asks it when a segment of the allocator grows: about the GPU's fabric.
+
+    Without the library, torch calls a null pointer there. Some containers have a GPU and no NVML: their image sets
+    NVIDIA_DRIVER_CAPABILITIES to ``compute``, without ``utility``. An error, as on Jetson, is an error of torch's too
+    (pytorch #186374). Source: c10/cuda/PeerToPeerAccess.cpp.
+    """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
-        works = bool(library.nvmlInit_v2() == 0)
-        if works:
-            # A process that is forked later initializes it again.
-            library.nvmlShutdown()
+        if library.nvmlInit_v2() != 0:
+            return False
     except (OSError, AttributeError):
         return False
-    return works
+    try:
+        return _fabric_is_known(library)
+    finally:
+        # A process that is forked later initializes it again.
+        library.nvmlShutdown()
+
+
+def _fabric_is_known(library: Any) -> bool:
+    query = getattr(library, "nvmlDeviceGetGpuFabricInfoV", None)
+    if query is None:
+        # torch does not ask a driver without this function.
+        return True
+    device = ctypes.c_void_p()
+    # nvmlGpuFabricInfo_v2_t begins with its size and its version.
+    info = (ctypes.c_uint32 * 9)(9 * 4 | 2 << 24)
+    is_there = library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) == 0
+    return is_there and query(device, ctypes.byref(info)) == 0

@@ -7,7 +7,6 @@ import math
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -335,7 +334,7 @@ def test_threads_are_shared_unless_set() -> None:
 def test_the_allocator_for_gpus_grows_its_segments_unless_the_user_has_set_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(node_resources, "nvml_works", lambda: True)
+    monkeypatch.setattr(node_resources, "answers_about_fabric", lambda: True)
     environment: dict[str, str] = {}
     set_allocator(environment)
     assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -345,24 +344,53 @@ def test_the_allocator_for_gpus_grows_its_segments_unless_the_user_has_set_optio
         assert chosen == {name: "max_split_size_mb:128"}
 
 
-@pytest.mark.parametrize(("status", "works"), [(0, True), (18, False), (None, False)])
-def test_segments_do_not_grow_without_a_working_nvml(
-    monkeypatch: pytest.MonkeyPatch, status: int | None, works: bool
-) -> None:
-    # torch 2.13 calls functions of NVML when a segment grows, without looking whether the library was found.
-    asked: list[str] = []
+class Nvml:
+    """Functions of NVML by name: each returns its status; one that is not in *results* is missing."""
 
-    def load(name: str) -> Any:
-        asked.append(name)
-        if status is None:
+    def __init__(self, **results: int) -> None:
+        self.results = {"nvmlInit_v2": 0, "nvmlDeviceGetHandleByIndex_v2": 0, **results}
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "nvmlShutdown" and name not in self.results:
+            raise AttributeError(name)
+
+        def function(*_: Any) -> int:
+            self.called.append(name)
+            return self.results.get(name, 0)
+
+        return function
+
+
+FABRIC = "nvmlDeviceGetGpuFabricInfoV"
+
+
+@pytest.mark.parametrize(
+    ("nvml", "grows"),
+    [
+        (Nvml(**{FABRIC: 0}), True),
+        (Nvml(), True),
+        (Nvml(**{FABRIC: 3}), False),
+        (Nvml(**{FABRIC: 0}, nvmlDeviceGetHandleByIndex_v2=6), False),
+        (Nvml(**{FABRIC: 0}, nvmlInit_v2=18), False),
+        (None, False),
+    ],
+)
+def test_segments_grow_only_where_nvml_answers_what_torch_asks_then(
+    monkeypatch: pytest.MonkeyPatch, nvml: Nvml | None, grows: bool
+) -> None:
+    def load(name: str) -> Nvml:
+        assert name == "libnvidia-ml.so.1"
+        if nvml is None:
             raise OSError("cannot open shared object file")
-        return SimpleNamespace(nvmlInit_v2=lambda: status, nvmlShutdown=lambda: 0)
+        return nvml
 
     monkeypatch.setattr(ctypes, "CDLL", load)
     environment: dict[str, str] = {}
     set_allocator(environment)
-    assert bool(environment) is works
-    assert asked == ["libnvidia-ml.so.1"]
+    assert bool(environment) is grows
+    if nvml is not None and nvml.results["nvmlInit_v2"] == 0:
+        assert nvml.called[-1] == "nvmlShutdown"
 
 
 def test_ranks_that_mpirun_started_are_refused_instead_of_training_alone() -> None:
