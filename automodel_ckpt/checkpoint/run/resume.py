@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.checkpoint import commit, layout, policy
 from automodel_ckpt.checkpoint.manifest import Summary
@@ -115,6 +116,17 @@ def expected(root: Path, restore_from: str | None, memory: Path | None = None) -
             with contextlib.suppress(CheckpointUnusable):
                 return Summary.read(path)
     return None
+
+
+def validated_losses(root: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the losses of each complete checkpoint of a run whose step was validated, newest first."""
+    for name in checkpoint_names(root):
+        checkpoint = root / str(name)
+        with contextlib.suppress(OSError, CheckpointUnusable):
+            summary = Summary.read(checkpoint)
+            late = late_validations.recall(checkpoint, summary.digest)
+            if summary.validated or late:
+                yield {**summary.losses, **late}
 
 
 def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Record | None:

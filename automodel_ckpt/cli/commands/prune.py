@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.arguments import add_run, number_at_least
 from automodel_ckpt.cli.paths import run_around
@@ -71,10 +71,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt prune``: preview or remove checkpoints.
 
-    Raises :class:`RecipeError` if no option selects what to keep, :class:`CheckpointUnusable` if there is no run, and
-    an error of the lease if a live run uses the directory.
+    Raises :class:`RecipeError` if no option selects what to keep or no checkpoint has the metric,
+    :class:`CheckpointUnusable` if there is no run, and an error of the lease if a live run uses the directory.
     """
-    from automodel_ckpt.checkpoint.run import maintenance
+    from automodel_ckpt.checkpoint.run import maintenance, resume
     from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT, Lease
 
     if is_url(arguments.path):
@@ -85,10 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
             "no checkpoints found", where=arguments.path, value="", hint="specify a run directory"
         )
     policy = _policy(arguments)
+    if arguments.keep_best:
+        _check_metric(arguments.metric, resume.validated_losses(run))
     if arguments.dry_run:
         freed = _removable(arguments, run, policy)
         if arguments.drop_optimizer:
-            freed = {name: _optimizer_bytes(run / name) for name in freed}
+            freed = _nonzero({name: _optimizer_bytes(run / name) for name in freed})
     else:
         # Select under the lease: a live run, or another prune, changes the set of checkpoints.
         lease = Lease(run, hint=COMMAND_HINT)
@@ -112,6 +114,10 @@ def _prune_remote(arguments: argparse.Namespace) -> int:
         raise CheckpointUnusable(
             "no checkpoints found", where=str(run.store), value="", hint="check the URL"
         )
+    if arguments.keep_best:
+        summaries = [checkpoint.summary for checkpoint in run.checkpoints()]
+        validated = [summary.losses for summary in summaries if summary.validated]
+        _check_metric(arguments.metric, validated)
     removable = run.removable(policy, arguments.metric)
     if arguments.superseded:
         removable += run.superseded()
@@ -143,6 +149,24 @@ def _policy(arguments: argparse.Namespace) -> KeepPolicy:
     )
 
 
+def _check_metric(metric: str, losses: Iterable[Mapping[str, Any]]) -> None:
+    """Raise :class:`RecipeError` if no checkpoint has *metric* in its *losses*: no checkpoint would be kept for it."""
+    from automodel_ckpt.checkpoint.policy import metric_of
+
+    names = set()
+    for each in losses:
+        names.update(name for name in each if metric_of(each, name) is not None)
+    if metric in names:
+        return
+    known = ", ".join(sorted(names - {"step", "epoch"}))
+    raise RecipeError(
+        "no checkpoint has the metric that --keep-best ranks by",
+        where="--metric",
+        value=metric,
+        hint=f"use {known}" if known else "leave out --keep-best: no checkpoint was validated",
+    )
+
+
 def _removable(arguments: argparse.Namespace, run: Path, policy: KeepPolicy) -> dict[str, int]:
     """Map the name of each checkpoint that may be removed to its size in bytes."""
     from automodel_ckpt.checkpoint.run import maintenance
@@ -168,10 +192,15 @@ def _remove(
             # Removing takes long: a suspended process may have lost the lease meanwhile.
             check_lease()
             freed[name] = maintenance.drop_optimizer(run, name)
-    else:
-        for name in maintenance.remove(run, removable, check_lease=check_lease):
-            freed[name] = removable[name]
+        return _nonzero(freed)
+    for name in maintenance.remove(run, removable, check_lease=check_lease):
+        freed[name] = removable[name]
     return freed
+
+
+def _nonzero(freed: Mapping[str, int]) -> dict[str, int]:
+    """Leave out the checkpoints that have no optimizer state any more."""
+    return {name: nbytes for name, nbytes in freed.items() if nbytes}
 
 
 def _optimizer_bytes(checkpoint: Path) -> int:

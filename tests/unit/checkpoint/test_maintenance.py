@@ -96,7 +96,9 @@ def test_a_pinned_checkpoint_stays_until_it_is_unpinned(run: Path) -> None:
     assert names(run) == ["epoch_0_step_20", "epoch_0_step_40"]
 
 
-def test_dropping_the_optimizer_keeps_weights_that_verify_and_load(run: Path) -> None:
+def test_dropping_the_optimizer_keeps_weights_that_verify_and_load(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     weights = {p.name: p.read_bytes() for p in (run / "epoch_0_step_10/model").iterdir()}
     assert main(["prune", str(run), "--keep-last", "1", "--drop-optimizer"]) == 0
     assert names(run) == [f"epoch_0_step_{step}" for step in (10, 20, 30, 40)]
@@ -111,6 +113,9 @@ def test_dropping_the_optimizer_keeps_weights_that_verify_and_load(run: Path) ->
         run, tiny.recipe(), restore_from="epoch_0_step_10", allow_missing_state=allowed
     )
     assert maintenance.drop_optimizer(run, "epoch_0_step_10") == 0
+    for words in (["--dry-run"], []):
+        assert main(["prune", str(run), "--keep-last", "1", "--drop-optimizer", *words]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == "nothing to remove"
 
 
 def test_an_export_survives_the_dropping_of_the_optimizer(run: Path) -> None:
@@ -195,6 +200,22 @@ def test_numbers_that_keep_nothing_are_refused(
 ) -> None:
     assert main(["prune", str(run), "--keep-last", "1", flag]) == 2
     assert "is less than" in capsys.readouterr().err and len(names(run)) == 4
+
+
+def test_a_metric_that_no_checkpoint_has_removes_nothing(
+    run: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = ["prune", "--keep-last", "1", "--keep-best", "2"]
+    assert main([*best, str(run), "--metric", "val_los", "--dry-run"]) == 2
+    assert main([*best, str(run), "--metric", "val_los"]) == 2
+    assert "use val_loss" in capsys.readouterr().err and len(names(run)) == 4
+    other = tmp_path_factory.mktemp("run")
+    for step in (1, 2):
+        tiny.save(other, tiny.recipe(), step=step, losses={"train_loss": 1.0, "val_loss": None})
+    assert main([*best, str(other), "--metric", "train_loss"]) == 2
+    assert "no checkpoint was validated" in capsys.readouterr().err and len(names(other)) == 2
+    assert main([*best, str(run)]) == 0
+    assert names(run) == ["epoch_0_step_20", "epoch_0_step_30", "epoch_0_step_40"]
 
 
 def test_prune_takes_a_pointer_or_a_checkpoint_for_its_run(
