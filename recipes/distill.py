@@ -22,7 +22,9 @@ from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.teacher_targets import (
     LOG_PROBS,
     REST,
+    TOKENIZED,
     TOKENS,
+    SampleKind,
     TargetCollator,
     TargetedDataset,
 )
@@ -36,11 +38,14 @@ from automodel_ckpt.models.fused_distillation import (
 from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective, Tensors
+from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.records import LossSum
 from automodel_ckpt.recipes.teacher import (
     Order,
+    PretrainedTeacher,
     Teacher,
     check_vocabularies,
+    find_teacher,
     identity_of,
     moves_whole,
     naming_the_teacher,
@@ -116,8 +121,8 @@ class DistillationObjective(Objective):
 _CACHED = (TOKENS, LOG_PROBS, REST)
 
 
-class Distill(LLMFinetune):
-    """Trains ``model`` to predict what the teacher of the section ``distill`` predicts on ``dataset``."""
+class DistillationRecipe(Recipe):
+    """What the distillations of all kinds of models have in common: the class before that of a fine-tuning."""
 
     objective_class = DistillationObjective
     unsupported: ClassVar[Sequence[Unsupported]] = (
@@ -162,7 +167,7 @@ class Distill(LLMFinetune):
                 "the student has no single output layer, whose logits could be compared in chunks",
                 where="model",
                 value=type(self.model).__name__,
-                hint="use a causal language model of transformers whose logits are the output of its last layer",
+                hint="use a model of transformers whose logits are the output of its last layer",
             )
         identity = identity_of(self.config)
         if self.checkpointer is not None:
@@ -176,11 +181,32 @@ class Distill(LLMFinetune):
 
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names; with ``top_k``, its samples have what the teacher predicts."""
-        self._compare_vocabularies()
+        # Before the first data set is read, when both configurations are known.
+        if not self._has_compared:
+            self._has_compared = True
+            teacher = find_teacher(self.config, self.auto_class)
+            if teacher is not None:
+                self.compare_with_teacher(teacher)
         dataset = super().build_dataset(section)
         if self.section.top_k is None:
             return dataset
         return for_each_source(dataset, self._with_targets)
+
+    def compare_with_teacher(self, teacher: PretrainedTeacher) -> None:
+        """Raise :class:`RecipeError` unless *teacher* can predict the tokens of the student."""
+        if self.model_config is None:
+            return
+        self._num_columns = check_vocabularies(
+            self.config,
+            teacher,
+            self.model_config,
+            self.preprocessor,
+            tp_size=self.layout.sizes.tp,
+        )
+
+    def sample_kind(self) -> SampleKind:
+        """Describe the samples of the data sets to the cache of the teacher's predictions."""
+        return TOKENIZED
 
     def build_collate_fn(self) -> Any:
         """Build the collate function of a fine-tuning; with ``top_k``, it collates what the teacher predicts too."""
@@ -217,19 +243,6 @@ class Distill(LLMFinetune):
                 ascii(saved[:200]),
             )
 
-    def _compare_vocabularies(self) -> None:
-        # Before the first data set is read, when both configurations are known.
-        if self._has_compared:
-            return
-        self._has_compared = True
-        self._num_columns = check_vocabularies(
-            self.config,
-            self.model_config,
-            self.tokenizer,
-            tp_size=self.layout.sizes.tp,
-            auto_class=self.auto_class,
-        )
-
     def _build_teacher(self) -> Teacher:
         moves = moves_whole(self.config, self.layout)
         with naming_the_teacher():
@@ -241,7 +254,7 @@ class Distill(LLMFinetune):
 
     def _with_targets(self, dataset: Any) -> TargetedDataset:
         check_countable(dataset)
-        self._targeted.append(TargetedDataset(dataset))
+        self._targeted.append(TargetedDataset(dataset, self.sample_kind()))
         return self._targeted[-1]
 
     def _read_or_compute(self, identity: str) -> None:
@@ -257,6 +270,7 @@ class Distill(LLMFinetune):
             directory=self.section.cache_dir,
             batch_size=self.config.step_scheduler.local_batch_size,
             collate_fn=collate_fn,
+            kind=self.sample_kind(),
         )
         missing = []
         for dataset in self._targeted:
@@ -273,6 +287,10 @@ class Distill(LLMFinetune):
             # An earlier one may have the same samples.
             found = caches.find(dataset) if number else None
             dataset.cache = found if found is not None else caches.compute(dataset, teacher)
+
+
+class Distill(DistillationRecipe, LLMFinetune):
+    """Trains ``model`` to predict what the teacher of the section ``distill`` predicts on ``dataset``."""
 
 
 def weights_of(section: DistillConfig) -> DistillationWeights:

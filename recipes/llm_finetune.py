@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from automodel_ckpt.config.rules import Target
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.packing import PackedDataset
-from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.error_texts import first_line
 from automodel_ckpt.models.repository import (
@@ -33,7 +32,6 @@ from automodel_ckpt.recipes.model.sections import row_multiple
 from automodel_ckpt.recipes.preprocessors import absent_tokenizer, find_preprocessor
 from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.repository import preprocessor_options
-from automodel_ckpt.recipes.unsupported import Unsupported, unsupported_keys
 from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
@@ -46,19 +44,6 @@ class LLMFinetune(Recipe):
     task_type: ClassVar[str | None] = "CAUSAL_LM"
     shares_rows: ClassVar[bool] = True
 
-    unsupported: ClassVar[Sequence[Unsupported]] = ()
-    """The keys that the recipe does not support."""
-
-    def config_problems(self) -> list[Problem]:
-        """List what the recipe does not support in its configuration. Extend it to check more than single keys."""
-        return unsupported_keys(self.config, self.unsupported)
-
-    def check_config(self) -> None:
-        """Raise one :class:`RecipeError` with all :meth:`config_problems`, if there are any."""
-        problems = self.config_problems()
-        if problems:
-            raise RecipeError.all_of(problems)
-
     def build(self) -> None:
         """Create the tokenizer, the data, the model, and what updates it."""
         self.check_config()
@@ -66,7 +51,7 @@ class LLMFinetune(Recipe):
         self.build_training()
 
     def check_sections(self) -> None:
-        self.check_config()
+        super().check_sections()
         processor = self.config.processor
         if isinstance(processor, Target) or processor.from_pretrained is not None:
             raise RecipeError(

@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.parallelize import gather_root, reshard
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.config_checks import check_task
 from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.forward import logits_of
 from automodel_ckpt.models.fused_distillation import CapturedHidden, LogitTargets
-from automodel_ckpt.models.repository import base_directory
+from automodel_ckpt.models.repository import RepositoryOptions, base_directory
 from automodel_ckpt.models.vocabulary import wanted_size
 from automodel_ckpt.recipes.model.model_config import text_tokenizer
 from automodel_ckpt.recipes.repository import repository_options
@@ -41,7 +42,7 @@ log = logging.getLogger("automodel_ckpt")
 Tensors = Mapping[str, torch.Tensor]
 Order = np.ndarray[Any, Any]
 """Numbers of labels, int64 [N]."""
-_KEY = "distill.teacher"
+KEY = "distill.teacher"
 _SAMPLE_BYTES = 2**20
 """Bytes at the beginning and at the end of a file of weights that its digest is computed from."""
 
@@ -102,36 +103,54 @@ def _is_sharded(config: RecipeConfig, layout: RankLayout) -> bool:
     return choose_strategy(config.distributed.strategy, layout.sizes) == "fsdp2"
 
 
+@dataclass(frozen=True, slots=True)
+class PretrainedTeacher:
+    """A teacher by name, before its weights are read."""
+
+    name: str
+    """Its directory or Hub name."""
+    repository: RepositoryOptions
+    config: PreTrainedConfig
+
+
+def find_teacher(config: RecipeConfig, auto_class: Any) -> PretrainedTeacher | None:
+    """Read the configuration of the teacher; None for a teacher by ``_target_``.
+
+    Raises :class:`RecipeError` if *auto_class* of transformers does not support the model.
+    """
+    model = teacher_model(config)
+    if not isinstance(model, ModelConfig):
+        return None
+    assert model.from_pretrained is not None
+    with naming_the_teacher():
+        options = repository_options(model)
+        found = load_model_config(
+            from_pretrained=model.from_pretrained, repository=options, auto_class=auto_class
+        )
+        check_task(found, auto_class)
+    return PretrainedTeacher(model.from_pretrained, options, found)
+
+
 def check_vocabularies(
     config: RecipeConfig,
-    student: PreTrainedConfig | None,
+    teacher: PretrainedTeacher,
+    student: PreTrainedConfig,
     tokenizer: Any,
     *,
     tp_size: int,
-    auto_class: Any,
 ) -> int | None:
     """Compare the vocabularies of teacher and student; return how many of their first tokens are compared.
 
     None means all tokens. Vocabularies of different sizes (padding) are accepted if the tokenizers are equal.
-    Nothing is compared for a model by ``_target_``. Raises :class:`RecipeError` for other vocabularies.
+    Raises :class:`RecipeError` for other vocabularies.
     """
-    section = (config.distill or DistillConfig()).teacher
-    if not isinstance(section, TeacherConfig) or student is None:
-        return None
-    with naming_the_teacher():
-        model = teacher_model(config)
-        assert isinstance(model, ModelConfig)
-        options = repository_options(model)
-        teacher = load_model_config(
-            from_pretrained=section.from_pretrained, repository=options, auto_class=auto_class
-        )
-    of_teacher = _teacher_tokenizer(section, options)
+    of_teacher = _teacher_tokenizer(teacher)
     tokenizer = text_tokenizer(tokenizer)
     if of_teacher is not None and tokenizer is not None:
-        _require_equal(tokenizer, of_teacher, section.from_pretrained)
+        _require_equal(tokenizer, of_teacher, teacher.name)
     asked = config.model.vocab_size if isinstance(config.model, ModelConfig) else None
     student_size = wanted_size(asked, tokenizer) or _vocab_size(student)
-    teacher_size = _vocab_size(teacher)
+    teacher_size = _vocab_size(teacher.config)
     if student_size == teacher_size:
         return None
     shared = min(student_size, teacher_size)
@@ -139,16 +158,16 @@ def check_vocabularies(
     if of_teacher is None or tokenizer is None or len(tokenizer) > shared:
         raise RecipeError(
             "the teacher has another vocabulary than the student",
-            where=f"{_KEY}.from_pretrained",
-            value=f"{section.from_pretrained}: {sizes}",
+            where=f"{KEY}.from_pretrained",
+            value=f"{teacher.name}: {sizes}",
             hint="use a teacher with the tokenizer of the student; sizes may differ only by padding, which needs the "
             "tokenizer's files in both directories",
         )
     if tp_size > 1:
         raise RecipeError(
             "tensor parallel ranks cannot compare vocabularies of different sizes",
-            where=f"{_KEY}.from_pretrained",
-            value=f"{section.from_pretrained}: {sizes}",
+            where=f"{KEY}.from_pretrained",
+            value=f"{teacher.name}: {sizes}",
             hint="set model.vocab_size to the size of the teacher, or remove distributed.tp_size",
         )
     log.info(
@@ -163,13 +182,14 @@ def _vocab_size(config: PreTrainedConfig) -> int:
     return int(config.get_text_config().vocab_size)
 
 
-def _teacher_tokenizer(section: TeacherConfig, options: Any) -> Any:
+def _teacher_tokenizer(teacher: PretrainedTeacher) -> Any:
     """The tokenizer in the teacher's directory; None if it has none."""
-    name = str(Path(section.from_pretrained).expanduser())
+    name = str(Path(teacher.name).expanduser())
+    options = teacher.repository
     read: Any = AutoTokenizer.from_pretrained
     # Whatever it raises for a directory without a tokenizer: without one, the sizes are compared.
     with suppress(Exception):
-        return read(name, revision=section.revision, trust_remote_code=options.runs_code)
+        return read(name, revision=options.revision, trust_remote_code=options.runs_code)
     return None
 
 
@@ -180,7 +200,7 @@ def _require_equal(student: Any, teacher: Any, name: str) -> None:
     differing = sum(of_teacher.get(token) != number for token, number in of_student.items())
     raise RecipeError(
         "the teacher has another tokenizer than the student",
-        where=f"{_KEY}.from_pretrained",
+        where=f"{KEY}.from_pretrained",
         value=f"{name}: {len(of_teacher)} tokens, the student has {len(of_student)}, of which {differing} have another "
         "id or none in the teacher",
         hint="distillation compares probabilities token by token: use a teacher with the tokenizer of the student",
@@ -197,7 +217,7 @@ def naming_the_teacher() -> Iterator[None]:
         for problem in error.problems:
             where = problem.where
             if where == "model" or where.startswith("model."):
-                where = _KEY + where.removeprefix("model")
+                where = KEY + where.removeprefix("model")
             problems.append(replace(problem, where=where))
         raise type(error).all_of(problems) from error
 

@@ -18,13 +18,12 @@ from automodel_ckpt.data.micro_batches import collate, isolated_rng, read_sample
 from automodel_ckpt.data.teacher_targets import (
     PartWriter,
     Publication,
+    SampleKind,
     SampleTargets,
     TargetCache,
     TargetedDataset,
     batches_of,
-    checksum,
-    data_digest,
-    num_labels,
+    require_labels,
     share_of,
 )
 from automodel_ckpt.distributed.agree import (
@@ -52,25 +51,17 @@ Top = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Predicted:
-    """The samples of a micro-batch, and what the teacher predicts at their labels."""
+    """The samples of a micro-batch by their checksums and numbers of labels, and what the teacher predicts at these."""
 
-    samples: Sequence[Any]
+    checksums: Sequence[int]
+    counts: Sequence[int]
     top: Top
 
     def by_sample(self) -> Iterator[SampleTargets]:
-        """Yield the targets of each sample. Raises :class:`RecipeError` if there are other labels than the samples'."""
-        counts = [num_labels(sample) for sample in self.samples]
-        num_predicted = len(self.top[2])
-        if sum(counts) != num_predicted:
-            raise RecipeError(
-                "the collate function changes the labels of samples, so the teacher's logits cannot be cached",
-                where="dataloader.collate_fn",
-                value=f"{num_predicted} labels in a micro-batch of samples with {sum(counts)}",
-                hint="remove collate_fn, or distill.top_k",
-            )
-        parts = zip(*(torch.split(each, counts) for each in self.top), strict=True)
-        for sample, (tokens, log_probs, rest) in zip(self.samples, parts, strict=True):
-            yield SampleTargets(tokens.numpy(), log_probs.numpy(), rest.numpy(), checksum(sample))
+        """Yield the targets of each sample."""
+        parts = zip(*(torch.split(each, list(self.counts)) for each in self.top), strict=True)
+        for checksum, (tokens, log_probs, rest) in zip(self.checksums, parts, strict=True):
+            yield SampleTargets(tokens.numpy(), log_probs.numpy(), rest.numpy(), checksum)
 
 
 class TeacherCaches:
@@ -87,15 +78,17 @@ class TeacherCaches:
         directory: str | None,
         batch_size: int,
         collate_fn: Any,
+        kind: SampleKind,
     ) -> None:
         """*teacher* is a line that changes with the teacher, *collate_fn* makes micro-batches of *batch_size* samples
-        without targets."""
+        of this *kind* without targets."""
         self._layout = layout
         self._teacher = teacher
         self._settings = (top_k, temperature, num_columns)
         self._directory = Path(directory).expanduser() if directory else None
         self._batch_size = batch_size
         self._collate = collate_fn
+        self._kind = kind
 
     def find(self, dataset: TargetedDataset) -> TargetCache | None:
         """Open the cache of *dataset*; None if there is none, or if a file is damaged. A collective."""
@@ -194,9 +187,12 @@ class TeacherCaches:
                 # Those of the batch before: the ranks agree once per forward pass.
                 _write(computed, writer)
                 samples, micro_batch = self._read(dataset, indices)
+                counts = self._kind.label_counts(samples, micro_batch)
+                require_labels(micro_batch, sum(counts))
+                checksums = [self._kind.checksum(sample) for sample in samples]
             top = self._top_of(micro_batch, teacher)
             is_mine = number * size < len(mine)
-            computed = _Predicted(samples, top) if is_mine else None
+            computed = _Predicted(checksums, counts, top) if is_mine else None
             report(number)
         entry = None
         with self._raising_on_all_ranks():
@@ -242,7 +238,7 @@ class TeacherCaches:
             directory = self._directory or cache_directory()
             if self._layout.is_rank0:
                 with isolated_rng():
-                    digest = data_digest(dataset.dataset)
+                    digest = self._kind.digest(dataset.dataset)
         digest = broadcast_object(self._layout.gloo_group, digest)
         key = repr((digest, len(dataset), self._teacher, *self._settings))
         name = hashlib.blake2b(key.encode(), digest_size=12).hexdigest()

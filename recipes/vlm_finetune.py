@@ -55,6 +55,7 @@ class VLMFinetune(Recipe):
     loop_class = VLMLoop
 
     def check_sections(self) -> None:
+        super().check_sections()
         check_sections(self.config)
 
     def build(self) -> None:

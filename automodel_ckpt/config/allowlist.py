@@ -211,8 +211,11 @@ _MODELS = Group(
     ),
 )
 _TEACHERS = Group(
-    "teachers of this package: counts of tokens in its text",
-    (Exact("automodel_ckpt.data.pair_counts.pair_counts"),),
+    "teachers of this package: counts of tokens in its text, means of its images",
+    (
+        Exact("automodel_ckpt.data.pair_counts.pair_counts"),
+        Exact("automodel_ckpt.data.digit_means.digit_means"),
+    ),
 )
 _CONFIGS = Group(
     "configurations of transformers models: plain settings",

@@ -260,7 +260,7 @@ _KINDS = {
     **_same(
         "teacher_model_name_or_path teacher_model teacher_checkpointer kd_trainer",
         "distill.teacher",
-        note="from_pretrained, with recipe: distill",
+        note="from_pretrained, with recipe: distill or vlm_distill",
     ),
     **_same("kd_ratio kd_alpha", "distill.kd_ratio"),
     **_same(

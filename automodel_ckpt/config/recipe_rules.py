@@ -13,7 +13,7 @@ KIND_SECTIONS: dict[str, tuple[str, ...]] = {
     "classification": ("sequence_classification",),
     "kto": ("kto",),
     "reward_model": ("reward_model",),
-    "distill": ("distill",),
+    "distill": ("distill", "vlm_distill"),
     "pretrain": ("pretrain",),
     "dpo": ("dpo",),
     "orpo": ("orpo",),

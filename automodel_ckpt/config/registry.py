@@ -16,6 +16,7 @@ _OWN = {
     "pretrain": "automodel_ckpt.recipes.pretrain:Pretrain",
     "dpo": "automodel_ckpt.recipes.dpo:DPOFinetune",
     "orpo": "automodel_ckpt.recipes.orpo:ORPOFinetune",
+    "vlm_distill": "automodel_ckpt.recipes.vlm_distill:VLMDistill",
     "vlm_finetune": "automodel_ckpt.recipes.vlm_finetune:VLMFinetune",
 }
 

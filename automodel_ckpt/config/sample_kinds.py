@@ -57,7 +57,7 @@ SAMPLE_KINDS: tuple[SampleKind, ...] = (
     ),
     SampleKind(
         "conversations with images",
-        ("vlm_finetune",),
+        ("vlm_finetune", "vlm_distill"),
         (
             "vlm.conversations",
             "vlm.image_answers",

@@ -226,7 +226,12 @@ def measure(dataset: Any, collate: ImageTextCollator, num_workers: int = 0) -> M
     def build(directory: Path) -> None:
         np.save(directory / "lengths.npy", _lengths(dataset, collate, num_workers))
 
-    key = (_FORMAT, fingerprint(), _fingerprint(collate.processor), transformers.__version__)
+    key = (
+        _FORMAT,
+        fingerprint(),
+        processor_fingerprint(collate.processor),
+        transformers.__version__,
+    )
     # np.load rejects pickled objects by default.
     lengths = np.load(cached("image_lengths", key, build) / "lengths.npy")
     return MeasuredImages(dataset, lengths)
@@ -282,7 +287,7 @@ class _Measuring(Dataset[Any]):
             return Failure(error)
 
 
-def _fingerprint(processor: Any) -> str:
+def processor_fingerprint(processor: Any) -> str:
     """Return a digest of the files that a processor is saved as."""
     with TemporaryDirectory() as directory:
         processor.save_pretrained(directory)

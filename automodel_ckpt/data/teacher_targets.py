@@ -18,7 +18,8 @@ import shutil
 import uuid
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -42,8 +43,6 @@ _LARGEST_MANIFEST = 2**24
 """Bytes. A manifest has a few hundred bytes for each rank that wrote a part."""
 TOKENS, LOG_PROBS, REST = "teacher_tokens", "teacher_log_probs", "teacher_rest"
 """Keys of a micro-batch: int64 [N, k], float32 [N, k] and float32 [N], for the N labels of its samples in order."""
-_TARGETS = "teacher_targets"
-"""Key of a sample."""
 
 
 class SampleTargets(NamedTuple):
@@ -56,6 +55,25 @@ class SampleTargets(NamedTuple):
     rest: npt.NDArray[np.float32]
     """The logarithm [n] of the probability of all other tokens."""
     checksum: int
+
+
+class Targeted(NamedTuple):
+    """A sample of a data set with what a teacher predicts for its labels."""
+
+    sample: Any
+    targets: SampleTargets
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKind:
+    """What a cache has to know about the samples of a data set, as functions."""
+
+    digest: Callable[[Any], str]
+    """The digest of a data set: it changes with the tokens of a sample."""
+    checksum: Callable[[Any], int]
+    """The checksum of a sample: it changes with what the teacher gets of it."""
+    label_counts: Callable[[Sequence[Any], Mapping[str, torch.Tensor]], list[int]]
+    """The number of predicted labels of each of the samples, by these and by the micro-batch of them."""
 
 
 def checksum(sample: Mapping[str, Any]) -> int:
@@ -73,6 +91,13 @@ def num_labels(sample: Mapping[str, Any]) -> int:
     return int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
 
 
+def _label_counts(
+    samples: Sequence[Mapping[str, Any]], micro_batch: Mapping[str, torch.Tensor]
+) -> list[int]:
+    del micro_batch  # A collate function may have changed the labels, which has to be noticed.
+    return [num_labels(sample) for sample in samples]
+
+
 def data_digest(dataset: Any) -> str:
     """Return a digest of a data set and the tokenizer that made it: of its ``identity``, else of all its tokens.
 
@@ -85,9 +110,22 @@ def data_digest(dataset: Any) -> str:
         # The size of packs is not part of the identity.
         digest.update(f"{known} {size} {getattr(dataset, 'size', None)}".encode())
         return digest.hexdigest()
-    for index in range(size):
+    return samples_digest(dataset, checksum)
+
+
+def samples_digest(dataset: Any, checksum: Callable[[Any], int]) -> str:
+    """Return a digest of the checksums of all samples of a data set.
+
+    Raises :class:`AutomodelError` with the location of a sample that cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    for index in range(len(dataset)):
         digest.update(checksum(read_sample(dataset, index)).to_bytes(4, "little"))
     return digest.hexdigest()
+
+
+TOKENIZED = SampleKind(data_digest, checksum, _label_counts)
+"""Samples with ``input_ids`` and ``labels``."""
 
 
 # ---------------------------------------------------------------- writing
@@ -312,8 +350,9 @@ class TargetedDataset:
     Its samples are those of *dataset*; packs count as samples.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, kind: SampleKind = TOKENIZED) -> None:
         self.dataset = dataset
+        self._checksum = kind.checksum
         self.cache: TargetCache | None = None
         """The targets by sample; None: not computed yet, and samples come without them."""
 
@@ -337,14 +376,15 @@ class TargetedDataset:
         if self.cache is None:
             return sample
         targets = self.cache.of(index)
-        if checksum(sample) != targets.checksum:
+        if self._checksum(sample) != targets.checksum:
             raise RecipeError(
                 "this sample is not the one whose logits of the teacher are cached",
                 where="dataset",
                 value=f"sample {index}, {self.cache.directory}",
-                hint="use a data set that returns the same samples in every epoch, or remove distill.top_k",
+                hint="use a data set that returns the same samples in every epoch, or remove distill.top_k; if a file "
+                "that it reads has changed since, remove that directory",
             )
-        return {**sample, _TARGETS: targets}
+        return Targeted(sample, targets)
 
 
 class TargetCollator:
@@ -354,22 +394,35 @@ class TargetCollator:
         self.collate_fn = collate_fn
         self.draws_nothing = getattr(collate_fn, "draws_nothing", False) is True
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return the micro-batch of *samples*, with the keys TOKENS, LOG_PROBS and REST if the samples have targets."""
-        plain = []
-        targets = []
-        for sample in samples:
-            plain.append({name: value for name, value in sample.items() if name != _TARGETS})
-            if _TARGETS in sample:
-                targets.append(sample[_TARGETS])
+    def __call__(self, samples: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Return the micro-batch of *samples*, with the keys TOKENS, LOG_PROBS and REST if the samples have targets.
+
+        Raises :class:`RecipeError` if the collator makes another number of labels than the teacher saw.
+        """
+        plain = [each.sample if isinstance(each, Targeted) else each for each in samples]
+        targets = [each.targets for each in samples if isinstance(each, Targeted)]
         batch: dict[str, torch.Tensor] = dict(self.collate_fn(plain))
         if targets:
             tokens = np.concatenate([each.tokens for each in targets])
+            require_labels(batch, len(tokens))
             batch[TOKENS] = torch.from_numpy(tokens.astype(np.int64))
             log_probs = np.concatenate([each.log_probs for each in targets])
             batch[LOG_PROBS] = torch.from_numpy(log_probs)
             batch[REST] = torch.from_numpy(np.concatenate([each.rest for each in targets]))
         return batch
+
+
+def require_labels(micro_batch: Mapping[str, torch.Tensor], expected: int) -> None:
+    """Raise :class:`RecipeError` unless the rows of *micro_batch* have so many predicted labels."""
+    found = int(torch.count_nonzero(micro_batch["labels"][:, 1:] != IGNORE_INDEX))
+    if found == expected:
+        return
+    raise RecipeError(
+        "the collate function changes the labels of samples, so the teacher's logits cannot be cached",
+        where="dataloader.collate_fn",
+        value=f"{found} labels in a micro-batch of samples with {expected}",
+        hint="remove collate_fn, or distill.top_k",
+    )
 
 
 def share_of(num_samples: int, number: int, num_parts: int) -> range:

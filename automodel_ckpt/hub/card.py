@@ -18,11 +18,17 @@ from automodel_ckpt.report.svg import document
 
 _PIPELINES = {
     "vlm_finetune": "image-text-to-text",
+    "vlm_distill": "image-text-to-text",
     "sequence_classification": "text-classification",
     "reward_model": "text-classification",
     "embedding": "feature-extraction",
 }
-_TAGS = {"llm_finetune": "sft", "vlm_finetune": "sft", "pretrain": "pretraining"}
+_TAGS = {
+    "llm_finetune": "sft",
+    "vlm_finetune": "sft",
+    "vlm_distill": "distill",
+    "pretrain": "pretraining",
+}
 _SENTENCES = "modules.json"
 _NUM_CHARTS = 3
 _MAX_ROWS = 12

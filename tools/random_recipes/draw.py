@@ -126,7 +126,7 @@ class _Some:
 
 
 def _add_schedule(some: _Some, kind: str) -> None:
-    rows = {"embedding": 4, "vlm_finetune": 2}.get(kind, 1)
+    rows = {"embedding": 4, "vlm_finetune": 2, "vlm_distill": 2}.get(kind, 1)
     some.always("step_scheduler.max_steps", STEPS)
     some.always("step_scheduler.num_epochs", None)
     some.always("step_scheduler.ckpt_every_steps", 2)
@@ -237,6 +237,10 @@ def _add_distillation(some: _Some) -> None:
     _add_decoder(some)
     _add_adapters(some)
     some.maybe(0.3, "packed_sequence.size", 128)
+    _add_divergence(some)
+
+
+def _add_divergence(some: _Some) -> None:
     some.maybe(0.4, "distill.top_k", 16)
     some.maybe(0.4, "distill.divergence", "reverse_kl", "mixed")
     some.maybe(0.3, "distill.temperature", 2.0)
@@ -262,6 +266,11 @@ def _add_images(some: _Some) -> None:
     some.maybe(0.3, "packed_sequence.size", 128)
 
 
+def _add_image_distillation(some: _Some) -> None:
+    _add_images(some)
+    _add_divergence(some)
+
+
 KINDS: dict[str, tuple[str, Callable[[_Some], None]]] = {
     "llm_finetune": ("llm_finetune/tiny_llama_python_docs.yaml", _add_texts),
     "pretrain": ("pretrain/tiny_mixture.yaml", _add_pretraining),
@@ -273,6 +282,7 @@ KINDS: dict[str, tuple[str, Callable[[_Some], None]]] = {
     "sequence_classification": ("classification/tiny_topics.yaml", _add_classes),
     "embedding": ("embedding/tiny_pairs.yaml", _add_embeddings),
     "vlm_finetune": ("vlm_finetune/tiny_digits.yaml", _add_images),
+    "vlm_distill": ("distill/tiny_vlm_distill.yaml", _add_image_distillation),
 }
 """The example of each kind of training, and what adds the options that only this kind has."""
 

@@ -1,4 +1,4 @@
-"""The section ``distill`` of the recipe ``distill``."""
+"""The section ``distill`` of the recipes ``distill`` and ``vlm_distill``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class TeacherConfig:
     """The model whose predictions the student learns. It is not trained and not saved."""
 
     from_pretrained: str = setting(MISSING, NOT_EMPTY)
-    """Directory or Hub name of a pretrained Hugging Face model with the tokenizer of the student."""
+    """Directory or Hub name of a pretrained Hugging Face model with the tokenizer of the student, and for vlm_distill
+    with the same settings of images."""
     revision: str | None = setting(None, NOT_EMPTY)
     """Branch, tag or commit of the Hub name in from_pretrained; null: the main branch."""
     trust_remote_code: bool = False

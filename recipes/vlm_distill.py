@@ -1,0 +1,34 @@
+"""Knowledge distillation of a vision-language model: :mod:`.distill` on the data of :mod:`.vlm_finetune`.
+
+Student and teacher get the same tokens and pixels, which the processor of the student makes.
+"""
+
+from __future__ import annotations
+
+from automodel_ckpt.data.image_targets import image_samples
+from automodel_ckpt.data.teacher_targets import SampleKind
+from automodel_ckpt.errors import Problem
+from automodel_ckpt.recipes.distill import DistillationRecipe
+from automodel_ckpt.recipes.teacher import PretrainedTeacher
+from automodel_ckpt.recipes.teacher_images import check_images
+from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
+
+
+class VLMDistill(DistillationRecipe, VLMFinetune):
+    """Trains ``model`` to predict what the teacher of the section ``distill`` predicts on conversations with images."""
+
+    def config_problems(self) -> list[Problem]:
+        problems = super().config_problems()
+        collate_fn = self.config.dataloader.collate_fn
+        if self.section.top_k is not None and collate_fn is not None:
+            what = "the teacher's logits are cached by sample, whose rows only the default collate function shows"
+            hint = "remove dataloader.collate_fn, or distill.top_k"
+            problems.append(Problem(what, "distill.top_k", str(self.section.top_k), hint))
+        return problems
+
+    def compare_with_teacher(self, teacher: PretrainedTeacher) -> None:
+        super().compare_with_teacher(teacher)
+        check_images(teacher, self.model_config, self.processor)
+
+    def sample_kind(self) -> SampleKind:
+        return image_samples(self.processor)
