@@ -42,6 +42,7 @@ RECIPES = {
     "TrainFinetuneRecipeForNextTokenPrediction": "llm_finetune",
     "FinetuneRecipeForVLM": "vlm_finetune",
     "KnowledgeDistillationRecipeForNextTokenPrediction": "distill",
+    "KnowledgeDistillationRecipeForVLM": "vlm_distill",
     "TrainFinetuneRecipeForSequenceClassification": "sequence_classification",
     benchmark.CLASS: "llm_finetune",
 }

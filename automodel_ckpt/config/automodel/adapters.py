@@ -63,7 +63,7 @@ def freeze(section: Section) -> None:
     With adapters the whole base is frozen. AutoModel freezes the adapters in these parts, too: here, their layers get
     none.
     """
-    if section.work.recipe != "vlm_finetune" or section.node is None:
+    if not section.work.has_images or section.node is None:
         return
     has_adapters = section.work.source.at("peft") is not None
     patterns = []

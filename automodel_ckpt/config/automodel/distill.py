@@ -15,10 +15,16 @@ from automodel_ckpt.config.automodel.rows import (
 )
 
 _SAME_RANKS = "the teacher is shared over the ranks of the student"
+TASKS = {
+    "distill": ("CausalLM", "NeMoAutoModelForCausalLM"),
+    "vlm_distill": ("ImageTextToText", "NeMoAutoModelForImageTextToText"),
+}
+"""Our recipe: the task of the class of its teacher, and the name of this class in AutoModel."""
 NOT_DISTILLED = Needs(
     "teacher_model",
     "a teacher in this recipe",
-    "set recipe: KnowledgeDistillationRecipeForNextTokenPrediction, or remove the section",
+    "set recipe: KnowledgeDistillationRecipeForNextTokenPrediction or KnowledgeDistillationRecipeForVLM, or remove the "
+    "section",
 )
 TEACHER = (
     Key("pretrained_model_name_or_path", "from_pretrained"),
@@ -34,21 +40,23 @@ TOP = (
     Key("offload_teacher_model", where="distill.offload_teacher"),
     Degraded("separate_meshes", _SAME_RANKS),
     Degraded("teacher_distributed", _SAME_RANKS),
+    NoEffect("teacher_freeze_config"),
 )
 
 
 def teacher(section: Section) -> None:
     """Translate the model that is distilled."""
-    if section.work.recipe != "distill":
+    if section.work.recipe not in TASKS:
         NOT_DISTILLED.apply(section.work.section(""))
         return
+    task, name = TASKS[section.work.recipe]
     section = section.work.section(section.path, "distill.teacher")
     target = section.peek("_target_")
     if target is not None:
         found = AUTO_CLASS.fullmatch(str(target.value))
         section.take("_target_")
-        if found is None or found["method"] != "from_pretrained" or found["task"] != "CausalLM":
-            hint = "use NeMoAutoModelForCausalLM.from_pretrained"
+        if found is None or found["method"] != "from_pretrained" or found["task"] != task:
+            hint = f"use {name}.from_pretrained"
             section.reject("_target_", target, "this teacher is not supported", hint)
             return
         section.translated("_target_", target, "recipe")
@@ -57,7 +65,7 @@ def teacher(section: Section) -> None:
 
 def loss(section: Section) -> None:
     """Translate the divergence. AutoModel's class KDLoss is the forward one, which is the default here."""
-    if section.work.recipe != "distill" or section.node is None:
+    if section.work.recipe not in TASKS or section.node is None:
         return
     section = section.work.section(section.path, "distill")
     target = section.take("_target_")
@@ -73,7 +81,7 @@ def loss(section: Section) -> None:
 
 def top_level(section: Section) -> None:
     """Translate the keys beside the sections."""
-    if section.work.recipe == "distill":
+    if section.work.recipe in TASKS:
         apply_rows(TOP, section)
 
 

@@ -232,7 +232,7 @@ def _pipeline(section: Section) -> None:
         steps = section.work.section("distributed.pipeline", "step_scheduler")
         steps.put("local_batch_size", micro_batch, was="pp_microbatch_size")
     PIPELINE.apply(pipeline)
-    if size is not None and is_used and section.work.recipe == "vlm_finetune":
+    if size is not None and is_used and section.work.has_images:
         section.degraded("pp_size", size, UNDIVIDED)
         is_used = False
     elif size is not None:

@@ -26,7 +26,7 @@ class Work:
 
     source: Node
     recipe: str
-    """The name of our recipe: llm_finetune, vlm_finetune or distill."""
+    """The name of our recipe: llm_finetune, vlm_finetune, distill, ..."""
     their_class: str
     """The name of AutoModel's recipe class."""
     result: Node = field(default_factory=lambda: Node({}, ""))
@@ -36,6 +36,11 @@ class Work:
     """Errors about keys that neither program has, in sections of AutoModel."""
     known: set[str] = field(default_factory=set)
     """The dotted keys that rows have looked for, whether or not the file has them: hints suggest these names."""
+
+    @property
+    def has_images(self) -> bool:
+        """Whether our recipe trains a vision-language model."""
+        return self.recipe in ("vlm_finetune", "vlm_distill")
 
     def section(self, path: str, to: str | None = None) -> Section:
         """Return the view of AutoModel's section at *path*, translated to our section *to* (the same name if None)."""

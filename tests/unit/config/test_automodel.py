@@ -92,7 +92,7 @@ peft:
 
 def load(tmp_path: Path, text: str, *words: str) -> LoadedRecipe:
     """Load a recipe that consists of *text* and of the sections that it does not have."""
-    rows = MEDPIX if VLM in text else ROWS
+    rows = MEDPIX if VLM in text or VLM_KD in text else ROWS
     for section, default in (("recipe:", LLM), ("model:", MODEL), ("dataset:", rows)):
         if not text.startswith(section) and f"\n{section}" not in text:
             text += default
@@ -134,6 +134,9 @@ kd_loss_fn:
   temperature: 3
 """
 DISTILLED = f"{KD}{TEACHER}{KD_LOSS}"
+VLM_KD = "recipe: KnowledgeDistillationRecipeForVLM\n"
+VLM_TEACHER = TEACHER.replace("CausalLM", "ImageTextToText")
+VLM_DISTILLED = f"{VLM_KD}{VLM_TEACHER}{KD_LOSS}freeze_config:\n  freeze_vision_tower: true\n"
 QAT = (
     "qat:\n  enabled: true\n  fake_quant_after_n_steps: 1\n  qat_config:\n"
     "    _target_: nemo_automodel.components.quantization.qat.QATConfig\n"
@@ -176,6 +179,14 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     (DISTILLED, "distill.kd_ratio", 0.25),
     (DISTILLED, "distill.temperature", 3.0),
     (DISTILLED, "distill.offload_teacher", True),
+    (VLM_DISTILLED, "recipe", "vlm_distill"),
+    (VLM_DISTILLED, "distill.teacher.from_pretrained", "some/teacher"),
+    (VLM_DISTILLED, "distill.temperature", 3.0),
+    (
+        VLM_DISTILLED,
+        "model.freeze_if_present",
+        ["*vision*.*", "*visual*.*", "*image_encoder*.*"],
+    ),
     (VLM, "recipe", "vlm_finetune"),
     (
         "recipe:\n  _target_: nemo_automodel.recipes.llm.train_ft.TrainFinetuneRecipeForNextTokenPrediction\n",
@@ -896,6 +907,11 @@ DEGRADED = [
         "safetensors",
     ),
     ("lr_scheduler:\n  min_lr: 0\n", ":1: lr_scheduler.lr_warmup_steps", "10 % of the steps"),
+    (
+        f"{VLM_DISTILLED}distributed:\n  pp_size: 2\n",
+        "distributed.pp_size",
+        "fsdp2 shards the model",
+    ),
     (f"separate_meshes: true\n{DISTILLED}", ":1: separate_meshes", "the ranks of the student"),
     (
         f"teacher_distributed:\n  tp_size: 2\n{DISTILLED}",
@@ -921,7 +937,6 @@ def test_a_degraded_key_gives_one_warning_with_its_line(
 
 
 REJECTED = [
-    ("recipe: KnowledgeDistillationRecipeForVLM\n", 1, "unknown recipe"),
     ("recipe: DiffusionLMSFTRecipe\ndllm:\n  mode: mdlm\n", 1, "unknown recipe"),
     (TEACHER, 1, "a teacher in this recipe is not supported"),
     (
@@ -929,6 +944,7 @@ REJECTED = [
         3,
         "this teacher is not supported",
     ),
+    (f"{VLM_KD}{TEACHER}", 3, "this teacher is not supported"),
     (
         f"{KD}{TEACHER}kd_loss_fn:\n  _target_: torch.nn.KLDivLoss\n",
         6,
