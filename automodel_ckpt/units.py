@@ -48,6 +48,11 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def counted_are(number: int, noun: str) -> str:
+    """Begin a sentence about a number of things: ``1 tensor is``, ``2 tensors are``."""
+    return f"{counted(number, noun)} {'is' if number == 1 else 'are'}"
+
+
 def duration(seconds: float) -> str:
     """Format seconds with at most two units: ``8 s``, ``3 min 20 s``, ``5 h 04 min``, ``2 d 3 h``."""
     total = round(seconds)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
-from automodel_ckpt.units import size_text
+from automodel_ckpt.units import counted, size_text
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.saving.forecast import Forecast
@@ -77,7 +77,9 @@ def warn_of_little_space(
         return
     exports = ""
     if num_exports:
-        exports = f" and {num_exports} exports of about {size_text(forecast.export_bytes)}"
+        exports = (
+            f" and {counted(num_exports, 'export')} of about {size_text(forecast.export_bytes)}"
+        )
     log.warning(
         "the disk of %s cannot hold what this run will save: %d more checkpoints of about %s%s take %s, and %s "
         "are free; free space, or keep fewer (checkpoint.keep_last, step_scheduler.ckpt_every_steps)",

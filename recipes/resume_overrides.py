@@ -27,6 +27,7 @@ from automodel_ckpt.config.yaml_tree import DEFAULT
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training.lr import current_rate, fast_forward, follow_schedule
 from automodel_ckpt.training.step_scheduler import StepScheduler
+from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -249,7 +250,7 @@ class RecipeOptions:
             before, planned = scheduler.planned_before, scheduler.planned_steps
             # An imported run was planned by another program, which may not state it.
             if before is not None and before != planned:
-                why = f" (the run was planned for {before} steps, now for {planned})"
+                why = f" (the run was planned for {counted(before, 'step')}, now for {planned})"
             message = "the schedule changed%s: the learning rate of step %d is %.6g, it would have been %.6g"
             log.warning(message, why, scheduler.step + 1, now, saved)
 

@@ -38,6 +38,7 @@ from automodel_ckpt.checkpoint.sources.model_files import (
     read_files,
 )
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -353,8 +354,8 @@ class HFAssets:
     def _log_differences(self) -> None:
         renamed = self._without_prefix()
         for new, old in list(renamed.items())[:1]:
-            message = "Exports have the names of the base without the prefix %r: %d tensors"
-            log.info(message, old.removesuffix(new), len(renamed))
+            message = "Exports have the names of the base without the prefix %r: %s"
+            log.info(message, old.removesuffix(new), counted(len(renamed), "tensor"))
         known = renamed.keys() | set(renamed.values())
         for kind, names in self._differences.items():
             declared = [fqn for fqn in names if self._is_declared(fqn)]
@@ -363,8 +364,8 @@ class HFAssets:
                 message = "Exports differ from the base as declared: %s: %s"
                 log.info(message, kind, ", ".join(declared))
             if others:
-                message = "Exports will differ from the base: %d tensors %s: %s"
-                log.warning(message, len(others), kind, others[:5])
+                message = "Exports will differ from the base: %s %s: %s"
+                log.warning(message, counted(len(others), "tensor"), kind, others[:5])
 
 
 def _local_references(references: Mapping[str, Any], files: Iterable[str]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from automodel_ckpt.convert.sources.packed_files import PackedFiles, StoredFile,
 from automodel_ckpt.convert.tar_reading import TarMember, TarReader, is_gzip, tar_members
 from automodel_ckpt.convert.tar_writing import TarWriter
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import counted
 
 QNEMO_CONFIG = "config.json"
 _QNEMO_WEIGHTS = "rank0.safetensors"
@@ -153,7 +154,7 @@ def _check_qnemo(packed: PackedFiles) -> None:
         what = "the config has no mapping.world_size, the number of ranks"
         raise unusable(what, path, repr(error)[:200]) from error
     if not 0 < num_ranks <= len(packed.files):
-        raise unusable("the weights of some ranks are missing", path, f"{num_ranks} ranks")
+        raise unusable("the weights of some ranks are missing", path, counted(num_ranks, "rank"))
     for rank in range(num_ranks):
         name = f"rank{rank}.safetensors"
         if name not in packed.files:

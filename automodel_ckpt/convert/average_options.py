@@ -10,6 +10,7 @@ from typing import Literal
 
 from automodel_ckpt.convert.average_methods import METHODS, ema_weights
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.units import counted
 
 Integers = Literal["equal", "first", "last"]
 _DENSITY = {"ties": 0.2, "dare": 0.5}
@@ -47,7 +48,7 @@ def weights_of(options: AverageOptions, count: int) -> list[float]:
     weights = list(options.weights or [1.0] * count)
     if len(weights) != count:
         what = f"there must be one weight for each of the {count} sources"
-        raise _invalid(what, "--weights", f"{len(weights)} weights")
+        raise _invalid(what, "--weights", counted(len(weights), "weight"))
     total = math.fsum(weights)
     if not math.isfinite(total) or total <= 0 or min(weights) < 0:
         what = "weights must be finite and not negative, and at least one must be positive"

@@ -226,8 +226,9 @@ class GlobalBatchLoader:
         size = self.sizes.global_batch_size
         if consumed_samples is not None and consumed_samples != num_steps * size:
             self._warn(
-                f"the imported run used {consumed_samples} samples in {num_steps} steps; with global_batch_size "
-                f"{size} they would be {num_steps * size}: global batches and step counts differ from here on"
+                f"the imported run used {counted(consumed_samples, 'sample')} in {counted(num_steps, 'step')}; with "
+                f"global_batch_size {size} they would be {num_steps * size}: global batches and step counts differ "
+                "from here on"
             )
             self._start_at_sample(consumed_samples)
         elif self.num_samples is None:

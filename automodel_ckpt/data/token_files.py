@@ -150,7 +150,7 @@ def _documents(
         raise RecipeError(
             "the files have no document of two tokens or more",
             where="dataset.path",
-            value=f"{num_tokens} tokens in {len(arrays)} files",
+            value=f"{counted(num_tokens, 'token')} in {counted(len(arrays), 'file')}",
             hint="give other files; with split, check the share of this part",
         )
     longest = int(found.whole_lengths.max())
@@ -164,7 +164,9 @@ def _documents(
         )
     log.info("%s: %s of %s", path, counted(len(found), "document"), counted(num_tokens, "token"))
     if num_long:
-        log.warning("%s: %d documents were truncated to %s tokens", path, num_long, seq_length)
+        log.warning(
+            "%s: truncated %s to %s tokens", path, counted(num_long, "document"), seq_length
+        )
     return found
 
 
@@ -190,7 +192,7 @@ def _windows(
         raise RecipeError(
             "the files have no sample of seq_length tokens",
             where="dataset.path",
-            value=f"{num_tokens} tokens in {len(arrays)} files, seq_length {seq_length}",
+            value=f"{counted(num_tokens, 'token')} in {counted(len(arrays), 'file')}, seq_length {seq_length}",
             hint="give a smaller seq_length or other files; with split, check the share of this part",
         )
     log.info(

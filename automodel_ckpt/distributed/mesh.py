@@ -247,7 +247,7 @@ def _device(backend: str | None, local_rank: int) -> torch.device:
         raise RecipeError(
             "this node has fewer GPUs than ranks",
             where=f"local rank {local_rank}",
-            value=f"{torch.cuda.device_count()} GPUs",
+            value=f"GPUs of this node: {torch.cuda.device_count()}",
             hint="lower --nproc-per-node, or set distributed.backend to gloo to train on the CPU",
         )
     device = torch.device("cuda", local_rank)

@@ -163,4 +163,4 @@ def _check(staging: Path, files: Mapping[str, Listed], log: Log) -> None:
             problems.append(Problem(what, name, "", "run the same command again"))
     if problems:
         raise CheckpointUnusable.all_of(problems)
-    log(f"verified {len(files)} files by the digests of the Hub")
+    log(f"files verified by the digests of the Hub: {len(files)}")

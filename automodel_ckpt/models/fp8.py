@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -47,7 +48,7 @@ def convert_to_fp8(
     if not selected:
         raise _error(
             "no linear layer of this model can compute in FP8",
-            f"{num_odd} layers with widths that are no multiples of {_MULTIPLE}",
+            f"{counted(num_odd, 'layer')} with a width that is no multiple of {_MULTIPLE}",
             "remove the section fp8, or patterns of fp8.exclude",
         )
     from torchao import float8

@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.durable_io import walk
 from automodel_ckpt.errors import CheckpointUnusable, os_problem
-from automodel_ckpt.units import counted
+from automodel_ckpt.units import counted, counted_are
 
 # Tokenizers of large vocabularies take some ten megabytes.
 _MAX_SIDE_BYTES = 128 << 20
@@ -157,7 +157,7 @@ def _drop_quantization(
         if is_quantized_in_base and tensor.fqn not in dequantized:
             num_quantized += 1
     if num_quantized:
-        counts = f"{num_quantized} tensors are still quantized, some are float"
+        counts = f"{counted_are(num_quantized, 'tensor')} still quantized, some are float"
         return [f"config.json keeps its quantization_config: {counts}"]
     del config["quantization_config"]
     return ["config.json loses its quantization_config: the weights are float now"]

@@ -17,6 +17,7 @@ from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.slices import Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.units import counted_are
 
 MAX_FILE_BYTES = 5_000_000_000
 _CAST_NAMES = {
@@ -284,9 +285,9 @@ def _quantized_warnings(exported: Sequence[ExportTensor], maps: BaseMaps) -> lis
     if not found:
         return []
     names = _some([tensor.fqn for tensor in found], 3)
-    return [
-        f"{len(found)} tensors are quantized in the base and float here; they stay float: {names}"
-    ]
+    number = counted_are(len(found), "tensor")
+    stay = "it stays" if len(found) == 1 else "they stay"
+    return [f"{number} quantized in the base and float here; {stay} float: {names}"]
 
 
 def _group(

@@ -30,6 +30,7 @@ from automodel_ckpt.checkpoint.state.optimizer_loading import OptimizerLoader
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree
 from automodel_ckpt.checkpoint.tree import OBJECTS
 from automodel_ckpt.errors import AutomodelError
+from automodel_ckpt.units import counted
 from automodel_ckpt.user_code import location_in_user_code
 
 log = logging.getLogger("automodel_ckpt")
@@ -211,8 +212,8 @@ class Loader:
         if derive is None:
             raise unusable(
                 self._path,
-                f"{item.name!r} was saved by {self._manifest.world_size} ranks, each with its own state",
-                [f"~ {item.name}: this run has {self._ranks.world_size} ranks"],
+                f"{item.name!r} was saved by {counted(self._manifest.world_size, 'rank')}, each with its own state",
+                [f"~ {item.name}: this run has {counted(self._ranks.world_size, 'rank')}"],
                 f"resume on the same number of ranks, or --checkpoint.allow_missing_state '[{item.name}]'",
             )
         if self._ranks.rank == 0:

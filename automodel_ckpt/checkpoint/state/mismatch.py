@@ -13,6 +13,7 @@ from automodel_ckpt.checkpoint.formats.reading import differences
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest
 from automodel_ckpt.checkpoint.tree import Tree
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import counted
 
 _MAX_LINES = 20
 
@@ -46,7 +47,7 @@ def check_differences(
         allow = f"--checkpoint.allow_missing_state '[{item.name}]'"
         hints.append(f"continue with new state of the optimizer, and the saved weights: {allow}")
     if types := _only_types(lines):
-        lines = [f"~ {len(lines)} tensors: saved as {types[0]}, here {types[1]}"]
+        lines = [f"~ {counted(len(lines), 'tensor')}: saved as {types[0]}, here {types[1]}"]
         hints[0] = "resume with the data type of the saved weights (model.dtype)"
     hints.append(
         "start a new run in another checkpoint.checkpoint_dir "

@@ -209,7 +209,9 @@ def _lines(planned: Average) -> Iterator[str]:
     rows.append(("other files", ", ".join(list(checkpoint.side_files)[:_MAX_NAMES]) or "none"))
     if planned.copied:
         text = ", ".join(planned.copied[:_MAX_NAMES])
-        rows.append(("copied", f"{len(planned.copied)} tensors that differ: {text}"))
+        rows.append(
+            ("copied", f"{counted(len(planned.copied), 'tensor')} with differences: {text}")
+        )
     if checkpoint.left_out:
         rows.append(("not included", ", ".join(checkpoint.left_out)))
     for line in table(rows):

@@ -27,6 +27,7 @@ from automodel_ckpt.cli.terminal import (
 )
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, Problem, describe
 from automodel_ckpt.store_url import is_url
+from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest
@@ -293,11 +294,16 @@ def _changed_outputs(a: Path, b: Path, name: str) -> tuple[str, ...]:
     return config_changes(before, after).function
 
 
+def _counted(value: object, noun: str) -> str:
+    """Format a number of things that a manifest states, or another value as it is."""
+    return counted(value, noun) if isinstance(value, int) else f"{value} {noun}s"
+
+
 def _planned_steps_lines(a: Side, b: Side, step: int) -> Iterator[str]:
     before, after = a.steps.get("planned_steps"), b.steps.get("planned_steps")
     if before != after:
         left = f": {max(after - step, 0)} left after step {step}" if isinstance(after, int) else ""
-        yield f"the run is planned for {after} steps instead of {before}{left}"
+        yield f"the run is planned for {_counted(after, 'step')} instead of {before}{left}"
 
 
 def _applies_recipe(side: Side) -> bool:
@@ -387,7 +393,7 @@ def _data_lines(a: Side, b: Side, changed: Collection[str]) -> Iterator[str]:
     before, after = a.data.get("num_samples"), b.data.get("num_samples")
     sources = ("dataset.", "packed_sequence", "tokenizer")
     if before != after:
-        yield f"the resume fails: the data set has {after} samples instead of {before}"
+        yield f"the resume fails: the data set has {_counted(after, 'sample')} instead of {before}"
     elif any(key.startswith(sources) for key in changed):
         yield "the samples differ, but their number is the same: the position in the data is kept"
     for name, key in _RESTORED.items():
@@ -398,7 +404,7 @@ def _data_lines(a: Side, b: Side, changed: Collection[str]) -> Iterator[str]:
     before, after = a.recipe.get(batch_size), b.recipe.get(batch_size)
     if before != after:
         position = a.data.get("consumed_samples")
-        yield f"each step takes {after} samples instead of {before}, from sample {position} of the epoch"
+        yield f"each step takes {_counted(after, 'sample')} instead of {before}, from sample {position} of the epoch"
 
 
 # ---------------------------------------------------------------- printing

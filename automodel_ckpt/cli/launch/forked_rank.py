@@ -81,6 +81,7 @@ from automodel_ckpt.distributed.process_stacks import StackDump
 from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED
 from automodel_ckpt.training.start_time import note_process_start
+from automodel_ckpt.units import counted
 
 SECONDARY_DELAY_SECONDS = 1.0
 """How long a rank whose failure followed from another one's waits for the agent to notice the other one."""
@@ -203,7 +204,7 @@ def _report_restart(earlier: FailureRecord | None, *, nodes_joined: bool, is_ela
     if nodes_joined and earlier is None:
         # Without a range of --nnodes, only nodes whose ranks have failed join again.
         reason = "nodes joined" if is_elastic else "ranks of another node failed"
-        print_message(f"{reason}: restarted with {world_size()} ranks")
+        print_message(f"{reason}: restarted with {counted(world_size(), 'rank')}")
         return
     reason = "a rank died"
     if earlier and earlier.primary:
@@ -211,7 +212,7 @@ def _report_restart(earlier: FailureRecord | None, *, nodes_joined: bool, is_ela
     total = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
     # The agent counts the failures of its own ranks.
     number = f"restart {restart_count()} of {total}"
-    again = f"restarted with {world_size()} ranks" if nodes_joined else number
+    again = f"restarted with {counted(world_size(), 'rank')}" if nodes_joined else number
     print_message(f"{reason}\n{again}")
 
 

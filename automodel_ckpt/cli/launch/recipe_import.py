@@ -17,6 +17,7 @@ from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
 from automodel_ckpt.cli.launch.node_resources import set_allocator
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.units import counted
 
 NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 Prepare = Callable[[], tuple[Loaded, RecipeClass]]
@@ -93,6 +94,6 @@ def validate_no_autograd_threads() -> None:
         raise RecipeError(
             "this process has already run a backward pass; ranks that are forked afterwards cannot run any",
             where="recipe, _target_",
-            value=f"{num_threads} threads of torch's autograd are running",
+            value=f"torch's autograd has {counted(num_threads, 'thread')}",
             hint="move that code into a function, call ckpt-train in a new process, or start the ranks with torchrun",
         )

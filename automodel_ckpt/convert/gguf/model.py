@@ -23,6 +23,7 @@ from automodel_ckpt.convert.gguf.values import (
     positive_integer,
     positive_number,
 )
+from automodel_ckpt.units import counted
 
 _LAYER_NUMBER = re.compile(r"model\.layers\.([0-9]+)\.", re.ASCII)
 _BLOCK_NUMBER = re.compile(r"blk\.([0-9]+)\.", re.ASCII)
@@ -335,7 +336,9 @@ def layers_fault(num_layers: int, names: Iterable[str]) -> str | None:
             layers.add(match[1])
     if num_layers == len(layers):
         return None
-    return f"num_hidden_layers: {num_layers}, but there are tensors of {len(layers)} layers"
+    return (
+        f"num_hidden_layers: {num_layers}, but there are tensors of {counted(len(layers), 'layer')}"
+    )
 
 
 def name_faults(

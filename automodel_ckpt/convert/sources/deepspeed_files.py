@@ -28,6 +28,7 @@ from automodel_ckpt.convert.sources.torch_files import (
 )
 from automodel_ckpt.convert.sources.torch_objects import Opaque, StoredView, views_in
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import counted
 
 _OPTIMIZER_FILE = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{2,6})_optim_states\.pt", re.ASCII
@@ -345,7 +346,7 @@ def check_ranks(ranks: Mapping[int, object], num_ranks: int, directory: Path) ->
     # Ranges are compared, not listed: a damaged file could claim any number of ranks.
     extra = sorted(rank for rank in ranks if rank >= num_ranks)
     if extra:
-        what = f"the checkpoint is of {num_ranks} ranks, and there are files of more"
+        what = f"the checkpoint is of {counted(num_ranks, 'rank')}, and there are files of more"
         raise unusable(what, directory, f"rank {extra[0]}")
     if len(ranks) == num_ranks:
         return

@@ -91,7 +91,9 @@ class MegatronCore(Format):
         for tensor in read_tensors(path, DcpContent(weights, {})):
             tensors[tensor.fqn] = tensor
         if not tensors:
-            raise unusable("there are no weights here", path, f"{len(content.tensors)} tensors")
+            raise unusable(
+                "there are no weights here", path, counted(len(content.tensors), "tensor")
+            )
         common = read_common(path)
         omitted = tuple(_omitted(content, common))
         notes = [_UNCHECKED, *(left_out(text, 2) for text in omitted)]
@@ -358,10 +360,12 @@ def _omitted(content: DcpContent, common: Mapping[Any, Any]) -> list[str]:
         omitted.append(f"the optimizer's state ({counted(num_others, 'tensor')})")
     num_extra = sum(1 for name in content.values if "_extra_state" in name)
     if num_extra:
-        omitted.append(f"{num_extra} _extra_state objects of Transformer Engine")
+        omitted.append(f"{counted(num_extra, '_extra_state object')} of Transformer Engine")
     num_values = len(content.values) - num_extra
     if num_values:
-        omitted.append(f"{num_values} objects of the ranks (random numbers and the like)")
+        omitted.append(
+            f"{counted(num_values, 'object')} of the ranks (random numbers and the like)"
+        )
     return [*omitted, *_omitted_counters(common)]
 
 

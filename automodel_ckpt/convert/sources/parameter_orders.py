@@ -21,6 +21,7 @@ from pathlib import Path
 
 from automodel_ckpt.convert.training_state import ModelParameter
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import counted
 
 Shape = tuple[int, ...]
 Key = int | str
@@ -125,9 +126,7 @@ def _fit(order: _Order, keys: Sequence[Sequence[Key]], shapes: Mapping[Key, Shap
             if at_first != at_last and not ambiguity:
                 num_frozen = len(members) - len(group_keys)
                 choice = f"{names[key]} or {members[at_last].name}"
-                ambiguity = (
-                    f"{num_frozen} parameters were frozen, unknown which: {key} may be {choice}"
-                )
+                ambiguity = f"frozen: {counted(num_frozen, 'parameter')}, unknown which: {key} may be {choice}"
     if ambiguity:
         return _Fit(order.name, None, ambiguity, is_ambiguous=True)
     return _Fit(order.name, names)

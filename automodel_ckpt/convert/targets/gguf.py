@@ -46,6 +46,7 @@ from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_digests
 from automodel_ckpt.durable_io import replace_file
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
+from automodel_ckpt.units import counted_are
 
 log_default = logging.getLogger("automodel_ckpt")
 
@@ -342,8 +343,8 @@ def _warnings(model: GgufModel, entries: list[_Entry], wanted: Kind | None) -> I
             ragged.append(entry.target.name)
     if ragged:
         yield (
-            f"{len(ragged)} tensors are written as F16, because their rows are not a multiple of {wanted.block_size} "
-            f"elements: {', '.join(ragged[:3])}"
+            f"{counted_are(len(ragged), 'tensor')} written as F16, because rows are not a multiple of "
+            f"{wanted.block_size} elements: {', '.join(ragged[:3])}"
         )
 
 

@@ -478,7 +478,10 @@ def test_a_quantized_tensor_saved_as_float_stays_float_and_the_config_says_so(
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
     report = consolidate(tmp_path / "c")
     assert export_dtypes(report.output) == {"w": "BF16"}
-    assert any("stay float" in text for text in report.warnings)
+    assert any(
+        "1 tensor is quantized in the base and float here; it stays float" in text
+        for text in report.warnings
+    )
     found = json.loads((report.output / "config.json").read_bytes())
     assert found == {"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}}
 
@@ -881,7 +884,7 @@ def test_a_quantization_stays_in_the_config_while_one_tensor_is_quantized(
     report = consolidate(tmp_path / "c")
     config = json.loads((report.output / "config.json").read_bytes())
     assert ("quantization_config" in config) is is_mixed
-    said = "1 tensors are still quantized" if is_mixed else "loses its quantization_config"
+    said = "1 tensor is still quantized" if is_mixed else "loses its quantization_config"
     assert any(said in text for text in report.warnings)
 
 

@@ -282,7 +282,7 @@ def test_sources_that_do_not_fit_are_an_error_that_names_the_difference(
     ("arguments", "message"),
     [
         (["{a}"], "at least two"),
-        (["{a}", "{a}", "--weights", "1"], "one weight for each of the 2"),
+        (["{a}", "{a}", "--weights", "1"], "value:  1 weight\n"),
         (["{a}", "{a}", "--weights", "1,x"], "not numbers"),
         (["{a}", "{a}", "--weights", "1,-1"], "not negative"),
         (["{a}", "{a}", "--weights", "nan,1"], "finite"),
