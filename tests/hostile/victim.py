@@ -101,7 +101,13 @@ def pristine(form: str = "shards") -> Path:
     limit = 0 if form == "tables" else rank_manifest.MIN_TABLE_ROWS
     with mock.patch.object(rank_manifest, "MIN_TABLE_ROWS", limit):
         path = tiny.save(
-            holder, made, assets={"model": _Assets()}, save_consolidated=False, **layouts
+            holder,
+            made,
+            losses={"step": 20, "val_loss": 2.5},
+            validated=True,
+            assets={"model": _Assets()},
+            save_consolidated=False,
+            **layouts,
         ).path
     if form == "shards":
         consolidate(path)

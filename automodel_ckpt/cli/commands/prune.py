@@ -153,7 +153,7 @@ def _check_metric(metric: str, losses: Iterable[Mapping[str, Any]]) -> None:
     """Raise :class:`RecipeError` if no checkpoint has *metric* in its *losses*: no checkpoint would be kept for it."""
     from automodel_ckpt.checkpoint.policy import metric_of
 
-    names = set()
+    names: set[str] = set()
     for each in losses:
         names.update(name for name in each if metric_of(each, name) is not None)
     if metric in names:
