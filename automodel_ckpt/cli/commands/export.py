@@ -119,6 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
     target = _TARGETS[arguments.to]
     _check_used(arguments, target.name, target.options)
     source = find_checkpoint(Path(arguments.path))
+    if arguments.ema or _is_average_directory(source):
+        _check_average_is_enough(arguments, target)
     _check_no_adapter(source, target.name)
     report = target.run(arguments, _average_in(source) if arguments.ema else source)
     if arguments.json:
@@ -159,6 +161,25 @@ def _average_in(source: Path) -> Path:
         value=f"its modules: {', '.join(modules) or 'none'}",
         hint=f"remove {_EMA}; the section ema of a recipe keeps an average",
     )
+
+
+def _is_average_directory(source: Path) -> bool:
+    from automodel_ckpt.checkpoint import layout
+
+    return source.name == layout.AVERAGE and os.path.lexists(source.parent / layout.MANIFEST)
+
+
+def _check_average_is_enough(arguments: argparse.Namespace, target: Target) -> None:
+    """Raise :class:`RecipeError` if the export would have optimizer state, which is not that of the average."""
+    has_optimizer = getattr(arguments, "optimizer", None) is not None
+    if target.resumes or has_optimizer:
+        option = "--optimizer" if has_optimizer else f"--to {target.name}"
+        raise RecipeError(
+            "the average of the weights has no optimizer state, and a run cannot be continued from it",
+            where=f"ckpt export {_EMA}" if arguments.ema else str(arguments.path),
+            value=option,
+            hint=f"export the run without {_EMA}, or the average without {option}",
+        )
 
 
 def _check_used(arguments: argparse.Namespace, target: str, used: Container[Option]) -> None:

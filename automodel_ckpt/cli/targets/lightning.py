@@ -37,4 +37,5 @@ TARGET = Target(
     "NAME.ckpt next to the checkpoint",
     _run,
     (CAST_DTYPE, FORCE, PREFIX),
+    resumes=True,
 )

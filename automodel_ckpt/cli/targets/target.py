@@ -47,7 +47,7 @@ class Target:
 
     *summary* describes it in ``--help``, as does *output*, the default of ``--output``. *run* exports the checkpoint in
     a path, prints the path of the export, and returns the document of ``--json``. An option that is not in *options* is
-    an error when it is given.
+    an error when it is given. *resumes* states whether the other program continues the run, with its optimizer state.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Target:
     output: str
     run: Callable[[argparse.Namespace, Path], dict[str, Any]]
     options: tuple[Option, ...]
+    resumes: bool = False
 
 
 CAST_DTYPE = Option(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.model_parameters import parameters_in
+from automodel_ckpt.cli.paths import whole_checkpoint
 from automodel_ckpt.cli.targets.target import Option, Target, finish, log
 from automodel_ckpt.units import counted
 
@@ -24,6 +25,8 @@ _CALLBACK = Option(
 def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     from automodel_ckpt.convert.targets.trainer import export_trainer
 
+    # As the other targets, it accepts the directory model/ of a checkpoint.
+    source = whole_checkpoint(source)
     report = export_trainer(
         source,
         arguments.output,
@@ -62,4 +65,5 @@ TARGET = Target(
     "checkpoint-N next to the checkpoint",
     _run,
     (_CALLBACK,),
+    resumes=True,
 )

@@ -85,9 +85,11 @@ def export_trainer(
         raise _unusable("this is not a checkpoint of a run", source, "no training state")
     manifest = Manifest.read(source)
     run = read_run_state(source)
-    if run is None or os.path.lexists(source / MODEL / layout.ADAPTER_MODEL):
-        value = "an adapter" if run is not None else "weights only"
-        raise _unusable("there is no training state that the Trainer can load", source, value)
+    what = "there is no training state that the Trainer can load"
+    if os.path.lexists(source / MODEL / layout.ADAPTER_MODEL):
+        raise _unusable(what, source, "an adapter", merge=True)
+    if run is None:
+        raise _unusable(what, source, "weights only")
     default = source.with_name(f"checkpoint-{run.step}")
     # Publishing renames: without this, it would replace a link instead of its target.
     target = Path(os.path.realpath(output if output is not None else default))
@@ -256,7 +258,8 @@ def _write_archive(path: Path, value: Any) -> None:
         write_torch_archive(file, value)
 
 
-def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
+def _unusable(what: str, where: Path, value: object, *, merge: bool = False) -> CheckpointUnusable:
+    options = "--to hf --merge" if merge else "--to hf"
     return CheckpointUnusable(
-        what, where=str(where), value=value, hint="export the weights with --to hf"
+        what, where=str(where), value=value, hint=f"export the weights with {options}"
     )

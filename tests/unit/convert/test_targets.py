@@ -100,3 +100,28 @@ def test_the_default_output_is_next_to_the_directory_of_a_gguf_file(
     output = tmp_path / f"model{suffix}"
     assert capsys.readouterr().out.strip() == str(output)
     assert output.exists()
+
+
+@pytest.mark.parametrize("words", ["--to trainer", "--to lightning", "--to dcp --optimizer nested"])
+def test_no_run_is_exported_with_the_average_of_its_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    checkpoint, out = tmp_path / "epoch_0_step_4", tmp_path / "out"
+    (checkpoint / "ema").mkdir(parents=True)
+    (checkpoint / "MANIFEST.json").write_text("{}")
+    for source in ([str(checkpoint), "--ema"], [str(checkpoint / "ema")]):
+        assert main(["export", *source, *words.split(), "-o", str(out)]) == 2
+        assert "has no optimizer state" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_the_directory_of_the_weights_means_its_checkpoint_for_the_trainer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "epoch_0_step_4"
+    llama_checkpoint(checkpoint, dtype=torch.float32)
+    messages = []
+    for source in (checkpoint, checkpoint / "model"):
+        assert main(["export", str(source), "--to", "trainer", "-o", str(tmp_path / "out")]) == 3
+        messages.append(capsys.readouterr().err)
+    assert messages[0] == messages[1] and "weights only" in messages[0]
