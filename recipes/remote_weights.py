@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -51,6 +52,7 @@ def with_local_weights(
         parent = Path(checkpoint.checkpoint_dir).absolute()
     paths: dict[str, str] = {}
     failure: Exception | None = None
+    stopping = threading.Event()
     # The same on all nodes.
     name = broadcast_object(group, f"init_from-{uuid.uuid4().hex}")
     directory = parent / DIRECTORY / name
@@ -62,13 +64,13 @@ def with_local_weights(
         try:
             directory.mkdir(parents=True)
             for number, url in enumerate(dict.fromkeys(urls)):
-                paths[url] = str(_download(url, checkpoint, directory / str(number)))
+                paths[url] = str(_download(url, checkpoint, directory / str(number), stopping))
         except Exception as error:  # raised below, on all ranks
             failure = error
 
     try:
         # A download may take longer than the timeout of the group.
-        while_working(group, download)
+        while_working(group, download, cancel=stopping.set)
         with raise_on_all_ranks(group):
             if failure is not None:
                 raise failure
@@ -81,7 +83,9 @@ def with_local_weights(
                 (parent / DIRECTORY).rmdir()
 
 
-def _download(url: str, checkpoint: CheckpointConfig, target: Path) -> Path:
+def _download(
+    url: str, checkpoint: CheckpointConfig, target: Path, stopping: threading.Event
+) -> Path:
     options = options_for(url, checkpoint.remote)
     run, name = locate_run(url, options, where="init_from.path")
     if name is None:
@@ -90,7 +94,7 @@ def _download(url: str, checkpoint: CheckpointConfig, target: Path) -> Path:
     target.mkdir()
     log.info("downloading the weights of %s", f"{run.store}/{name}" if name else run.store)
     num_threads = 8 if checkpoint.remote is None else checkpoint.remote.num_threads
-    return pull_weights(run, name, target, num_threads=num_threads)
+    return pull_weights(run, name, target, num_threads=num_threads, stopping=stopping)
 
 
 def _sources(section: Section) -> Sequence[InitFromConfig]:

@@ -113,9 +113,20 @@ class Transfers:
                 return None
             return self.fetcher.fetch(self._options.restore_from, run.memory)
 
-        with self._raise_on_all_ranks(run, "downloading a checkpoint", CheckpointUnusable):
-            # A download may take longer than the timeout of the group.
-            fetched = agree.while_working(self._group, fetch)
+        def cancel() -> None:
+            if self.fetcher is not None:
+                self.fetcher.stopping.set()
+
+        try:
+            with self._raise_on_all_ranks(run, "downloading a checkpoint", CheckpointUnusable):
+                # A download may take longer than the timeout of the group.
+                fetched = agree.while_working(self._group, fetch, cancel=cancel)
+        except BaseException:
+            # Also a stop request.
+            if self._is_rank0:
+                with contextlib.suppress(OSError):
+                    remove_fetched(run.root)
+            raise
         fetched = agree.broadcast_object(self._group, fetched)
         if fetched is not None and self._nodes is not None:
             with self._raise_on_all_ranks(run, "downloading a checkpoint", CheckpointUnusable):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -174,5 +175,18 @@ def test_work_that_takes_longer_than_the_groups_timeout_is_waited_for() -> None:
             return value, str(error)
         return value, ""
 
+    def stopped() -> float:
+        group = dist.new_group(backend="gloo")
+        ended = threading.Event()
+
+        def meanwhile() -> None:
+            raise KeyboardInterrupt  # as a stop request does
+
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            while_working(group, lambda: ended.wait(60), meanwhile, ended.set)
+        return time.monotonic() - started
+
     assert ranks.run(rank, 2) == [(0, "integer division or modulo by zero"), (1, "")]
+    assert max(ranks.run(stopped, 2)) < 30
     assert while_working(None, lambda: 7) == 7

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -88,6 +89,8 @@ class Fetcher:
 
     def __init__(self, root: Path, settings: RemoteOptions | None) -> None:
         self._root, self._settings = root, settings
+        self.stopping = threading.Event()
+        """Ends a download in progress when it is set, by another thread."""
         self.always_streams = False
         """Whether nothing is downloaded whole: the ranks of other nodes do not see *root*."""
         self._run: RemoteRun | None = None
@@ -200,10 +203,14 @@ class Fetcher:
             target = self._root / DIRECTORY
             target.mkdir()
         if is_streamed:
-            path = _pull_files_without_tensors(run, manifest, name, self._root, num_threads)
+            path = _pull_files_without_tensors(
+                run, manifest, name, self._root, num_threads, self.stopping
+            )
         else:
             log.info("downloading %s from %s", name, run.store)
-            path = pull_checkpoint(run, name, target, num_threads=num_threads)
+            path = pull_checkpoint(
+                run, name, target, num_threads=num_threads, stopping=self.stopping
+            )
             seconds = max(time.monotonic() - started, 1e-3)
             log.info("downloaded %s: %.1f MB in %.1f s", name, manifest.nbytes / 1e6, seconds)
         if target == self._root:
@@ -213,10 +220,16 @@ class Fetcher:
 
 
 def _pull_files_without_tensors(
-    run: RemoteRun, manifest: Manifest, name: str, root: Path, num_threads: int
+    run: RemoteRun,
+    manifest: Manifest,
+    name: str,
+    root: Path,
+    num_threads: int,
+    stopping: threading.Event | None = None,
 ) -> Path:
     files = manifest.files.keys() - _files_with_tensors(manifest)
-    return pull_files(run, name, files, root / DIRECTORY, num_threads=num_threads)
+    target = root / DIRECTORY
+    return pull_files(run, name, files, target, num_threads=num_threads, stopping=stopping)
 
 
 def wanted(

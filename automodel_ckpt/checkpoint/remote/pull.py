@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from automodel_ckpt.units import size_text
 
 LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG, layout.TIMELINE_LOG)
 """The logs of a run that are uploaded with each checkpoint."""
+_POLL_SECONDS = 0.2
+"""How often a download checks whether it was stopped."""
 
 
 def pull_checkpoint(
@@ -36,11 +39,13 @@ def pull_checkpoint(
     num_threads: int = 8,
     on_file: Callable[[str], None] = lambda name: None,
     with_exports: bool = False,
+    stopping: threading.Event | None = None,
 ) -> Path:
     """Download the checkpoint *name* into the run directory *root*, and return its path.
 
     It appears under its name when all its files are there, verified and durable; *with_exports*, also those of its
-    complete exports. *on_file* is called with the name of each file of the checkpoint that has arrived.
+    complete exports. *on_file* is called with the name of each file of the checkpoint that has arrived. Another thread
+    can end the download with *stopping*: it then raises InterruptedError soon. Nothing is left of one that fails.
 
     Raises:
         CheckpointUnusable: if the store has no complete checkpoint of this name, or its files do not match it or, of an
@@ -56,8 +61,9 @@ def pull_checkpoint(
     _check_space(root, manifest.nbytes + sum(exported.values()))
     staging = commit.reserve(root, name)
     try:
-        _download(run, name, manifest, staging, num_threads, on_file)
-        _download_exports(run, name, exported, staging, num_threads)
+        transfer = _Transfer(run.store, num_threads, stopping)
+        _download(transfer, name, manifest, staging, on_file)
+        _download_exports(transfer, name, exported, staging)
         commit.finalize(staging, data)
         return commit.publish(staging, name)
     except BaseException:
@@ -67,7 +73,13 @@ def pull_checkpoint(
 
 
 def pull_files(
-    run: RemoteRun, name: str, files: Iterable[str], target: Path, *, num_threads: int = 8
+    run: RemoteRun,
+    name: str,
+    files: Iterable[str],
+    target: Path,
+    *,
+    num_threads: int = 8,
+    stopping: threading.Event | None = None,
 ) -> Path:
     """Download some *files* of the checkpoint *name*, and its manifest, into a new directory of this name in *target*.
 
@@ -81,7 +93,7 @@ def pull_files(
     path = target / name
     path.mkdir()
     only = replace(manifest, files=chosen, trees={}, state={})
-    _download(run, name, only, path, num_threads, lambda file: None)
+    _download(_Transfer(run.store, num_threads, stopping), name, only, path)
     (path / layout.MANIFEST).write_bytes(data)
     return path
 
@@ -96,14 +108,22 @@ def pull_logs(run: RemoteRun, root: Path) -> None:
                 replace_file(path, run.store.read(file))
 
 
-def pull_weights(run: RemoteRun, name: str | None, target: Path, *, num_threads: int = 8) -> Path:
+def pull_weights(
+    run: RemoteRun,
+    name: str | None,
+    target: Path,
+    *,
+    num_threads: int = 8,
+    stopping: threading.Event | None = None,
+) -> Path:
     """Download the models of the checkpoint *name* into a new directory in *target*, and return it.
 
     It is a checkpoint without the state of optimizers. Without a *name*, all files at the URL of *run* are downloaded:
     a model that another program wrote, or an export. Raises as :func:`pull_checkpoint`.
     """
+    transfer = _Transfer(run.store, num_threads, stopping)
     if name is None:
-        return _pull_directory(run.store, target, num_threads)
+        return _pull_directory(transfer, target)
     data = run.manifest(name)
     if data is None:
         raise _absent(run, name)
@@ -112,13 +132,66 @@ def pull_weights(run: RemoteRun, name: str | None, target: Path, *, num_threads:
     _check_space(target, manifest.nbytes)
     path = target / name
     path.mkdir()
-    _download(run, name, manifest, path, num_threads, lambda file: None)
+    _download(transfer, name, manifest, path)
     (path / layout.MANIFEST).write_bytes(manifest.to_bytes())
     return path
 
 
-def _pull_directory(store: Store, target: Path, num_threads: int) -> Path:
-    """Download all objects below the URL of *store* into a new directory in *target*."""
+class _Transfer:
+    """The download of some files from *store*, which ends soon when *stopping* is set, or when it is interrupted."""
+
+    def __init__(self, store: Store, num_threads: int, stopping: threading.Event | None) -> None:
+        self.store = store
+        self._num_threads = num_threads
+        self._stopping = stopping
+        self._has_failed = False
+
+    def each(self, fetch: Callable[[str], None], files: Iterable[str]) -> None:
+        """Call *fetch* with each of the *files*, in several threads. Raises the first failure, or InterruptedError."""
+        pool = ThreadPoolExecutor(self._num_threads, "pull")
+        try:
+            pending: set[Future[None]] = {pool.submit(fetch, file) for file in files}
+            while pending:
+                self.check()
+                done, pending = wait(pending, _POLL_SECONDS, return_when=FIRST_EXCEPTION)
+                for each in done:
+                    each.result()
+        except BaseException:
+            # Also StoppedWaiting. Requests in progress are not waited for: they may take minutes. Their threads write
+            # nothing more, and end.
+            self._has_failed = True
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        pool.shutdown()
+
+    def file(self, name: str, path: Path, size: int) -> None:
+        """Download the object *name* to *path*. Raises InterruptedError after a stop."""
+        try:
+            with DurableFile(path, nbytes=size) as file:
+
+                def write(block: bytes) -> None:
+                    self.check()
+                    file.write(block)
+
+                self.store.stream(name, write)
+                file.close()
+        except FileNotFoundError:
+            raise CheckpointUnusable(
+                "a file of the checkpoint is missing in the store",
+                where=f"{self.store}/{name}",
+                value="",
+                hint="the checkpoint may have been removed meanwhile: try again",
+            ) from None
+
+    def check(self) -> None:
+        """Raise InterruptedError after a stop."""
+        if self._has_failed or (self._stopping is not None and self._stopping.is_set()):
+            raise InterruptedError("the download was stopped")
+
+
+def _pull_directory(transfer: _Transfer, target: Path) -> Path:
+    """Download all objects below the URL of the store into a new directory in *target*."""
+    store = transfer.store
     sizes = store.sizes()
     if not sizes:
         raise CheckpointUnusable(
@@ -130,18 +203,18 @@ def _pull_directory(store: Store, target: Path, num_threads: int) -> Path:
     _check_space(target, sum(sizes.values()))
     path = target / public(store.url).rpartition("/")[2]
     path.mkdir()
-    _fetch_all(store, "", sizes, path, num_threads)
+    _fetch_all(transfer, "", sizes, path)
     return path
 
 
 def _download_exports(
-    run: RemoteRun, name: str, sizes: Mapping[str, int], target: Path, num_threads: int
+    transfer: _Transfer, name: str, sizes: Mapping[str, int], target: Path
 ) -> None:
     """Download the exports of a checkpoint, whose files have *sizes*, into the checkpoint's directory *target*.
 
     They are verified by their manifests. Raises :class:`CheckpointUnusable`.
     """
-    _fetch_all(run.store, f"{name}/", sizes, target, num_threads)
+    _fetch_all(transfer, f"{name}/", sizes, target)
     problems = []
     for export in complete_exports(target):
         problems += export_problems(export)
@@ -150,9 +223,7 @@ def _download_exports(
         raise CheckpointUnusable.all_of([replace(each, hint=hint) for each in problems])
 
 
-def _fetch_all(
-    store: Store, prefix: str, sizes: Mapping[str, int], target: Path, num_threads: int
-) -> None:
+def _fetch_all(transfer: _Transfer, prefix: str, sizes: Mapping[str, int], target: Path) -> None:
     """Download the objects that *sizes* names, below *prefix* in the store, into the directory *target*.
 
     Raises :class:`CheckpointUnusable` for a name that is no file in *target*.
@@ -161,39 +232,36 @@ def _fetch_all(
         if reason := layout.unsafe_path(file):
             raise CheckpointUnusable(
                 f"an object cannot be a file: {reason}",
-                where=str(store),
+                where=str(transfer.store),
                 value=f"{prefix}{file}",
                 hint="remove it, or use another URL",
             )
 
     def fetch(file: str) -> None:
+        transfer.check()
         (target / file).parent.mkdir(parents=True, exist_ok=True)
-        _fetch(store, f"{prefix}{file}", target / file, sizes[file])
+        transfer.file(f"{prefix}{file}", target / file, sizes[file])
 
-    with ThreadPoolExecutor(num_threads, "pull") as pool:
-        # list() raises the first failure.
-        list(pool.map(fetch, sizes))
+    transfer.each(fetch, sizes)
 
 
 def _download(
-    run: RemoteRun,
+    transfer: _Transfer,
     name: str,
     manifest: Manifest,
     target: Path,
-    num_threads: int,
-    on_file: Callable[[str], None],
+    on_file: Callable[[str], None] = lambda file: None,
 ) -> None:
     """Download the files of *manifest* into *target*, and verify them. Raises :class:`CheckpointUnusable`."""
     for directory in {(target / file).parent for file in manifest.files}:
         directory.mkdir(parents=True, exist_ok=True)
 
     def fetch(file: str) -> None:
-        _fetch(run.store, f"{name}/{file}", target / file, manifest.files[file].size)
+        transfer.check()
+        transfer.file(f"{name}/{file}", target / file, manifest.files[file].size)
         on_file(file)
 
-    with ThreadPoolExecutor(num_threads, "pull") as pool:
-        # list() raises the first failure.
-        list(pool.map(fetch, manifest.files))
+    transfer.each(fetch, manifest.files)
     problems = verify(target, manifest, "digest")
     if problems:
         raise CheckpointUnusable.all_of(problems)
@@ -206,20 +274,6 @@ def _absent(run: RemoteRun, name: str) -> CheckpointUnusable:
         value=name,
         hint="`ckpt ls URL` lists the checkpoints",
     )
-
-
-def _fetch(store: Store, name: str, path: Path, size: int) -> None:
-    try:
-        with DurableFile(path, nbytes=size) as file:
-            store.stream(name, file.write)
-            file.close()
-    except FileNotFoundError:
-        raise CheckpointUnusable(
-            "a file of the checkpoint is missing in the store",
-            where=f"{store}/{name}",
-            value="",
-            hint="the checkpoint may have been removed meanwhile: try again",
-        ) from None
 
 
 def _check_space(directory: Path, nbytes: int) -> None:

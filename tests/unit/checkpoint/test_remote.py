@@ -94,6 +94,34 @@ def test_a_checkpoint_comes_back_as_it_was(s3: ObjectStore, local: Path, tmp_pat
         run.withdraw(SECOND)
 
 
+def test_a_download_that_is_stopped_ends_soon_and_leaves_nothing(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RemoteRun(Store(f"file://{tmp_path}/store"))
+    push_checkpoint(run, local / FIRST, tmp_path / "memory")
+    root = tmp_path / "run"
+    root.mkdir()
+    stopping, released = threading.Event(), threading.Event()
+    stream = Store.stream
+
+    def slow(store: Store, name: str, write: Any) -> None:
+        if name.endswith("MANIFEST.json"):
+            stream(store, name, write)
+            return
+        # The request of another file is in progress.
+        stopping.set()
+        released.wait(60)
+        stream(store, name, write)
+
+    monkeypatch.setattr(Store, "stream", slow)
+    try:
+        with pytest.raises(InterruptedError, match="the download was stopped"):
+            pull_checkpoint(run, FIRST, root, stopping=stopping)
+    finally:
+        released.set()
+    assert list(root.iterdir()) == []
+
+
 def test_each_question_to_the_store_is_one_request(
     s3: ObjectStore, local: Path, tmp_path: Path
 ) -> None:
