@@ -163,15 +163,25 @@ def abort_uploads(store: Store, name: str) -> int:
     if not has_parts(store):
         return 0
     count = 0
-    for target in _unfinished(store, name):
+    for upload in _unfinished(store, name):
+        target = {key: upload[key] for key in ("Bucket", "Key", "UploadId")}
         with store.reporting(_DONE, name), contextlib.suppress(FileNotFoundError):
             store.fs.call_s3("abort_multipart_upload", **target)
             count += 1
     return count
 
 
-def _unfinished(store: Store, name: str) -> list[dict[str, str]]:
-    """List the unfinished uploads below the directory *name*, as arguments of requests to the S3 client."""
+def upload_begun(store: Store, name: str) -> float | None:
+    """When the newest unfinished upload below the directory *name* began, in seconds since 1970; None without one."""
+    if not has_parts(store):
+        return None
+    return max(
+        (upload["Initiated"].timestamp() for upload in _unfinished(store, name)), default=None
+    )
+
+
+def _unfinished(store: Store, name: str) -> list[dict[str, Any]]:
+    """List the unfinished uploads below the directory *name*, as the S3 client describes them, with their bucket."""
     bucket, prefix, _ = store.fs.split_path(store.key(name))
     found = []
     after: dict[str, str] = {}
@@ -183,9 +193,7 @@ def _unfinished(store: Store, name: str) -> list[dict[str, str]]:
             for upload in reply.get("Uploads", []):
                 # Some stores ignore the prefix.
                 if upload["Key"].startswith(f"{prefix}/"):
-                    found.append(
-                        {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
-                    )
+                    found.append({**upload, "Bucket": bucket})
             if not reply.get("IsTruncated"):
                 return found
             after = {

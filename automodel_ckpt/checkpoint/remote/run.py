@@ -25,7 +25,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import layout, policy
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.manifest import Manifest, Summary
-from automodel_ckpt.checkpoint.remote.multipart import abort_uploads
+from automodel_ckpt.checkpoint.remote.multipart import abort_uploads, upload_begun
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost
 
@@ -45,6 +45,18 @@ class RemoteCheckpoint:
 
     name: layout.CheckpointName
     summary: Summary
+
+
+@dataclass(frozen=True, slots=True)
+class IncompleteUpload:
+    """A checkpoint in a store without a manifest: the bytes of its objects, and when the newest of these was written.
+
+    *written* is in seconds since 1970; None if the store does not tell.
+    """
+
+    name: str
+    nbytes: int
+    written: float | None
 
 
 class RemoteRun:
@@ -335,6 +347,26 @@ class RemoteRun:
     def superseded(self) -> list[str]:
         """List the superseded checkpoints, newest first."""
         return [str(name) for name in self.names() if self.is_superseded(str(name))]
+
+    def incomplete(self) -> list[IncompleteUpload]:
+        """List the checkpoints without a manifest, newest first: uploads that are in progress or were interrupted.
+
+        Superseded ones are not listed, nor those that a pointer names. Where no run of this program has written, there
+        are none: other programs have directories of the same names.
+        """
+        pointed = {self.pointed(pointer) for pointer in layout.POINTERS}
+        if self.owner() is None and pointed == {None}:
+            return []
+        found = []
+        for each in self.names():
+            name = str(each)
+            if name in pointed or name in self._known or self.manifest(name) is not None:
+                continue
+            if not self.is_superseded(name):
+                times = [self.store.written(name), upload_begun(self.store, name)]
+                written = None if times[0] is None else max(each or 0.0 for each in times)
+                found.append(IncompleteUpload(name, sum(self.store.sizes(name).values()), written))
+        return found
 
     def _is_being_removed(self, name: str) -> bool:
         """Whether the removal of a superseded checkpoint was interrupted."""

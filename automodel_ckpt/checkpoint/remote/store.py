@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from automodel_ckpt.checkpoint.remote.conditional import (
@@ -116,6 +117,12 @@ class Store:
         prefix = f"{self.key(name)}/"
         found = self._find(name)
         return {path.removeprefix(prefix): int(info["size"]) for path, info in found.items()}
+
+    def written(self, name: str) -> float | None:
+        """When the newest object below *name* was written, in seconds since 1970; None if it is not known of each."""
+        times = [_time_of(info) for info in self._find(name).values()]
+        known = [time for time in times if time is not None]
+        return max(known) if known and len(known) == len(times) else None
 
     def versions(self, name: str) -> dict[str, str]:
         """List all objects below *name* with their versions, by names relative to the URL."""
@@ -333,3 +340,22 @@ def _library_options(protocol: str, options: Mapping[str, Any]) -> dict[str, Any
     elif protocol in ("gs", "gcs") and given.pop("anon", False):
         given["token"] = "anon"  # noqa: S105  (no credentials)
     return given
+
+
+# The keys of s3fs, adlfs, gcsfs (two versions), and local files.
+_TIMES = ("LastModified", "last_modified", "mtime", "updated")
+
+
+def _time_of(info: Mapping[str, Any]) -> float | None:
+    """When an object was written, by its entry in a listing; None if that is not known."""
+    for key in _TIMES:
+        value = info.get(key)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+        if isinstance(value, datetime):
+            # A time without a zone is in UTC.
+            value = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return None

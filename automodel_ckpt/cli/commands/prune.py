@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +16,11 @@ from automodel_ckpt.cli.remote import locate, reject_url
 from automodel_ckpt.cli.terminal import printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 from automodel_ckpt.store_url import is_url
+from automodel_ckpt.units import duration
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.policy import KeepPolicy
+    from automodel_ckpt.checkpoint.remote.run import IncompleteUpload
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -24,7 +28,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = (
         "Remove checkpoints that no option keeps. Never removed: the newest complete checkpoint, the "
         "targets of LATEST, LOWEST_VAL, pins and other links in the run directory, and anything that is not a "
-        "complete checkpoint."
+        "complete checkpoint, except with --incomplete."
     )
     add_run(command)
     command.add_argument(
@@ -65,6 +69,18 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="remove only the optimizer state, and keep the weights",
     )
+    command.add_argument(
+        "--incomplete",
+        action="store_true",
+        help="in a store, also remove uploads that were interrupted and never continued",
+    )
+    command.add_argument(
+        "--min-hours",
+        type=number_at_least(1),
+        default=24,
+        metavar="H",
+        help="keep an incomplete upload that wrote an object in the last H hours (default: 24)",
+    )
     command.add_argument("--dry-run", action="store_true", help="only print what would be removed")
 
 
@@ -83,6 +99,13 @@ def run(arguments: argparse.Namespace) -> int:
     if run is None:
         raise CheckpointUnusable(
             "no checkpoints found", where=arguments.path, value="", hint="specify a run directory"
+        )
+    if arguments.incomplete:
+        raise RecipeError(
+            "a run directory has no incomplete uploads",
+            where="ckpt prune --incomplete",
+            value=arguments.path,
+            hint="name the URL of a store; the next start of a run removes what a killed save left",
         )
     policy = _policy(arguments)
     if arguments.keep_best:
@@ -121,24 +144,44 @@ def _prune_remote(arguments: argparse.Namespace) -> int:
     removable = run.removable(policy, arguments.metric)
     if arguments.superseded:
         removable += run.superseded()
+    kept = []
+    for upload in run.incomplete():
+        reason = _reason_to_keep(upload, arguments)
+        if reason:
+            kept.append({"name": upload.name, "nbytes": upload.nbytes, "reason": reason})
+        else:
+            removable.append(upload.name)
     freed = {}
     for name in removable:
         freed[name] = sum(run.store.sizes(name).values())
         if not arguments.dry_run:
             run.withdraw(name)
-    _print_result(arguments, freed)
+    _print_result(arguments, freed, kept)
     return EXIT_DONE
+
+
+def _reason_to_keep(upload: IncompleteUpload, arguments: argparse.Namespace) -> str:
+    """Return why an incomplete *upload* is kept; empty if it is removed."""
+    if upload.written is None:
+        return "the store does not tell when it was written: remove it with the store's own tool"
+    seconds = max(time.time() - upload.written, 0.0)
+    if seconds < 3600 * arguments.min_hours:
+        return f"last written {duration(seconds)} ago, the upload may be in progress (--min-hours)"
+    if not arguments.incomplete:
+        return f"last written {duration(seconds)} ago; to remove it: --incomplete"
+    return ""
 
 
 def _policy(arguments: argparse.Namespace) -> KeepPolicy:
     from automodel_ckpt.checkpoint.policy import KeepPolicy
 
-    if arguments.keep_last is None and not arguments.superseded:
+    selects = arguments.superseded or arguments.incomplete
+    if arguments.keep_last is None and not selects:
         raise RecipeError(
             "no checkpoints were selected to keep",
             where="ckpt prune",
             value="no --keep-last",
-            hint="add --keep-last N (try it with --dry-run first), or --superseded",
+            hint="add --keep-last N (try it with --dry-run first), --superseded, or --incomplete",
         )
     return KeepPolicy(
         arguments.keep_last,
@@ -211,7 +254,12 @@ def _optimizer_bytes(checkpoint: Path) -> int:
     return manifest.nbytes - without_optimizer(manifest).nbytes
 
 
-def _print_result(arguments: argparse.Namespace, freed: Mapping[str, int]) -> None:
+def _print_result(
+    arguments: argparse.Namespace,
+    freed: Mapping[str, int],
+    incomplete: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Print what was *freed*, and the *incomplete* uploads that are kept."""
     if arguments.json:
         removed = [{"name": name, "nbytes": nbytes} for name, nbytes in freed.items()]
         document = {
@@ -219,8 +267,13 @@ def _print_result(arguments: argparse.Namespace, freed: Mapping[str, int]) -> No
             "drop_optimizer": arguments.drop_optimizer,
             "pruned": removed,
         }
+        if incomplete:
+            document["incomplete"] = list(incomplete)
         print(json.dumps(document))
         return
+    for each in incomplete:
+        text = f"incomplete: {each['name']}, {size_text(each['nbytes'])}; {each['reason']}"
+        print(printable(text), file=sys.stderr)
     if not freed:
         print("nothing to remove")
         return

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import pkgutil
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +22,15 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.export_manifest import export_problems
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.remote import deep_verification
+from automodel_ckpt.checkpoint.remote import deep_verification, store
+from automodel_ckpt.checkpoint.remote import run as remote_run
+from automodel_ckpt.checkpoint.remote.multipart import upload_begun
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.store import Store
+from automodel_ckpt.checkpoint.remote.store import Store, StoreError
 from automodel_ckpt.cli.ckpt import VERBS
 from automodel_ckpt.cli.ckpt import main as ckpt
+from automodel_ckpt.cli.commands import prune as prune_command
 from automodel_ckpt.cli.commands import verify as verify_command
 from tests.support import tiny
 from tests.support.object_store import ObjectStore, object_store
@@ -221,6 +226,100 @@ def test_a_bucket_that_does_not_exist_is_named(
             message = capsys.readouterr().err
             assert "the bucket does not exist" in message
             assert "nobucket" in message
+
+
+def interrupt(run: RemoteRun, checkpoint: Path, memory: Path) -> None:
+    """Send all files of a checkpoint, without the manifest."""
+
+    def stop(*_: object) -> None:
+        raise InterruptedError
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(RemoteRun, "publish", stop)
+        with pytest.raises(InterruptedError):
+            push_checkpoint(run, checkpoint, memory)
+
+
+@pytest.mark.parametrize("in_bucket", [True, False])
+def test_prune_removes_uploads_that_were_interrupted_long_ago(
+    local: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    in_bucket: bool,
+) -> None:
+    url = URL if in_bucket else f"file://{tmp_path}/store"
+    memory = tmp_path / "memory"
+    with object_store() if in_bucket else contextlib.nullcontext():
+        run = RemoteRun(Store(url))
+        interrupt(run, local / FIRST, memory)
+        # Other programs have directories of this name: without a run, nothing is known to be an upload.
+        assert run.incomplete() == []
+        push_checkpoint(run, local / SECOND, tmp_path / "other")
+        run.point("val_loss", "min")
+        nbytes = sum(run.store.sizes(FIRST).values())
+        prune = ["prune", url, "--incomplete"]
+        found = output(capsys, *prune)
+        assert found["pruned"] == []
+        (kept,) = found["incomplete"]
+        assert (kept["name"], kept["nbytes"]) == (FIRST, nbytes)
+        assert "may be in progress (--min-hours)" in kept["reason"]
+        later = time.time() + 25 * 3600
+        monkeypatch.setattr(prune_command.time, "time", lambda: later)
+        assert ckpt(["prune", url, "--keep-last=1"]) == 0
+        assert "to remove it: --incomplete" in capsys.readouterr().err
+        assert output(capsys, *prune, "--min-hours=26")["pruned"] == []
+        expected = [{"name": FIRST, "nbytes": nbytes}]
+        assert output(capsys, *prune, "--dry-run")["pruned"] == expected
+        assert sum(run.store.sizes(FIRST).values()) == nbytes
+        assert output(capsys, *prune)["pruned"] == expected
+        assert run.store.sizes(FIRST) == {} and run.checkpoint(run.names()[0]) is not None
+        # A run with this checkpoint on its disk, which continues, sends it again.
+        with pytest.raises(StoreError, match="not in the store as it was sent"):
+            push_checkpoint(run, local / FIRST, memory)
+        push_checkpoint(run, local / FIRST, memory)
+        assert output(capsys, "verify", url, "--deep")[0]["ok"]
+
+
+def test_an_upload_is_as_recent_as_the_large_file_that_it_sends(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import boto3  # type: ignore[import-untyped]
+
+    with object_store() as server:
+        run = RemoteRun(Store(URL))
+        interrupt(run, local / FIRST, tmp_path / "memory")
+        run.take_over()
+        (upload,) = run.incomplete()
+        assert upload.written is not None and abs(upload.written - time.time()) < 600
+        # The object of a large file appears when all parts have arrived.
+        assert upload_begun(run.store, FIRST) is None
+        client = boto3.client("s3", endpoint_url=server.endpoint)
+        client.create_multipart_upload(Bucket="bucket", Key=f"run/{FIRST}/large")
+        # In moto, all uploads began in 2010.
+        begun = upload_begun(run.store, FIRST)
+        assert begun is not None and 1.2e9 < begun < 1.3e9
+        assert run.incomplete() == [upload]
+        monkeypatch.setattr(remote_run, "upload_begun", lambda *_: upload.written + 60)
+        assert run.incomplete()[0].written == upload.written + 60
+
+
+def test_an_upload_whose_time_is_unknown_is_kept(
+    local: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = f"file://{tmp_path}/store"
+    run = RemoteRun(Store(url))
+    interrupt(run, local / FIRST, tmp_path / "memory")
+    run.take_over()
+    monkeypatch.setattr(store, "_TIMES", ())
+    assert ckpt(["prune", url, "--incomplete", "--min-hours=1"]) == 0
+    printed = capsys.readouterr()
+    assert "nothing to remove" in printed.out and "does not tell when" in printed.err
+    assert ckpt(["prune", str(local), "--incomplete"]) == 2
+    assert "has no incomplete uploads" in capsys.readouterr().err
 
 
 def test_a_wrong_url_is_an_error_of_prune_and_pull(
