@@ -143,4 +143,4 @@ def _fabric_is_known(library: Any) -> bool:
     # nvmlGpuFabricInfo_v2_t begins with its size and its version.
     info = (ctypes.c_uint32 * 9)(9 * 4 | 2 << 24)
     is_there = library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) == 0
-    return is_there and query(device, ctypes.byref(info)) == 0
+    return bool(is_there and query(device, ctypes.byref(info)) == 0)

@@ -82,6 +82,7 @@ def make(op):
                 if out is None:
                     out = torch.empty(rows, columns, dtype=here[0].dtype, device=device)
                 return out
+        here = [as_declared(value, a) for value, a in zip(here, op._schema.arguments, strict=False)]
         if op.name() == "aten::histc" and not here[0].is_floating_point():
             value = op(here[0].float(), *here[1:], **named).to(here[0].dtype)
         else:
@@ -89,6 +90,13 @@ def make(op):
         return results(op._schema, value, given, device)
 
     return run
+
+
+def as_declared(value, argument):
+    """A number in place of a tensor as a tensor: torch unwraps those that it has made of numbers."""
+    if str(argument.type) != "Tensor" or not isinstance(value, (int, float)):
+        return value
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def on_cpu(value):
