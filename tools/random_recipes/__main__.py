@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from tools.crash.record import Record
-from tools.random_recipes.check import CPU, NULL_CUDA, Device, check
+from tools.random_recipes.check import CPU, Device, check, null_cuda
 from tools.random_recipes.draw import Recipe, draw
 
 
@@ -25,22 +25,25 @@ def main() -> int:
     )
     parser.add_argument(
         "--null-cuda",
-        action="store_true",
-        help="train on the device of tools/null_cuda with one rank, and resume on CPUs",
+        nargs="?",
+        const=".null-cuda",
+        metavar="VENV",
+        help="train on the device of tools/null_cuda, with torch of VENV (.null-cuda), and resume on CPUs",
     )
     parser.add_argument(
         "--show", action="store_true", help="print the flags of the recipes, and run none"
     )
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.recipes)
-    recipes = (draw(seed, (1,)) if options.null_cuda else draw(seed) for seed in seeds)
+    recipes = (draw(seed) for seed in seeds)
     if options.show:
         for recipe in recipes:
             print(_text(recipe))
         return 0
     record = Record("random recipes", vars(options))
+    device = null_cuda(Path(options.null_cuda)) if options.null_cuda else CPU
     for recipe in recipes:
-        _check(recipe, NULL_CUDA if options.null_cuda else CPU, record)
+        _check(recipe, device, record)
         if time.time() - record.started > options.seconds:
             break
     return record.finish()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from automodel_ckpt.checkpoint.manifest import Manifest
-from tools.random_recipes.draw import STEPS, Recipe
+from tools.random_recipes.draw import MOST_RANKS, STEPS, Recipe
 
 TIMEOUT_SECONDS = 600
 """A start that takes longer is reported as one that hangs."""
@@ -71,14 +71,19 @@ class Device:
 
 
 CPU = Device((str(Path(sys.executable).with_name("ckpt-train")),))
-NULL_CUDA = Device(
-    (
-        *(sys.executable, "-m", "tools.null_cuda", "--arithmetic", "--no-triton", "--"),
-        *("python", "-m", "automodel_ckpt.cli.train"),
-    ),
-    resumes_on=CPU,
-)
-"""The device of tools/null_cuda, which has one rank and needs `make null-cuda` once."""
+
+
+def null_cuda(venv: Path) -> Device:
+    """The device of tools/null_cuda for as many ranks as recipes have; *venv* has torch for CUDA."""
+    return Device(
+        (
+            *("env", f"NULL_CUDA_DEVICES={MOST_RANKS}"),
+            *(sys.executable, "-m", "tools.null_cuda", "--venv", str(venv)),
+            *("--arithmetic", "--no-triton", "--"),
+            *("python", "-m", "automodel_ckpt.cli.train"),
+        ),
+        resumes_on=CPU,
+    )
 
 
 def check(recipe: Recipe, work: Path, device: Device = CPU) -> Result:

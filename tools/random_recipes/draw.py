@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from automodel_ckpt.recipes.unsupported import unsupported_keys
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 6
+MOST_RANKS = 4
 BASE = "BASE"
 """Stands for the directory of the base, which the frozen model of an adapter is read from."""
 
@@ -61,14 +62,11 @@ def _is_of_mesh(key: str) -> bool:
     return key == "distributed.strategy" or re.fullmatch(r"distributed\..*_size", key) is not None
 
 
-def draw(seed: int, ranks: Sequence[int] = (1, 2, 2, 3, 4, 4)) -> Recipe:
-    """Return the recipe of *seed*: the first of the random ones whose keys do not contradict each other.
-
-    Its number of ranks is one of *ranks*.
-    """
+def draw(seed: int) -> Recipe:
+    """Return the recipe of *seed*: the first of the random ones whose keys do not contradict each other."""
     numbers = random.Random(seed)
     while True:
-        recipe = _draw_once(seed, numbers, ranks)
+        recipe = _draw_once(seed, numbers)
         if _is_consistent(recipe):
             return recipe
 
@@ -86,10 +84,10 @@ def _is_consistent(recipe: Recipe) -> bool:
     )
 
 
-def _draw_once(seed: int, numbers: random.Random, possible_ranks: Sequence[int]) -> Recipe:
+def _draw_once(seed: int, numbers: random.Random) -> Recipe:
     kind = numbers.choice(sorted(KINDS))
     example, add = KINDS[kind]
-    ranks = numbers.choice(possible_ranks)
+    ranks = numbers.choice((1, 2, 2, 3, MOST_RANKS, MOST_RANKS))
     some = _Some(numbers)
     _add_schedule(some, kind)
     add(some)
