@@ -19,6 +19,7 @@ from automodel_ckpt.cli.launch.connection_errors import (
     TIMED_OUT,
     is_connection_error,
 )
+from automodel_ckpt.cli.launch.suspension_time import suspension
 from automodel_ckpt.errors import (
     EXIT_INTERNAL,
     EXIT_SAVE_FAILED,
@@ -29,6 +30,7 @@ from automodel_ckpt.errors import (
     describe,
     without_hidden,
 )
+from automodel_ckpt.units import duration
 
 FINAL_CODES = frozenset({EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED, EXIT_STOPPED})
 """Exit codes of failures that a restart cannot fix: the ranks return them, so that the agent does not restart."""
@@ -54,6 +56,8 @@ class FailureRecord:
     """False if the ranks could not connect to each other, so that a new start loses nothing."""
     timed_out: bool = False
     """Whether the rank waited for other ranks as long as the timeout of collectives allows."""
+    was_suspended: bool = False
+    """Whether that time passed while the rank itself was suspended."""
     outside_collective: bool = False
     """Whether the rank was ended, or interrupted in a wait for data, because of others: it was in no collective."""
     node_unreachable: bool = False
@@ -82,6 +86,9 @@ def failure_record(error: BaseException, rank: int) -> FailureRecord:
     is_broken = connected and not timed_out and BROKEN_CONNECTION.search(str(error))
     if code == EXIT_INTERNAL and not primary and is_broken:
         return lost_connection_record(error, rank, "to another rank", where=f"rank {rank}")
+    suspended_seconds = suspension.just_ended() if timed_out else 0.0
+    if suspended_seconds:
+        message = _suspended_message(rank, suspended_seconds)
     is_explained = message.startswith("error: ") or code != EXIT_INTERNAL
     details = "" if is_explained else without_hidden("".join(traceback.format_exception(error)))
     return FailureRecord(
@@ -91,10 +98,23 @@ def failure_record(error: BaseException, rank: int) -> FailureRecord:
         message,
         primary=primary,
         details=details,
-        names_rank=origin is not None,
+        names_rank=origin is not None or suspended_seconds > 0,
         connected=connected,
         timed_out=timed_out,
+        was_suspended=suspended_seconds > 0,
     )
+
+
+def _suspended_message(rank: int, seconds: float) -> str:
+    """Return the message of a rank that has waited too long for others because it was suspended itself."""
+    problem = Problem(
+        "the ranks were suspended for longer than the timeout of collectives",
+        "distributed.timeout_minutes",
+        f"rank {rank} did not run for {duration(seconds)}",
+        "the timeout counts the time in which all ranks are suspended (SIGSTOP, a frozen container or machine): set a "
+        "longer one before the job is suspended for so long; run the same command to resume from the newest checkpoint",
+    )
+    return f"error: {problem}"
 
 
 def lost_connection_record(
@@ -210,7 +230,7 @@ def name_silent_ranks(
     """
     waited = {record.rank for record in records if not record.outside_collective}
     silent = sorted(set(started) - waited)
-    if not cause.timed_out or (is_all and not silent):
+    if not cause.timed_out or cause.was_suspended or (is_all and not silent):
         return cause
     if silent:
         plural = "s" if len(silent) > 1 else ""

@@ -18,6 +18,7 @@ from automodel_ckpt.cli.launch.failures import (
     failure_text,
 )
 from automodel_ckpt.cli.launch.process import exit_now, this_rank, world_size
+from automodel_ckpt.cli.launch.suspension_time import suspension
 from automodel_ckpt.distributed.network import let_gloo_be_found
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest, stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_STOPPED, AutomodelError, RecipeError, Stopped
@@ -78,6 +79,8 @@ def run_rank(
         _run_with_time_limit(release_all)
         exit_now(exit_stopped)
 
+    if world_size() > 1:
+        suspension.watch()
     try:
         let_gloo_be_found(os.environ)
         with stop.before_training(leave), reporting_user_failures(RecipeError):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from automodel_ckpt.cli.launch import failures
 from automodel_ckpt.cli.launch.connection_errors import is_connection_error
 from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.failures import (
@@ -31,6 +32,7 @@ from automodel_ckpt.cli.launch.failures import (
 from automodel_ckpt.cli.launch.peer_watch import unless_ended_by_agent
 from automodel_ckpt.cli.launch.process_state import has_ended
 from automodel_ckpt.cli.launch.store_linger import hang_grace_seconds, unreachable_grace_seconds
+from automodel_ckpt.cli.launch.suspension_time import SuspensionTime
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from tests.support.fake_train import raise_in
 
@@ -274,6 +276,55 @@ def test_who_did_not_answer_is_named_and_is_another_machine_where_all_of_this_on
     assert found[(0,), True] == waited.message, (
         "ranks that wait for each other in vain: the traceback shows where"
     )
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_time_in_which_the_process_did_not_run_is_noted_until_some_time_after() -> None:
+    clock, cpu = Clock(), Clock()
+    found = SuspensionTime(clock, cpu)
+    # Polls that are late on a busy machine, and in a process that computes.
+    for seconds, cpu_seconds in ((1.1, 0.5), (4.0, 0.0), (90.0, 80.0)):
+        clock.now += seconds
+        cpu.now += cpu_seconds
+        found.note()
+        assert found.just_ended() == 0
+    clock.now += 91
+    found.note()
+    assert found.just_ended() == 90
+    clock.now += 1
+    found.note()
+    assert found.just_ended() == 90
+    clock.now += 60
+    assert found.just_ended() == 0
+
+
+def test_a_rank_that_was_suspended_itself_says_so_where_its_wait_timed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, cpu = Clock(), Clock()
+    monkeypatch.setattr(failures, "suspension", SuspensionTime(clock, cpu))
+    error = raised("Timed out waiting 60000ms for recv operation to complete (gloo/)", TORCH)
+    assert failure_record(error, 1).message.startswith("internal error: ")
+    clock.now = 91.0
+    failures.suspension.note()
+    found = failure_record(error, 1)
+    assert found.message.startswith(
+        "error: the ranks were suspended for longer than the timeout of collectives"
+    )
+    assert "rank 1 did not run for 1 min 30 s" in found.message and not found.details
+    assert (found.primary, found.timed_out, found.was_suspended) == (False, True, True)
+    # All ranks have failed, and no other node is the cause.
+    assert name_silent_ranks(found, [found], (1,), is_all=False) == found
+    broken = raised("Connection closed by peer (gloo/)", TORCH)
+    assert "connection to another rank broke" in failure_record(broken, 1).message
 
 
 def test_a_failure_after_log_lines_begins_with_its_time_as_they_do(
