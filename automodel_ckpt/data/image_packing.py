@@ -40,7 +40,7 @@ from automodel_ckpt.data.packing import (
 )
 from automodel_ckpt.data.workers import run_workers
 from automodel_ckpt.errors import AutomodelError, RecipeError
-from automodel_ckpt.units import counted
+from automodel_ckpt.units import counted, counted_are
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class MeasuredImages:
             raise RecipeError(
                 "no sample is left to pack",
                 where="dataset.truncation",
-                value=f"{len(lengths)} samples are longer than dataset.seq_length",
+                value=f"{counted_are(len(lengths), 'sample')} longer than dataset.seq_length",
                 hint="increase dataset.seq_length, or use smaller images",
             )
 

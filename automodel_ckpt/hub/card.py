@@ -262,7 +262,9 @@ def _data_lines(facts: Facts) -> Iterator[str]:
     ]
     if seen and facts.manifest is not None:
         yield ""
-        yield f"Training saw {' and '.join(seen)} in {facts.manifest.step:,} steps (epoch {facts.manifest.epoch})."
+        step = facts.manifest.step
+        steps = "1 step" if step == 1 else f"{step:,} steps"
+        yield f"Training saw {' and '.join(seen)} in {steps} (epoch {facts.manifest.epoch})."
 
 
 def _result_lines(facts: Facts, evaluation: Sequence[Metric]) -> Iterator[str]:

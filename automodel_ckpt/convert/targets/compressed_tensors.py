@@ -44,6 +44,7 @@ from automodel_ckpt.convert.targets.source_checks import check_files
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.durable_io import write_all
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.units import counted_are
 
 log_default = logging.getLogger("automodel_ckpt")
 
@@ -249,8 +250,8 @@ def _selected(
     if not unsuited:
         return frozenset(chosen), []
     text = (
-        f"{len(unsuited)} linear layers are not quantized, such as {unsuited[0]}: their columns are not divisible "
-        f"by {quantizer.group_size}, or they are no ordinary floats"
+        f"{counted_are(len(unsuited), 'linear layer')} not quantized, such as {unsuited[0]}: columns are not "
+        f"divisible by {quantizer.group_size}, or values are no ordinary floats"
     )
     return frozenset(chosen), [text]
 
