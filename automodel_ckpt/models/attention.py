@@ -185,7 +185,7 @@ def _register(name: str, kernel: Kernel, base: str) -> None:
 
 def _mask(kernel: Kernel, base: str, *args: Any, **options: Any) -> Any:
     """A mask function of transformers: what *kernel* needs of a row with documents, else the mask of *base*."""
-    # documents_of needs all arguments by name, as transformers 5.17 to 5.23 pass them.
+    # documents_of needs all arguments by name, as transformers 5.17 to 5.24 pass them.
     documents = None if args else documents_of(**options)
     if documents is None:
         return ALL_MASK_ATTENTION_FUNCTIONS[base](*args, **options)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from automodel_ckpt.models.mask_functions import widens
+
 
 @dataclass(frozen=True, eq=False)
 class Documents:
@@ -93,13 +95,12 @@ def documents_of(
     """
     is_one_row = batch_size == 1 and q_length == kv_length >= 2 and attention_mask is None
     has_offset = (q_offset, kv_offset) != (0, 0)
-    # transformers allows the skip if there are no documents. It combines documents with the causal pattern by "and",
-    # and other patterns, such as blocks of images that see each other, by "or".
+    # transformers allows the skip if there are no documents. It combines documents with the causal pattern by "and".
     has_documents = not others.get("allow_is_causal_skip", True)
     is_narrowed = getattr(mask_function, "__name__", "") == "and_mask"
     if not is_one_row or has_offset or not has_documents:
         return None
-    if not is_narrowed or others.get("use_vmap", False):
+    if not is_narrowed or widens(mask_function) or others.get("use_vmap", False):
         return None
     row = torch.zeros(1, dtype=torch.long, device=device)
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from automodel_ckpt.models.forward import model_without_adapters
+from automodel_ckpt.models.mask_functions import create_without_cache
 
 _NAMES = {"input_ids", "inputs_embeds", "attention_mask", "position_ids"}
 
@@ -49,11 +50,11 @@ def _add_masks(
     given = inputs["inputs_embeds"] if _has(inputs, "inputs_embeds") else inputs["input_ids"]
     # Only its shape, dtype and device are read.
     like = torch.empty((*given.shape[:2], 0), dtype=_dtype(decoder, given), device=given.device)
-    masks = create_masks_for_generate(
+    masks = create_without_cache(
+        create_masks_for_generate,
         config=decoder.config,
         inputs_embeds=like,
         attention_mask=None,
-        past_key_values=None,
         position_ids=positions,
     )
     return args, {**inputs, "attention_mask": masks}

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from automodel_ckpt.models.forward import attention_of, model_without_adapters
+from automodel_ckpt.models.mask_functions import create_without_cache
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 _NAME = "create_masks_for_generate"
@@ -91,11 +92,11 @@ class _RowMasks:
         device = inputs["position_ids"].device
         # Only the shape, type and device of the embeddings are used.
         embeddings = torch.empty((1, end - start, 0), dtype=self.dtype, device=device)
-        return self.create(
+        return create_without_cache(
+            self.create,
             config=self.config,
             inputs_embeds=embeddings,
             attention_mask=None,
-            past_key_values=None,
             position_ids=None,
             is_first_iteration=True,
             **types,
