@@ -109,7 +109,7 @@ def plain_losses(path: Path, num_steps: int = NUM_STEPS) -> list[dict[str, float
     samples = conversations(processor, str(directory / "conversations.jsonl"))
     parameters = []
     for name, parameter in student.named_parameters():
-        if "merger" in name or not re.search("vision_tower|visual", name):
+        if "merger" in name or not re.search("vision_tower|visual|vision_model", name):
             parameters.append(parameter)
     optimizer = torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
     records = []
