@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 OLDEST := .venv-oldest
 QUICK := .venv-oldest-quick
+NEWEST := .venv-newest
 TRITON := .venv-triton
 TORCHAO := .venv-torchao
 HARNESS := .venv-harness
@@ -54,6 +55,13 @@ $(QUICK)/.ready: pyproject.toml constraints.txt constraints-oldest.txt tools/set
 	@PYTHON="$(PYTHON)" tools/setup_venv.sh $(QUICK) $(QUICK).txt test,archive,compressed-tensors,gguf,s3,vision
 	@touch $@
 
+# No file of it is a prerequisite: new versions appear without a change here. Remove the environment to install them.
+$(NEWEST)/.ready:
+	@echo "preparing $(NEWEST) (downloads the newest versions that pyproject.toml allows; torch of several GB where only its CUDA build is found)"
+	@: > $(NEWEST).txt
+	@PYTHON="$(PYTHON)" tools/setup_venv.sh $(NEWEST) $(NEWEST).txt test,archive,compressed-tensors,gguf,s3,vision
+	@touch $@
+
 demo: $(STAMP)  ## train, kill, resume, export: about three minutes
 	@$(BIN)/python tools/demo.py
 
@@ -68,6 +76,9 @@ test-oldest: $(OLDEST)/.ready  ## every test with the lowest versions that pypro
 
 test-oldest-quick: $(QUICK)/.ready  ## unit tests with the lowest versions of all but torch: three minutes
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(QUICK)/bin/python -m pytest -q $(WORKERS) $(QUICK_TESTS)
+
+test-newest: $(NEWEST)/.ready  ## every test with the newest versions that pyproject.toml allows: needs a registry once
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(NEWEST)/bin/python -m pytest -q $(WORKERS) $(PYTEST_ARGS)
 
 nodes: $(STAMP)  ## 16 ranks on 4 nodes (network namespaces): a node is lost, then 3 nodes of 2 ranks continue; root, 2 GB, five minutes
 	@$(BIN)/python -m tools.nodes
@@ -203,4 +214,4 @@ interop: $(STAMP)  ## Trainer, Lightning, DeepSpeed and others write checkpoints
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.interop $(INTEROP_ARGS)
 
 clean:  ## remove .venv, caches and what the demo wrote
-	rm -rf $(VENV) $(OLDEST)* $(TRITON) $(TORCHAO) $(HARNESS) $(NULL_CUDA) .clients .peers .stores .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST)* $(NEWEST)* $(TRITON) $(TORCHAO) $(HARNESS) $(NULL_CUDA) .clients .peers .stores .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
