@@ -264,7 +264,7 @@ def _make_exchanging(name: str) -> None:
             return attention(module, *args, **options)
         return parallel.attend(attention, module, *args, **options)
 
-    # Patch for transformers 5.17 to 5.23: models compare the configured name with "sdpa", so the exchange cannot have
+    # Patch for transformers 5.17 to 5.24: models compare the configured name with "sdpa", so the exchange cannot have
     # a separate name.
     ALL_ATTENTION_FUNCTIONS.register(name, exchanging)
     _exchanging.add(name)

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import logging
 from collections import Counter
+from collections.abc import Collection
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -93,24 +94,38 @@ def cast_to(model: nn.Module, dtype: torch.dtype) -> None:
 
     transformers leaves those of quantized files in the type of the files. What a model keeps in float32 stays.
     """
-    kept = {
-        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
-        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
-    }
-    found: Counter[torch.dtype] = Counter()
-    for name, parameter in model.named_parameters():
-        stays = parameter.dtype == torch.float32 and any(part in kept for part in name.split("."))
-        if parameter.dtype in _ORDINARY and parameter.dtype != dtype and not stays:
-            found[parameter.dtype] += 1
-            # The parameter stays the same object, so that ties are kept.
-            parameter.data = parameter.data.to(dtype)
-    for other, number in found.items():
+    for other, number in cast_parameters(model, dtype).items():
         log.info(
             "casting %s from %s to %s (model.dtype)",
             counted(number, "parameter"),
             _name(other),
             _name(dtype),
         )
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> Counter[torch.dtype]:
+    """Do what :func:`cast_to` does without a message; count the parameters of each type that were cast."""
+    kept = {
+        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+    }
+    found: Counter[torch.dtype] = Counter()
+    for name, parameter in model.named_parameters():
+        stays = parameter.dtype == torch.float32 and stays_in_float32(name, kept)
+        if parameter.dtype in _ORDINARY and parameter.dtype != dtype and not stays:
+            found[parameter.dtype] += 1
+            # The parameter stays the same object, so that ties are kept.
+            parameter.data = parameter.data.to(dtype)
+    return found
+
+
+def stays_in_float32(name: str, kept: Collection[str]) -> bool:
+    """Whether a parameter is in a module that its model keeps in float32: one of its names is in *kept*.
+
+    Routers (``gate.weight`` since transformers 5.24) are not kept: they compute in float32 whatever the type of their
+    weights, and fsdp2 shards only equal types together.
+    """
+    return any(part in kept for part in name.split("."))
 
 
 def check_not_quantized(model: nn.Module) -> None:

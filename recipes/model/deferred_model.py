@@ -28,6 +28,7 @@ from automodel_ckpt.models.meta_init import (
 from automodel_ckpt.models.model_files import fetched_directory
 from automodel_ckpt.models.mtp import add_mtp
 from automodel_ckpt.models.mtp_families import MtpPlan, patterns_in_files
+from automodel_ckpt.models.quantize import cast_parameters
 from automodel_ckpt.models.repository import importing_code
 from automodel_ckpt.models.vocabulary import set_size
 from automodel_ckpt.recipes.model.mtp_files import fill_mtp
@@ -201,7 +202,9 @@ def _on_meta(
 
     def build() -> Any:
         with importing_code(options["trust_remote_code"]):
-            return on_meta(lambda: _made(ordinary, auto_class, options, mtp))
+            made = on_meta(lambda: _made(ordinary, auto_class, options, mtp))
+        cast_parameters(made, made.dtype)
+        return made
 
     try:
         # Built twice: InitialValues needs one that nothing else changes, and the model is

@@ -35,6 +35,7 @@ from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in
 from automodel_ckpt.models.model_files import fetched_directory
 from automodel_ckpt.models.mtp import copies_in_files, is_of_mtp, mtp_of, with_mtp_names
 from automodel_ckpt.models.mtp_families import patterns_in_files
+from automodel_ckpt.models.quantize import stays_in_float32
 from automodel_ckpt.models.task_head import HeadDifferences, head_differences
 from automodel_ckpt.models.vocabulary import log_resized, vocabulary_names
 from automodel_ckpt.models.weight_matching import (
@@ -289,14 +290,11 @@ def keep_buffers_in_float32(model: Any) -> None:
         kept |= set(model._keep_in_fp32_modules_strict or ())
     if model.dtype == torch.float16:
         kept |= set(model._keep_in_fp32_modules or ())
-    patterns = [re.compile(re.escape(name).replace(r"\*", ".*")) for name in kept]
-
-    def is_kept(name: str) -> bool:
-        return any(pattern.search(name) for pattern in patterns)
-
-    if any(is_kept(name) for name, _ in model.named_parameters()):
+    if any(stays_in_float32(name, kept) for name, _ in model.named_parameters()):
         raise NotDeferrable("parts of it stay in float32")
+    patterns = [re.compile(re.escape(name).replace(r"\*", ".*")) for name in kept]
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and is_kept(f"{module_name}.{name}"):
+            full = f"{module_name}.{name}"
+            if buffer is not None and any(pattern.search(full) for pattern in patterns):
                 module._buffers[name] = buffer.float()

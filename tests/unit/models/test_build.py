@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel, LlamaConfig
 from transformers.utils.hub import cached_file
 
@@ -23,7 +24,7 @@ from automodel_ckpt.models.config_checks import check_context, check_vocabulary
 from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.freezing import freeze
 from automodel_ckpt.models.model_files import fetched_directory, require_local
-from automodel_ckpt.models.quantize import check_not_quantized
+from automodel_ckpt.models.quantize import cast_parameters, check_not_quantized
 from automodel_ckpt.models.repository import base_directory
 from tests.support.serving import serve
 
@@ -335,3 +336,12 @@ def test_a_base_whose_weights_stay_quantized_is_refused_for_training_as_a_whole(
     )
     with pytest.raises(RecipeError, match=r"stay quantized(.|\n)*gptq(.|\n)*peft"):
         check_not_quantized(model)
+
+
+def test_routers_are_cast_and_other_parts_that_a_model_keeps_in_float32_are_not() -> None:
+    model: Any = nn.Module()
+    model._keep_in_fp32_modules_strict = ["gate.weight", "dt_bias"]
+    model.gate = nn.Linear(2, 2, bias=False)
+    model.dt_bias = nn.Parameter(torch.ones(2))
+    assert cast_parameters(model, torch.bfloat16) == {torch.float32: 1}
+    assert (model.gate.weight.dtype, model.dt_bias.dtype) == (torch.bfloat16, torch.float32)
