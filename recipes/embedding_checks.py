@@ -104,7 +104,7 @@ def with_backbone(config: RecipeConfig, model_config: PreTrainedConfig | None) -
     section = config.model
     if not isinstance(section, ModelConfig) or model_config is None:
         return config
-    # Private in transformers 5.17 to 5.23.
+    # Private in transformers 5.17 to 5.24.
     found = AutoModel._model_mapping.get(type(model_config), ())
     classes: tuple[Any, ...] = found if isinstance(found, tuple) else (found,)
     section = replace(

@@ -135,7 +135,7 @@ _meter = _Meter()
 
 def bound_chat_templates() -> None:
     """Make transformers render chat templates in a :class:`BoundedEnvironment`, in this process and its forks."""
-    # Patch for transformers 5.17 to 5.23: it creates the environment inside a private function, with the class that its
+    # Patch for transformers 5.17 to 5.24: it creates the environment inside a private function, with the class that its
     # module imported from jinja2, and has no setting for another class.
     rendering: Any = importlib.import_module("transformers.utils.chat_template_utils")
     if rendering.ImmutableSandboxedEnvironment is not BoundedEnvironment:

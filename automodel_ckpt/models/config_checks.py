@@ -13,7 +13,7 @@ from automodel_ckpt.models.config_values import context_length
 
 def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
     """Raise :class:`RecipeError` if the recipe's *auto_class* of transformers does not support the model."""
-    # Private in transformers 5.17 to 5.23. Custom classes may have no mapping.
+    # Private in transformers 5.17 to 5.24. Custom classes may have no mapping.
     mapping = getattr(auto_class, "_model_mapping", None)
     remote_classes = getattr(config, "auto_map", None) or {}
     if mapping is None or type(config) in mapping or auto_class.__name__ in remote_classes:

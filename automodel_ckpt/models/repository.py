@@ -155,7 +155,7 @@ def config_needs_code(content: Mapping[str, Any]) -> bool:
 
 def model_needs_code(config: PreTrainedConfig, auto_class: Any) -> bool:
     """Whether *auto_class* of transformers finds the class of the model in the repository only."""
-    # Private in transformers 5.17 to 5.23. Custom classes may have no mapping.
+    # Private in transformers 5.17 to 5.24. Custom classes may have no mapping.
     included = getattr(auto_class, "_model_mapping", None)
     references = getattr(config, "auto_map", None) or {}
     return (

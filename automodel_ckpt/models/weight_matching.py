@@ -191,7 +191,7 @@ def ignored_by(model: Any, names: Iterable[str]) -> list[str]:
 def former_buffers(model: Any, names: Iterable[str]) -> list[str]:
     """Those of *names* that earlier versions of transformers stored, and that a *model* computes now.
 
-    Source: ``PreTrainedModel._adjust_missing_and_unexpected_keys`` of transformers 5.17 to 5.23.
+    Source: ``PreTrainedModel._adjust_missing_and_unexpected_keys`` of transformers 5.17 to 5.24.
     """
     buffers = [name for name, _ in model.named_buffers()]
     found = []

@@ -634,12 +634,17 @@ def joined(it: Subject) -> Any:
             float32_precision(it.config, "cuda"),
             torch.rand(2).tolist(),
             [
-                group and (group.post_forward_mesh_info is not None, group.mp_policy.param_dtype)
+                group and (group.post_forward_mesh_info is not None, policy_of(group).param_dtype)
                 for group in groups
             ],
         )
     finally:
         it.recipe.close()
+
+
+def policy_of(group: Any) -> Any:
+    """The mixed precision of a group of FSDP2: its own, or since torch 2.15 that of each parameter."""
+    return group.mp_policy if hasattr(group, "mp_policy") else group.fsdp_params[0].mp_policy
 
 
 def pipelined(it: Subject) -> Any:

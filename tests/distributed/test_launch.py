@@ -304,10 +304,10 @@ def test_a_restart_says_why(start: Start) -> None:
 
 def test_ranks_that_could_not_connect_are_started_again(start: Start) -> None:
     done = start("connects_late").wait()
-    assert (done.code, done.err) == (
-        0,
-        "the ranks could not connect to each other: starting them again\n",
-    )
+    # torch 2.15 prints a line of its own, which begins so.
+    own = [line for line in done.err.splitlines() if not line.startswith("[E")]
+    assert done.code == 0
+    assert own == ["the ranks could not connect to each other: starting them again"]
     assert sorted(done.out.split("rank")) == ["", " 0 trained\n", " 1 trained\n"]
 
 

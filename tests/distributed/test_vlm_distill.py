@@ -239,7 +239,8 @@ def test_a_dry_run_counts_the_teacher(tmp_path: Path) -> None:
 
 def rejected(path: Path, *overrides: str) -> str:
     """The message about the one problem of a recipe."""
-    recipe = build(path, *overrides, recipe_class=VLMDistill)
+    run = f"--checkpoint.checkpoint_dir={path.parent / 'run'}"
+    recipe = build(path, run, *overrides, recipe_class=VLMDistill)
     try:
         with pytest.raises(RecipeError) as raised:
             recipe.setup()

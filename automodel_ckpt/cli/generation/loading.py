@@ -265,7 +265,7 @@ def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
     config = AutoConfig.from_pretrained(name, trust_remote_code=False, revision=revision)
     _check_head(config, name)
     model_class: Any = AutoModelForCausalLM
-    # Private in transformers 5.17 to 5.23.
+    # Private in transformers 5.17 to 5.24.
     if type(config) not in AutoModelForCausalLM._model_mapping or _takes_images(config):
         model_class = AutoModelForImageTextToText
     model, info = model_class.from_pretrained(
@@ -311,7 +311,7 @@ def _check_head(config: Any, where: str) -> None:
 
 def _takes_images(config: Any) -> bool:
     """Whether the model of a config takes images; a few (Fuyu, Chameleon, Emu3) have no ``vision_config``."""
-    # Private in transformers 5.17 to 5.23.
+    # Private in transformers 5.17 to 5.24.
     mapping: Any = AutoModelForImageTextToText._model_mapping
     if type(config) not in mapping:
         return False

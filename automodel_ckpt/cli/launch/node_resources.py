@@ -115,7 +115,7 @@ def set_allocator(environment: MutableMapping[str, str]) -> None:
 
 
 def answers_about_fabric() -> bool:
-    """Whether NVML answers what torch 2.13 asks it when a segment of the allocator grows: about the GPU's fabric.
+    """Whether NVML answers what torch 2.13 to 2.15 ask when a segment of the allocator grows: about the GPU's fabric.
 
     Without the library, torch calls a null pointer there. Some containers have a GPU and no NVML: their image sets
     NVIDIA_DRIVER_CAPABILITIES to ``compute``, without ``utility``. An error, as on Jetson, is an error of torch's too
