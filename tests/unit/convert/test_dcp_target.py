@@ -111,6 +111,10 @@ def test_metadata_is_equal_to_that_of_torch(tmp_path: Path) -> None:
         writer.finish()
     theirs = pickle.loads((tmp_path / "theirs/.metadata").read_bytes())
     ours = pickle.loads((tmp_path / "ours/.metadata").read_bytes())
+    for described in theirs.state_dict_metadata.values():
+        if hasattr(described.properties, "strides"):
+            # Of the tensor in memory, since torch 2.15. Nothing that reads a checkpoint needs them.
+            described.properties.strides = None
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.planner_data == theirs.planner_data
     assert ours.storage_data.keys() == theirs.storage_data.keys()
