@@ -148,23 +148,31 @@ class Follower:
     def _start(
         self, name: str, options: Mapping[str, Any], after: int | None, went_back: bool
     ) -> None:
-        """Connect to a tracker. Starts a new run of it if the values that it has do not belong to this run."""
+        """Connect to a tracker. Starts a new run of it if the values that it has do not belong to this run, or are in
+        another place, such as another project."""
         tracker_class = TRACKERS[name]
         memory = self._memory.setdefault(name, {"sent": {}})
+        place = {option: options[option] for option in tracker_class.places if option in options}
+        # Earlier versions did not record the place.
+        has_moved = memory.get("place", place) != place
+        if has_moved:
+            memory = self._memory[name] = {"sent": {}}
+        memory["place"] = place
         was_killed = memory.pop("open", False)
         sent: dict[str, int] = memory["sent"]
         has_later_steps = after is not None and any(step > after for step in sent.values())
         goes_back = has_later_steps and (went_back or after == 0)
         may_have_lost = bool(sent) and was_killed and not tracker_class.is_durable
         if may_have_lost or (goes_back and not tracker_class.forgets):
-            memory = {"sent": {}, "attempt": memory.get("attempt", 1) + 1}
+            memory = {"sent": {}, "attempt": memory.get("attempt", 1) + 1, "place": place}
             self._memory[name] = memory
             sent = memory["sent"]
         # If the next start finds it, this process was killed, perhaps with values not sent yet.
         memory["open"] = True
         # Created first: the constructor stores the id of the tracker's run in the memory.
         tracker = tracker_class(self.run, memory, **options)
-        if tracker_class.forgets and sent:
+        # The place may have values from before it was another one.
+        if tracker_class.forgets and (sent or has_moved):
             first = self._first_step_to_send(sent, after)
             if first is not None:
                 for group, step in sent.items():

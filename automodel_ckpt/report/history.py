@@ -156,7 +156,7 @@ def read_history(path: Path, name: str | None = None) -> History:
     checkpoints = tuple(_checkpoints(path)) if path.is_dir() else ()
     if not (records or checkpoints):
         raise CheckpointUnusable(
-            "the directory contains no run to plot",
+            "the directory contains no run",
             where=str(path),
             value=f"neither {layout.TRAINING_LOG} nor a checkpoint",
             hint="use the directory of a run, the checkpoint.checkpoint_dir of its recipe",

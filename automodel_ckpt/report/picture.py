@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ _LEGEND_STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_picture(runs: Sequence[History], file: Path) -> None:
-    """Write the charts of *runs* to a PNG file. Raises :class:`RecipeError` without matplotlib."""
+def picture(runs: Sequence[History], file: Path) -> bytes:
+    """Return the charts of *runs* as a PNG image for *file*. Raises :class:`RecipeError` without matplotlib."""
     try:
         pyplot: Any = importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
@@ -40,8 +41,10 @@ def write_picture(runs: Sequence[History], file: Path) -> None:
     # Needs no display, which another backend may need.
     pyplot.switch_backend("agg")
     figure = draw_figure(pyplot, runs)
-    figure.savefig(file, dpi=110)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=110, format="png")
     pyplot.close(figure)
+    return content.getvalue()
 
 
 def draw_figure(pyplot: Any, runs: Sequence[History]) -> Any:

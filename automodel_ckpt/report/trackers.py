@@ -22,6 +22,8 @@ class Tracker(Protocol):
     """Whether it supports :meth:`forget`. Other trackers never get the value of a step twice."""
     is_durable: ClassVar[bool] = False
     """Whether logged and flushed values survive when every process is killed."""
+    places: ClassVar[tuple[str, ...]] = ()
+    """The options that select where the values go. What another place has is not there."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of a step, by names such as ``train/loss``. The steps of each name ascend."""
@@ -47,6 +49,7 @@ class TensorBoard(Tracker):
 
     forgets = True
     is_durable = True
+    places = ("log_dir",)
 
     def __init__(self, run: Path, memory: dict[str, Any], *, log_dir: str | None = None) -> None:
         writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
@@ -96,6 +99,8 @@ class WeightsAndBiases(Tracker):
     wandb's own steps must not descend, so the logged value ``step`` is the axis of all others.
     """
 
+    places = ("entity", "project", "id")
+
     def __init__(self, run: Path, memory: dict[str, Any], **options: Any) -> None:
         wandb = importlib.import_module("wandb")
         defaults = {"dir": str(run), "name": _name(run, memory)}
@@ -128,6 +133,7 @@ class MLflow(Tracker):
     """
 
     is_durable = True
+    places = ("tracking_uri", "experiment")
 
     def __init__(
         self,
@@ -177,6 +183,8 @@ class MLflow(Tracker):
 
 class Trackio(Tracker):
     """A run of trackio, resumed by its name. The options are those of ``trackio.init``."""
+
+    places = ("project", "space_id", "name")
 
     def __init__(self, run: Path, memory: dict[str, Any], **options: Any) -> None:
         trackio = importlib.import_module("trackio")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.layout import CONFIG
 from automodel_ckpt.cli.paths import run_with_logs
-from automodel_ckpt.cli.terminal import can_print, print_path, printable
+from automodel_ckpt.cli.terminal import can_print, print_error, print_path, printable
 from automodel_ckpt.config.changes import differences, saved_recipe
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError
 
@@ -68,23 +70,27 @@ def _names(paths: list[Path]) -> list[str]:
     longest = max(map(len, all_parts))
     names: list[str] = []
     for depth in range(1, longest + 1):
-        names = ["/".join(parts[-depth:]) for parts in all_parts]
-        are_unique = len(set(names)) == len(names)
+        names = [os.path.join(*parts[-depth:]) for parts in all_parts]
+        # A run that is given twice has one name.
+        are_unique = len(set(names)) == len(set(all_parts))
         if are_unique and names != ["checkpoints"]:
             break
     return names
 
 
 def _write(runs: list[History], file: Path) -> None:
-    if file.suffix == ".png":
-        from automodel_ckpt.report.picture import write_picture
+    """Write a page or a picture, by the extension of *file*. If that fails, an earlier report stays as it was."""
+    from automodel_ckpt.convert.publishing import published_file
 
-        write_picture(runs, file)
+    if file.suffix == ".png":
+        from automodel_ckpt.report.picture import picture
+
+        content = picture(runs, file)
     elif file.suffix in (".html", ".htm"):
         from automodel_ckpt.report.page import page
 
         text = page(runs, _differences(runs))
-        file.write_bytes(text.encode("utf-8", "backslashreplace"))  # a name may be no Unicode
+        content = text.encode("utf-8", "backslashreplace")  # a name may be no Unicode
     else:
         raise RecipeError(
             "unsupported file extension",
@@ -92,6 +98,13 @@ def _write(runs: list[History], file: Path) -> None:
             value=str(file),
             hint="use .html or .png",
         )
+    # Publishing renames: without this, it would replace a link instead of its target.
+    target = Path(os.path.realpath(file))
+    # Publishing would create it.
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
+    with published_file(target, print_error, what="the report") as staging:
+        staging.write_bytes(content)
 
 
 def _differences(runs: list[History]) -> dict[str, list[str]]:

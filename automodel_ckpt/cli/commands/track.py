@@ -8,10 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.cli.arguments import add_run
 from automodel_ckpt.cli.paths import run_with_logs
 from automodel_ckpt.cli.terminal import printable
-from automodel_ckpt.errors import EXIT_DONE, RecipeError, SaveFailed
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError, SaveFailed
 from automodel_ckpt.report.trackers import TRACKERS
 
 
@@ -45,14 +46,21 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt track``.
 
-    Raises :class:`RecipeError` if the tracker's library is not installed, or another process uploads the log, and
-    :class:`SaveFailed` if the tracker failed.
+    Raises :class:`RecipeError` if the tracker's library is not installed, or another process uploads the log,
+    :class:`CheckpointUnusable` if there is no log, and :class:`SaveFailed` if the tracker failed.
     """
     from automodel_ckpt.report.follow import Follower, upload_lock
     from automodel_ckpt.report.history import read_history
 
     run = run_with_logs(Path(arguments.path))
     last = max(read_history(run).series["loss"].steps, default=0)
+    if not (run / layout.TRAINING_LOG).exists():
+        raise CheckpointUnusable(
+            "the run has no log to upload",
+            where=str(run / layout.TRAINING_LOG),
+            value="no such file",
+            hint="use the directory of a run that was trained here",
+        )
     if importlib.util.find_spec(arguments.to) is None:
         raise RecipeError(
             "the library of the tracker is not installed",

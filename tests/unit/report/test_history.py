@@ -89,7 +89,7 @@ def test_metrics_of_an_objective_have_charts_with_those_of_its_validation_sets(
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointUnusable, match="no run to plot"):
+    with pytest.raises(CheckpointUnusable, match="contains no run"):
         read_history(tmp_path)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.report.charts import PANELS
 from automodel_ckpt.report.history import History, Series, read_history
-from automodel_ckpt.report.picture import draw_figure, write_picture
+from automodel_ckpt.report.picture import draw_figure, picture
 from tests.support.history import write_run
 
 pytest.importorskip("matplotlib", reason="the plot extra")
@@ -310,6 +311,42 @@ def test_small_curves_fit_the_terminal_and_its_encoding(
     assert capsys.readouterr().out.isascii()
 
 
+@pytest.mark.parametrize("name", ["report.html", "report.png"])
+def test_a_report_that_cannot_be_written_is_named_and_the_one_before_stays(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    if name.endswith("png"):
+        pytest.importorskip("matplotlib")
+    place = tmp_path / "place"
+    place.mkdir()
+    (place / name).write_text("before")
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        assert main(["plot", str(run), "-o", str(place / name)]) == 4
+    message = capsys.readouterr().err
+    assert "the report could not be written" in message and str(place / name) in message
+    assert (place / name).read_text() == "before" and len(list(place.iterdir())) == 1
+    # A link stays a link.
+    (place / "link.html").symlink_to(name)
+    assert main(["plot", str(run), "-o", str(place / "link.html")]) == 0
+    assert (place / "link.html").is_symlink() and (place / name).stat().st_size > 1000
+
+
+def test_a_run_that_is_given_twice_has_its_short_name(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plot", str(run), str(run), "--json"]) == 0
+    assert [each["name"] for each in json.loads(capsys.readouterr().out)] == ["first", "first"]
+
+
 def test_json_gives_the_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(run), "--json"]) == 0
     (document,) = json.loads(capsys.readouterr().out)
@@ -321,7 +358,7 @@ def test_a_place_without_a_run_is_code_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plot", str(tmp_path)]) == 3
-    assert "no run to plot" in capsys.readouterr().err
+    assert "contains no run" in capsys.readouterr().err
 
 
 def test_numbers_that_no_run_writes_are_passed_over(
@@ -345,4 +382,4 @@ def test_a_picture_of_a_run_without_logged_values_is_an_error(tmp_path: Path) ->
     fields = {curve.field for panel in PANELS for curve in panel.curves}
     silent = History("run", tmp_path, dict.fromkeys(fields, Series()))
     with pytest.raises(CheckpointUnusable, match="no values to plot"):
-        write_picture([silent], tmp_path / "run.png")
+        picture([silent], tmp_path / "run.png")
