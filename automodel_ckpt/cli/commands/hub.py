@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,9 @@ def add_card_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--output", "-o", metavar="DIR", help="write README.md and its picture there instead"
+    )
+    command.add_argument(
+        "--force", action="store_true", help="with --output, replace files that exist"
     )
     _add_facts(command.add_argument)
 
@@ -196,10 +199,7 @@ def run_card(arguments: argparse.Namespace) -> int:
         evaluation=_metrics(arguments.eval),
     )
     if arguments.output:
-        directory = Path(arguments.output)
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (directory / name).write_bytes(content)
+        _write_card(files, Path(arguments.output), overwrite=arguments.force)
     if arguments.json:
         print(json.dumps({"card": files[README].decode(), "files": sorted(files)}))
     elif arguments.output:
@@ -207,6 +207,17 @@ def run_card(arguments: argparse.Namespace) -> int:
     else:
         sys.stdout.write(files[README].decode())
     return EXIT_DONE
+
+
+def _write_card(files: Mapping[str, bytes], directory: Path, *, overwrite: bool) -> None:
+    """Write a card and its picture. Raises :class:`SaveFailed` if one of them exists, and *overwrite* is false."""
+    from automodel_ckpt.convert.publishing import check_file_target, published_file
+
+    for name in files:
+        check_file_target(directory / name, overwrite=overwrite)
+    for name, content in files.items():
+        with published_file(directory / name, print_error, what="the model card") as staging:
+            staging.write_bytes(content)
 
 
 def reject_hub_options(arguments: argparse.Namespace) -> None:

@@ -163,6 +163,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_logs
     from automodel_ckpt.checkpoint.run import maintenance
     from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT, Lease
+    from automodel_ckpt.checkpoint.run.writable import check_outside_checkpoints
     from automodel_ckpt.hub.address import is_hub
 
     if is_hub(arguments.url):
@@ -183,6 +184,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
         )
     remote, name, manifest = locate_one(arguments.url)
     directory = Path(arguments.directory or str(remote.store).rpartition("/")[2]).absolute()
+    check_outside_checkpoints(directory)
     if (directory / name).exists():
         raise RecipeError(
             "a checkpoint of this name exists",

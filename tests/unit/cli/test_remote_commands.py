@@ -188,6 +188,8 @@ def test_a_pull_brings_the_logs_of_a_run(read: Requests, tmp_path: Path) -> None
     assert ckpt(["pull", f"{URL}/{FIRST}", str(target)]) == 0
     assert (target / "training.jsonl").read_bytes() == b"1\n"
     (target / "training.jsonl").write_bytes(b"own\n")
+    # A run inside of a checkpoint would be removed with it.
+    assert ckpt(["pull", f"{URL}/{SECOND}", str(target / FIRST)]) == 2
     assert ckpt(["pull", f"{URL}/{SECOND}", str(target)]) == 0
     assert (target / "training.jsonl").read_bytes() == b"own\n"
 

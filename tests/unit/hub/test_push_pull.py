@@ -148,7 +148,13 @@ def test_the_card_states_what_was_trained_on_what(
     hub.requests.clear()
     assert main(["card", *given, "--license", "mit"]) == 0
     assert "license: mit" in capsys.readouterr().out
-    assert main(["card", str(runs / "full/epoch_0_step_5"), "-o", str(tmp_path / "card")]) == 0
+    write = ["card", str(runs / "full/epoch_0_step_5"), "-o", str(tmp_path / "card")]
+    (tmp_path / "card").mkdir()
+    (tmp_path / "card/README.md").write_text("of a project\n")
+    assert main(write) == 4
+    assert "--force" in capsys.readouterr().err
+    assert (tmp_path / "card/README.md").read_text() == "of a project\n"
+    assert main([*write, "--force"]) == 0
     first = (tmp_path / "card/README.md").read_text()
     assert "trained from scratch" in first and "| step | 5 (epoch 0) |" in first
     assert "| 12 |" not in first
