@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.distributed.expert_parallel import divide_experts, expert_mesh
 from automodel_ckpt.distributed.fixed_buckets import FixedBucketsDDP
-from automodel_ckpt.distributed.group_types import check_group_types
 from automodel_ckpt.distributed.mesh import RankLayout, build_mesh, data_mesh
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.model_layers import separate_ends, untied_layers
@@ -165,26 +164,20 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
     # Layers before the root: fully_shard gives the root's group all parameters that no inner group
     # has.
     for layer in untied_layers(model):
-        _shard_group(layer, reshard_after_forward=how.reshard_after_forward, **options)
+        fully_shard(layer, reshard_after_forward=how.reshard_after_forward, **options)
     for module in embeddings:
         is_lookup = type(module) is nn.Embedding
-        _shard_group(module, reshard_after_forward=how.reshard_after_forward, **options)
+        fully_shard(module, reshard_after_forward=how.reshard_after_forward, **options)
         if is_lookup:
             # The gradient of a lookup depends on the token ids only.
             module.set_unshard_in_backward(False)  # type: ignore[operator]
     # The backward pass needs the head and the root first: gathering them twice would only cost. A frozen model has no
     # backward pass.
     for module in heads:
-        _shard_group(module, reshard_after_forward=not is_trained, **options)
-    _shard_group(model, reshard_after_forward=not is_trained, **options)
+        fully_shard(module, reshard_after_forward=not is_trained, **options)
+    fully_shard(model, reshard_after_forward=not is_trained, **options)
     setattr(model, _DEFERS, how.defer_gradient_sync)
     _prefetch(model, embeddings, heads)
-
-
-def _shard_group(module: nn.Module, **options: Any) -> None:
-    """Shard what no inner group has of *module* as one group."""
-    check_group_types(module, options.get("ignored_params", ()))
-    fully_shard(module, **options)
 
 
 def _prefetch(model: nn.Module, embeddings: list[nn.Module], heads: list[nn.Module]) -> None:

@@ -15,6 +15,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import CompileConfig
 from automodel_ckpt.distributed.context_parallel import check_context_parallel
 from automodel_ckpt.distributed.expert_parallel import check_experts
+from automodel_ckpt.distributed.group_types import check_group_types
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.model_layers import decoder_layers
@@ -59,6 +60,7 @@ def check_mesh(request: ModelRequest, model: nn.Module) -> None:
 
 def shard_for_training(request: ModelRequest, deferred: DeferredModel) -> Sharded:
     """Shard a model for training. Its forward pass offloads activations and uses CUDA graphs as the recipe states."""
+    _check_types(deferred.model, request.config, request.layout)
     sharded = shard(deferred, request.config, request.layout)
     compute = sharded.compute
     if request.offloads_activations:
@@ -66,6 +68,16 @@ def shard_for_training(request: ModelRequest, deferred: DeferredModel) -> Sharde
     if has_cuda_graphs(request.config, request.layout):
         compute = marking_steps(compute)
     return replace(sharded, compute=compute)
+
+
+def _check_types(model: nn.Module, config: RecipeConfig, layout: RankLayout) -> None:
+    """Raise :class:`RecipeError` if fsdp2 cannot train the parameters of *model* together."""
+    how = parallelism(config.distributed)
+    if choose_strategy(how.strategy, layout.sizes) != "fsdp2":
+        return
+    # On one rank, parameters in the compute dtype are not sharded.
+    is_alone = layout.sizes.world == 1 and not how.cpu_offload
+    check_group_types(model, [how.compute_dtype] if is_alone and how.compute_dtype else [])
 
 
 def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> Sharded:

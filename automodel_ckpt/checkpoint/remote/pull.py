@@ -145,6 +145,8 @@ class _Transfer:
         self._num_threads = num_threads
         self._stopping = stopping
         self._has_failed = False
+        self._creating = threading.Lock()
+        """Held while a file is created, so that none is after a failure: its directory is removed then."""
 
     def each(self, fetch: Callable[[str], None], files: Iterable[str]) -> None:
         """Call *fetch* with each of the *files*, in several threads. Raises the first failure, or InterruptedError."""
@@ -159,15 +161,20 @@ class _Transfer:
         except BaseException:
             # Also StoppedWaiting. Requests in progress are not waited for: they may take minutes. Their threads write
             # nothing more, and end.
-            self._has_failed = True
+            with self._creating:
+                self._has_failed = True
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         pool.shutdown()
 
     def file(self, name: str, path: Path, size: int) -> None:
         """Download the object *name* to *path*. Raises InterruptedError after a stop."""
+        with self._creating:
+            self.check()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            created = DurableFile(path, nbytes=size)
         try:
-            with DurableFile(path, nbytes=size) as file:
+            with created as file:
 
                 def write(block: bytes) -> None:
                     self.check()
@@ -238,8 +245,6 @@ def _fetch_all(transfer: _Transfer, prefix: str, sizes: Mapping[str, int], targe
             )
 
     def fetch(file: str) -> None:
-        transfer.check()
-        (target / file).parent.mkdir(parents=True, exist_ok=True)
         transfer.file(f"{prefix}{file}", target / file, sizes[file])
 
     transfer.each(fetch, sizes)
@@ -253,11 +258,8 @@ def _download(
     on_file: Callable[[str], None] = lambda file: None,
 ) -> None:
     """Download the files of *manifest* into *target*, and verify them. Raises :class:`CheckpointUnusable`."""
-    for directory in {(target / file).parent for file in manifest.files}:
-        directory.mkdir(parents=True, exist_ok=True)
 
     def fetch(file: str) -> None:
-        transfer.check()
         transfer.file(f"{name}/{file}", target / file, manifest.files[file].size)
         on_file(file)
 
