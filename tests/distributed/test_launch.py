@@ -304,7 +304,7 @@ def test_a_restart_says_why(start: Start) -> None:
 
 def test_ranks_that_could_not_connect_are_started_again(start: Start) -> None:
     done = start("connects_late").wait()
-    # torch 2.15 prints a line of its own, which begins so.
+    # torch 2.15 also prints a line, which begins so.
     own = [line for line in done.err.splitlines() if not line.startswith("[E")]
     assert done.code == 0
     assert own == ["the ranks could not connect to each other: starting them again"]

@@ -238,7 +238,7 @@ def test_after_a_failure_the_present_step_is_saved_and_after_three_in_a_row_none
     every_third.saves.save(15, save)
     assert every_third.saves.checkpointer is None
     assert caplog.text.count("hint:   free disk space or repair the directory\n") == 4
-    # The run goes on by itself.
+    # The run continues without a new start.
     assert "run the same command" not in caplog.text
 
 
