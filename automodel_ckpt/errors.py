@@ -11,7 +11,7 @@ import json
 import re
 import resource
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 EXIT_DONE = 0
 EXIT_INTERNAL = 1
@@ -69,18 +69,32 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem: *what* failed, *where* (file and line, flag, or path), the *value*, and a *hint*."""
+    """One problem: *what* failed, *where* (file and line, flag, or path), the *value*, and a *hint*.
+
+    *restart* says how to start the run again after the hint was followed. It is a part of its own because a failed save
+    need not end the run (``checkpoint.on_save_failure: continue``): :meth:`while_running` leaves it out.
+    """
 
     what: str
     where: str
     value: object
     hint: str
+    restart: str = ""
+
+    @property
+    def advice(self) -> str:
+        """The hint, followed by how to start again."""
+        return ", then ".join(part for part in (self.hint, self.restart) if part)
+
+    def while_running(self) -> Problem:
+        """Return the problem of a run that continues: without the advice to start it again."""
+        return replace(self, restart="")
 
     def __str__(self) -> str:
         lines = [self.what]
         # A newline in a path would begin a line of the message. Values may have several lines.
         where = printable(self.where) if self.where else self.where
-        for label, text in (("where", where), ("value", self.value), ("hint", self.hint)):
+        for label, text in (("where", where), ("value", self.value), ("hint", self.advice)):
             if text is not None and text != "":
                 lines.append(f"  {label + ':':8}{text}")
         return without_hidden("\n".join(lines))
@@ -91,8 +105,10 @@ class AutomodelError(Exception):
 
     exit_code = EXIT_INTERNAL
 
-    def __init__(self, what: str, *, where: str, value: object, hint: str) -> None:
-        self.problems: tuple[Problem, ...] = (Problem(what, where, value, hint),)
+    def __init__(
+        self, what: str, *, where: str, value: object, hint: str, restart: str = ""
+    ) -> None:
+        self.problems: tuple[Problem, ...] = (Problem(what, where, value, hint, restart),)
         super().__init__(what)
 
     @classmethod
@@ -180,7 +196,7 @@ def replaced_forward_pass(what: str, hint: str) -> RecipeError:
     )
 
 
-def os_problem(error: OSError, what: str, *, hint: str) -> Problem:
+def os_problem(error: OSError, what: str, *, hint: str, restart: str = "") -> Problem:
     """Build the :class:`Problem` of a failed system call: its path, the name and text of errno, and the system limit
     that was reached, if any."""
     name = errno_names.errorcode.get(error.errno or 0, "unknown errno")
@@ -190,7 +206,7 @@ def os_problem(error: OSError, what: str, *, hint: str) -> Problem:
     if limit is not None:
         value += limit.limits()
         hint = limit.hint
-    return Problem(what, " -> ".join(paths), value, hint)
+    return Problem(what, " -> ".join(paths), value, hint, restart)
 
 
 NOT_ALLOWED = (errno_names.EACCES, errno_names.EPERM, errno_names.EROFS)

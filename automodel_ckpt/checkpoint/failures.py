@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from automodel_ckpt.errors import (
     PERMISSIONS_HINT,
     AutomodelError,
     ExportFailed,
-    Problem,
     RecipeError,
     SaveFailed,
     limit_error,
@@ -22,25 +20,19 @@ from automodel_ckpt.user_code import location_in_user_code
 
 log = logging.getLogger("automodel_ckpt")
 
-RETRY = "free disk space or repair the directory, then run the same command to resume from the previous checkpoint"
-NEXT_SAVE = "free disk space or repair the directory; the next save tries this again"
-START_AGAIN = "free disk space or repair the directory, then run the same command"
-_START_AGAIN_TEXT = re.compile(r"(^|[,;] (then )?)run the same command( [^;]*|$)")
+REPAIR = "free disk space or repair the directory"
+NEXT_SAVE = f"{REPAIR}; the next save tries this again"
+START_AGAIN = f"{REPAIR}, then run the same command"
+RESUME = "run the same command to resume from the previous checkpoint"
 _NAME_ANOTHER = "set checkpoint.checkpoint_dir to a writable directory with enough free space"
-_EXPORT_AGAIN = (
-    "free disk space or repair the directory, then run `ckpt consolidate` to export the checkpoint"
-)
+_EXPORT_AGAIN = f"{REPAIR}, then run `ckpt consolidate` to export the checkpoint"
 _HINTS = {RecipeError: _NAME_ANOTHER, ExportFailed: _EXPORT_AGAIN}
 _DEFECT = "this is a defect, not a mistake of yours: please report it (logging.level: debug shows the traceback)"
 
 
 def text_while_running(error: AutomodelError) -> str:
     """Return the message of a failure after which the run continues: without the advice to start it again."""
-    problems: list[Problem] = []
-    for problem in error.problems:
-        hint = _START_AGAIN_TEXT.sub("", problem.hint)
-        problems.append(replace(problem, hint=hint))
-    return str(type(error).all_of(problems))
+    return "\n".join(str(problem.while_running()) for problem in error.problems)
 
 
 def as_failure(
@@ -53,18 +45,22 @@ def as_failure(
     """Convert *error* to an error for the user; an :class:`AutomodelError` is returned unchanged.
 
     Others become *kind*, with a message of what was being done (*doing*) and *where*. *hint* is what to do about a
-    failed system call; None: the hint for checkpoints. If the system did not permit the call, the hint is on
-    permissions, followed by the given one.
+    failed system call; None: the hint for checkpoints, and to resume the run. If the system did not permit the call,
+    the hint is on permissions, followed by the given one.
     """
     if isinstance(error, AutomodelError):
         return error
     if isinstance(error, OSError):
         # Errors of a descriptor's system calls do not contain a path.
         error.filename = error.filename or str(where)
+        restart = ""
         if error.errno in NOT_ALLOWED:
             hint = PERMISSIONS_HINT if hint is None else f"{PERMISSIONS_HINT}; {hint}"
-        hint = hint or _HINTS.get(kind, RETRY)
-        return kind.all_of([os_problem(error, f"{doing} failed", hint=hint)])
+        elif hint is None and kind in _HINTS:
+            hint = _HINTS[kind]
+        elif hint is None:
+            hint, restart = REPAIR, RESUME
+        return kind.all_of([os_problem(error, f"{doing} failed", hint=hint, restart=restart)])
     log.debug("unexpected", exc_info=error)
     limit = limit_error(error)
     if limit is not None:
@@ -76,6 +72,7 @@ def as_failure(
             f"{doing} failed in user code that the recipe names",
             where=location,
             value=f"{type(error).__name__}: {error}",
-            hint="fix that code, then run the same command",
+            hint="fix that code",
+            restart="run the same command",
         )
     return kind(f"{doing} failed", where=str(where), value=repr(error), hint=_DEFECT)

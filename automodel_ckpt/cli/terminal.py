@@ -312,7 +312,7 @@ def problem_json(problem: Problem) -> dict[str, str]:
         "what": problem.what,
         "where": problem.where,
         "value": str(problem.value),
-        "remedy": problem.hint,
+        "remedy": problem.advice,
     }
 
 

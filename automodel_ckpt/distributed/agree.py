@@ -11,6 +11,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -207,7 +208,7 @@ def _combined(failed: Mapping[int, AutomodelError], num_ranks: int) -> Automodel
 
 def _named(first: int, failed: Mapping[int, AutomodelError]) -> tuple[Problem, ...]:
     head, *rest = failed[first].problems
-    named = Problem(f"rank {first}: {head.what}", head.where, head.value, head.hint)
+    named = replace(head, what=f"rank {first}: {head.what}")
     problems = [named, *rest]
     others = []
     for rank, error in failed.items():

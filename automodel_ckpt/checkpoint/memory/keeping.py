@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.failures import RETRY
+from automodel_ckpt.checkpoint.failures import REPAIR, RESUME
 from automodel_ckpt.checkpoint.memory.directory import memory_of, remove_memory
 from automodel_ckpt.checkpoint.memory.rescue import copy_to_disk
 from automodel_ckpt.checkpoint.run.lease import Lease
@@ -43,5 +43,6 @@ def keep_on_disk(run: Path, parent: Path, *, copies: bool = True, by_rank: bool 
     except AutomodelError as error:
         return f"the checkpoints in memory are kept: {describe(error)[1]}"
     except OSError as error:
-        return str(os_problem(error, "the checkpoint in memory could not be copied", hint=RETRY))
+        what = "the checkpoint in memory could not be copied"
+        return str(os_problem(error, what, hint=REPAIR, restart=RESUME))
     return "" if copy is None else f"the newest checkpoint in memory was copied to {copy}"

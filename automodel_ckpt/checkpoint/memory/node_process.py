@@ -293,6 +293,7 @@ def _failure(error: Exception, doing: str) -> dict[str, Any]:
         "where": str(problem.where),
         "value": str(problem.value),
         "hint": problem.hint,
+        "restart": problem.restart,
     }
     return {"error": fields}
 

@@ -222,8 +222,10 @@ class Uploads:
         hint = f"upload {'it' if len(missing) == 1 else 'them'} with {', '.join(commands)}"
         if len(sources) > _MAX_COMMANDS:
             hint += ", ..."
+        restart = ""
         if self.job.num_nodes > 1:
-            place, hint = "the disks of the nodes", "run the same command on the same nodes"
+            place, hint = "the disks of the nodes", ""
+            restart = "run the same command on the same nodes"
         error = self._status().error
         value = ", ".join(missing)
         return SaveFailed(
@@ -231,6 +233,7 @@ class Uploads:
             where=str(self._run.store),
             value=f"{value}; {error}" if error else value,
             hint=hint,
+            restart=restart,
         )
 
     def finish_before_stop(self, seconds: float, must_end: Callable[[], bool]) -> None:

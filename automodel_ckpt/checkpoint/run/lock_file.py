@@ -202,7 +202,8 @@ def lost(path: Path, holder: Holder | None) -> LeaseLost:
             "that has ended since",
             where=str(path),
             value="no such file",
-            hint="this run writes nothing more here; run the same command to resume from the newest checkpoint",
+            hint="this run writes nothing more here",
+            restart="run the same command to resume from the newest checkpoint",
         )
     return LeaseLost(
         "this run lost the lock on its directory: another run has taken over",

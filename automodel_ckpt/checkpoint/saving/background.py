@@ -235,7 +235,8 @@ class Background:
             what,
             where=str(self._upload.where),
             value=f"process {self.writer_pid}: none for {seconds}",
-            hint="check for a disk that does not respond or a stopped process, then run the same command",
+            hint="check for a disk that does not respond or a stopped process",
+            restart="run the same command",
         )
 
     def wait(self, seconds: float | None = None) -> None:

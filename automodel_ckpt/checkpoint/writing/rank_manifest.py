@@ -382,7 +382,8 @@ def _complete_reused(
             "the checkpoint whose files the new one shares was removed during the save",
             where=str(staging),
             value=previous.root if previous else "no checkpoint",
-            hint="run the same command to resume from the newest checkpoint",
+            hint="",
+            restart="run the same command to resume from the newest checkpoint",
         )
     for file, ranks in reused.items():
         tensors: list[Tensor] = []

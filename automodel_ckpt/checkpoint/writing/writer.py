@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.collector import collector_paused
+from automodel_ckpt.checkpoint.failures import RESUME
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run.lease import check_token
@@ -210,8 +211,8 @@ class Writer:
             _ENDED,
             where=where,
             value=f"process {self.pid}: {how}",
-            hint="check what killed it (the system log reports out-of-memory kills), then run the same command "
-            "to resume from the previous checkpoint",
+            hint="check what killed it (the system log reports out-of-memory kills)",
+            restart=RESUME,
         )
 
     def kill(self) -> None:
