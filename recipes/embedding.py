@@ -13,17 +13,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedConfig
 
 from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
 from automodel_ckpt.config.plugins import build
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.data.text_pairs import PairCollator
 from automodel_ckpt.errors import Problem
+from automodel_ckpt.models.attention_direction import attend_both_ways
 from automodel_ckpt.models.pooling import hidden_states_of, pool
 from automodel_ckpt.recipes.embedding_checks import (
     UNSUPPORTED,
     check_architecture,
+    check_attention,
+    check_attention_setting,
     prompts_in_data,
     warn_of_other_pooling,
     with_backbone,
@@ -191,6 +194,8 @@ class EmbeddingFinetune(LLMFinetune):
     rows_per_sample: ClassVar[int] = 2
     unsupported: ClassVar[Sequence[Unsupported]] = UNSUPPORTED
     objective_class: type[Objective] = Contrastive
+    _probes_attention = False
+    """Whether the recipe lets the tokens of a decoder see later ones, which its model may not support."""
 
     @property
     def section(self) -> EmbeddingConfig:
@@ -219,11 +224,23 @@ class EmbeddingFinetune(LLMFinetune):
         """The global batch size of training: each validation then ranks the same documents on any number of ranks."""
         return self.config.step_scheduler.global_batch_size
 
+    def build_model_config(self) -> PreTrainedConfig | None:
+        """Read the configuration of the model; with ``embedding.attention: bidirectional``, tokens see later ones."""
+        config = super().build_model_config()
+        check_architecture(config)
+        if self.section.attention == "bidirectional":
+            check_attention_setting(self.config, config)
+            assert config is not None
+            self._probes_attention = attend_both_ways(config)
+        return config
+
     def build_trainable(self, *arguments: Any, **keywords: Any) -> Any:
-        check_architecture(self.model_config)
         warn_of_other_pooling(self.section, self.config.model)
         self.config = with_backbone(self.config, self.model_config)
-        return super().build_trainable(*arguments, **keywords)
+        trainable = super().build_trainable(*arguments, **keywords)
+        if self._probes_attention and not self.is_dry_run:
+            check_attention(trainable, self.config, self.layout)
+        return trainable
 
     def build_objective(self) -> Objective:
         objective = super().build_objective()

@@ -17,10 +17,19 @@ from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
+from automodel_ckpt.distributed.agree import on_all_ranks
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.model_layers import decoder_layers
+from automodel_ckpt.distributed.parallelize import reshard
 from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.models.attention_direction import causal_layers
+from automodel_ckpt.models.config_checks import sees_later_tokens
+from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.model_files import fetched_directory
 from automodel_ckpt.models.repository import base_directory
+from automodel_ckpt.recipes.model.sections import row_multiple
+from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.recipes.unsupported import Unsupported
 
 log = logging.getLogger("automodel_ckpt")
@@ -35,6 +44,7 @@ UNSUPPORTED = (
     Unsupported("distributed.cp_size", _DIVIDED, "remove cp_size; tp_size and fsdp2 are supported"),
 )
 """The keys that the recipe does not support."""
+_ATTENTION = "embedding.attention"
 _POOLER = "pooler.*"
 _PROMPTS = ("query_prompt", "document_prompt")
 
@@ -92,6 +102,47 @@ def check_architecture(model_config: PreTrainedConfig | None) -> None:
             value=f"a {model_config.model_type} model",
             hint="use an encoder such as BERT, or a decoder such as Llama",
         )
+
+
+def check_attention_setting(config: RecipeConfig, model_config: PreTrainedConfig | None) -> None:
+    """Raise :class:`RecipeError` if ``embedding.attention: bidirectional`` could not be part of what is exported."""
+    if model_config is None:
+        raise RecipeError(
+            "the attention of a model by _target_ cannot be changed",
+            where=_ATTENTION,
+            value="bidirectional",
+            hint="let your code build such a model, and remove the key",
+        )
+    if config.peft is not None and not sees_later_tokens(model_config):
+        raise RecipeError(
+            "adapters are loaded with the config of their base, in which tokens see only earlier ones",
+            where=_ATTENTION,
+            value="bidirectional, with peft",
+            hint='remove the section peft; or train the adapters on a copy of the base with "is_causal": false in '
+            "its config.json, without this key",
+        )
+
+
+def check_attention(trainable: Trainable, config: RecipeConfig, layout: RankLayout) -> None:
+    """Raise :class:`RecipeError` if the model does not follow the setting with which tokens see later ones.
+
+    A collective.
+    """
+    model = model_without_adapters(trainable.model)
+    multiple = row_multiple(config, layout)
+    layers = decoder_layers(model)
+    with trainable.compute():
+        causal = causal_layers(model, layers, multiple, trainable.forward_options)
+    reshard(trainable.model)
+    if on_all_ranks(layout.gloo_group, not causal):
+        return
+    numbers = ", ".join(map(str, causal[:4])) + (", ..." if len(causal) > 4 else "")
+    raise RecipeError(
+        "this model does not support bidirectional attention",
+        where=_ATTENTION,
+        value=f"{type(model).__name__}: tokens do not see later ones in layer {numbers} of {len(layers)}",
+        hint="remove the key, or use a decoder such as Llama, Mistral, Qwen3 or Gemma",
+    )
 
 
 def with_backbone(config: RecipeConfig, model_config: PreTrainedConfig | None) -> RecipeConfig:

@@ -46,6 +46,7 @@ _UNTIE_ADAPTERS = "let the model have both: peft.ensure_weight_tying: false"
 # What a GGUF file states of these is the name of its architecture.
 _OF_THE_CLASS = ("model_type", "architectures")
 _POSITIONS = "rope_parameters"
+_DIRECTION = "is_causal"
 _FLOAT32 = 2.0**-22
 _HEADS = ("classifier", "score")
 _MAX_NAMED = 3
@@ -96,6 +97,9 @@ def other_configs(model: nn.Module, weights: Weights) -> Iterator[Difference]:
             # The settings of another program may be invalid here, and are compared as they are.
             with contextlib.suppress(Exception):
                 there = _complete(type(config).from_dict(there))
+        # What transformers' masks do without the setting.
+        there.setdefault(_DIRECTION, True)
+        here.setdefault(_DIRECTION, True)
         found["config.json"] = there
         break
     for where, settings in found.items():

@@ -48,6 +48,11 @@ def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
     )
 
 
+def sees_later_tokens(config: PreTrainedConfig) -> bool:
+    """Whether each token sees the later ones, as in an encoder."""
+    return _setting_of_encoder(config.get_text_config()) is not None
+
+
 def _setting_of_encoder(config: PreTrainedConfig) -> tuple[str, str, str] | None:
     """Return the setting that lets tokens see later ones, or None if the model is causal.
 

@@ -897,6 +897,10 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     ),
     "embedding": Observed(contrastive, "{temperature: 0.5}", EMBEDDING),
     "embedding.pooling": Observed(contrastive, "last", EMBEDDING),
+    "embedding.attention": Proven(
+        "tests/unit/training/test_embedding.py::test_recomputed_activations_have_the_same_attention",
+        "bidirectional",
+    ),
     "embedding.normalize": Observed(contrastive, "false", EMBEDDING),
     "embedding.temperature": Observed(contrastive, "0.5", EMBEDDING),
     "embedding.symmetric": Observed(contrastive, "true", EMBEDDING),

@@ -61,7 +61,7 @@ def logged(directory: Path) -> list[float]:
     ("kind", "common", "ways"),
     [
         ("bert", (), ("fsdp2", "ddp", "ddp_accumulated")),
-        ("llama", (), ("tp",)),
+        ("llama", ("--embedding.attention=bidirectional",), ("tp",)),
         ("llama", LORA, ("fsdp2", "tp")),
     ],
 )

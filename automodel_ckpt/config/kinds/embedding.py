@@ -14,6 +14,9 @@ class EmbeddingConfig:
 
     pooling: Literal["mean", "cls", "last"] = "mean"
     """The hidden states that an embedding is made of: the mean over the text's tokens, its first or its last token."""
+    attention: Literal["model", "bidirectional"] = "model"
+    """Which tokens of its text a token sees: those that the model's config states, in a decoder the earlier ones; or
+    all of them (bidirectional, also in the export)."""
     normalize: bool = True
     """Scale embeddings to the length 1, so that their dot product is the cosine similarity."""
     temperature: float = setting(0.05, POSITIVE)

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.data.collate import IGNORE_INDEX
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.pooling import pool
 from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
 from automodel_ckpt.recipes.embedding_pairs import num_pairs_of
@@ -152,6 +152,89 @@ def test_an_export_computes_the_embeddings_of_training(
     assert run_ckpt(["export", str(tmp_path / "run"), "--output", str(tmp_path / "again")]) == 0
     for name in FILES:
         assert (tmp_path / "again" / name).read_bytes() == (export / name).read_bytes(), name
+
+
+BOTH_WAYS = "--embedding.attention=bidirectional"
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_to_later_tokens_is_that_of_a_complete_mask(
+    tmp_path: Path, implementation: str
+) -> None:
+    recipe = trained(
+        embeddings.write(tmp_path, "llama", with_head=True),
+        BOTH_WAYS,
+        f"--model.attn_implementation={implementation}",
+        "--step_scheduler.max_steps=2",
+        "--checkpoint.save_consolidated=final",
+    )
+    in_training = embedded_in_training(recipe, TEXTS)
+    recipe.close()
+    export = tmp_path / "run" / "LATEST" / "model" / "consolidated"
+    assert json.loads((export / "config.json").read_text())["is_causal"] is False
+    options: Any = {"dtype": torch.float64}
+    exported = AutoModel.from_pretrained(export, attn_implementation=implementation, **options)
+    found = embedded(exported, export, TEXTS)
+    torch.testing.assert_close(found.float(), in_training, rtol=1e-5, atol=1e-5)
+    # The mask of each text replaces that of the model.
+    options |= {"is_causal": True, "attn_implementation": "eager"}
+    plain = AutoModel.from_pretrained(export, **options).eval()
+    expected = []
+    tokens = AutoTokenizer.from_pretrained(export)(TEXTS, max_length=12, truncation=True)
+    for ids in tokens["input_ids"]:
+        sees_all = torch.zeros(1, 1, len(ids), len(ids), dtype=torch.float64)
+        with torch.no_grad():
+            hidden = plain(torch.tensor([ids]), attention_mask=sees_all).last_hidden_state[0]
+        expected.append(torch.nn.functional.normalize(hidden.mean(0), dim=0))
+    # Eager attention computes the softmax in float32.
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-6, atol=1e-7)
+
+
+def test_recomputed_activations_have_the_same_attention(tmp_path: Path) -> None:
+    recipe = embeddings.write(tmp_path, "llama")
+    losses = []
+    for name, *options in (("causal",), ("kept", BOTH_WAYS), ("recomputed", BOTH_WAYS)):
+        mode = str(name == "recomputed").lower()
+        directory = f"--checkpoint.checkpoint_dir={tmp_path / name}"
+        trained(recipe, directory, f"--model.activation_checkpointing={mode}", *options).close()
+        losses.append(losses_in(tmp_path / name))
+    causal, kept, recomputed = losses
+    # With embedding.attention: bidirectional, recomputed masks are the same.
+    assert recomputed == kept
+    assert abs(kept[0] - causal[0]) > 1e-4
+
+
+def test_a_run_with_another_attention_is_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = embeddings.write(tmp_path, "llama")
+    trained(recipe, "--step_scheduler.max_steps=1").close()
+    with pytest.raises(CheckpointUnusable, match=r"is_causal: not set .*, false here"):
+        trained(recipe, BOTH_WAYS, "--step_scheduler.max_steps=2")
+    other = f"--checkpoint.checkpoint_dir={tmp_path / 'other'}"
+    first = (f"--init_from.path={tmp_path / 'run'}", other, "--step_scheduler.max_steps=1")
+    trained(recipe, BOTH_WAYS, *first).close()
+    assert "is_causal: true there, false here" in caplog.text
+
+
+def test_a_model_that_does_not_follow_the_attention_is_rejected(tmp_path: Path) -> None:
+    recipe = embeddings.write(tmp_path, "llama")
+    text = recipe.read_text()
+    sizes = "hidden_size: 16, num_layers: 2, num_heads: 2, attention_types: [[[global, local], 1]]"
+    other = text.replace(
+        f"from_pretrained: {tmp_path / 'base'}", f"from_config: {{model_type: gpt_neo, {sizes}}}"
+    )
+    recipe.write_text(other + f"tokenizer: {{from_pretrained: {tmp_path / 'base'}}}\n")
+    with pytest.raises(RecipeError, match="does not support bidirectional attention") as caught:
+        trained(recipe, BOTH_WAYS)
+    assert "GPTNeoModel: tokens do not see later ones in layer 0, 1 of 2" in str(caught.value)
+    recipe.write_text(text)
+    with pytest.raises(RecipeError, match="adapters are loaded with the config of their base"):
+        trained(recipe, BOTH_WAYS, "--peft.r=4")
+    # Adapters of a base with such a config are loaded with it.
+    config = tmp_path / "base" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"is_causal": False}))
+    trained(recipe, BOTH_WAYS, "--peft.r=4", "--step_scheduler.max_steps=1").close()
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
