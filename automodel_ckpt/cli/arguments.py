@@ -66,6 +66,16 @@ def _expanded(value: Any) -> Any:
     return type(value)(os.path.expanduser(value))
 
 
+def without_effect(command: str, option: str, value: Any, condition: str) -> RecipeError:
+    """Return the error of an *option* that was given although it has no effect, such as ``without --keep-best``."""
+    return RecipeError(
+        f"this option has no effect {condition}",
+        where=f"ckpt {command} {option}",
+        value=value,
+        hint=f"remove {option}",
+    )
+
+
 def add_path(command: argparse.ArgumentParser) -> None:
     """Add the optional PATH argument, which defaults to the current directory."""
     command.add_argument(

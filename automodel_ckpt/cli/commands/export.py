@@ -9,7 +9,7 @@ import os
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
-from automodel_ckpt.cli.arguments import WHERE
+from automodel_ckpt.cli.arguments import WHERE, without_effect
 from automodel_ckpt.cli.paths import find_checkpoint
 from automodel_ckpt.cli.targets import (
     compressed_tensors,
@@ -188,9 +188,4 @@ def _check_used(arguments: argparse.Namespace, target: str, used: Container[Opti
         given = getattr(arguments, option.attribute, option.default)
         if given == option.default or option in used:
             continue
-        raise RecipeError(
-            f"this option has no effect with --to {target}",
-            where=f"ckpt {arguments.command} {option.flag}",
-            value=given,
-            hint=f"remove {option.flag}",
-        )
+        raise without_effect(arguments.command, option.flag, given, f"with --to {target}")

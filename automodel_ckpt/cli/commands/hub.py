@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.arguments import WHERE
+from automodel_ckpt.cli.arguments import WHERE, without_effect
 from automodel_ckpt.cli.paths import find_checkpoint
 from automodel_ckpt.cli.terminal import print_error, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
@@ -225,12 +225,7 @@ def reject_hub_options(arguments: argparse.Namespace) -> None:
     for option in ("public", "revision", "card", "base_model", "license", "eval"):
         if getattr(arguments, option):
             flag = f"--{option.replace('_', '-')}"
-            raise RecipeError(
-                "this option has no effect without hub:ORG/NAME",
-                where=f"ckpt push {flag}",
-                value=arguments.url,
-                hint=f"remove {flag}",
-            )
+            raise without_effect("push", flag, arguments.url, "without hub:ORG/NAME")
 
 
 def _check_given(arguments: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.arguments import add_run, number_at_least
+from automodel_ckpt.cli.arguments import add_run, number_at_least, without_effect
 from automodel_ckpt.cli.paths import run_around
 from automodel_ckpt.cli.remote import locate, reject_url
 from automodel_ckpt.cli.terminal import printable, size_text, table
@@ -21,6 +21,19 @@ from automodel_ckpt.units import duration
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.policy import KeepPolicy
     from automodel_ckpt.checkpoint.remote.run import IncompleteUpload
+
+_METRIC = "val_loss"
+_MIN_HOURS = 24
+_NEEDED = {
+    "keep_best": "keep_last",
+    "keep_every_steps": "keep_last",
+    "keep_steps": "keep_last",
+    "metric": "keep_best",
+    "max": "keep_best",
+}
+"""Options that select what to keep, and the option without which each has no effect."""
+_MAX_STEPS = 10
+"""Steps that a message lists."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -56,9 +69,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="keep the checkpoints of these steps",
     )
     command.add_argument(
-        "--metric",
-        default="val_loss",
-        help="key in losses.json for --keep-best (default: val_loss)",
+        "--metric", help=f"key in losses.json for --keep-best (default: {_METRIC})"
     )
     command.add_argument("--max", action="store_true", help="higher values of --metric are better")
     command.add_argument(
@@ -77,9 +88,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--min-hours",
         type=number_at_least(1),
-        default=24,
         metavar="H",
-        help="keep an incomplete upload that wrote an object in the last H hours (default: 24)",
+        help=f"keep an incomplete upload that wrote an object in the last H hours (default: {_MIN_HOURS})",
     )
     command.add_argument("--dry-run", action="store_true", help="only print what would be removed")
 
@@ -107,9 +117,13 @@ def run(arguments: argparse.Namespace) -> int:
             value=arguments.path,
             hint="name the URL of a store; the next start of a run removes what a killed save left",
         )
+    if arguments.min_hours is not None:
+        raise without_effect("prune", "--min-hours", arguments.min_hours, "in a run directory")
     policy = _policy(arguments)
     if arguments.keep_best:
-        _check_metric(arguments.metric, resume.validated_losses(run))
+        _check_metric(_metric(arguments), resume.validated_losses(run))
+    if arguments.keep_steps:
+        _check_steps(arguments.keep_steps, {record.step for record in resume.records(run, "")})
     if arguments.dry_run:
         freed = _removable(arguments, run, policy)
         if arguments.drop_optimizer:
@@ -140,8 +154,11 @@ def _prune_remote(arguments: argparse.Namespace) -> int:
     if arguments.keep_best:
         summaries = [checkpoint.summary for checkpoint in run.checkpoints()]
         validated = [summary.losses for summary in summaries if summary.validated]
-        _check_metric(arguments.metric, validated)
-    removable = run.removable(policy, arguments.metric)
+        _check_metric(_metric(arguments), validated)
+    if arguments.keep_steps:
+        known = {checkpoint.summary.step for checkpoint in run.checkpoints()}
+        _check_steps(arguments.keep_steps, known)
+    removable = run.removable(policy, _metric(arguments))
     if arguments.superseded:
         removable += run.superseded()
     kept = []
@@ -165,7 +182,7 @@ def _reason_to_keep(upload: IncompleteUpload, arguments: argparse.Namespace) -> 
     if upload.written is None:
         return "the store does not tell when it was written: remove it with the store's own tool"
     seconds = max(time.time() - upload.written, 0.0)
-    if seconds < 3600 * arguments.min_hours:
+    if seconds < 3600 * (arguments.min_hours or _MIN_HOURS):
         return f"last written {duration(seconds)} ago, the upload may be in progress (--min-hours)"
     if not arguments.incomplete:
         return f"last written {duration(seconds)} ago; to remove it: --incomplete"
@@ -183,12 +200,41 @@ def _policy(arguments: argparse.Namespace) -> KeepPolicy:
             value="no --keep-last",
             hint="add --keep-last N (try it with --dry-run first), --superseded, or --incomplete",
         )
+    for name, needed in _NEEDED.items():
+        if getattr(arguments, name) and not getattr(arguments, needed):
+            value = getattr(arguments, name)
+            raise without_effect("prune", _flag(name), value, f"without {_flag(needed)}")
     return KeepPolicy(
         arguments.keep_last,
         arguments.keep_best,
         arguments.keep_every_steps,
         frozenset(arguments.keep_steps),
         "max" if arguments.max else "min",
+    )
+
+
+def _metric(arguments: argparse.Namespace) -> str:
+    return _METRIC if arguments.metric is None else arguments.metric
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_steps(steps: Iterable[int], known: set[int]) -> None:
+    """Raise :class:`RecipeError` for *steps* of no checkpoint: a mistyped step must not remove the one that was meant.
+
+    *known* are the steps of the complete checkpoints.
+    """
+    missing = sorted(set(steps) - known)
+    if not missing:
+        return
+    existing = ", ".join(map(str, sorted(known)[-_MAX_STEPS:]))
+    raise RecipeError(
+        "no complete checkpoint has this step",
+        where="--keep-steps",
+        value=", ".join(map(str, missing)),
+        hint=f"correct or remove it; the newest steps are {existing}",
     )
 
 
@@ -215,7 +261,7 @@ def _removable(arguments: argparse.Namespace, run: Path, policy: KeepPolicy) -> 
     from automodel_ckpt.checkpoint.run import maintenance
 
     removals = maintenance.removable(
-        run, policy, metric_key=arguments.metric, superseded=arguments.superseded
+        run, policy, metric_key=_metric(arguments), superseded=arguments.superseded
     )
     return {removal.name: removal.nbytes for removal in removals}
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.cli.arguments import without_effect
 from automodel_ckpt.cli.targets.target import CAST_DTYPE, NUM_THREADS, Option, Target, log
 from automodel_ckpt.cli.terminal import print_path, size_text
 from automodel_ckpt.errors import RecipeError
@@ -109,12 +110,8 @@ def _run_merge(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
 
 
 def _unused(arguments: argparse.Namespace, option: Option, target: str) -> RecipeError:
-    return RecipeError(
-        f"this option has no effect with --to {target}",
-        where=f"ckpt {arguments.command} {option.flag}",
-        value=getattr(arguments, option.attribute),
-        hint=f"remove {option.flag}",
-    )
+    value = getattr(arguments, option.attribute)
+    return without_effect(arguments.command, option.flag, value, f"with --to {target}")
 
 
 def _summary(report: ConsolidationReport) -> str:

@@ -202,6 +202,32 @@ def test_numbers_that_keep_nothing_are_refused(
     assert "is less than" in capsys.readouterr().err and len(names(run)) == 4
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--keep-last=1", "--metric=val_loss"], "no effect without --keep-best"),
+        (["--keep-last=1", "--max"], "no effect without --keep-best"),
+        (["--superseded", "--keep-best=2"], "no effect without --keep-last"),
+        (["--superseded", "--keep-steps", "10"], "no effect without --keep-last"),
+        (["--keep-last=1", "--min-hours=2"], "no effect in a run directory"),
+        (
+            ["--keep-last=1", "--keep-steps", "10", "300", "7"],
+            "no complete checkpoint has this step",
+        ),
+    ],
+)
+def test_prune_removes_nothing_if_an_option_has_no_effect(
+    run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prune", str(run), *words]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and len(names(run)) == 4
+    if "7" in words:
+        assert "7, 300" in printed and "10, 20, 30, 40" in printed
+        assert main(["prune", str(run), "--keep-last=1", "--keep-steps", "10", "20"]) == 0
+        assert names(run) == ["epoch_0_step_10", "epoch_0_step_20", "epoch_0_step_40"]
+
+
 def test_a_metric_that_no_checkpoint_has_removes_nothing(
     run: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
