@@ -32,7 +32,13 @@ from automodel_ckpt.recipes.embedding_checks import (
     with_backbone,
 )
 from automodel_ckpt.recipes.embedding_files import sentence_transformers_files
-from automodel_ckpt.recipes.embedding_pairs import PairsOverRanks, Parts, num_pairs_of, parts_of
+from automodel_ckpt.recipes.embedding_pairs import (
+    PairsOverRanks,
+    Parts,
+    num_pairs_of,
+    own_candidates,
+    parts_of,
+)
 from automodel_ckpt.recipes.evaluation import EvaluationSums
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective, Tensors
@@ -54,7 +60,7 @@ class _Known:
 
 
 class Contrastive(Objective):
-    """The contrastive loss of pairs, whose negatives are the texts of all ranks.
+    """The contrastive loss of pairs, whose negatives are the texts of all ranks, or only those of their rows.
 
     With ``embedding.negatives: global_batch``, these are the texts of all micro-batches, too: their embeddings are
     computed twice, first without gradients for the loss, then for the backward pass (arXiv:2101.06983).
@@ -119,12 +125,16 @@ class Contrastive(Objective):
     def _losses(
         self, micro_batches: Sequence[Tensors], embeddings: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss [B] and the rank [B] of each pair of *micro_batches* among the texts of all ranks. A collective."""
+        """The loss [B] and the rank [B] of each pair of *micro_batches* among its candidates. A collective."""
         section = self.section
         digests, values = _own_parts(micro_batches, embeddings)
-        exchanged = self.over_ranks.exchange(digests)
-        embedded = self.over_ranks.gather(values, exchanged)
-        candidates = embedded.candidates(exchanged.own, hides_equal=section.hide_equal_texts)
+        hides_equal = section.hide_equal_texts
+        if section.negatives == "own":
+            candidates = own_candidates(micro_batches, digests, values, hides_equal=hides_equal)
+        else:
+            exchanged = self.over_ranks.exchange(digests)
+            embedded = self.over_ranks.gather(values, exchanged)
+            candidates = embedded.candidates(exchanged.own, hides_equal=hides_equal)
         return contrastive_losses(
             candidates, temperature=section.temperature, symmetric=section.symmetric
         )
@@ -132,7 +142,7 @@ class Contrastive(Objective):
     # ---------------------------------------------------------------- validation
 
     def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[torch.Tensor]:
-        """Compute the summed loss of *micro_batches*, which are a global batch, whatever ``embedding.negatives`` is.
+        """Compute the summed loss of *micro_batches*, which are a global batch, also with ``negatives: micro_batch``.
 
         So the metrics of a validation do not depend on the number of ranks.
         """

@@ -69,6 +69,33 @@ def parts_of(values: torch.Tensor, micro_batch: Tensors) -> Parts:
     return Parts(values[0:end:2], values[1:end:2], values[end:])
 
 
+def own_candidates(
+    micro_batches: Sequence[Tensors], digests: Parts, embeddings: Parts, *, hides_equal: bool
+) -> Candidates:
+    """The candidates for the pairs of this rank's *micro_batches*: of each pair only its own documents.
+
+    *digests* and *embeddings* are those of their texts. With *hides_equal*, a negative with the text of the pair's
+    document is none.
+    """
+    counts = [each["num_negatives"] for each in micro_batches if num_pairs_of(each)]
+    pairs = torch.arange(digests.num_pairs)
+    num_negatives = torch.cat([pairs[:0], *counts])
+    owners = torch.cat([pairs, pairs.repeat_interleave(num_negatives)])
+    documents = torch.cat([digests.documents, digests.negatives])
+    is_there = torch.ones_like(owners, dtype=torch.bool)
+    texts = Texts(digests.queries, documents, is_there[: len(pairs)], is_there)
+    hides_documents, hides_queries = hidden_rows(texts, pairs, hides_equal=hides_equal)
+    hides_documents |= owners != pairs.unsqueeze(1)
+    device = embeddings.queries.device
+    return Candidates(
+        embeddings.queries,
+        torch.cat([embeddings.documents, embeddings.negatives]),
+        pairs.to(device),
+        hides_documents.to(device),
+        hides_queries.to(device),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Exchanged:
     """What all ranks know of each other's texts: their digests, and the sizes that each part is padded to."""

@@ -134,6 +134,16 @@ RELATIONS: tuple[Relation, ...] = (
         "remove one of them: packing requires the built-in collator",
     ),
     Relation(
+        ("embedding.symmetric", "embedding.negatives"),
+        lambda recipe: (
+            recipe.embedding is None
+            or not recipe.embedding.symmetric
+            or recipe.embedding.negatives != "own"
+        ),
+        "embedding.symmetric and negatives: own cannot be combined: the documents of a pair have one query",
+        "remove one of them",
+    ),
+    Relation(
         ("pretrain.z_loss", "model.mtp"),
         lambda recipe: (
             recipe.pretrain is None or not recipe.pretrain.z_loss or not predicts_further(recipe)

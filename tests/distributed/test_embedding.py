@@ -61,6 +61,7 @@ def logged(directory: Path) -> list[float]:
     ("kind", "common", "ways"),
     [
         ("bert", (), ("fsdp2", "ddp", "ddp_accumulated")),
+        ("bert", ("--embedding.negatives=own",), ("fsdp2", "ddp_accumulated")),
         ("llama", ("--embedding.attention=bidirectional",), ("tp",)),
         ("llama", LORA, ("fsdp2", "tp")),
     ],

@@ -23,10 +23,10 @@ class EmbeddingConfig:
     """Similarities are divided by this number before the softmax."""
     symmetric: bool = False
     """Average the loss with that of finding the query of each document among all queries."""
-    negatives: Literal["global_batch", "micro_batch"] = "global_batch"
+    negatives: Literal["global_batch", "micro_batch", "own"] = "global_batch"
     """Whose texts are the negatives of a pair. global_batch: those of the whole global batch, so that the loss depends
     neither on accumulation nor on the number of ranks; accumulation then costs a second forward pass. micro_batch:
-    those of one micro-batch of each rank."""
+    those of one micro-batch of each rank. own: only the negatives in the row of the pair."""
     hide_equal_texts: bool = True
     """Pairs with an equal query or document are not negatives of each other."""
     query_prompt: str = ""

@@ -16,7 +16,12 @@ from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.pooling import pool
 from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
-from automodel_ckpt.recipes.embedding_pairs import num_pairs_of
+from automodel_ckpt.recipes.embedding_pairs import (
+    Parts,
+    num_pairs_of,
+    own_candidates,
+    parts_of,
+)
 from automodel_ckpt.training.contrastive import (
     Candidates,
     Texts,
@@ -88,6 +93,51 @@ def test_negatives_of_one_micro_batch_are_those_of_a_smaller_batch(tmp_path: Pat
         trained(recipe, *sizes, *half, *rate, run).close()
         halves.append(losses_in(tmp_path / "half")[-1])
     assert losses_in(tmp_path / "run")[0] == pytest.approx(sum(halves) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("hides_equal", [False, True])
+def test_own_negatives_are_those_of_the_row(hides_equal: bool) -> None:
+    draw = torch.Generator().manual_seed(3)
+    texts = torch.randn(11, 4, generator=draw, dtype=torch.float64)
+    # In the second micro-batch, the second negative of the first pair has the text of its document.
+    digests = torch.tensor([1, 2, 3, 2, 4, 5, 6, 7, 8, 9, 6])
+    labels = torch.ones(6, 1)
+    first = {"num_negatives": torch.tensor([1, 0]), "labels": labels, "digests": digests[:5]}
+    second = {"num_negatives": torch.tensor([2, 0]), "labels": labels, "digests": digests[5:]}
+    filler = {"num_negatives": torch.tensor([1]), "labels": torch.full((3, 1), IGNORE_INDEX)}
+    filler["digests"] = digests[:3]
+    batches = [first, filler, second]
+    values = [texts[:5], texts[:3], texts[5:]]
+    parts = [
+        Parts.joined([parts_of(each, batch) for each, batch in zip(of_texts, batches, strict=True)])
+        for of_texts in ([batch["digests"] for batch in batches], values)
+    ]
+    found = own_candidates(batches, *parts, hides_equal=hides_equal)
+    losses, ranks = contrastive_losses(found, temperature=0.5)
+    expected = []
+    own = [(0, [1, 4]), (2, [3]), (5, [6, 9] if hides_equal else [6, 9, 10]), (7, [8])]
+    for query, documents in own:
+        scores = texts[documents] @ texts[query] / 0.5
+        expected.append(torch.nn.functional.cross_entropy(scores, torch.tensor(0)))
+        assert ranks[len(expected) - 1] == (scores >= scores[0]).sum()
+    torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_of_own_negatives_does_not_depend_on_the_batch(tmp_path: Path) -> None:
+    recipe = embeddings.write(tmp_path, num_negatives=2)
+    own = (
+        "--embedding.negatives=own",
+        "--step_scheduler.max_steps=3",
+        "--dataloader.shuffle=false",
+    )
+    found = []
+    for size in (6, 2):
+        run = f"--checkpoint.checkpoint_dir={tmp_path / str(size)}"
+        trained(recipe, *own, run, f"--step_scheduler.local_batch_size={size}").close()
+        found.append(losses_in(tmp_path / str(size)))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    with pytest.raises(RecipeError, match="the documents of a pair have one query"):
+        trained(recipe, *own, "--embedding.symmetric=true")
 
 
 # ---------------------------------------------------------------- exports
