@@ -24,6 +24,11 @@ def size_text(nbytes: float) -> str:
     return f"{value:.1f} TB"
 
 
+def measure_text(value: float) -> str:
+    """Format a measure such as an accuracy or a perplexity: ``0.5000``, for very large numbers ``1.234e+30``."""
+    return f"{value:.4f}" if abs(value) < 1e9 else f"{value:.4g}"
+
+
 def values_text(number: int) -> str:
     """Format a number of values that are not tensors: ``1 value that is not a tensor``."""
     if number == 1:

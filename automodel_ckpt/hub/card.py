@@ -15,6 +15,7 @@ from automodel_ckpt.hub.push import CURVES
 from automodel_ckpt.hub.snippets import snippet
 from automodel_ckpt.report.charts import charts_of
 from automodel_ckpt.report.svg import document
+from automodel_ckpt.units import measure_text
 
 _PIPELINES = {
     "vlm_finetune": "image-text-to-text",
@@ -268,10 +269,10 @@ def _data_lines(facts: Facts) -> Iterator[str]:
 
 
 def _result_lines(facts: Facts, evaluation: Sequence[Metric]) -> Iterator[str]:
-    rows = [(f"`{name}`", f"{value:.4f}") for name, value in facts.measures.items()]
+    rows = [(f"`{name}`", measure_text(value)) for name, value in facts.measures.items()]
     for each in evaluation:
-        error = "" if each.stderr is None else f" ± {each.stderr:.4f}"
-        rows.append((f"`{each.task}` {each.metric}", f"{each.value:.4f}{error}"))
+        error = "" if each.stderr is None else f" ± {measure_text(each.stderr)}"
+        rows.append((f"`{each.task}` {each.metric}", f"{measure_text(each.value)}{error}"))
     if rows:
         yield from _section("Results")
         yield from _table(("measure", "value"), rows)

@@ -75,7 +75,16 @@ MAY_IMPORT = {
         "convert",
         "hub",
     },
-    "hub": {"errors", "durable_io", "hub_access", "hub_retries", "config", "checkpoint", "report"},
+    "hub": {
+        "errors",
+        "units",
+        "durable_io",
+        "hub_access",
+        "hub_retries",
+        "config",
+        "checkpoint",
+        "report",
+    },
     "integrations": {"errors", "training", "checkpoint"},
     "api": {"errors", "config", "distributed", "checkpoint", "recipes"},
     "cli": {

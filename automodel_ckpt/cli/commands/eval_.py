@@ -11,6 +11,7 @@ from automodel_ckpt.cli.arguments import number_at_least
 from automodel_ckpt.cli.commands.generate import add_source_arguments, load_model
 from automodel_ckpt.cli.terminal import json_text, print_error
 from automodel_ckpt.errors import EXIT_DONE
+from automodel_ckpt.units import measure_text
 
 if TYPE_CHECKING:
     from automodel_ckpt.models.harness import HarnessTasks, TaskMetric
@@ -106,8 +107,8 @@ def _table(metrics: Sequence[TaskMetric]) -> list[str]:
     """One line per metric: task, metric, value, and the standard error where there is one."""
     rows = [("task", "metric", "value")]
     for each in metrics:
-        error = "" if each.stderr is None else f" +- {each.stderr:.4f}"
-        rows.append((each.task, each.metric, f"{each.value:.4f}{error}"))
+        error = "" if each.stderr is None else f" +- {measure_text(each.stderr)}"
+        rows.append((each.task, each.metric, f"{measure_text(each.value)}{error}"))
     task_width = max(len(task) for task, _, _ in rows)
     metric_width = max(len(metric) for _, metric, _ in rows)
     lines = []

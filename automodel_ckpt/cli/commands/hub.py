@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -238,7 +239,15 @@ def _check_given(arguments: argparse.Namespace) -> None:
 def _readme(path: str | None) -> str | None:
     if path is None:
         return None
-    return Path(path).read_text("utf-8")
+    try:
+        return Path(path).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            "this file is not UTF-8 text",
+            where="--card",
+            value=f"{path} (byte {error.start})",
+            hint="convert it to UTF-8, for example with iconv",
+        ) from error
 
 
 def _metrics(paths: Sequence[str]) -> list[Metric]:
@@ -250,12 +259,16 @@ def _metrics(paths: Sequence[str]) -> list[Metric]:
     for path in paths:
         try:
             for each in parse_json(Path(path).read_bytes())["metrics"]:
-                stderr = each.get("stderr")
-                error = None if stderr is None else float(stderr)
-                found.append(
-                    Metric(str(each["task"]), str(each["metric"]), float(each["value"]), error)
-                )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+                task, metric = str(each["task"]), str(each["metric"])
+                value, error = _finite(each["value"]), _finite(each.get("stderr"))
+                if value is None:
+                    print_error(
+                        f"note: {task} {metric} is not a finite number in {path}; the card leaves it out"
+                    )
+                else:
+                    found.append(Metric(task, metric, value, error))
+        # OverflowError: JSON has integers of any size.
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise RecipeError(
                 "this is not the output of `ckpt eval --json`",
                 where="--eval",
@@ -263,3 +276,9 @@ def _metrics(paths: Sequence[str]) -> list[Metric]:
                 hint="`ckpt eval ... --json > results.json` writes such a file",
             ) from error
     return found
+
+
+def _finite(value: Any) -> float | None:
+    """Convert a number of a JSON document; None for NaN and infinity, which `ckpt eval` prints as null."""
+    number = math.nan if value is None else float(value)
+    return number if math.isfinite(number) else None

@@ -161,6 +161,30 @@ def test_the_card_states_what_was_trained_on_what(
     assert not hub.requests
 
 
+def test_results_and_cards_that_cannot_be_used_are_errors_or_left_out(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def card_with(value: str) -> tuple[int, str, str]:
+        results = tmp_path / "eval.json"
+        metric = f'{{"task": "x", "metric": "ppl", "value": {value}, "stderr": null}}'
+        results.write_text(f'{{"metrics": [{metric}]}}')
+        code = main(["card", str(runs / "full"), "--eval", str(results)])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    code, _, message = card_with("9" * 400)
+    assert code == 2 and "not the output of `ckpt eval --json`" in message
+    # `ckpt eval --json` prints null for a perplexity that is infinite.
+    code, text, message = card_with("null")
+    assert code == 0 and "ppl" not in text and "x ppl is not a finite number" in message
+    code, text, _ = card_with("1.5e30")
+    assert code == 0 and "| `x` ppl | 1.5e+30 |" in text
+
+    (tmp_path / "own.md").write_bytes(b"caf\xe9")
+    assert main(["push", str(runs / "full"), TARGET, "--card", str(tmp_path / "own.md")]) == 2
+    assert "not UTF-8 text" in capsys.readouterr().err
+
+
 def test_an_own_readme_takes_precedence(hub: HubServer, runs: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.md"
     own.write_text("---\nlicense: mit\n---\nmine\n")
