@@ -66,6 +66,11 @@ def _expanded(value: Any) -> Any:
     return type(value)(os.path.expanduser(value))
 
 
+def option_flag(attribute: str) -> str:
+    """The flag of the option that argparse stores in *attribute*: ``--keep-last``."""
+    return f"--{attribute.replace('_', '-')}"
+
+
 def without_effect(command: str, option: str, value: Any, condition: str) -> RecipeError:
     """Return the error of an *option* that was given although it has no effect, such as ``without --keep-best``."""
     return RecipeError(

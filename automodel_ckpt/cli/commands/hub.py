@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.arguments import WHERE, without_effect
+from automodel_ckpt.cli.arguments import WHERE, option_flag, without_effect
 from automodel_ckpt.cli.paths import find_checkpoint
 from automodel_ckpt.cli.terminal import print_error, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
 if TYPE_CHECKING:
+    from automodel_ckpt.hub.bundle import Bundle
     from automodel_ckpt.hub.card import Metric
 
 
@@ -78,13 +79,10 @@ def run_push(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.hub.push import push
 
     address = HubAddress.parse(arguments.url, "ckpt push")
-    if arguments.max_mb_per_second is not None:
-        raise RecipeError(
-            "uploads to the Hub have no maximum rate",
-            where="ckpt push --max-mb-per-second",
-            value=arguments.max_mb_per_second,
-            hint="remove it",
-        )
+    for option in ("metric", "max", "max_mb_per_second"):
+        if getattr(arguments, option):
+            value = getattr(arguments, option)
+            raise without_effect("push", option_flag(option), value, "with hub:ORG/NAME")
     if arguments.revision is not None:
         check_revision(arguments.revision, "--revision")
         if address.revision not in (None, arguments.revision):
@@ -98,8 +96,12 @@ def run_push(arguments: argparse.Namespace) -> int:
     _check_given(arguments)
     started = time.monotonic()
     readme, evaluation = _readme(arguments.card), _metrics(arguments.eval)
+    if readme is not None:
+        _check_written_card(arguments, "with --card")
     source = find_checkpoint(Path(arguments.path))
     with opened(source, print_error, base_model=arguments.base_model) as bundle:
+        if readme is None:
+            _check_own_card(arguments, bundle)
         card = card_files(
             bundle,
             address.repo,
@@ -191,8 +193,10 @@ def run_card(arguments: argparse.Namespace) -> int:
     address = HubAddress("my-org/my-model")
     if arguments.repo is not None:
         address = HubAddress.parse(arguments.repo, "ckpt card")
+    bundle = described(source, base_model=arguments.base_model)
+    _check_own_card(arguments, bundle)
     files = card_files(
-        described(source, base_model=arguments.base_model),
+        bundle,
         address.repo,
         revision=address.revision,
         base_model=arguments.base_model,
@@ -225,8 +229,22 @@ def reject_hub_options(arguments: argparse.Namespace) -> None:
     """Raise :class:`RecipeError` for options that apply to the Hub, if the target is a store."""
     for option in ("public", "revision", "card", "base_model", "license", "eval"):
         if getattr(arguments, option):
-            flag = f"--{option.replace('_', '-')}"
-            raise without_effect("push", flag, arguments.url, "without hub:ORG/NAME")
+            raise without_effect("push", option_flag(option), arguments.url, "without hub:ORG/NAME")
+
+
+def _check_own_card(arguments: argparse.Namespace, bundle: Bundle) -> None:
+    from automodel_ckpt.hub.bundle import README
+
+    if bundle.readme is not None:
+        _check_written_card(arguments, f"beside {bundle.directory / README}, which is the card")
+
+
+def _check_written_card(arguments: argparse.Namespace, condition: str) -> None:
+    """Raise :class:`RecipeError` for options about the content of a card, if *condition* is that none is written."""
+    for option in ("license", "eval"):
+        value = getattr(arguments, option)
+        if value:
+            raise without_effect(arguments.command, option_flag(option), value, condition)
 
 
 def _check_given(arguments: argparse.Namespace) -> None:

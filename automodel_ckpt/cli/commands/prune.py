@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.arguments import add_run, number_at_least, without_effect
+from automodel_ckpt.cli.arguments import add_run, number_at_least, option_flag, without_effect
 from automodel_ckpt.cli.paths import run_around
 from automodel_ckpt.cli.remote import locate, reject_url
 from automodel_ckpt.cli.terminal import printable, size_text, table
@@ -203,7 +203,9 @@ def _policy(arguments: argparse.Namespace) -> KeepPolicy:
     for name, needed in _NEEDED.items():
         if getattr(arguments, name) and not getattr(arguments, needed):
             value = getattr(arguments, name)
-            raise without_effect("prune", _flag(name), value, f"without {_flag(needed)}")
+            raise without_effect(
+                "prune", option_flag(name), value, f"without {option_flag(needed)}"
+            )
     return KeepPolicy(
         arguments.keep_last,
         arguments.keep_best,
@@ -215,10 +217,6 @@ def _policy(arguments: argparse.Namespace) -> KeepPolicy:
 
 def _metric(arguments: argparse.Namespace) -> str:
     return _METRIC if arguments.metric is None else arguments.metric
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _check_steps(steps: Iterable[int], known: set[int]) -> None:

@@ -41,7 +41,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--metric",
-        default="val_loss",
         help="key in losses.json that selects LOWEST_VAL in the store (default: val_loss)",
     )
     command.add_argument("--max", action="store_true", help="higher values of --metric are better")
@@ -136,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
             value="not complete in the store",
             hint="`ckpt pin` keeps a checkpoint of a run that removes earlier ones",
         ) from None
-    remote.point(arguments.metric, "max" if arguments.max else "min")
+    remote.point(arguments.metric or "val_loss", "max" if arguments.max else "min")
     try:
         nbytes += push_exports(
             remote, checkpoint, throttle=throttle, num_threads=arguments.num_threads

@@ -185,6 +185,26 @@ def test_results_and_cards_that_cannot_be_used_are_errors_or_left_out(
     assert "not UTF-8 text" in capsys.readouterr().err
 
 
+def test_options_without_effect_on_a_repository_are_errors(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = tmp_path / "export"
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+    own = export / "README.md"
+    own.write_text("mine\n")
+    push = ["push", str(export), TARGET]
+    for words, message in (
+        ([*push, "--max"], "--max"),
+        ([*push, "--metric", "acc"], "no effect with hub:ORG/NAME"),
+        ([*push, "--license", "mit"], f"no effect beside {own}, which is the card"),
+        ([*push, "--card", str(own), "--license", "mit"], "no effect with --card"),
+        (["card", str(export), "--license", "mit"], "ckpt card --license"),
+    ):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_an_own_readme_takes_precedence(hub: HubServer, runs: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.md"
     own.write_text("---\nlicense: mit\n---\nmine\n")
