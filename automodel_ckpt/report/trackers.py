@@ -55,7 +55,7 @@ class TensorBoard(Tracker):
         writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
         self._events = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
-        self._writer = writer.EventFileWriter(log_dir or str(run / "tensorboard"))
+        self._writer = writer.EventFileWriter(str(log_dir or run / "tensorboard"))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         value = self._summaries.Summary.Value

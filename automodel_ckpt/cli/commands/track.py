@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
             value=arguments.to,
             hint=f"pip install {arguments.to}",
         )
+    options = _options(arguments.option)
+    _check_options(arguments.to, options)
     # Follower disables a tracker that raises, and only reports it.
     reasons: list[str] = []
-    options = _options(arguments.option)
     # 0: the tracker has to forget, or to start anew, because all steps are sent again.
     after = 0 if arguments.again else None
     with upload_lock(run, wait=False) as is_locked:
@@ -81,9 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
                 value=str(run),
                 hint="wait until it finishes; during training, use logging.trackers in the recipe",
             )
-        Follower(
-            run, {arguments.to: options}, after, lambda _, reason: reasons.append(reason)
-        ).close()
+        with _collecting_failures(reasons):
+            Follower(
+                run, {arguments.to: options}, after, lambda _, reason: reasons.append(reason)
+            ).close()
     if reasons:
         raise SaveFailed(
             "the tracker failed, and does not have the whole log",
@@ -96,6 +101,41 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(printable(f"{arguments.to} has {run} up to step {last}"))
     return EXIT_DONE
+
+
+@contextlib.contextmanager
+def _collecting_failures(reasons: list[str]) -> Iterator[None]:
+    """Add the exceptions of threads to *reasons* inside this context: Python prints their tracebacks.
+
+    TensorBoard's files are written by such a thread.
+    """
+    before = threading.excepthook
+
+    def collect(failure: threading.ExceptHookArgs) -> None:
+        reasons.append(f"{failure.exc_type.__name__}: {failure.exc_value}".splitlines()[0])
+
+    threading.excepthook = collect
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+def _check_options(tracker: str, options: Mapping[str, Any]) -> None:
+    """Raise :class:`RecipeError` for an option that the tracker does not have."""
+    from automodel_ckpt.config.sections.monitoring import TRACKER_OPTIONS
+
+    known = TRACKER_OPTIONS.get(tracker)
+    if known is None:
+        return
+    for name in options:
+        if name not in known:
+            raise RecipeError(
+                f"{tracker} has no such option",
+                where="--option",
+                value=name,
+                hint=f"use {', '.join(known)}",
+            )
 
 
 def _options(words: list[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -25,6 +26,26 @@ OPTIONS = Rule(
     "sections of options, as {}",
 )
 
+TRACKER_OPTIONS = {
+    "tensorboard": ("log_dir",),
+    "mlflow": ("tracking_uri", "experiment", "run_name", "tags", "start_time"),
+}
+"""The options of the trackers that take no others; wandb and trackio pass theirs to their library."""
+
+
+def has_known_options(trackers: Mapping[str, Any]) -> bool:
+    """Whether each tracker has only options that it takes."""
+    return all(
+        set(trackers.get(name) or ()) <= set(options) for name, options in TRACKER_OPTIONS.items()
+    )
+
+
+KNOWN_OPTIONS = Rule(
+    has_known_options,
+    "sections of options that the trackers have: "
+    + "; ".join(f"{name} has {', '.join(options)}" for name, options in TRACKER_OPTIONS.items()),
+)
+
 
 @dataclass
 class LoggingConfig:
@@ -43,7 +64,7 @@ class LoggingConfig:
     sample_ids: bool = False
     """Log the sample indices of each global batch to training.jsonl."""
     trackers: dict[str, Any] = field(
-        default_factory=dict, metadata={"rules": (KNOWN_TRACKERS, OPTIONS)}
+        default_factory=dict, metadata={"rules": (KNOWN_TRACKERS, OPTIONS, KNOWN_OPTIONS)}
     )
     """Experiment trackers and their options, such as {tensorboard: {}}; also wandb, mlflow, trackio."""
 

@@ -190,6 +190,15 @@ def test_a_value_named_none_is_shown_and_saved_as_it_is_written(tmp_path: Path) 
         assert load_recipe(again).config == loaded.config
 
 
+def test_an_option_that_a_tracker_does_not_have_is_rejected(tmp_path: Path) -> None:
+    known = (
+        "logging: {trackers: {tensorboard: {log_dir: x}, wandb: {any: 1}, mlflow: {tags: {}}}}\n"
+    )
+    assert load(tmp_path, known).config.logging.trackers["wandb"] == {"any": 1}
+    with pytest.raises(RecipeError, match="tensorboard has log_dir"):
+        load(tmp_path, known, "--logging.trackers.tensorboard.logdir=x")
+
+
 def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
     assert load(tmp_path, "optimizer:\n").config.optimizer == RecipeConfig().optimizer
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +40,10 @@ class Recorder:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if step == self.fails_at:
             raise SystemExit("no\nmore")
+        if step == -self.fails_at:
+            thread = threading.Thread(target=os.listdir, args=["/no/such/directory"])
+            thread.start()
+            thread.join()
         Recorder.got.append((step, dict(values)))
 
     def forget(self, step: int) -> None:
@@ -200,14 +205,19 @@ def test_a_failing_tracker_is_reported_once_and_gets_nothing_more(run: Path) -> 
 def test_the_command_fails_if_the_tracker_does(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(follow.TRACKERS, "tensorboard", Recorder)
+    monkeypatch.setitem(follow.TRACKERS, "wandb", Recorder)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert main(["track", str(run), "--to", "tensorboard", "--option", "fails_at=2"]) == 4
+    track = ["track", str(run), "--to", "wandb"]
+    assert main([*track, "--option", "fails_at=2"]) == 4
     message = capsys.readouterr().err
     assert "SystemExit: no" in message and "run this command again" in message
     assert "training" not in message
-    assert main(["track", str(run), "--to", "tensorboard"]) == 0
+    assert main(track) == 0
     assert steps()[0] == 2, "it has step 1"
+    # An exception in a thread of the tracker.
+    assert main([*track, "--again", "--option", "fails_at=-2"]) == 4
+    message = capsys.readouterr().err
+    assert "/no/such/directory" in message and "Traceback" not in message
 
 
 @pytest.mark.parametrize(
@@ -277,10 +287,9 @@ def test_a_run_is_sent_afterwards_too(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["track", str(run), "--to", "tensorboard", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 3
     assert (1, "train/loss") in scalars(run)
-    assert (
-        main(["track", str(run), "--to", "tensorboard", "--again", "--option", "nonsense=1"]) == 4
-    )
-    assert "nonsense" in capsys.readouterr().err
+    assert main(["track", str(run), "--to", "tensorboard", "--option", "logdir=x"]) == 2
+    message = capsys.readouterr().err
+    assert "logdir" in message and "use log_dir" in message
     assert main(["track", str(run), "--to", "tensorboard", "--option", "nonsense"]) == 2
     assert "invalid option" in capsys.readouterr().err
 
