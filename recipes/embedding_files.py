@@ -77,13 +77,15 @@ def _longest_text(dataset: Target, model_config: PreTrainedConfig) -> int | None
 
 
 def _limits(section: Target) -> Iterator[Any]:
-    """Yield the ``seq_length`` of a section of data and of the sections inside it, also those that are defaults."""
+    """Yield the lengths of texts in a section of data and in the sections inside it, also those that are defaults."""
     parameters = inspect.signature(callable_of(section)).parameters
     if "seq_length" in section.kwargs:
         yield section.kwargs["seq_length"]
     elif "seq_length" in parameters:
         default = parameters["seq_length"].default
         yield None if default is inspect.Parameter.empty else default
+    if section.kwargs.get("query_length") is not None:
+        yield section.kwargs["query_length"]
     for value in section.kwargs.values():
         nested = value.values() if isinstance(value, Mapping) else [value]
         for each in nested:

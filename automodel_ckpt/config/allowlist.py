@@ -94,6 +94,7 @@ _OWN_DATASETS = Group(
             "text.text",
             "text.prompt_completion",
             "text_pairs.text_pairs",
+            "retrieval.retrieval",
             "chat.messages",
             "function_calls.xlam",
             "preference.pairs",

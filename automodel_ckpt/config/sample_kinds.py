@@ -79,7 +79,7 @@ SAMPLE_KINDS: tuple[SampleKind, ...] = (
     SampleKind(
         "pairs of a query and its document",
         ("embedding",),
-        ("text_pairs.text_pairs", "python_docs.description_pairs"),
+        ("text_pairs.text_pairs", "retrieval.retrieval", "python_docs.description_pairs"),
     ),
     SampleKind(
         "texts with the names of their labels",

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_ckpt.data.cache import cached
 from automodel_ckpt.data.preparation import Encode, prepare
 from automodel_ckpt.data.row_stream import RowStream, row_stream
+from automodel_ckpt.data.rows import Rows
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.tokenized import TokenizedDataset
 from automodel_ckpt.data.truncation import Truncation
@@ -48,7 +49,6 @@ def samples_of(
     rows. The result is of class *kind*, or with *streaming* of class *stream_kind*. Raises :class:`RecipeError` for
     data that cannot be read or tokenized.
     """
-    policy_key = (*key, policy.seq_length, policy.policy)
     if streaming:
         stream = row_stream(
             source,
@@ -59,29 +59,60 @@ def samples_of(
             kind=stream_kind,
         )
         # Names and sizes only: a digest of the content would read all files before the first step.
-        stream.identity = identity((source.files_signature(), *policy_key), tokenizer)
+        stream.identity = identity(
+            (source.files_signature(), *key, policy.seq_length, policy.policy), tokenizer
+        )
         return stream
+
+    return samples_of_rows(
+        source,
+        source.fingerprint(),
+        tokenizer,
+        encode,
+        policy,
+        key=key,
+        max_samples=max_samples,
+        fields=fields,
+        template=template,
+        kind=kind,
+    )
+
+
+def samples_of_rows(
+    rows: Rows,
+    fingerprint: str,
+    tokenizer: PreTrainedTokenizerBase,
+    encode: Encode,
+    policy: Truncation,
+    *,
+    key: tuple[object, ...],
+    max_samples: int | None,
+    fields: Sequence[str] | None = None,
+    template: str | None = None,
+    kind: type[TokenizedDataset] = TokenizedDataset,
+) -> TokenizedDataset:
+    """Tokenize *rows*, as :func:`samples_of` does without *streaming*; *fingerprint* changes with their content."""
 
     def report() -> None:
         if fields is not None:
-            _report_unused(source, fields)
+            _report_unused(rows, fields)
 
     def build(directory: Path | None) -> TokenizedDataset | None:
-        return prepare(source, encode, policy, directory, report=report, kind=kind)
+        return prepare(rows, encode, policy, directory, report=report, kind=kind)
 
     # Without max_samples: the cache has all samples, of which first() takes some.
-    whole_key = (source.fingerprint(), *policy_key)
+    whole_key = (fingerprint, *key, policy.seq_length, policy.policy)
     dataset = _prepared(str(key[0]), whole_key, tokenizer, build, kind)
-    dataset = dataset.reported(source.path, policy.seq_length, max_samples)
+    dataset = dataset.reported(rows.path, policy.seq_length, max_samples)
     dataset.template = template
     dataset.identity = identity(whole_key, tokenizer)
     return dataset
 
 
-def _report_unused(source: Source, used: Sequence[str]) -> None:
-    unused = [field for field in source.fields if field not in used]
+def _report_unused(rows: Rows, used: Sequence[str]) -> None:
+    unused = [field for field in rows.fields if field not in used]
     if unused:
-        log.info("%s: unused fields: %s", source.path, ", ".join(unused))
+        log.info("%s: unused fields: %s", rows.path, ", ".join(unused))
 
 
 def prepared(

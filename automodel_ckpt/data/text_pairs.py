@@ -73,7 +73,7 @@ def text_pairs(
             hint="omit it to use all negatives, or set 0 to use none",
         )
     encoder = EmbeddingEncoder(require_tokenizer(tokenizer), seq_length, truncation)
-    pairs = _PairReader(
+    pairs = PairReader(
         encoder,
         query_field,
         positive_field,
@@ -109,15 +109,22 @@ class TextTruncation(Truncation):
 class EmbeddingEncoder:
     """Tokenizes texts as libraries that compute embeddings do: with the special tokens that the tokenizer adds.
 
-    Texts of more than *seq_length* tokens (None: no limit) are truncated, or rejected with *truncation* ``error``.
+    Texts of more than *seq_length* tokens (None: no limit) are truncated, or rejected with *truncation* ``error``;
+    *query_length* is the limit of queries (None: *seq_length*).
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, seq_length: int | None, truncation: str = "right"
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        seq_length: int | None,
+        truncation: str = "right",
+        *,
+        query_length: int | None = None,
     ) -> None:
         require_choice("truncation", truncation, _POLICIES)
         self._tokenizer = tokenizer
         self._limit = seq_length
+        self._query_limit = query_length or seq_length
         self._rejects = truncation == "error"
 
     def samples(
@@ -135,13 +142,15 @@ class EmbeddingEncoder:
             tokens: list[int] = []
             labelled: list[bool] = []
             is_cut = False
+            limit = self._query_limit
             for text in row:
                 ids = next(encoded)
                 if not ids:
                     raise _no_text("a text of a pair has no tokens", where(number))
-                if self._limit is not None and len(ids) > self._limit:
-                    ids = self._shortened(text, len(ids), self._limit, partial(where, number))
+                if limit is not None and len(ids) > limit:
+                    ids = self._shortened(text, len(ids), limit, partial(where, number))
                     is_cut = True
+                limit = self._limit
                 tokens += ids
                 labelled += [False] + [True] * (len(ids) - 1)
             samples.append(TokenizedSample(tokens, labelled, is_cut=is_cut))
@@ -162,7 +171,7 @@ class EmbeddingEncoder:
 
 
 @dataclass(frozen=True, slots=True)
-class _PairReader:
+class PairReader:
     """Reads the texts of rows. The fields are the arguments of :func:`text_pairs`."""
 
     encoder: EmbeddingEncoder
