@@ -104,7 +104,7 @@ def merge(
         files, warnings = _side_files(adapter, base_dir, model, plan)
         for warning in warnings:
             log(f"warning: {warning}")
-        for text in [*model.notes, *cast_lines(plan)]:
+        for text in [*model.notes, *cast_lines(plan.casts)]:
             log(text)
         with staged(target, log) as staging:
             parts: list[Digested] = []

@@ -111,7 +111,7 @@ def consolidate(
     )
     beside, its_warnings = side_files(opened, plan, maps)
     warnings = (*opened.notes, *plan.warnings, *its_warnings)
-    for text in [*(f"warning: {text}" for text in warnings), *cast_lines(plan)]:
+    for text in [*(f"warning: {text}" for text in warnings), *cast_lines(plan.casts)]:
         log(text)
     with staged(target, log, before_publishing=before_publishing) as staging:
         parts = _write(plan, opened, staging, workers)

@@ -30,10 +30,10 @@ _MAX_SIDE_BYTES = 128 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
-def cast_lines(plan: Plan) -> list[str]:
-    """Return lines for the log on the tensors that are cast."""
+def cast_lines(casts: Mapping[tuple[str, str], int]) -> list[str]:
+    """Return lines for the log on *casts*: how many tensors are cast by (from, to)."""
     lines: list[str] = []
-    for (before, after), count in sorted(plan.casts.items()):
+    for (before, after), count in sorted(casts.items()):
         lines.append(f"cast {counted(count, 'tensor')} from {before} to {after}")
     return lines
 

@@ -106,7 +106,7 @@ def _complete(
     files, more_warnings = side_files(source, plan, maps_of(source))
     for warning in (*source.notes, *plan.warnings, *more_warnings):
         log(f"warning: {warning}")
-    for line in cast_lines(plan):
+    for line in cast_lines(plan.casts):
         log(line)
     staging = directory / file_layout.directory
     write_side_files(files, staging)

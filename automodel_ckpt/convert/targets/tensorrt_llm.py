@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.export.files import cast_lines
 from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
@@ -87,8 +89,8 @@ def export_tensorrt_llm(
     dtype = cast_code or _dtype_of(opened)
     files, warnings = config_and_tokenizer(opened, dtype)
     model = _Model(opened, files, num_ranks, dtype)
-    for text in warnings:
-        log(f"warning: {text}")
+    for text in [*(f"warning: {text}" for text in warnings), *cast_lines(model.casts())]:
+        log(text)
     contents = _small_files(model.config, files)
     nbytes = _publish(target, model, contents, compress, log)
     return ExportReport(
@@ -143,6 +145,11 @@ class _Model:
         unknown = sorted(self._tensors.keys() - known)
         if unknown:
             raise self._unusable("TensorRT-LLM's Llama has no such tensor", unknown[0])
+
+    def casts(self) -> Mapping[tuple[str, str], int]:
+        """Count the tensors that are cast, by (from, to)."""
+        dtypes = (tensor.dtype for tensor in self._tensors.values())
+        return Counter((dtype, self.dtype) for dtype in dtypes if dtype != self.dtype)
 
     def rank_tensors(self, rank: int) -> Iterator[_RankTensor]:
         """Yield the tensors of a rank."""

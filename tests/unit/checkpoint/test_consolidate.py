@@ -905,6 +905,8 @@ def test_an_export_reports_what_it_wrote_and_how_long_it_took(tmp_path: Path) ->
     assert 0 <= report.seconds <= time.monotonic() - started
     assert (report.num_files, report.num_tensors, report.checked) == (1, 2, True)
     assert report.casts == {("F32", "BF16"): 1}
+    document = json.loads((report.output / "export_manifest.json").read_bytes())
+    assert document["casts"] == {"F32->BF16": 1}
     (weights,) = report.output.glob("*.safetensors")
     assert report.nbytes == weights.stat().st_size
     again = consolidate(report.output.parent, tmp_path / "again", cast_dtype="fp32")

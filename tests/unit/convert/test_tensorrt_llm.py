@@ -85,6 +85,7 @@ def test_a_checkpoint_of_a_run_becomes_an_archive_that_is_read_unpacked_and_pack
     model = llama_checkpoint(tmp_path / "epoch_0_step_1", tied=False)
     target = tmp_path / "model.qnemo"
     assert export(tmp_path / "epoch_0_step_1", target, 2, "--cast-dtype", "bf16") == 0
+    assert f"cast {len(model.state_dict())} tensors from F32 to BF16" in capsys.readouterr().err
     expected = {name: value.bfloat16() for name, value in model.state_dict().items()}
     assert_equal(values(target), expected)
     assert ckpt.main(["unpack", str(target), str(tmp_path / "files")]) == 0
