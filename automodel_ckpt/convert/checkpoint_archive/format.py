@@ -35,6 +35,7 @@ LOGS = (
     layout.VALIDATION_LOG,
     layout.TIMELINE_LOG,
     layout.LATE_VALIDATIONS,
+    layout.TEXT_LOG,
 )
 LOG_DIRECTORY = "run"
 _DIGEST = re.compile(r"xxh3_128:[0-9a-f]{32}", re.ASCII)

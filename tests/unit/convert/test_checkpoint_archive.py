@@ -41,6 +41,7 @@ def run_of(root: Path, **options: Any) -> Path:
         )
     saver.close()
     (root / "training.jsonl").write_text('{"step": 1}\n')
+    (root / "log.txt").write_text("step 1: loss 1.5\n")
     return root
 
 
@@ -73,7 +74,8 @@ def test_a_run_comes_back_bit_for_bit(
     assert len(document["checkpoints"]) == 3 and document["archive_bytes"] == file.stat().st_size
     assert main(["unarchive", str(file), "-o", str(tmp_path / "back")]) == 0
     assert_equal_runs(run, tmp_path / "back")
-    assert (tmp_path / "back" / "training.jsonl").read_text() == '{"step": 1}\n'
+    for name in ("training.jsonl", "log.txt"):
+        assert (tmp_path / "back" / name).read_bytes() == (run / name).read_bytes()
     assert main(["verify", "--deep", str(tmp_path / "back")]) == 0
     # Again, over what exists: nothing changes.
     assert main(["unarchive", str(file), "-o", str(tmp_path / "back")]) == 0
