@@ -121,7 +121,7 @@ class NewCheckpoint:
 
 
 def check_free(run: Path, name: layout.CheckpointName) -> None:
-    """Check that the checkpoint *name* can be imported into *run*. Raises :class:`CheckpointUnusable`."""
+    """Check that the checkpoint *name* can be added to *run*. Raises :class:`CheckpointUnusable`."""
     _check_name_is_free(run / str(name))
     _check_step_order(run, name)
 
@@ -132,12 +132,12 @@ def _check_name_is_free(target: Path) -> None:
             "a checkpoint of this step already exists",
             where=str(target),
             value=target.name,
-            hint="import into another run directory, or under another --step",
+            hint="choose another run directory, or another --step",
         )
 
 
 def _check_step_order(run: Path, name: layout.CheckpointName) -> None:
-    """Raise :class:`CheckpointUnusable` if the import would become the newest checkpoint of a training run.
+    """Raise :class:`CheckpointUnusable` if weights would become the newest checkpoint of a training run.
 
     The run resumes from its newest checkpoint, and weights alone would lose its optimizer state.
     """
@@ -147,10 +147,10 @@ def _check_step_order(run: Path, name: layout.CheckpointName) -> None:
     if not Summary.read(run / newest.name).has_optimizer:
         return
     raise CheckpointUnusable(
-        "the imported weights would become the newest checkpoint of an existing training run",
+        "weights without an optimizer would become the newest checkpoint of an existing training run",
         where=str(run),
         value=newest.name,
-        hint="import into a separate run directory, and start from it with init_from",
+        hint="choose a separate run directory, and start from it with init_from",
     )
 
 
@@ -165,12 +165,10 @@ def write_checkpoint(planned: NewCheckpoint) -> Path:
         # The lease first: recover() removes staging directories, which a live run may be writing.
         run.hold()
         maintenance.recover(run.root)
-    except OSError as error:
-        run.release()
-        raise as_failure(error, "importing", run.root, hint=START_AGAIN) from error
-    try:
         _check_step_order(planned.run, planned.name)  # a run may have saved since it was planned
         return _write(planned, run.root)
+    except OSError as error:
+        raise as_failure(error, f"writing {planned.name}", run.root, hint=START_AGAIN) from error
     finally:
         run.release()
 
@@ -187,12 +185,9 @@ def _write(planned: NewCheckpoint, run: Path) -> Path:
         published = commit.publish(staging, str(planned.name))
         newest = resume.newest(run)
         assert newest is not None
-        # Not to the import itself: one of an earlier step must not move LATEST back.
+        # Not to this checkpoint itself: one of an earlier step must not move LATEST back.
         commit.point(run, layout.LATEST, newest.name)
         return published
-    except OSError as error:
-        doing = f"importing {planned.source}"
-        raise as_failure(error, doing, run, hint=START_AGAIN) from error
     finally:
         commit.discard(staging)
 

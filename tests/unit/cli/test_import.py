@@ -392,7 +392,7 @@ def test_weights_do_not_become_the_newest_checkpoint_of_a_run_that_trains(
     tiny.save(tmp_path / "run", made, step=20, losses={}, validated=False)
     source = hugging_face(tmp_path / "source", weights())
     assert main(["import", str(source), str(tmp_path / "run"), "--step", "30"]) == 3
-    assert "the imported weights would become the newest" in capsys.readouterr().err
+    assert "weights without an optimizer would become the newest" in capsys.readouterr().err
     killed = tmp_path / "run" / f".epoch_0_step_0.staging-{'0' * 32}"
     killed.mkdir()  # an import that was killed
     assert main(["import", str(source), str(tmp_path / "run")]) == 0

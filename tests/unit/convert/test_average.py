@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import tracemalloc
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from automodel_ckpt.checkpoint import commit
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert import average_methods
@@ -137,6 +139,23 @@ def test_equal_weights_are_the_mean(tmp_path: Path) -> None:
     paths, tensors, _, _ = models(tmp_path, 3)
     expected = combine(tensors, lambda _, x: torch.stack(x).mean(0))
     assert_close(averaged(tmp_path, *paths), expected)
+
+
+def test_a_result_that_cannot_be_written_is_no_failed_import(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, _, _, _ = models(tmp_path, 2)
+    averaged(tmp_path, *paths)
+    assert main(["average", *paths, "-o", str(tmp_path / "out")]) == 3
+    message = capsys.readouterr().err
+    assert "choose another run directory" in message and "import" not in message
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(commit, "reserve", full)
+    assert main(["average", *paths, "-o", str(tmp_path / "full")]) == 4
+    assert "writing epoch_0_step_0 failed" in capsys.readouterr().err
 
 
 def test_a_moving_average_of_the_last_checkpoints_of_a_run_is_that_of_training(
