@@ -16,6 +16,7 @@ from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.image_packing import PackedImages
 from automodel_ckpt.data.length_summary import LengthSummary
 from automodel_ckpt.data.packing import PackedDataset
+from automodel_ckpt.data.teacher_targets import TargetedDataset
 from automodel_ckpt.data.tokenized import TokenizedDataset
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes
@@ -101,6 +102,9 @@ def first_samples(recipe: Recipe, num_samples: int) -> Iterator[PreviewSample]:
 def summary(recipe: Recipe) -> DataSummary:
     """Summarize the training data of a recipe that :func:`built_data` returned."""
     dataset = recipe.dataloader.dataset
+    if isinstance(dataset, TargetedDataset):
+        # Its samples, and packs, are those of the data set that it wraps.
+        dataset = dataset.dataset
     packs = ""
     if isinstance(dataset, PackedDataset | PackedImages):
         waste = 100 * dataset.waste

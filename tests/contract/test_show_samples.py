@@ -89,6 +89,16 @@ def test_packs_are_shown_as_they_are_trained(capsys: Capture, directory: Path) -
     assert text.count("plus one?") > 1
 
 
+def test_samples_with_cached_targets_of_a_teacher_are_summarized_like_others(
+    capsys: Capture, directory: Path
+) -> None:
+    words = ("--recipe=distill", f"--distill.teacher.from_pretrained={directory}/chat")
+    pack = "--packed_sequence={size: 256}"
+    text = shown(capsys, directory, *words, pack, "--distill.top_k=4", num="0")
+    assert text == shown(capsys, directory, *words, pack, num="0")
+    assert "packs " in text and "6 samples" in text
+
+
 def test_a_stream_is_measured_by_its_first_samples(capsys: Capture, directory: Path) -> None:
     text = shown(capsys, directory, "--dataset.streaming", "true", num="1")
     assert ">>>It is 1." in text
