@@ -3,7 +3,7 @@
 :func:`translate` is a pure function from the tree of a file to the tree of a recipe. Nodes keep their origins, so that
 every later message points into the user's file. ``rows.py`` has the kinds of rows, and one module per group of sections
 has their tables: ``model``, ``adapters``, ``ranks`` (parallelism), ``datasets`` (with ``dataset_rows``), ``batches``,
-``preprocessors``, ``training``, ``distill``, ``benchmark`` and ``others``.
+``preprocessors``, ``training``, ``distill``, ``benchmark``, ``retrieval`` and ``others``.
 
 Facts about AutoModel are from its source, revision 36044ad3d (2026-08-22): ``recipes/_typed_config.py`` (sections and
 their defaults), ``components/*/config.py`` and ``components/config/loader.py`` (null words, overrides).
@@ -24,6 +24,7 @@ from automodel_ckpt.config.automodel import (
     others,
     preprocessors,
     ranks,
+    retrieval,
     training,
 )
 from automodel_ckpt.config.automodel.notices import Notice
@@ -45,6 +46,7 @@ RECIPES = {
     "KnowledgeDistillationRecipeForVLM": "vlm_distill",
     "TrainFinetuneRecipeForSequenceClassification": "sequence_classification",
     benchmark.CLASS: "llm_finetune",
+    retrieval.CLASS: "embedding",
 }
 """AutoModel's recipe classes, and the recipes that replace them."""
 _PREFIXES = (
@@ -68,6 +70,7 @@ _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
 # Later modules look at what earlier ones have translated: adapters before freezing, data before the steps.
 SECTIONS = (
     *benchmark.ROWS,
+    *retrieval.ROWS,
     *model.ROWS,
     *adapters.ROWS,
     *ranks.ROWS,
@@ -78,6 +81,7 @@ SECTIONS = (
     *distill.ROWS,
     *others.ROWS,
     *benchmark.LAST_ROWS,
+    *retrieval.LAST_ROWS,
 )
 
 ONLY_THEIRS = frozenset(

@@ -19,6 +19,7 @@ from automodel_ckpt.config.automodel.dataset_rows import (
     column_mapping,
     mock_length,
 )
+from automodel_ckpt.config.automodel.retrieval import PAIRS
 from automodel_ckpt.config.automodel.rows import (
     Key,
     Needs,
@@ -147,6 +148,15 @@ DATASETS: dict[str, Builder] = {
         "classification.texts",
         LABELED,
         (("path", "Yelp/yelp_review_full"), ("truncation", "right")),
+    ),
+    **dict.fromkeys(
+        (
+            "llm.retrieval_dataset.RetrievalDatasetConfig",
+            "llm.retrieval_dataset.make_retrieval_dataset",
+            "llm.retrieval_dataset_inline.InlineRetrievalDatasetConfig",
+            "llm.retrieval_dataset_inline.make_retrieval_dataset",
+        ),
+        Builder("retrieval.retrieval", PAIRS),
     ),
     "vlm.datasets.make_medpix_dataset": Builder(
         "vlm.image_answers", IMAGES, (("preset", "medpix"),)

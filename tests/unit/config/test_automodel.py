@@ -1372,6 +1372,136 @@ def test_a_recipe_for_texts_with_labels_is_translated(tmp_path: Path, first: str
     }
 
 
+BI_ENCODER = f"""\
+recipe: TrainBiEncoderRecipe
+temperature: 0.02
+model:
+  _target_: nemo_automodel.NeMoAutoModelBiEncoder.from_pretrained
+  pretrained_model_name_or_path: some/model
+  pooling: avg
+  l2_normalize: true
+dataset:
+  _target_: {DATA}.llm.retrieval_dataset.RetrievalDatasetConfig
+  model_type: bi_encoder
+  data_dir_list:
+    - hf://org/data/subset
+    - {{path: rows.jsonl, num_samples: 10}}
+  data_type: train
+  n_passages: 3
+  use_dataset_instruction: true
+  do_shuffle: true
+dataloader:
+  collate_fn:
+    _target_: {DATA}.llm.BiEncoderCollator
+    q_max_len: 64
+    query_prefix: "query:"
+    passage_prefix: ""
+    pad_to_multiple_of: 8
+  shuffle: true
+optimizer:
+  lr: 1e-5
+"""
+
+
+def test_a_recipe_for_embeddings_is_translated(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BI_ENCODER)
+    loaded = load_recipe(path)
+    config = loaded.config
+    assert (config.recipe, config.model.from_pretrained) == ("embedding", "some/model")
+    assert dataclasses.asdict(config.embedding) == {
+        "pooling": "mean",
+        "attention": "bidirectional",
+        "normalize": True,
+        "temperature": 0.02,
+        "symmetric": False,
+        "negatives": "own",
+        "hide_equal_texts": False,
+        "query_prompt": "query: ",
+        "document_prompt": "",
+    }
+    assert config.dataset._target_ == "automodel_ckpt.data.retrieval.retrieval"
+    assert config.dataset.kwargs == {
+        "sources": ["hf://org/data/subset", {"path": "rows.jsonl", "num_samples": 10}],
+        "num_negatives": 2,
+        "query_length": 64,
+        "seq_length": 512,
+        # The collator does not use them.
+        "instructions": False,
+    }
+    assert (config.dataloader.pad_to_multiple_of, config.dataloader.collate_fn) == (8, None)
+    assert config.optimizer.no_decay == "auto"
+    (unused,) = report_lines(loaded.notices)
+    assert "passage_prefix" in unused
+    assert "do_shuffle" in unused
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key", "expected"),
+    [
+        ("avg", "cls", "embedding.pooling", "cls"),
+        ("l2_normalize: true", "l2_normalize: false", "embedding.temperature", 1.0),
+        (
+            "l2_normalize",
+            "do_distributed_inbatch_negative: true\n  l2_normalize",
+            "embedding.hide_equal_texts",
+            True,
+        ),
+        (
+            "l2_normalize",
+            "do_distributed_inbatch_negative: true\n  l2_normalize",
+            "embedding.negatives",
+            "micro_batch",
+        ),
+        (
+            "q_max_len",
+            "use_dataset_instruction: true\n    q_max_len",
+            "dataset.instructions",
+            True,
+        ),
+        ("q_max_len", "use_dataset_instruction: true\n    q_max_len", "embedding.query_prompt", ""),
+        (
+            "data_type: train",
+            "data_type: eval\n  eval_negative_size: 7",
+            "dataset.num_negatives",
+            7,
+        ),
+        ("n_passages: 3", "max_train_samples: 9", "dataset.max_samples", 9),
+        ("n_passages: 3", "max_train_samples: 9", "dataset.num_negatives", 4),
+    ],
+)
+def test_the_settings_of_an_embedding_are_those_of_automodel(
+    tmp_path: Path, before: str, after: str, key: str, expected: Any
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BI_ENCODER.replace(before, after))
+    assert value_at(load_recipe(path), key) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        ("pooling: avg", "pooling: colbert", "model.pooling: this pooling is not supported"),
+        (
+            "l2_normalize",
+            "extract_submodel: x\n  l2_normalize",
+            "a part of a vision-language model",
+        ),
+        ("BiEncoderCollator", "ProcessorMethodCollator", "embeddings of images are not supported"),
+        ("n_passages: 3", "n_passages: none of them", "dataset.n_passages: must be a number"),
+        ("n_passages: 3", "cycle_positive_docs: true", "another document of a query in each epoch"),
+    ],
+)
+def test_what_an_embedding_cannot_be_here_is_an_error(
+    tmp_path: Path, before: str, after: str, what: str
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BI_ENCODER.replace(before, after))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert [what in problem.what for problem in caught.value.problems] == [True]
+
+
 def test_overrides_of_our_length_and_truncation_count_in_a_file_of_automodel(
     tmp_path: Path,
 ) -> None:

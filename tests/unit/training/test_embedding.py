@@ -448,3 +448,67 @@ def test_a_batch_without_labels_has_no_pairs() -> None:
     batch = {"num_negatives": torch.tensor([0, 2]), "labels": torch.ones(6, 3)}
     assert num_pairs_of(batch) == 2
     assert num_pairs_of({**batch, "labels": torch.full((6, 3), IGNORE_INDEX)}) == 0
+
+
+# ---------------------------------------------------------------- recipes of NeMo AutoModel
+
+AUTOMODEL = """
+recipe: TrainBiEncoderRecipe
+temperature: 0.1
+model:
+  _target_: nemo_automodel.NeMoAutoModelBiEncoder.from_pretrained
+  pretrained_model_name_or_path: {base}
+  pooling: avg
+  torch_dtype: float32
+dataset:
+  _target_: nemo_automodel.components.datasets.llm.retrieval_dataset.RetrievalDatasetConfig
+  data_dir_list: {rows}
+  n_passages: 4
+dataloader:
+  collate_fn:
+    _target_: nemo_automodel.components.datasets.llm.BiEncoderCollator
+    q_max_len: 4
+    p_max_len: 6
+    query_prefix: find
+distributed:
+  mixed_precision: none
+step_scheduler:
+  global_batch_size: 4
+  local_batch_size: 2
+  max_steps: 1
+checkpoint:
+  checkpoint_dir: {run}
+  save_consolidated: false
+"""
+
+
+def test_a_recipe_of_automodel_has_the_loss_of_its_formula(tmp_path: Path) -> None:
+    tiny.write_model(tmp_path / "base", "llama", with_head=True)
+    # The last row has fewer negatives than passages.
+    rows = [
+        {"query": each["query"], "pos_doc": each["positive"], "neg_doc": list(each.values())[2:]}
+        for each in [*tiny.rows(3)[:3], *tiny.rows(1)[3:4]]
+    ]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    path = tmp_path / "theirs.yaml"
+    paths = {"base": tmp_path / "base", "rows": tmp_path / "rows.jsonl", "run": tmp_path / "run"}
+    path.write_text(AUTOMODEL.format(**paths))
+    trained(path).close()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    model = AutoModel.from_pretrained(tmp_path / "base")
+    model.config.is_causal = False
+
+    def embed(text: str, limit: int) -> torch.Tensor:
+        ids = tokenizer(text, truncation=True, max_length=limit, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            hidden = model(input_ids=ids).last_hidden_state[0]
+        return torch.nn.functional.normalize(hidden.mean(0), dim=0)
+
+    losses = []
+    for row in rows:
+        query = embed(f"find {row['query']}", 4)
+        passages = [row["pos_doc"], *(row["neg_doc"] * 3)[:3]]
+        scores = torch.stack([embed(text, 6) @ query for text in passages]) / 0.1
+        losses.append(torch.nn.functional.cross_entropy(scores, torch.tensor(0)).item())
+    assert losses_in(tmp_path / "run") == pytest.approx([sum(losses) / 4], rel=1e-5)
