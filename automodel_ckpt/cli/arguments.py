@@ -102,9 +102,11 @@ def add_run(command: argparse.ArgumentParser) -> None:
 def number_at_least(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
     """Return the type of an argument that is an integer from *least* to *most*."""
 
-    # argparse names the function in the message for text that is not a number
     def whole_number(text: str) -> int:
-        number = int(text)
+        try:
+            number = int(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number") from error
         if number < least:
             raise argparse.ArgumentTypeError(f"{number} is less than {least}")
         if number > most:

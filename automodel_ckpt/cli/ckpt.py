@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -240,7 +241,7 @@ def _run(words: list[str]) -> int:
     # Until the command line is parsed, errors are printed as if it had only these two values.
     arguments = argparse.Namespace(command="", json="--json" in words)
     try:
-        arguments = parser().parse_args(words)
+        arguments = _parsed(words)
         resolve_paths(arguments)
         verb = next(verb for verb in VERBS if verb.name == arguments.command)
         if not verb.accepts_urls:
@@ -264,6 +265,42 @@ def _run(words: list[str]) -> int:
         if limit is None:
             raise
         return _report_failure(limit, arguments)
+
+
+def _parsed(words: list[str]) -> argparse.Namespace:
+    """Parse a command line. Raises :class:`RecipeError`, with the command or option that was probably meant."""
+    whole = parser()
+    known = completion.command_words(whole)
+    if words and not words[0].startswith("-") and words[0] not in known:
+        raise RecipeError(
+            "unknown command",
+            where="ckpt",
+            value=words[0],
+            hint=_suggestion(words[0], known) or "`ckpt --help` lists the commands",
+        )
+    arguments, unknown = whole.parse_known_args(words)
+    if not unknown:
+        return arguments
+    option = unknown[0].partition("=")[0]
+    hint = _suggestion(option, known[arguments.command])
+    if option in known[arguments.command]:
+        hint = f"write it after the command: ckpt {arguments.command} {option}"
+    elif option.startswith("-") and os.path.lexists(unknown[0]):
+        hint = f"a path that begins with a dash is written ./{unknown[0]}"
+    raise RecipeError(
+        "unknown arguments",
+        where=f"ckpt {arguments.command}",
+        value=" ".join(unknown),
+        hint=hint or f"`ckpt {arguments.command} --help` lists the arguments",
+    )
+
+
+def _suggestion(word: str, names: Iterable[str]) -> str:
+    """The hint with the one of *names* that *word* was probably meant to be; empty if there is none."""
+    from automodel_ckpt.config.schema_keys import closest
+
+    meant = closest(word, names)
+    return f"did you mean {meant}?" if meant else ""
 
 
 def _report_failure(error: BaseException, arguments: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run ``ckpt completion``. *parser* is the parser of ``ckpt``'s command line."""
-    words = _command_words(parser)
+    words = command_words(parser)
     if arguments.shell == "fish":
         print("\n".join(_fish(words, _training_words())))
         return EXIT_DONE
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return EXIT_DONE
 
 
-def _command_words(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+def command_words(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
     """Map each command of ``ckpt`` to its options and the fixed words of its arguments."""
     # argparse has no public way to list the commands and options of a parser
     words = {}

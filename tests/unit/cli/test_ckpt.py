@@ -233,6 +233,35 @@ def test_an_empty_path_is_not_the_current_directory(
     assert (tmp_path / "checkpoints/epoch_0_step_1").is_dir()
 
 
+@pytest.mark.parametrize(
+    ("words", "where", "hint"),
+    [
+        (["prnue", "."], "ckpt", "did you mean prune?"),
+        (["frobnicate"], "ckpt", "`ckpt --help` lists the commands"),
+        (["prune", ".", "--keep-lst", "2"], "ckpt prune", "did you mean --keep-last?"),
+        (["--json", "ls"], "ckpt ls", "write it after the command: ckpt ls --json"),
+        (["ls", "-dash"], "ckpt ls", "written ./-dash"),
+        (["verify", ".", "extra"], "ckpt verify", "`ckpt verify --help` lists the arguments"),
+        (["verify", "--num-threads=two"], "ckpt verify", "`ckpt verify --help`"),
+    ],
+)
+def test_a_misspelled_word_gets_the_one_that_was_meant(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    words: list[str],
+    where: str,
+    hint: str,
+) -> None:
+    (tmp_path / "-dash").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert f"  where:  {where}" in lines and hint in lines[-1]
+    if words[-1] == "--num-threads=two":
+        assert "two is not a whole number" in lines[0]
+
+
 def test_every_argument_that_is_a_path_is_known_as_one() -> None:
     """So that ``~/`` is expanded in it."""
     paths = {
