@@ -22,7 +22,7 @@ log = logging.getLogger("automodel_ckpt")
 
 REPAIR = "free disk space or repair the directory"
 NEXT_SAVE = f"{REPAIR}; the next save tries this again"
-START_AGAIN = f"{REPAIR}, then run the same command"
+SAME_COMMAND = "run the same command"
 RESUME = "run the same command to resume from the previous checkpoint"
 _NAME_ANOTHER = "set checkpoint.checkpoint_dir to a writable directory with enough free space"
 _EXPORT_AGAIN = f"{REPAIR}, then run `ckpt consolidate` to export the checkpoint"
@@ -41,26 +41,27 @@ def as_failure(
     where: Path | str,
     kind: type[AutomodelError] = SaveFailed,
     hint: str | None = None,
+    restart: str | None = None,
 ) -> AutomodelError:
     """Convert *error* to an error for the user; an :class:`AutomodelError` is returned unchanged.
 
     Others become *kind*, with a message of what was being done (*doing*) and *where*. *hint* is what to do about a
-    failed system call; None: the hint for checkpoints, and to resume the run. If the system did not permit the call,
-    the hint is on permissions, followed by the given one.
+    failed system call; None: the hint for checkpoints. *restart* is what to do then; None: to resume the run, unless a
+    hint is given. If the system did not permit the call, the hint is on permissions, followed by the given one.
     """
     if isinstance(error, AutomodelError):
         return error
     if isinstance(error, OSError):
         # Errors of a descriptor's system calls do not contain a path.
         error.filename = error.filename or str(where)
-        restart = ""
         if error.errno in NOT_ALLOWED:
             hint = PERMISSIONS_HINT if hint is None else f"{PERMISSIONS_HINT}; {hint}"
         elif hint is None and kind in _HINTS:
             hint = _HINTS[kind]
         elif hint is None:
-            hint, restart = REPAIR, RESUME
-        return kind.all_of([os_problem(error, f"{doing} failed", hint=hint, restart=restart)])
+            hint = REPAIR
+            restart = RESUME if restart is None else restart
+        return kind.all_of([os_problem(error, f"{doing} failed", hint=hint, restart=restart or "")])
     log.debug("unexpected", exc_info=error)
     limit = limit_error(error)
     if limit is not None:

@@ -18,7 +18,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan
 from automodel_ckpt.checkpoint.export.script import no_need_script
-from automodel_ckpt.checkpoint.failures import START_AGAIN, as_failure
+from automodel_ckpt.checkpoint.failures import SAME_COMMAND, as_failure
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Summary, Tree
 from automodel_ckpt.checkpoint.policy import KeepPolicy
@@ -168,7 +168,9 @@ def write_checkpoint(planned: NewCheckpoint) -> Path:
         _check_step_order(planned.run, planned.name)  # a run may have saved since it was planned
         return _write(planned, run.root)
     except OSError as error:
-        raise as_failure(error, f"writing {planned.name}", run.root, hint=START_AGAIN) from error
+        raise as_failure(
+            error, f"writing {planned.name}", run.root, restart=SAME_COMMAND
+        ) from error
     finally:
         run.release()
 

@@ -112,8 +112,13 @@ def run(arguments: argparse.Namespace) -> int:
         run_average(planned)
     if arguments.json:
         print(json.dumps(_document(planned, arguments.dry_run), indent=2))
-    elif not arguments.dry_run:
-        print_path(planned.checkpoint.target)
+        return EXIT_DONE
+    checkpoint = planned.checkpoint
+    start = shlex.quote(str(checkpoint.run if checkpoint.is_newest else checkpoint.target))
+    # Not before it is written, which can fail.
+    print(printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}"))
+    if not arguments.dry_run:
+        print_path(checkpoint.target)
     return EXIT_DONE
 
 
@@ -196,7 +201,7 @@ def _document(planned: Average, dry_run: bool) -> dict[str, Any]:
 
 
 def _lines(planned: Average) -> Iterator[str]:
-    """Describe what will be averaged, and how to start a run from the result."""
+    """Describe what will be averaged."""
     checkpoint = planned.checkpoint
     title = f"{planned.method} average -> {checkpoint.target}"
     yield coloured(printable(title), "bold", sys.stdout)
@@ -218,5 +223,3 @@ def _lines(planned: Average) -> Iterator[str]:
         yield printable(line)
     for note in planned.notes:
         yield printable(f"note: {note}")
-    start = shlex.quote(str(checkpoint.run if checkpoint.is_newest else checkpoint.target))
-    yield printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}")

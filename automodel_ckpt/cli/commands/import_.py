@@ -105,7 +105,10 @@ def run(arguments: argparse.Namespace) -> int:
         write_checkpoint(planned)
     if arguments.json:
         print(json.dumps(_document(planned, arguments.dry_run), indent=2))
-    elif not arguments.dry_run:
+        return EXIT_DONE
+    # Not before it is written, which can fail.
+    print(printable(_start_line(planned)))
+    if not arguments.dry_run:
         print_path(planned.target)
     return EXIT_DONE
 
@@ -136,7 +139,7 @@ def _document(planned: NewCheckpoint, dry_run: bool) -> dict[str, Any]:
 
 
 def _lines(planned: NewCheckpoint) -> Iterator[str]:
-    """Describe what will be imported, and how to start a run from it."""
+    """Describe what will be imported."""
     yield coloured(printable(f"{planned.source} -> {planned.target}"), "bold", sys.stdout)
     num_tensors, size = len(planned.weights.tensors), size_text(planned.plan.nbytes)
     checked = "digests verified" if planned.has_digests else "unverified"
@@ -162,15 +165,18 @@ def _lines(planned: NewCheckpoint) -> Iterator[str]:
         rows.append(("recipe", f"{model}; peft: {json.dumps(planned.adapter.section)}"))
     for line in table(rows):
         yield printable(line)
+
+
+def _start_line(planned: NewCheckpoint) -> str:
+    """How to start a run from what was imported, or to continue the imported one."""
     run = shlex.quote(str(planned.run))
     if planned.training is not None:
         command = f"ckpt-train RECIPE.yaml --checkpoint.checkpoint_dir {run}"
         if not planned.is_newest:
             command += f" --checkpoint.restore_from {planned.name}"
-        yield printable(f"to continue the run: {command}")
-    else:
-        start = run if planned.is_newest else shlex.quote(str(planned.target))
-        yield printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}")
+        return f"to continue the run: {command}"
+    start = run if planned.is_newest else shlex.quote(str(planned.target))
+    return f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}"
 
 
 def _side_files_text(planned: NewCheckpoint) -> str:

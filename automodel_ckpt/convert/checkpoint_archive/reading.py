@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.digests import FileRecord
 from automodel_ckpt.checkpoint.export_leftovers import Log
-from automodel_ckpt.checkpoint.failures import START_AGAIN, as_failure
+from automodel_ckpt.checkpoint.failures import SAME_COMMAND, as_failure
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_safely
 from automodel_ckpt.checkpoint.manifest import Manifest
@@ -68,7 +68,7 @@ def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
         directory.candidates(None)
         return published
     except OSError as error:
-        raise as_failure(error, f"extracting {path}", run, hint=START_AGAIN) from error
+        raise as_failure(error, f"extracting {path}", run, restart=SAME_COMMAND) from error
     finally:
         directory.release()
 

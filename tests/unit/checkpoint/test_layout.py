@@ -10,7 +10,7 @@ import pytest
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS, dtype_code, main_dtype
-from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.failures import SAME_COMMAND, as_failure
 from automodel_ckpt.checkpoint.layout import CheckpointName, DataParallelRanks
 from automodel_ckpt.checkpoint.saving import environment
 from automodel_ckpt.checkpoint.saving.staging import Staging
@@ -178,6 +178,8 @@ def test_an_error_of_the_system_becomes_one_with_the_place_and_what_to_do(tmp_pa
     assert "permissions" in message(SaveFailed, denied)
     hinted = str(as_failure(denied, "copying", tmp_path, hint="repair the cache"))
     assert "permissions" in hinted and "repair the cache" in hinted
+    again = str(as_failure(denied, "writing", tmp_path, restart=SAME_COMMAND))
+    assert "read-only, then run the same command" in again and "disk space" not in again
     unexpected = message(SaveFailed, ZeroDivisionError("oops"))
     assert "oops" in unexpected and "defect" in unexpected
     known = SaveFailed("what", where="where", value="value", hint="hint")
