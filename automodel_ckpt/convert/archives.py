@@ -25,7 +25,7 @@ from automodel_ckpt.convert.sources.nemo import CONFIG, artifacts_in, read_confi
 from automodel_ckpt.convert.sources.packed_files import PackedFiles, StoredFile, files_in_directory
 from automodel_ckpt.convert.tar_reading import TarMember, TarReader, is_gzip, tar_members
 from automodel_ckpt.convert.tar_writing import TarWriter
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.units import counted
 
 QNEMO_CONFIG = "config.json"
@@ -52,8 +52,12 @@ def unpack(source: Path, target: Path, log: Log) -> ArchiveReport:
     """
     real = Path(os.path.realpath(source))
     if not real.is_file():
-        value = "a directory" if real.is_dir() else "no such file"
-        raise unusable("there is no archive to unpack", source, value)
+        value, hint = "no such file", "name a .nemo or .qnemo file"
+        if real.is_dir():
+            value, hint = "a directory", f"{hint}; `ckpt pack` packs a directory"
+        raise CheckpointUnusable(
+            "there is no archive to unpack", where=str(source), value=value, hint=hint
+        )
     target = Path(os.path.realpath(target))
     check_directory_target(target)
     if not is_gzip(first_bytes(real, 2)):
@@ -75,18 +79,35 @@ def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> Ar
 
     The bytes of the archive depend only on the names and contents of the files. Raises :class:`CheckpointUnusable` if
     the directory has no model of NeMo or TensorRT-LLM, lacks the weights of a rank, or contains links or special
-    files; :class:`SaveFailed` if the archive cannot be written.
+    files; :class:`RecipeError` for a *target* in the directory, or with the suffix of the other kind;
+    :class:`SaveFailed` if the archive cannot be written.
     """
     directory = Path(os.path.realpath(source))
     if not directory.is_dir():
-        value = "a file" if directory.exists() else "no such directory"
-        raise unusable("there is no directory to pack", source, value)
+        value, hint = "no such directory", "name a directory that `ckpt unpack` wrote"
+        if directory.exists():
+            value, hint = "a file", f"{hint}; that command unpacks an archive"
+        raise CheckpointUnusable(
+            "there is no directory to pack", where=str(source), value=value, hint=hint
+        )
     target = Path(os.path.realpath(target))
     if target.is_relative_to(directory):
-        raise unusable("the archive would be in the directory that it packs", target, target.name)
+        raise RecipeError(
+            "the archive would be in the directory that it packs",
+            where=str(target),
+            value=target.name,
+            hint=f"name a file outside of {directory}",
+        )
     check_file_target(target, overwrite=overwrite)
     packed = files_in_directory(directory)
     kind = _kind(packed.files, source)
+    if target.suffix in (".nemo", ".qnemo") and target.suffix != f".{kind}":
+        raise RecipeError(
+            f"the directory has the files of a .{kind} file",
+            where=str(target),
+            value=target.suffix,
+            hint=f"use the suffix .{kind}",
+        )
     if kind == "nemo":
         _warn_of_missing_artifacts(packed, log)
     else:

@@ -23,10 +23,10 @@ from automodel_ckpt.errors import SaveFailed, os_problem, writing_hint
 def check_file_target(target: Path, *, overwrite: bool) -> None:
     """Raise :class:`SaveFailed` unless a file may be published as *target*: only *overwrite* replaces a file."""
     if target.is_dir():
-        raise _occupied(target, "a directory", "choose another --output")
+        raise _occupied(target, "a directory", "choose another output path")
     if os.path.lexists(target) and not overwrite:
         raise _occupied(
-            target, "a file", "choose another --output, or add --force to replace the file"
+            target, "a file", "choose another output path, or add --force to replace the file"
         )
 
 
@@ -35,11 +35,11 @@ def check_directory_target(target: Path) -> None:
     if not os.path.lexists(target):
         return
     if not target.is_dir():
-        raise _occupied(target, "a file", "choose another --output")
+        raise _occupied(target, "a file", "choose another output path")
     names = sorted(os.listdir(target))
     if names:
         value = f"a directory with {', '.join(names[:3])}"
-        raise _occupied(target, value, "choose another --output, or remove the directory")
+        raise _occupied(target, value, "choose another output path, or remove the directory")
 
 
 def _occupied(target: Path, value: str, hint: str) -> SaveFailed:
@@ -96,7 +96,7 @@ def _staged(target: Path, log: Log, what: str) -> Iterator[Path]:
         yield staging
     except OSError as error:
         error.filename = error.filename or str(target)
-        hint = f"{writing_hint(error)}, or choose another --output"
+        hint = f"{writing_hint(error)}, or choose another output path"
         problem = os_problem(error, f"{what} could not be written", hint=hint)
         raise SaveFailed.all_of([problem]) from error
     finally:

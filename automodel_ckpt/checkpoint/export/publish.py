@@ -62,7 +62,7 @@ def _not_replaceable(target: Path, value: str) -> SaveFailed:
         "the output directory holds files that no export made",
         where=str(target),
         value=value,
-        hint="move them away, or choose another --output",
+        hint="move them away, or choose another output path",
     )
 
 
@@ -105,7 +105,7 @@ def staged(target: Path, log: Log, *, before_publishing: Check = lambda: None) -
             before_publishing()
             _publish(staging, target, log)
     except OSError as error:
-        hint = f"{writing_hint(error)}, or choose another --output; nothing was changed"
+        hint = f"{writing_hint(error)}, or choose another output path; nothing was changed"
         problem = os_problem(error, "the export could not be written", hint=hint)
         raise SaveFailed.all_of([problem]) from error
     finally:

@@ -12,6 +12,7 @@ from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, open_regular, read_safely
 from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.errors import CheckpointUnusable
 
 # Parsed JSON takes up to 25 times its size in memory.
 _MAX_JSON_BYTES = 16 << 20
@@ -41,8 +42,13 @@ def check_regular_files(directory: Path, names: Iterable[str]) -> None:
         path = directory / name
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):
-            kind = stat.filemode(status.st_mode)
-            raise unusable("this shard is not a regular file", path, kind)
+            value, hint = stat.filemode(status.st_mode), "remove it"
+            if stat.S_ISLNK(status.st_mode):
+                value = f"a symbolic link to {os.readlink(path)}"
+                hint = "replace it by a copy of the file that it leads to, or remove it"
+            raise CheckpointUnusable(
+                "a file of the model is not a regular file", where=str(path), value=value, hint=hint
+            )
         if is_sparse(status):
             # A file of some bytes on disk could claim terabytes of zeros, which an export would write.
             raise unusable("this shard is nearly all hole", path, f"{status.st_size} bytes")

@@ -304,7 +304,7 @@ def test_shards_in_no_place_to_export_from(tmp_path: Path, checkpoint: Path) -> 
     odd = tmp_path / "odd"
     odd.mkdir()
     os.mkfifo(odd / "a.safetensors")
-    with pytest.raises(CheckpointUnusable, match="this shard is not a regular file"):
+    with pytest.raises(CheckpointUnusable, match="a file of the model is not a regular file"):
         open_source(odd)
 
 

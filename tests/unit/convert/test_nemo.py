@@ -174,11 +174,41 @@ def test_pack_warns_of_a_missing_artifact(
 
 
 @pytest.mark.parametrize("name", ["extra", "directory"])
-def test_pack_rejects_links(name: str, tmp_path: Path) -> None:
+def test_pack_rejects_links(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = Path(shutil.copytree(FIXTURES / "unpacked", tmp_path / "model"))
     (directory / name).symlink_to("/etc/passwd" if name == "extra" else "/etc")
     assert ckpt.main(["pack", str(directory), str(tmp_path / "model.nemo")]) == 3
     assert os.listdir(tmp_path) == ["model"]
+    message = capsys.readouterr().err
+    assert "a symbolic link to /etc" in message and "replace it by a copy" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "hint"),
+    [
+        (["pack", "model", "model/new.nemo"], 2, "name a file outside of"),
+        (["pack", "model", "new.qnemo"], 2, "use the suffix .nemo"),
+        (["pack", "model", "there"], 4, "choose another output path, or add --force"),
+        (["pack", "there", "new.nemo"], 3, "that command unpacks an archive"),
+        (["pack", "nowhere", "new.nemo"], 3, "name a directory that `ckpt unpack` wrote"),
+        (["unpack", "model", "new"], 3, "`ckpt pack` packs a directory"),
+        (["unpack", "nowhere", "new"], 3, "name a .nemo or .qnemo file"),
+    ],
+)
+def test_pack_and_unpack_state_what_to_name_instead(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    code: int,
+    hint: str,
+) -> None:
+    shutil.copytree(FIXTURES / "unpacked", tmp_path / "model")
+    (tmp_path / "there").touch()
+    monkeypatch.chdir(tmp_path)
+    assert ckpt.main(words) == code
+    assert hint in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(os.listdir(tmp_path)) == ["model", "there"]
 
 
 def test_pack_rejects_a_directory_that_cannot_be_read(
