@@ -164,8 +164,9 @@ def _names_in(directory: Path) -> list[str]:
 
     Raises :class:`CheckpointUnusable` if there is no model, OSError for a directory that cannot be read.
     """
-    names = []
-    for parent, directories, files in walk(directory):
+    names: list[str] = []
+    # A file, such as one of torch.save, is no model that the Hub's libraries load.
+    for parent, directories, files in walk(directory) if directory.is_dir() else ():
         directories[:] = [name for name in directories if not name.startswith(".")]
         names += [os.path.relpath(os.path.join(parent, name), directory) for name in files]
     names = sorted(name for name in names if _is_uploaded(name))

@@ -30,6 +30,7 @@ from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.export.next_steps import computes_embeddings, try_command
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.cli.paths import find_checkpoint
 from automodel_ckpt.cli.terminal import print_error
@@ -128,7 +129,7 @@ def _hugging_face_directory(path: str, base: str | None) -> Iterator[_Files]:
             print_error(
                 f"exporting {found} to a temporary directory; `ckpt export` keeps the files"
             )
-            consolidate(found, exported, log=lambda line: None, opener=open_source)
+            consolidate(found, exported, log=lambda line: None, opener=_open_with_config)
             stack.enter_context(_naming_export(exported, found))
             files = _files_of(exported, found, base)
         else:
@@ -136,6 +137,22 @@ def _hugging_face_directory(path: str, base: str | None) -> Iterator[_Files]:
             files = _files_of(found, found, base)
         adapter = None if files.adapter is None else Path(_in_utf8(str(files.adapter), stack))
         yield replace(files, model=_in_utf8(files.model, stack), adapter=adapter)
+
+
+def _open_with_config(path: Path) -> Source:
+    """Open the files of a model. Raises :class:`CheckpointUnusable` if there are only weights."""
+    source = open_source(path)
+    directory = source.metadata_directory or source.side_files
+    names = ("config.json", layout.ADAPTER_CONFIG)
+    if directory is not None and any((directory / name).is_file() for name in names):
+        return source
+    command = f"ckpt import {shlex.quote(str(path))} RUN --config DIR"
+    raise CheckpointUnusable(
+        "these weights have no config.json, which describes the model",
+        where=str(path),
+        value="no such file",
+        hint=f"`{command}` adds that of the original model in DIR, and its tokenizer; then name RUN",
+    )
 
 
 @contextmanager

@@ -110,6 +110,23 @@ def test_weights_that_safetensors_cannot_read_are_an_error(
     assert "cannot load this model" in capsys.readouterr().err
 
 
+def test_weights_without_a_config_are_imported_with_that_of_the_model(
+    capsys: Capture, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "alone").mkdir()
+    for weights in model.glob("*.safetensors*"):
+        shutil.copy(weights, tmp_path / "alone")
+    assert main(["generate", str(tmp_path / "alone"), "-p", "hello"]) == 3
+    message = capsys.readouterr().err
+    command = f"ckpt import {tmp_path}/alone RUN --config DIR"
+    assert "have no config.json" in message and command in message
+    words = command.replace("RUN", f"{tmp_path}/run").replace("DIR", str(model)).split()
+    assert main(words[1:]) == 0
+    capsys.readouterr()
+    completion = generated(capsys, f"{tmp_path}/run", "-p", "hello")
+    assert completion["text"] == generated(capsys, str(model), "-p", "hello")["text"]
+
+
 def test_a_prompt_is_completed_as_transformers_does_it(capsys: Capture, model: Path) -> None:
     completion = generated(capsys, str(model), "-p", "What is two plus one?")
     expected = direct(model, [{"role": "user", "content": "What is two plus one?"}])

@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 
 from automodel_ckpt.checkpoint import layout
@@ -179,6 +180,11 @@ def test_results_and_cards_that_cannot_be_used_are_errors_or_left_out(
     assert code == 0 and "ppl" not in text and "x ppl is not a finite number" in message
     code, text, _ = card_with("1.5e30")
     assert code == 0 and "| `x` ppl | 1.5e+30 |" in text
+
+    # A file of another program, which the Hub's libraries do not load.
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
+    assert main(["card", str(tmp_path / "model.pt")]) == 3
+    assert "there is no model to upload" in capsys.readouterr().err
 
     (tmp_path / "own.md").write_bytes(b"caf\xe9")
     assert main(["push", str(runs / "full"), TARGET, "--card", str(tmp_path / "own.md")]) == 2
