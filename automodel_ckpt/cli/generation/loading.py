@@ -346,4 +346,20 @@ def _preprocessor_of(model: Any, found: _Files) -> Any:
     if found.adapter is not None and any(found.adapter.glob("tokenizer*")):
         places.insert(0, str(found.adapter))
     revision = found.revision if places[0] == found.model else None
-    return auto.from_pretrained(places[0], trust_remote_code=False, revision=revision)
+    try:
+        return auto.from_pretrained(places[0], trust_remote_code=False, revision=revision)
+    except (OSError, ValueError) as error:
+        directory = Path(places[0])
+        if not directory.is_dir() or any(map(_is_of_tokenizer, os.listdir(directory))):
+            raise
+        raise CheckpointUnusable(
+            "there is no tokenizer beside the model",
+            where=places[0],
+            value="no such files",
+            hint="copy those of the original model there; `ckpt import SOURCE RUN --config DIR` adds those in DIR to "
+            "weights of another program",
+        ) from error
+
+
+def _is_of_tokenizer(name: str) -> bool:
+    return name.startswith(("tokenizer", "vocab")) or name.endswith((".model", ".tiktoken"))

@@ -110,6 +110,17 @@ def test_weights_that_safetensors_cannot_read_are_an_error(
     assert "cannot load this model" in capsys.readouterr().err
 
 
+def test_a_model_without_a_tokenizer_is_an_error_that_states_what_to_copy(
+    capsys: Capture, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    for file in (*model.glob("*.safetensors"), model / "config.json"):
+        shutil.copy(file, tmp_path / "model")
+    assert main(["generate", str(tmp_path / "model"), "-p", "hello"]) == 3
+    message = capsys.readouterr().err
+    assert "there is no tokenizer beside the model" in message and "sentencepiece" not in message
+
+
 def test_weights_without_a_config_are_imported_with_that_of_the_model(
     capsys: Capture, model: Path, tmp_path: Path
 ) -> None:
