@@ -30,11 +30,13 @@ def build_schedule(
     warmup_from: float = 0.0,
     decay_steps: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
+    warns: bool = True,
 ) -> LRScheduler:
     """Build the schedule *name* over *decay_steps* (default: *total_steps*), which include the warm-up.
 
-    The warm-up begins at the fraction *warmup_from* of the rate. Raises :class:`RecipeError` if the schedule requires
-    an unknown length (a stream without max_steps), or does not accept *kwargs*.
+    The warm-up begins at the fraction *warmup_from* of the rate. With *warns*, a warm-up that is longer than the
+    run is logged. Raises :class:`RecipeError` if the schedule requires an unknown length (a stream without max_steps),
+    or does not accept *kwargs*.
     """
     # Imported here, because these modules import half of transformers' trainer and peft.
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
@@ -61,7 +63,7 @@ def build_schedule(
     warmup = warmup_steps or 0
     if warmup_ratio is not None and length is not None:
         warmup = round(warmup_ratio * length)
-    if total_steps is not None and warmup >= total_steps > 1:
+    if warns and total_steps is not None and warmup >= total_steps > 1:
         log.warning(
             "the learning rate does not reach its peak: it warms up for %d steps, and the run has %d "
             "(lr_scheduler.warmup_steps)",

@@ -385,6 +385,7 @@ def _schedule_factor(
         warmup_ratio=numbers.get("warmup_ratio"),
         warmup_from=numbers.get("warmup_from", 0.0),
         kwargs=kwargs,
+        warns=False,
     )
     return float(schedule.lr_lambdas[0](step))
 

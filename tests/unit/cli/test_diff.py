@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.tensors import box_reader
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
 from automodel_ckpt.checkpoint.tiling import tiling_fault
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.commands.diff import Side, resume_lines
+from automodel_ckpt.cli.commands.diff import Side, _schedule_factor, resume_lines
 from tests.support import tiny
 from tests.support.shards import cut, write_checkpoint
 from tests.support.training import RECIPE, train, write_recipe
@@ -281,6 +281,14 @@ def test_the_rate_said_is_the_schedules_own(runs: Sequence[Path], capsys: Captur
     rates = {record["step"]: record["lr"] for record in map(json.loads, lines) if "lr" in record}
     said = next(line for line in shown(capsys, *runs)["resume"] if "learning rate of step" in line)
     assert float(said.rsplit(" ", 1)[1]) == pytest.approx(rates[6], rel=1e-5)
+
+
+def test_the_rate_is_computed_without_the_warnings_of_a_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    section = {"name": "linear", "warmup_steps": "20"}
+    assert _schedule_factor(section, 0.1, 4, 5) == pytest.approx(0.25)
+    assert caplog.messages == []
 
 
 def test_equal_recipes_change_nothing(runs: Sequence[Path], capsys: Capture) -> None:
