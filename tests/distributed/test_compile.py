@@ -127,7 +127,7 @@ def test_rows_of_few_widths_have_the_same_losses_and_few_graphs(tmp_path: Path) 
     )
     for name in ("loss", "grad_norm"):
         expected = [record[name] for record in free]
-        assert [record[name] for record in rounded_steps] == pytest.approx(expected, rel=1e-6)
+        assert [record[name] for record in rounded_steps] == pytest.approx(expected, rel=5e-6)
     assert [r["tokens"] for r in rounded_steps] == [r["tokens"] for r in free]
 
 

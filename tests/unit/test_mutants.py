@@ -129,14 +129,14 @@ def test_a_change_that_makes_the_tests_hang_is_reported_as_timed_out(tmp_path: P
 
 def test_a_recorded_test_that_no_longer_exists_kills_no_change(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_it():\n    pass\n")
-    (tmp_path / "code.py").write_bytes(b"def one():\n    return 1 + 0\n")
+    (tmp_path / "changed.py").write_bytes(b"def one():\n    return 1 + 0\n")
     recorded = ["test_gone.py::test_it", "test_it.py::test_it", "test_it.py::test_renamed"]
-    reached, removed = without_removed_tests(tmp_path, {"code.py": {2: recorded}})
-    assert reached == {"code.py": {2: ["test_it.py::test_it"]}}
+    reached, removed = without_removed_tests(tmp_path, {"changed.py": {2: recorded}})
+    assert reached == {"changed.py": {2: ["test_it.py::test_it"]}}
     assert removed == {"test_gone.py::test_it", "test_it.py::test_renamed"}
-    (change,) = mutations((tmp_path / "code.py").read_bytes())
+    (change,) = mutations((tmp_path / "changed.py").read_bytes())
     with pytest.raises(LookupError, match="test_renamed"):
-        trial.run(tmp_path, trial.Trial("code.py", change, recorded[1:]), timeout_seconds=60)
+        trial.run(tmp_path, trial.Trial("changed.py", change, recorded[1:]), timeout_seconds=60)
 
 
 def test_a_recording_without_coverage_fails_before_any_test_runs(

@@ -67,8 +67,8 @@ def test_a_file_as_large_as_the_limit_is_read_and_a_larger_one_is_not(tmp_path: 
 
 def status_of(size: int, bytes_on_disk: int) -> os.stat_result:
     """The status of a regular file of *size* bytes."""
-    values = {"st_mode": stat.S_IFREG, "st_size": size, "st_blocks": bytes_on_disk // 512}
-    return os.stat_result([stat.S_IFREG, 0, 0, 1, 0, 0, size, 0, 0, 0], values)
+    fields = [stat.S_IFREG, 0, 0, 1, 0, 0, size, 0, 0, 0]
+    return os.stat_result(fields, {"st_blocks": bytes_on_disk // 512})
 
 
 def test_only_a_large_file_with_less_than_a_64th_of_its_bytes_on_disk_is_sparse() -> None:
