@@ -7,7 +7,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from automodel_ckpt.cli.paths import check_working_directory
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.store_url import is_url
 
 WHERE = "a run directory, a checkpoint, or a pointer such as checkpoints/LATEST"
 
@@ -39,7 +41,8 @@ PATHS = frozenset(
 def resolve_paths(arguments: argparse.Namespace) -> None:
     """Check each path, and replace ``~/`` at its beginning by the home directory of the user.
 
-    Shells do this for ``-o ~/model``, but not for ``--output=~/model``. Raises :class:`RecipeError` for an empty path.
+    Shells do this for ``-o ~/model``, but not for ``--output=~/model``. Raises :class:`RecipeError` for an empty path,
+    and for a relative one if the working directory was removed.
     """
     for name, value in vars(arguments).items():
         if name not in PATHS:
@@ -54,16 +57,18 @@ def resolve_paths(arguments: argparse.Namespace) -> None:
             )
         if isinstance(value, list):
             setattr(arguments, name, [_expanded(each) for each in value])
-        else:
+        elif value is not None:
             setattr(arguments, name, _expanded(value))
 
 
 def _expanded(value: Any) -> Any:
     """Return *value* with the home directory if it is a path that begins with ``~/``."""
     # `~name` may be a file: an editor's backup, or a name from a pattern.
-    if not str(value).startswith("~/"):
-        return value
-    return type(value)(os.path.expanduser(value))
+    if str(value).startswith("~/"):
+        return type(value)(os.path.expanduser(value))
+    if not os.path.isabs(value) and not is_url(str(value)):
+        check_working_directory()
+    return value
 
 
 def option_flag(attribute: str) -> str:

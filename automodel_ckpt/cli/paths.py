@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_ckpt.cli.terminal import print_error
-from automodel_ckpt.errors import CheckpointUnusable, os_problem
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.sources.format import Format
@@ -16,6 +16,19 @@ if TYPE_CHECKING:
 _MAX_ENTRIES = 10_000
 """Number of entries of a directory that are searched for runs: the current directory may be a data set's."""
 _SPECIFY_ONE = "specify a run directory, a checkpoint or a pointer"
+
+
+def check_working_directory() -> None:
+    """Raise :class:`RecipeError` if the working directory was removed. An import of torch would abort the process."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise RecipeError(
+            "the current directory does not exist",
+            where=os.environ.get("PWD", "."),
+            value="it was removed",
+            hint="cd to an existing directory",
+        ) from error
 
 
 def run_directory(path: Path) -> Path | None:

@@ -17,6 +17,7 @@ from automodel_ckpt.cli.checks.finished_run import finished_text
 from automodel_ckpt.cli.checks.selftest import check_selftest_options, selftest
 from automodel_ckpt.cli.launch.limits import raise_file_limit
 from automodel_ckpt.cli.launch.started_ranks import started_world_size
+from automodel_ckpt.cli.paths import check_working_directory
 from automodel_ckpt.cli.terminal import (
     coloured,
     leave_reader,
@@ -114,7 +115,7 @@ def run(line: CommandLine) -> int:
 
 
 def _run_recipe(line: CommandLine) -> int:
-    _check_working_directory()
+    check_working_directory()
     path = _recipe_path(line)
     launcher = launcher_options(line)
     only_prints = not line.modes.keys().isdisjoint({"print_config", "convert_recipe"})
@@ -215,19 +216,6 @@ def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
         ]
 
     return check
-
-
-def _check_working_directory() -> None:
-    """Raise :class:`RecipeError` if the working directory was removed: torch would abort the process on import."""
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        raise RecipeError(
-            "the current directory does not exist",
-            where=os.environ.get("PWD", "."),
-            value="it was removed",
-            hint="cd to an existing directory",
-        ) from error
 
 
 def _observed(

@@ -262,6 +262,19 @@ def test_a_misspelled_word_gets_the_one_that_was_meant(
         assert "two is not a whole number" in lines[0]
 
 
+def test_a_working_directory_that_was_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    run = str(checkpoint_in(tmp_path / "run", 1).parent)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["ls", run]) == 0
+    for words in (["ls"], ["export", run, "-o", "out"], ["generate", run, "-p", "a"]):
+        assert main(words) == 2
+        assert "the current directory does not exist" in capsys.readouterr().err
+
+
 def test_every_argument_that_is_a_path_is_known_as_one() -> None:
     """So that ``~/`` is expanded in it."""
     paths = {
