@@ -40,6 +40,7 @@ from automodel_ckpt.cli.commands import (
     track,
     verify,
 )
+from automodel_ckpt.cli.paths import check_working_directory
 from automodel_ckpt.cli.remote import reject_urls
 from automodel_ckpt.cli.terminal import (
     leave_reader,
@@ -69,7 +70,7 @@ class Verb:
     *help* is its line in ``ckpt --help``. *add_arguments* sets the description of its parser and adds its options.
     *run* executes it and returns the exit code. *writes* states whether it writes files: if a system call
     or a store fails, the exit code is then 4 instead of 3. *accepts_urls* states whether a path may be the URL of a
-    store.
+    store, *imports_torch* whether it always imports torch.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Verb:
     writes: bool = False
     has_json: bool = True
     accepts_urls: bool = False
+    imports_torch: bool = False
 
 
 VERBS: Sequence[Verb] = (
@@ -94,9 +96,22 @@ VERBS: Sequence[Verb] = (
         verify.run,
         accepts_urls=True,
     ),
-    Verb("generate", "complete prompts with a model", generate.add_arguments, generate.run),
-    Verb("eval", "run benchmarks on a model", eval_.add_arguments, eval_.run),
-    Verb("chat", "talk to a model", chat.add_arguments, chat.run, has_json=False),
+    Verb(
+        "generate",
+        "complete prompts with a model",
+        generate.add_arguments,
+        generate.run,
+        imports_torch=True,
+    ),
+    Verb("eval", "run benchmarks on a model", eval_.add_arguments, eval_.run, imports_torch=True),
+    Verb(
+        "chat",
+        "talk to a model",
+        chat.add_arguments,
+        chat.run,
+        has_json=False,
+        imports_torch=True,
+    ),
     Verb(
         "export",
         "export a checkpoint's model for other programs",
@@ -244,6 +259,8 @@ def _run(words: list[str]) -> int:
         arguments = _parsed(words)
         resolve_paths(arguments)
         verb = next(verb for verb in VERBS if verb.name == arguments.command)
+        if verb.imports_torch:
+            check_working_directory()
         if not verb.accepts_urls:
             reject_urls(arguments)
         code = verb.run(arguments)

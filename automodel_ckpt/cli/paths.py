@@ -31,6 +31,14 @@ def check_working_directory() -> None:
         ) from error
 
 
+def download_directory(given: str | None, source: str) -> Path:
+    """Return the directory to download to: *given*, or the last name in *source* in the working directory."""
+    if given is None:
+        check_working_directory()
+        given = source.rpartition("/")[2]
+    return Path(given).absolute()
+
+
 def run_directory(path: Path) -> Path | None:
     """Return *path* or its ``checkpoints/`` if it contains checkpoints; otherwise None."""
     from automodel_ckpt.checkpoint.run import resume

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.arguments import number_at_least
-from automodel_ckpt.cli.paths import check_working_directory
 from automodel_ckpt.cli.terminal import json_text, print_error, printable_lines
 from automodel_ckpt.errors import EXIT_DONE, RecipeError, os_problem
 from automodel_ckpt.units import counted
@@ -188,7 +187,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
     """Load the model of the command line, and seed the random generator."""
-    check_working_directory()
     _check_device(arguments.device)
     import torch
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.arguments import WHERE, option_flag, without_effect
-from automodel_ckpt.cli.paths import find_checkpoint
+from automodel_ckpt.cli.paths import download_directory, find_checkpoint
 from automodel_ckpt.cli.terminal import print_error, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
@@ -158,7 +158,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.hub.pull import pull
 
     address = HubAddress.parse(arguments.url, "ckpt pull")
-    directory = Path(arguments.directory or address.repo.rpartition("/")[2]).absolute()
+    directory = download_directory(arguments.directory, address.repo)
     started = time.monotonic()
     done = pull(address, directory, print_error, num_threads=arguments.num_threads)
     seconds = time.monotonic() - started

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from automodel_ckpt.cli.arguments import number_at_least
 from automodel_ckpt.cli.commands import hub
-from automodel_ckpt.cli.paths import find_checkpoint
+from automodel_ckpt.cli.paths import download_directory, find_checkpoint
 from automodel_ckpt.cli.remote import locate, locate_one
 from automodel_ckpt.cli.terminal import printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
@@ -182,7 +182,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
             hint="download to a directory, then use `ckpt push` to copy the checkpoint to another store",
         )
     remote, name, manifest = locate_one(arguments.url)
-    directory = Path(arguments.directory or str(remote.store).rpartition("/")[2]).absolute()
+    directory = download_directory(arguments.directory, str(remote.store))
     check_outside_checkpoints(directory)
     if (directory / name).exists():
         raise RecipeError(

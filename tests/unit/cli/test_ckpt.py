@@ -270,7 +270,7 @@ def test_a_working_directory_that_was_removed_is_named(
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert main(["ls", run]) == 0
-    for words in (["ls"], ["export", run, "-o", "out"], ["generate", run, "-p", "a"]):
+    for words in (["ls"], ["export", run, "-o", "out"], ["chat", run]):
         assert main(words) == 2
         assert "the current directory does not exist" in capsys.readouterr().err
 
