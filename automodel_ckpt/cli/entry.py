@@ -7,8 +7,11 @@ its default action, which ends the process and prints nothing. This module impor
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
+from threading import current_thread, main_thread
 
 
 def ckpt() -> int:
@@ -19,6 +22,24 @@ def ckpt() -> int:
 def ckpt_train() -> int:
     """Run ``ckpt-train`` with ``sys.argv`` and return its exit code. May end the process."""
     return _run("automodel_ckpt.cli.train")
+
+
+@contextmanager
+def ending_on_interrupt() -> Iterator[None]:
+    """Let a Ctrl-C end the process inside this context, as during the imports of a command.
+
+    For imports of large libraries: a KeyboardInterrupt in one of them is lost, becomes an ImportError, or aborts the
+    process. Nothing may be written inside the context.
+    """
+    # A program that calls main() may have a handler, or call it in a thread, which cannot set one.
+    is_default = getsignal(SIGINT) is default_int_handler and current_thread() is main_thread()
+    if is_default:
+        signal(SIGINT, SIG_DFL)
+    try:
+        yield
+    finally:
+        if is_default:
+            signal(SIGINT, default_int_handler)
 
 
 def _run(module: str) -> int:

@@ -34,9 +34,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt chat`` until the end of the input. Answers are printed on standard output."""
+    loaded = load_model(arguments)
     from automodel_ckpt.models.generation import has_chat_template
 
-    loaded = load_model(arguments)
     if not has_chat_template(loaded.preprocessor):
         raise RecipeError(
             "the tokenizer of this model has no chat template",

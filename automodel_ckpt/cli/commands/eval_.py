@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from automodel_ckpt.cli.arguments import number_at_least
 from automodel_ckpt.cli.commands.generate import add_source_arguments, load_model
+from automodel_ckpt.cli.entry import ending_on_interrupt
 from automodel_ckpt.cli.terminal import json_text, print_error
 from automodel_ckpt.errors import EXIT_DONE
 from automodel_ckpt.units import measure_text
@@ -74,10 +75,11 @@ def _names(text: str) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt eval``. The metrics are printed on standard output, messages on standard error."""
-    from automodel_ckpt.models.harness import check_tasks, require_harness, run_tasks
+    with ending_on_interrupt():
+        from automodel_ckpt.models.harness import check_tasks, require_harness, run_tasks
 
-    # Before the model is loaded, which takes longer.
-    require_harness(_TASKS)
+        # Before the model is loaded, which takes longer.
+        require_harness(_TASKS)
     given = _tasks_of(arguments)
     print_error("finding the tasks of lm-evaluation-harness")
     index = check_tasks(given, _TASKS)

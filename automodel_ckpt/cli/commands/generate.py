@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.arguments import number_at_least
+from automodel_ckpt.cli.entry import ending_on_interrupt
 from automodel_ckpt.cli.terminal import json_text, print_error, printable_lines
 from automodel_ckpt.errors import EXIT_DONE, RecipeError, os_problem
 from automodel_ckpt.units import counted
@@ -187,11 +188,12 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
     """Load the model of the command line, and seed the random generator."""
+    with ending_on_interrupt():
+        import torch
+
+        from automodel_ckpt.cli.generation.loading import load
+
     _check_device(arguments.device)
-    import torch
-
-    from automodel_ckpt.cli.generation.loading import load
-
     seed = getattr(arguments, "seed", None)
     if seed is not None:
         torch.manual_seed(seed)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.layout import CONFIG
+from automodel_ckpt.cli.entry import ending_on_interrupt
 from automodel_ckpt.cli.paths import run_with_logs
 from automodel_ckpt.cli.terminal import can_print, print_error, print_path, printable
 from automodel_ckpt.config.changes import differences, saved_recipe
@@ -85,7 +86,9 @@ def _write(runs: list[History], file: Path) -> None:
     if file.suffix == ".png":
         from automodel_ckpt.report.picture import picture
 
-        content = picture(runs, file)
+        # It imports matplotlib.
+        with ending_on_interrupt():
+            content = picture(runs, file)
     elif file.suffix in (".html", ".htm"):
         from automodel_ckpt.report.page import page
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+
+from tests.support.history import write_run
 
 START = """
 import importlib.abc, os, signal, sys
@@ -21,14 +25,16 @@ class Interrupt(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Interrupt())
 from automodel_ckpt.cli import entry
 
-sys.argv = [NAME, "--version"]
+sys.argv = [NAME, *WORDS]
 sys.exit(getattr(entry, NAME)())
 """
 
 
-def start(name: str, at: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
+def start(
+    name: str, at: str, prelude: str = "", words: Sequence[str] = ("--version",)
+) -> subprocess.CompletedProcess[str]:
     """Run the command *name* in a new process that gets a SIGINT when it first imports the module *at*."""
-    values = f"NAME, AT = {name!r}, {at!r}\n"
+    values = f"NAME, AT, WORDS = {name!r}, {at!r}, {list(words)!r}\n"
     return subprocess.run(
         [sys.executable, "-c", values + prelude + START], capture_output=True, text=True, timeout=60
     )
@@ -42,6 +48,24 @@ def test_an_interrupt_during_the_imports_prints_nothing(name: str, at: str) -> N
     ended = start(name, at)
     assert ended.returncode == -signal.SIGINT
     assert ended.stdout + ended.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "at"),
+    [
+        (["generate", "RUN", "-p", "a"], "torch"),
+        (["chat", "RUN"], "torch"),
+        (["plot", "RUN", "-o", "RUN.png"], "matplotlib"),
+    ],
+)
+def test_an_interrupt_during_the_import_of_a_large_library_prints_nothing(
+    tmp_path: Path, words: list[str], at: str
+) -> None:
+    run = str(write_run(tmp_path / "run", num_steps=2))
+    ended = start("ckpt", at, words=[word.replace("RUN", run) for word in words])
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stdout + ended.stderr == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_an_interrupt_that_is_ignored_stays_ignored() -> None:
