@@ -177,13 +177,31 @@ def _check(arguments: argparse.Namespace) -> None:
                 hint=f"remove --raw or {option}",
             )
     for name in arguments.image:
-        try:
-            Path(name).open("rb").close()
-        except OSError as error:
-            hint = "name an image file"
-            raise RecipeError.all_of(
-                [os_problem(error, "the image cannot be read", hint=hint)]
-            ) from error
+        _check_image(name)
+
+
+def _check_image(name: str) -> None:
+    """Raise :class:`RecipeError` if *name* is no image file."""
+    hint = "name an image file, such as a PNG or a JPEG"
+    try:
+        Path(name).open("rb").close()
+    except OSError as error:
+        raise RecipeError.all_of(
+            [os_problem(error, "the image cannot be read", hint=hint)]
+        ) from error
+    try:
+        from PIL import Image
+    except ImportError:
+        # The processor of the model reports this.
+        return
+    try:
+        with Image.open(name) as image:
+            image.load()
+    # Which one, depends on the format.
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise RecipeError(
+            "the image cannot be decoded", where=name, value=str(error)[:200], hint=hint
+        ) from error
 
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
