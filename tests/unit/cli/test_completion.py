@@ -33,6 +33,16 @@ def test_bash_completes_commands_and_their_options(bash: str) -> None:
     assert completed(bash, "_ckpt", "ckpt", "nonsense", "--") == []
 
 
+def test_bash_completes_the_values_of_options_and_leaves_other_words_to_files(bash: str) -> None:
+    for words in (("--to", "g"), ("--to", "=", "g"), ("run", "--to", "g")):
+        assert completed(bash, "_ckpt", "ckpt", "export", *words) == ["gguf"]
+    assert "nemo" in completed(bash, "_ckpt", "ckpt", "export", "--to", "=")
+    # Without words, bash offers files.
+    assert completed(bash, "_ckpt", "ckpt", "ls", "") == []
+    assert completed(bash, "_ckpt", "ckpt", "export", "--output", "") == []
+    assert completed(bash, "_ckpt_train", "ckpt-train", "") == []
+
+
 def test_bash_completes_the_keys_and_flags_of_a_recipe(bash: str) -> None:
     assert completed(bash, "_ckpt_train", "ckpt-train", "--checkpoint.keep_b") == [
         "--checkpoint.keep_best"
