@@ -14,6 +14,7 @@ from automodel_ckpt.units import counted
 
 Integers = Literal["equal", "first", "last"]
 _DENSITY = {"ties": 0.2, "dare": 0.5}
+_DEFAULTS = {"--scale": 1.0, "--seed": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,14 @@ def check_options(options: AverageOptions, count: int) -> None:
     if needs_base and options.base is None:
         what = f"{options.method} averages differences to a base model, which is missing"
         raise _invalid(what, "--base", "not given")
+    unused: dict[str, object] = {}
     if not needs_base:
-        for flag, value in (("--base", options.base), ("--density", options.density)):
-            if value is not None:
-                what = f"the method {options.method} does not use this option"
-                raise _invalid(what, flag, value)
+        unused |= {"--base": options.base, "--density": options.density, "--scale": options.scale}
+    if options.method != "dare":
+        unused["--seed"] = options.seed
+    for flag, value in unused.items():
+        if value not in (None, _DEFAULTS.get(flag)):
+            raise _invalid(f"the method {options.method} does not use this option", flag, value)
     if options.density is not None and not 0 < options.density <= 1:
         what = "the density must be greater than 0 and at most 1"
         raise _invalid(what, "--density", options.density)

@@ -41,6 +41,17 @@ def check_outside_checkpoints(directory: Path) -> None:
             )
 
 
+def check_not_a_file(directory: Path) -> None:
+    """Raise :class:`RecipeError` if *directory* exists and is no directory."""
+    if os.path.lexists(directory) and not directory.is_dir():
+        raise RecipeError(
+            "the run directory is a file",
+            where=str(directory),
+            value="not a directory",
+            hint="name another directory",
+        )
+
+
 def check_writable(directory: Path) -> None:
     """Raise :class:`RecipeError` if a run could not create or write *directory*. Writes nothing."""
     check_links(directory)

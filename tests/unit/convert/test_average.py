@@ -149,6 +149,9 @@ def test_a_result_that_cannot_be_written_is_no_failed_import(
     assert main(["average", *paths, "-o", str(tmp_path / "out")]) == 3
     message = capsys.readouterr().err
     assert "choose another run directory" in message and "import" not in message
+    (tmp_path / "file").touch()
+    assert main(["average", *paths, "-o", str(tmp_path / "file")]) == 2
+    assert "the run directory is a file" in capsys.readouterr().err
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -312,6 +315,8 @@ def test_sources_that_do_not_fit_are_an_error_that_names_the_difference(
         (["{a}", "{a}", "{a}", "--method", "slerp"], "exactly two"),
         (["{a}", "{a}", "--method", "ties"], "--base"),
         (["{a}", "{a}", "--base", "{a}"], "does not use"),
+        (["{a}", "{a}", "--method", "slerp", "--scale", "2"], "slerp does not use"),
+        (["{a}", "--method", "ties", "--base", "{a}", "--seed", "2"], "ties does not use"),
         (["{a}", "--method", "dare", "--base", "{a}", "--density", "0"], "density"),
         (["{a}", "{a}", "--last", "2"], "one run directory"),
         (["{run}", "--last", "5"], "fewer than 5"),
