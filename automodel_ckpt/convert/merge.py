@@ -92,7 +92,9 @@ def merge(
     target = resolved_target(output, checkpoint / name / layout.MERGED)
     check_target(target)
     manifest = Manifest.read(checkpoint)
-    record = read_peft_record(checkpoint, name)
+    record = read_peft_record(
+        checkpoint, name, without="leave out --merge: the model is already complete"
+    )
     with _adapter(checkpoint, name, manifest) as adapter:
         base_name = base
         if base_name is None:

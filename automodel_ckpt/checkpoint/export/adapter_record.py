@@ -16,12 +16,17 @@ from automodel_ckpt.errors import CheckpointUnusable
 FORMAT_VERSION = 1
 _MAX_BYTES = 16 << 20
 _REVISION = re.compile(r"[\w.+-]+(/[\w.+-]+)*", re.ASCII)
+_WITHOUT_ADAPTERS = (
+    "resume without a peft section, or start a new run in another checkpoint.checkpoint_dir"
+)
 
 
-def read_peft_record(checkpoint: Path, directory: str) -> dict[str, Any]:
+def read_peft_record(
+    checkpoint: Path, directory: str, *, without: str = _WITHOUT_ADAPTERS
+) -> dict[str, Any]:
     """The content of automodel_peft_config.json in a module's *directory*, with at least ``base`` and ``adapter``.
 
-    Raises :class:`CheckpointUnusable` where there is none, or none of ours.
+    Raises :class:`CheckpointUnusable` where there is none, with the hint *without*, or none of ours.
     """
     places = [f"{directory}/{layout.AUTOMODEL_PEFT_CONFIG}"]
     places.append(f"{directory}/{layout.HF_METADATA}/{layout.AUTOMODEL_PEFT_CONFIG}")
@@ -43,7 +48,7 @@ def read_peft_record(checkpoint: Path, directory: str) -> dict[str, Any]:
         "this checkpoint holds no adapters",
         where=str(checkpoint / directory),
         value=f"no {layout.AUTOMODEL_PEFT_CONFIG}",
-        hint="resume without a peft section, or start a new run in another checkpoint.checkpoint_dir",
+        hint=without,
     )
 
 

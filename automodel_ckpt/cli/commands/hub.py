@@ -189,6 +189,8 @@ def run_card(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.hub.card import card_files
 
     _check_given(arguments)
+    if arguments.force and arguments.output is None:
+        raise without_effect("card", "--force", "", "without --output")
     source = find_checkpoint(Path(arguments.path))
     address = HubAddress("my-org/my-model")
     if arguments.repo is not None:

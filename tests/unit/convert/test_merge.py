@@ -239,7 +239,8 @@ def test_a_checkpoint_without_adapter_has_nothing_to_merge(
     state = {"weight": torch.ones(2)}
     write_checkpoint(tmp_path / "epoch_0_step_1", state, cut("weight", state["weight"], 1, 0))
     assert export(tmp_path) == 3
-    assert "holds no adapters" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "holds no adapters" in message and "leave out --merge" in message
 
 
 def test_options_that_make_no_sense_together_are_refused(
