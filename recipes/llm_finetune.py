@@ -104,7 +104,7 @@ class LLMFinetune(Recipe):
     def _packed(self, size: int, dataset: Any, *, attends_across: bool = False) -> PackedDataset:
         packs = PackedDataset(dataset, size, attends_across=attends_across)
         log.info(
-            "packed %s into %s of %s, %.2f %% of them empty",
+            "packed %s into %s of %s, %.2f%% of them empty",
             counted(len(dataset), "sample"),
             counted(len(packs), "pack"),
             counted(size, "token"),

@@ -108,7 +108,7 @@ def summary(recipe: Recipe) -> DataSummary:
     packs = ""
     if isinstance(dataset, PackedDataset | PackedImages):
         waste = 100 * dataset.waste
-        packs = f"{len(dataset):,} of {dataset.size:,} tokens, {waste:.1f} % of them empty"
+        packs = f"{len(dataset):,} of {dataset.size:,} tokens, {waste:.1f}% of them empty"
     samples = dataset.dataset if isinstance(dataset, PackedDataset) else dataset
     if isinstance(samples, LabeledTexts):
         return DataSummary(samples.summary, False, int(samples.num_cut[0]), 0, packs)

@@ -100,7 +100,7 @@ class VLMFinetune(Recipe):
         measured = measure(dataset, self._image_collator(), num_workers)
         packs = PackedImages(measured, size)
         log.info(
-            "packed %s into %s of %s, %.2f %% of them empty",
+            "packed %s into %s of %s, %.2f%% of them empty",
             counted(len(measured), "sample"),
             counted(len(packs), "pack"),
             counted(size, "token"),

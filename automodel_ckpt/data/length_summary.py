@@ -48,7 +48,7 @@ class LengthSummary:
     @property
     def lengths_text(self) -> str:
         """The lengths in words."""
-        return f"median {self.median:,}, 99 % up to {self.percentile_99:,}, longest {self.longest:,} tokens"
+        return f"median {self.median:,}, 99th percentile {self.percentile_99:,}, longest {self.longest:,} tokens"
 
     @property
     def tokens_text(self) -> str:
@@ -56,7 +56,7 @@ class LengthSummary:
         if self.num_labels is None:
             return f"{self.num_tokens:,} tokens per epoch"
         share = 100 * self.num_labels / max(self.num_tokens, 1)
-        return f"{self.num_tokens:,} tokens per epoch, {share:.0f} % of them trained on"
+        return f"{self.num_tokens:,} tokens per epoch, {share:.0f}% of them trained on"
 
     def __str__(self) -> str:
         return f"{self.samples_text}, {self.lengths_text}; {self.tokens_text}"

@@ -225,7 +225,7 @@ def _lines(
     yield from _curve_lines(facts)
     settings = facts.settings()
     if settings:
-        yield from _section("Hyper-parameters")
+        yield from _section("Hyperparameters")
         yield from _table(("key", "value"), [(f"`{key}`", text) for key, text in settings.items()])
     yield from _origin_lines(facts)
 

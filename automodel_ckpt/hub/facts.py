@@ -80,7 +80,7 @@ class Facts:
                 yield section, _unquoted(value).rpartition(".")[2], False
 
     def settings(self) -> dict[str, str]:
-        """The hyper-parameters of the recipe, by dotted key."""
+        """The hyperparameters of the recipe, by dotted key."""
         found: dict[str, str] = {}
         for key, value in self.recipe.items():
             if value in _UNSET or not _SETTINGS.fullmatch(key) or f"{key}={value}" in _DEFAULTS:

@@ -73,5 +73,5 @@ class AutoInterval:
         return (
             f"saving every {steps}: a save stalls training for {stall:.3g} s, a step takes {step:.3g} s, "
             f"a failure is expected every {hours:.3g} hours; best is one every {best:.3g} s (Young/Daly){limit}. "
-            f"Saves, and work done again after failures, will take {100 * lost:.2g} % of the time"
+            f"Saves, and work done again after failures, will take {100 * lost:.2g}% of the time"
         )

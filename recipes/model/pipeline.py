@@ -212,7 +212,7 @@ def log_idle_share(num_micro_batches: int, layout: RankLayout, stages_per_rank: 
     """Log the share of a step in which stages wait for each other; a warning if it is half of the step or more."""
     num_ranks = layout.sizes.pp
     idle = idle_share(num_micro_batches, num_ranks, stages_per_rank)
-    message = "%d pipeline stages, %d micro-batches a step: each rank waits for others about %.0f %% of the time"
+    message = "%d pipeline stages, %d micro-batches a step: each rank waits for others about %.0f%% of the time"
     level = logging.INFO
     if idle >= 0.5:
         level = logging.WARNING

@@ -65,7 +65,7 @@ def test_one_and_two_ranks_train_on_the_same_packs(
 ) -> None:
     run(tmp_path, *PACKED, name="one", text=TEXT)
     assert re.search(
-        r"packed 40 samples into \d+ packs of 96 tokens, \d+\.\d\d % of them empty",
+        r"packed 40 samples into \d+ packs of 96 tokens, \d+\.\d\d% of them empty",
         capfd.readouterr().err,
     )
     run(tmp_path, *PACKED, name="two", num_ranks=2, text=TEXT)

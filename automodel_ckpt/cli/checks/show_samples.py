@@ -80,7 +80,7 @@ def _summary_lines(data: DataSummary) -> Iterator[str]:
         del rows[2]
     elif data.is_partial and lengths.num_labels is not None:
         share = 100 * lengths.num_labels / max(lengths.num_tokens, 1)
-        rows[2] = ("tokens", f"{share:.0f} % of them trained on")
+        rows[2] = ("tokens", f"{share:.0f}% of them trained on")
     if data.num_truncated is not None:
         rows.append(("truncated", f"{data.num_truncated:,}, and {data.num_skipped:,} skipped"))
     if data.packs:
