@@ -41,6 +41,8 @@ from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
+_NUM_SHOWN = 5
+"""How many names of tensors a line of the log shows."""
 
 
 class TensorSpec(NamedTuple):
@@ -361,11 +363,13 @@ class HFAssets:
             declared = [fqn for fqn in names if self._is_declared(fqn)]
             others = [fqn for fqn in names if fqn not in declared and fqn not in known]
             if declared:
-                message = "Exports differ from the base as declared: %s: %s"
-                log.info(message, kind, ", ".join(declared))
+                message = "Expected difference between exports and the base: %s %s: %s"
+                shown = ", ".join(declared[:_NUM_SHOWN])
+                more = ", ..." if len(declared) > _NUM_SHOWN else ""
+                log.info(message, counted(len(declared), "tensor"), kind, shown + more)
             if others:
                 message = "Exports will differ from the base: %s %s: %s"
-                log.warning(message, counted(len(others), "tensor"), kind, others[:5])
+                log.warning(message, counted(len(others), "tensor"), kind, others[:_NUM_SHOWN])
 
 
 def _local_references(references: Mapping[str, Any], files: Iterable[str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class HeadDifferences(NamedTuple):
         if self.drawn:
             log.info("the head is new: %s lacks %s", name, ", ".join(self.drawn))
         if self.ignored:
-            log.info("not used, because they are of another head: %s", ", ".join(self.ignored))
+            log.info("not used, because the base has another head: %s", ", ".join(self.ignored))
 
 
 def head_modules(model: Any) -> tuple[str, ...]:
