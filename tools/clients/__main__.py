@@ -184,12 +184,12 @@ def page(log: dict[str, Any]) -> str:
     lines = [
         "# Clients",
         "",
-        "What other programs make of our checkpoints and exports. Made by `make clients` (tools/clients), each client",
-        "in a separate environment. Greedy tokens are compared with those of the model that was saved, in single",
+        "How other programs read the checkpoints and exports of this program. Written by `make clients`",
+        "(tools/clients), each client in a separate environment. Greedy tokens are compared with those of the model that was saved, in single",
         "precision, 24 tokens to a prompt; weights are random with an initializer range of 0.3. SGLang needs a GPU to",
         "start: its sources are read, not run.",
         "",
-        "| client | version | asked on | check | found | |",
+        "| client | version | date | check | result | |",
         "|---|---|---|---|---|---|",
     ]
     for answer in log.values():
