@@ -295,15 +295,21 @@ def _changed_outputs(a: Path, b: Path, name: str) -> tuple[str, ...]:
 
 
 def _counted(value: object, noun: str) -> str:
-    """Format a number of things that a manifest states, or another value as it is."""
-    return counted(value, noun) if isinstance(value, int) else f"{value} {noun}s"
+    """Format a number of things that a checkpoint states, or another value as it is; None: the number is unknown."""
+    if isinstance(value, int):
+        return counted(value, noun)
+    return f"{_known(value)} {'of ' if value is None else ''}{noun}s"
+
+
+def _known(value: object) -> object:
+    return "an unknown number" if value is None else value
 
 
 def _planned_steps_lines(a: Side, b: Side, step: int) -> Iterator[str]:
     before, after = a.steps.get("planned_steps"), b.steps.get("planned_steps")
     if before != after:
         left = f": {max(after - step, 0)} left after step {step}" if isinstance(after, int) else ""
-        yield f"the run is planned for {_counted(after, 'step')} instead of {before}{left}"
+        yield f"the run is planned for {_counted(after, 'step')} instead of {_known(before)}{left}"
 
 
 def _applies_recipe(side: Side) -> bool:
@@ -394,7 +400,7 @@ def _data_lines(a: Side, b: Side, changed: Collection[str]) -> Iterator[str]:
     before, after = a.data.get("num_samples"), b.data.get("num_samples")
     sources = ("dataset.", "packed_sequence", "tokenizer")
     if before != after:
-        yield f"the resume fails: the data set has {_counted(after, 'sample')} instead of {before}"
+        yield f"the resume fails: the data set has {_counted(after, 'sample')} instead of {_known(before)}"
     elif any(key.startswith(sources) for key in changed):
         yield "the samples differ, but their number is the same: the position in the data is kept"
     for name, key in _RESTORED.items():
@@ -405,7 +411,8 @@ def _data_lines(a: Side, b: Side, changed: Collection[str]) -> Iterator[str]:
     before, after = a.recipe.get(batch_size), b.recipe.get(batch_size)
     if before != after:
         position = a.data.get("consumed_samples")
-        yield f"each step takes {_counted(after, 'sample')} instead of {before}, from sample {position} of the epoch"
+        takes = f"{_counted(after, 'sample')} instead of {_known(before)}"
+        yield f"each step takes {takes}, from sample {position} of the epoch"
 
 
 # ---------------------------------------------------------------- printing

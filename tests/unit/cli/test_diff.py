@@ -322,3 +322,9 @@ def test_a_constant_rate_is_not_told_for_another_number_of_steps() -> None:
         sides.append(Side(Path(), {"step": 8}, recipe=recipe, state=state, steps=steps))
     (said,) = resume_lines(*sides)
     assert "planned for 12 steps instead of 10" in said
+    # A stream, or a state that cannot be read.
+    unknown = Side(Path(), {"step": 8}, recipe=recipe, state=sides[0].state)
+    (said,) = resume_lines(sides[0], unknown)
+    assert "planned for an unknown number of steps instead of 10" in said
+    (said,) = resume_lines(unknown, sides[1])
+    assert "planned for 12 steps instead of an unknown number: 4 left" in said
