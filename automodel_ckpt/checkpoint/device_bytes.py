@@ -1,4 +1,4 @@
-"""The bytes of tensors on a GPU, copied to the host through two page-locked buffers of limited size.
+"""Copy the bytes of tensors on a GPU to the host, through two page-locked buffers of limited size.
 
 A copy to ordinary memory goes through a buffer of the driver, and the next one begins when the host has taken the data.
 Here, the GPU fills one buffer while the host digests and writes the other.
@@ -21,7 +21,7 @@ _OFFSET = 64
 """Bytes from a sector's start to memory that is not aligned for O_DIRECT."""
 
 Allocate = Callable[[int], torch.Tensor]
-"""Returns a uint8 tensor of so many bytes on the host."""
+"""Takes a number of bytes, and returns a uint8 tensor of this size in host memory."""
 
 
 @dataclass(frozen=True, slots=True)

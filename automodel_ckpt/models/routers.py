@@ -1,4 +1,4 @@
-"""Whether a model of mixed experts has a load balancing loss for its routers, and whether it is the usual one."""
+"""Whether a mixture of experts has a load balancing loss for its routers, and whether it is the usual one."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def check_router_loss(
     multiple: int,
     device: torch.device,
 ) -> None:
-    """:class:`RecipeError` where *model* returns another router loss than *loss_of* computes from its router logits.
+    """Check that *model* returns the router loss that *loss_of* computes from its router logits.
 
-    A few tokens (a number of them divisible by *multiple*) through the model, with *options*, show it. A collective
-    where the model is sharded.
+    Runs the model, with *options*, on a few tokens, whose number is divisible by *multiple*. A collective if the model
+    is sharded. Raises :class:`RecipeError` if the losses differ by more than 1%, or the model returns none.
     """
     tokens = torch.tensor([[1, 2, 3, 1, 0] * multiple], device=device)
     with side_effect_free(model):
@@ -71,7 +71,7 @@ def check_router_loss(
 
 
 def check_stages_with_routers(num_stages: int) -> None:
-    """:class:`RecipeError` for pipeline stages: no stage sees the routers of all layers."""
+    """Raise :class:`RecipeError` for more than one pipeline stage: no stage has the routers of all layers."""
     if num_stages > 1:
         raise RecipeError(
             "the router's load balancing loss requires the routers of all layers, but a pipeline stage has only some",

@@ -109,8 +109,8 @@ class RowProbe:
     def keeps_samples_apart(self) -> Answer:
         """Whether samples have the same logits in a row alone and after another sample, whatever that one is.
 
-        The effect of attention that crosses from one sample to the next is the scale: rounding is far below it in every
-        dtype. The answer is false if the forward pass fails.
+        The logits may differ by a tenth of the effect that attention to the sample before has. Rounding is far below
+        this in every dtype. The answer is false if the forward pass fails.
         """
         # The image is at another place than in the samples before, and the last sample has none: a model may look up
         # images at the positions of the first sample.

@@ -1,11 +1,11 @@
-"""From the shards of a checkpoint to the files that Hugging Face's loaders read: checked, cast, staged, published.
+"""Consolidation: convert the shards of a checkpoint to the files that Hugging Face's loaders read.
 
     report = consolidate("checkpoints/epoch_0_step_20")        # or its model/
     report.output                                              # .../model/consolidated
 
-The order is: open the source, check all of it but the tensors, plan (pure), write everything beside the target and
-check the tensors on the way, make it durable, give it its name. Until the last step nothing that was there is touched.
-Imports no torch, and numpy only for casts and interleaved slices.
+The steps are: open the source, verify everything but the tensors, plan (without side effects), write all files to a
+staging directory beside the target and verify the tensors meanwhile, flush the files to disk, rename the directory. An
+earlier export is unchanged until the last step. Imports no torch, and numpy only for casts and interleaved slices.
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ log_default = logging.getLogger("automodel_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class ConsolidationReport:
-    """An export that was published: where, how many files and bytes of weights, and how many tensors were cast by
-    (from, to) dtype. *checked* says whether the source's digests were known, and so compared."""
+    """An export that was published: its directory *output*, and the number of files, tensors and bytes of the weights.
+
+    *casts* has the number of tensors that were cast, by (from, to) dtype code. *checked* is whether the source has
+    digests, which were compared.
+    """
 
     output: Path
     num_files: int
@@ -171,7 +174,10 @@ def _check_needs_consolidation(source: Source) -> None:
 
 
 def _no_need(source: Source, workers: Workers, log: Log) -> ConsolidationReport:
-    """For a model that was saved as Hugging Face files: checked, nothing written."""
+    """Verify a model that was saved as Hugging Face files, and write nothing.
+
+    Raises :class:`CheckpointUnusable` with all damaged files.
+    """
     started = time.monotonic()
     if problems := _problems(source, workers, "digest"):
         raise CheckpointUnusable.all_of(problems)
@@ -191,8 +197,10 @@ def _no_need(source: Source, workers: Workers, log: Log) -> ConsolidationReport:
 
 
 def _check_source(source: Source, workers: Workers) -> None:
-    """Every file that the export reads is the one that was saved, but for the bytes of its slices: those are checked
-    while they are copied. All that is wrong is named."""
+    """Verify the files of *source*, except for the bytes of slices, which are verified while they are copied.
+
+    Raises :class:`CheckpointUnusable` with all problems.
+    """
     if source.manifest is None:
         return
     if problems := _problems(source, workers, "size"):
@@ -213,7 +221,10 @@ def _problems(
 
 
 def _write(plan: Plan, source: Source, staging: Path, workers: Workers) -> list[Digested]:
-    """Write the weights; returns the digest of every byte of them. Nothing damaged comes past it."""
+    """Write the weights to *staging*, and return the digests of all their byte ranges.
+
+    Raises :class:`CheckpointUnusable` if a slice is damaged.
+    """
     with contextlib.ExitStack() as stack:
         descriptors, clones = [], {}
         for file in plan.files:
@@ -237,7 +248,7 @@ def _write(plan: Plan, source: Source, staging: Path, workers: Workers) -> list[
 
 
 def _donor(source: Source, file: OutputFile, stack: contextlib.ExitStack) -> int | None:
-    """A file that the output takes blocks from, opened to try whether it can."""
+    """Open a source file of *file*, to test whether the output can share its blocks (a clone); None without slices."""
     slices = (each for tensor in file.tensors for each in tensor.stored.slices)
     first = next(slices, None)
     if first is None:

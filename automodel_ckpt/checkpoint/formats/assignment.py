@@ -28,8 +28,8 @@ _SliceKey = tuple[str, tuple[int, ...]]
 class Share:
     """What some *ranks* with the same *description* have of a tree.
 
-    *origins* is, for each of the ranks, the first rank of each mesh. *irregular* are the slices of each rank of the
-    tensors whose sharding is no formula.
+    *origins* has, for each of the ranks, the first rank of each of its device meshes. *irregular* has, by rank, the
+    slices of tensors whose sharding does not follow from a mesh.
     """
 
     description: TreeDescription
@@ -114,7 +114,7 @@ _Family = tuple[tuple[int, ...], "Mesh | None", Any]
 
 
 class _Families:
-    """The replicas of tensors, by what they depend on, so that the ranks are visited once and not for each tensor."""
+    """Finds the replicas of tensors: once for all tensors of a family, because this visits all ranks."""
 
     def __init__(self, tree: str, shares: Sequence[Share]) -> None:
         self._tree = tree

@@ -25,7 +25,7 @@ from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob, Job, SharedFi
 
 NAME = "safetensors"
 _TRAINED = "model"
-# Tensors in a file of one rank, where several ranks write those of the others.
+# In a group of ranks with common files: the tensors that a rank writes to its own file.
 _APART = "apart"
 
 
@@ -40,7 +40,8 @@ class ShardFiles:
     *file_mapping* has the number (from 1) of the base model's file for each tensor; a rank's tensors are split into the
     same number of files. *untrained* has the kind of each tensor that does not train; those of each kind are stored in
     separate files, which can be reused. With *groups*, the ranks of a group write into common files
-    (:mod:`~automodel_ckpt.checkpoint.formats.joined`), and the other two are empty: they would multiply the files.
+    (:mod:`~automodel_ckpt.checkpoint.formats.joined`), and *file_mapping* and *untrained* are empty, because each would
+    multiply the number of files.
     """
 
     file_mapping: Mapping[str, int] = field(default_factory=dict)

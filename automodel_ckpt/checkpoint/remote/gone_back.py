@@ -1,4 +1,4 @@
-"""The step to which a run went back before its store knew: later checkpoints there are abandoned, but not marked yet.
+"""A record of the step to which a run went back, until the later checkpoints in its store are marked as superseded.
 
 A start writes the record ``.remote-start.json`` into the run directory before it trains, and the uploading process
 removes it when it has marked the later checkpoints as superseded. So a run that went back while its store could not be

@@ -263,7 +263,7 @@ def _numbers(
         scale = config.get("query_pre_attn_scalar", 256)
         if scale != expected:
             value = f"query_pre_attn_scalar: {scale!r:.100}, llama.cpp: {expected}"
-            raise not_convertible("llama.cpp scales attention otherwise", where, value)
+            raise not_convertible("llama.cpp scales attention differently", where, value)
     return numbers
 
 
