@@ -21,7 +21,7 @@ from automodel_ckpt.store_url import is_url
 
 log = logging.getLogger("automodel_ckpt")
 
-_URL = "URL of a run in a store, such as s3://BUCKET/RUN (s3, gs, az, hf, file)"
+_URL = "URL of a run in a store, such as s3://BUCKET/RUN (s3, gs, az, file)"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -100,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if is_hub(arguments.url):
         return hub.run_push(arguments)
+    _check_is_url(arguments.url, "ckpt push")
     hub.reject_hub_options(arguments)
     checkpoint = find_checkpoint(Path(arguments.path))
     if not layout.parse_checkpoint_name(checkpoint.name):
@@ -157,23 +158,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_pull(arguments: argparse.Namespace) -> int:
     """Run ``ckpt pull``. Raises :class:`CheckpointUnusable` if there is no complete checkpoint, or if it is damaged."""
+    from automodel_ckpt.hub.address import is_hub
+
+    if not is_hub(arguments.url):
+        _check_is_url(arguments.url, "ckpt pull")
+        return _pull_checkpoint(arguments)
+    if arguments.no_exports:
+        raise RecipeError(
+            "a model of the Hub has no exports beside it",
+            where="ckpt pull --no-exports",
+            value=arguments.url,
+            hint="remove --no-exports",
+        )
+    return hub.run_pull(arguments)
+
+
+def _pull_checkpoint(arguments: argparse.Namespace) -> int:
+    """Download a checkpoint from a store."""
     from automodel_ckpt.checkpoint.commit import make_run_directory
     from automodel_ckpt.checkpoint.export_manifest import complete_exports
     from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_logs
     from automodel_ckpt.checkpoint.run import maintenance
     from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT, Lease
     from automodel_ckpt.checkpoint.run.writable import check_outside_checkpoints
-    from automodel_ckpt.hub.address import is_hub
 
-    if is_hub(arguments.url):
-        if arguments.no_exports:
-            raise RecipeError(
-                "a model of the Hub has no exports beside it",
-                where="ckpt pull --no-exports",
-                value=arguments.url,
-                hint="remove --no-exports",
-            )
-        return hub.run_pull(arguments)
     if arguments.directory is not None and is_url(arguments.directory):
         raise RecipeError(
             "the target of a download is a local directory",
@@ -223,6 +231,18 @@ def run_pull(arguments: argparse.Namespace) -> int:
             f"downloaded {printable(str(path))}: {size} in {seconds:.1f} s, verified{with_exports}"
         )
     return EXIT_DONE
+
+
+def _check_is_url(text: str, where: str) -> None:
+    """Raise :class:`RecipeError` for an address that is no URL, such as a name of the Hub without ``hub:``."""
+    if is_url(text):
+        return
+    raise RecipeError(
+        "this is neither the URL of a store nor a repository of the Hub",
+        where=where,
+        value=text,
+        hint="use a URL such as s3://BUCKET/RUN for checkpoints, or hub:ORG/NAME for a model",
+    )
 
 
 @contextlib.contextmanager

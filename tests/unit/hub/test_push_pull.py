@@ -191,6 +191,15 @@ def test_results_and_cards_that_cannot_be_used_are_errors_or_left_out(
     assert "not UTF-8 text" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["push", "."], ["pull"]])
+def test_a_name_without_hub_is_answered_with_both_kinds_of_addresses(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "org/name"]) == 2
+    message = capsys.readouterr().err
+    assert f"ckpt {words[0]}" in message and "hub:ORG/NAME" in message and "s3://" in message
+
+
 def test_options_without_effect_on_a_repository_are_errors(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
