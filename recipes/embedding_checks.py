@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,13 +49,18 @@ _POOLER = "pooler.*"
 _PROMPTS = ("query_prompt", "document_prompt")
 
 
-def prompts_in_data(config: RecipeConfig) -> list[Problem]:
-    """Describe the prompts in sections of data, which exports would not have."""
+def data_sections(config: RecipeConfig) -> Mapping[str, Target | None]:
+    """The sections of data sets by their dotted keys."""
     sections = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
     for name, section in config.validation_datasets.items():
         sections[f"validation_datasets.{name}"] = section
+    return sections
+
+
+def prompts_in_data(config: RecipeConfig) -> list[Problem]:
+    """Describe the prompts in sections of data, which exports would not have."""
     problems = []
-    for key, each in sections.items():
+    for key, each in data_sections(config).items():
         for name in _PROMPTS:
             if each is not None and name in each.kwargs:
                 what = "prompts are part of the model, and all of its data have the same"
@@ -104,26 +109,30 @@ def check_architecture(model_config: PreTrainedConfig | None) -> None:
         )
 
 
-def check_attention_setting(config: RecipeConfig, model_config: PreTrainedConfig | None) -> None:
-    """Raise :class:`RecipeError` if ``embedding.attention: bidirectional`` could not be part of what is exported."""
+def check_attention_setting(
+    config: RecipeConfig, model_config: PreTrainedConfig | None, where: str = _ATTENTION
+) -> None:
+    """Raise :class:`RecipeError` if the key *where* with ``bidirectional`` could not be part of what is exported."""
     if model_config is None:
         raise RecipeError(
             "the attention of a model by _target_ cannot be changed",
-            where=_ATTENTION,
+            where=where,
             value="bidirectional",
             hint="let your code build such a model, and remove the key",
         )
     if config.peft is not None and not sees_later_tokens(model_config):
         raise RecipeError(
             "adapters are loaded with the config of their base, in which tokens see only earlier ones",
-            where=_ATTENTION,
+            where=where,
             value="bidirectional, with peft",
             hint='remove the section peft; or train the adapters on a copy of the base with "is_causal": false in '
             "its config.json, without this key",
         )
 
 
-def check_attention(trainable: Trainable, config: RecipeConfig, layout: RankLayout) -> None:
+def check_attention(
+    trainable: Trainable, config: RecipeConfig, layout: RankLayout, where: str = _ATTENTION
+) -> None:
     """Raise :class:`RecipeError` if the model does not follow the setting with which tokens see later ones.
 
     A collective.
@@ -139,7 +148,7 @@ def check_attention(trainable: Trainable, config: RecipeConfig, layout: RankLayo
     numbers = ", ".join(map(str, causal[:4])) + (", ..." if len(causal) > 4 else "")
     raise RecipeError(
         "this model does not support bidirectional attention",
-        where=_ATTENTION,
+        where=where,
         value=f"{type(model).__name__}: tokens do not see later ones in layer {numbers} of {len(layers)}",
         hint="remove the key, or use a decoder such as Llama, Mistral, Qwen3 or Gemma",
     )

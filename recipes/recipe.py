@@ -334,6 +334,11 @@ class Recipe:
         """Describe the label of each sample of *micro_batch*, for ``--show-samples``; empty if tokens have labels."""
         return []
 
+    def row_counts(self, micro_batch: Mapping[str, torch.Tensor]) -> list[int]:
+        """Count the rows of each sample of *micro_batch*, for ``--show-samples``."""
+        num_samples = -(-len(micro_batch["input_ids"]) // self.rows_per_sample)
+        return [self.rows_per_sample] * num_samples
+
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names. Each recipe defines it."""
         raise NotImplementedError

@@ -141,7 +141,10 @@ def _rows(recipe: Recipe, num_rows: int) -> Iterator[tuple[int, _Row]]:
     left = num_rows
     for batch in recipe.dataloader:
         rows = [row for micro_batch in batch.micro_batches for row in _rows_of(recipe, micro_batch)]
-        numbers = [number for number in batch.sample_ids for _ in range(recipe.rows_per_sample)]
+        counts = [count for each in batch.micro_batches for count in recipe.row_counts(each)]
+        numbers = []
+        for number, count in zip(batch.sample_ids, counts, strict=False):
+            numbers += [number] * count
         # A group that is not full is completed by a row without labels, which is no sample.
         for number, row in zip(numbers, rows, strict=False):
             if left == 0:

@@ -75,6 +75,7 @@ ARGUMENTS = {
     "negative_fields": "fields of documents that do not belong to the query",
     "query_prompt": "supplied by the recipe: embedding.query_prompt",
     "document_prompt": "supplied by the recipe: embedding.document_prompt",
+    "pair_template": "supplied by the recipe: reranker.template",
     "answer_prefix": "text before each answer that gets no labels",
     "num_images_per_sample": "number of images of each sample",
     "prompt of mock_images": "the question",

@@ -18,6 +18,7 @@ KIND_SECTIONS: dict[str, tuple[str, ...]] = {
     "dpo": ("dpo",),
     "orpo": ("orpo",),
     "embedding": ("embedding",),
+    "reranker": ("reranker",),
 }
 """Section -> the recipes of this package that read it. A recipe of a user may read any section."""
 

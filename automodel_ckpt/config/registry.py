@@ -12,6 +12,7 @@ _OWN = {
     "embedding": "automodel_ckpt.recipes.embedding:EmbeddingFinetune",
     "llm_finetune": "automodel_ckpt.recipes.llm_finetune:LLMFinetune",
     "kto": "automodel_ckpt.recipes.kto:KTOFinetune",
+    "reranker": "automodel_ckpt.recipes.reranker:Reranker",
     "reward_model": "automodel_ckpt.recipes.reward_model:RewardModel",
     "pretrain": "automodel_ckpt.recipes.pretrain:Pretrain",
     "dpo": "automodel_ckpt.recipes.dpo:DPOFinetune",

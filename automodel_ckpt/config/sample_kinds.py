@@ -78,7 +78,7 @@ SAMPLE_KINDS: tuple[SampleKind, ...] = (
     ),
     SampleKind(
         "pairs of a query and its document",
-        ("embedding",),
+        ("embedding", "reranker"),
         ("text_pairs.text_pairs", "retrieval.retrieval", "python_docs.description_pairs"),
     ),
     SampleKind(

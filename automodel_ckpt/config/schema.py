@@ -19,6 +19,7 @@ from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
 from automodel_ckpt.config.kinds.kto import KTOConfig
 from automodel_ckpt.config.kinds.orpo import ORPOConfig
 from automodel_ckpt.config.kinds.pretrain import PretrainConfig
+from automodel_ckpt.config.kinds.reranker import RerankerConfig
 from automodel_ckpt.config.kinds.reward_model import RewardModelConfig
 from automodel_ckpt.config.recipe_rules import CONDITIONS, RELATIONS
 from automodel_ckpt.config.rules import (
@@ -190,6 +191,7 @@ class RecipeConfig:
     packed_sequence: PackedSequenceConfig | None = None
     pretrain: PretrainConfig | None = None
     embedding: EmbeddingConfig | None = None
+    reranker: RerankerConfig | None = None
     optimizer: OptimizerConfig | OptimizerTarget = field(
         default_factory=OptimizerConfig, metadata={"supplied": ("params",)}
     )

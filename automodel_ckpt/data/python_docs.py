@@ -38,7 +38,7 @@ from automodel_ckpt.data.python_library import (
 from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples import identity, prepared
 from automodel_ckpt.data.text import text
-from automodel_ckpt.data.text_pairs import EmbeddingEncoder, TextTruncation
+from automodel_ckpt.data.text_pairs import TextTruncation, encoder_of
 from automodel_ckpt.data.token_arrays import TokenDocuments, TokenWindows
 from automodel_ckpt.data.token_files import nanogpt
 from automodel_ckpt.data.tokenized import TokenizedDataset
@@ -275,6 +275,7 @@ def description_pairs(
     split: str = "train",
     query_prompt: str = "",
     document_prompt: str = "",
+    pair_template: str | None = None,
     max_samples: int | None = None,
 ) -> TokenizedDataset:
     """Make a pair of texts of each docstring in the standard library, for the recipe ``embedding``.
@@ -289,13 +290,16 @@ def description_pairs(
         for pair in pairs:
             description = pair.docstring.split("\n\n", 1)[0]
             texts.append([query_prompt + description, document_prompt + pair.prompt.rstrip()])
-        encoder = EmbeddingEncoder(tokenizer, seq_length)
+        encoder = encoder_of(tokenizer, seq_length, "right", pair_template)
         samples = encoder.samples(texts, lambda number: pairs[number].where)
         policy = TextTruncation("right", seq_length)
         return policy.apply_to_all(samples, lambda number: pairs[number].where)
 
     require_choice("split", split, ("train", "validation"))
-    key = (library_digest(), seq_length, split, query_prompt, document_prompt)
+    key: tuple[object, ...] = (library_digest(), seq_length, split, query_prompt, document_prompt)
+    if pair_template is not None:
+        # Keys of earlier versions have no template.
+        key = (*key, pair_template)
     dataset = prepared("python_docs-description_pairs", key, tokenizer, build)
     return dataset.reported(f"description_pairs ({split})", seq_length, max_samples)
 

@@ -18,12 +18,11 @@ from typing import Any, Literal, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.arguments import require_tokenizer
 from automodel_ckpt.data.files import LOADERS, digest, kind_of
 from automodel_ckpt.data.rows import Rows
 from automodel_ckpt.data.samples import samples_of_rows
 from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.text_pairs import EmbeddingEncoder, PairReader, TextTruncation
+from automodel_ckpt.data.text_pairs import PairReader, TextTruncation, encoder_of
 from automodel_ckpt.data.tokenized import TokenizedDataset
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub_access import explained
@@ -46,11 +45,12 @@ def retrieval(
     instructions: bool = False,
     query_prompt: str = "",
     document_prompt: str = "",
+    pair_template: str | None = None,
     truncation: Literal["error", "right"] = "right",
     seed: int = 42,
     max_samples: int | None = None,
 ) -> TokenizedDataset:
-    """Make one sample per query for the recipe ``embedding``: query, first document, and *num_negatives* others.
+    """Make one sample per query: the query, its first document, and *num_negatives* others.
 
     Each of *sources* is one of these, or a mapping ``{path: SOURCE, num_samples: N}``, of which *seed* selects N rows:
 
@@ -62,13 +62,12 @@ def retrieval(
       contain texts, lists of texts, or mappings with a ``text``.
 
     Negatives are repeated in their order if a row has fewer. With *instructions*, the ``query_instruction`` and the
-    ``passage_instruction`` of the corpus, each with a space, are written before texts. The recipe supplies the prompts.
+    ``passage_instruction`` of the corpus, each with a space, are written before texts. The recipe supplies the
+    prompts or the template.
     A text of more than *seq_length* tokens, a query of more than *query_length* (None: *seq_length*), is truncated or
     rejected as in :func:`~automodel_ckpt.data.text_pairs.text_pairs`.
     """
-    encoder = EmbeddingEncoder(
-        require_tokenizer(tokenizer), seq_length, truncation, query_length=query_length
-    )
+    encoder = encoder_of(tokenizer, seq_length, truncation, pair_template, query_length)
     reader = PairReader(
         encoder, "query", "positive", ["negatives"], None, query_prompt, document_prompt
     )
@@ -80,7 +79,7 @@ def retrieval(
         tokenizer,
         reader.encode,
         TextTruncation.of("right", seq_length),
-        key=("retrieval", query_prompt, document_prompt, *limits),
+        key=("retrieval", query_prompt, document_prompt, pair_template, *limits),
         max_samples=max_samples,
     )
 

@@ -267,8 +267,8 @@ BUILDERS_BY_FIELDS: tuple[tuple[frozenset[str], str, str], ...] = (
     (frozenset({"prompt", "chosen", "rejected"}), "kto.split_pairs", "kto"),
     (frozenset({"prompt", "completion"}), "text.prompt_completion", "llm_finetune"),
     (frozenset({"prompt", "completion", "label"}), "kto.judged_completions", "kto"),
-    (frozenset({"query", "positive"}), "text_pairs.text_pairs", "embedding"),
-    (frozenset({"pos_doc", "neg_doc"}), "retrieval.retrieval", "embedding"),
+    (frozenset({"query", "positive"}), "text_pairs.text_pairs", "embedding, reranker"),
+    (frozenset({"pos_doc", "neg_doc"}), "retrieval.retrieval", "embedding, reranker"),
     (frozenset({"text"}), "text.text", "llm_finetune, pretrain"),
     (frozenset({"text", "label"}), "classification.texts", "sequence_classification"),
 )

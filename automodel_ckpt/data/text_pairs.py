@@ -23,6 +23,7 @@ from automodel_ckpt.data.arguments import require_choice, require_tokenizer
 from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator
 from automodel_ckpt.data.fast_encoding import encode_all
 from automodel_ckpt.data.fields import names_in
+from automodel_ckpt.data.joint_pairs import JointEncoder
 from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.rows import Rows
 from automodel_ckpt.data.samples import samples_of
@@ -46,6 +47,7 @@ def text_pairs(
     max_negatives: int | None = None,
     query_prompt: str = "",
     document_prompt: str = "",
+    pair_template: str | None = None,
     truncation: Literal["error", "right"] = "right",
     max_samples: int | None = None,
     name: str | None = None,
@@ -54,12 +56,13 @@ def text_pairs(
     streaming: bool = False,
     shuffle_block: int = DEFAULT_BLOCK,
 ) -> TokenizedDataset | RowStream:
-    """Make one sample per row for the recipe ``embedding``: a query, its document, and any negative documents.
+    """Make one sample per row: a query, its document, and any negative documents.
 
     *query_field* and *positive_field* are fields, or templates of several, such as ``"{{ title }}: {{ body }}"``.
     *negative_fields* contain a text, a list of texts, or null; by default, they are the fields that are named
     ``negative``, ``negatives`` or ``negative_N``. At most *max_negatives* of a row are used. The recipe supplies the
-    prompts, which are written before each query and each document, from its section ``embedding``.
+    prompts, which are written before each query and each document, from its section ``embedding``, or the text of a
+    query with a document from ``reranker.template``.
 
     The tokenizer adds the special tokens that it adds to any text. With *truncation* ``right``, a text of more than
     *seq_length* tokens is truncated as the tokenizer does it, with its special tokens, and the number of rows with such
@@ -72,7 +75,7 @@ def text_pairs(
             value=max_negatives,
             hint="omit it to use all negatives, or set 0 to use none",
         )
-    encoder = EmbeddingEncoder(require_tokenizer(tokenizer), seq_length, truncation)
+    encoder = encoder_of(tokenizer, seq_length, truncation, pair_template)
     pairs = PairReader(
         encoder,
         query_field,
@@ -83,17 +86,40 @@ def text_pairs(
         document_prompt,
     )
     key = (query_field, positive_field, negative_fields, max_negatives)
+    # Keys of earlier versions have no template.
+    joint = () if pair_template is None else (pair_template,)
     return samples_of(
         Source.of(path, name, split, revision),
         tokenizer,
         pairs.encode,
         TextTruncation.of("right", seq_length),
         fields=pairs.names,
-        key=("text_pairs", *key, query_prompt, document_prompt, truncation, seq_length),
+        key=("text_pairs", *key, query_prompt, document_prompt, truncation, seq_length, *joint),
         max_samples=max_samples,
         streaming=streaming,
         shuffle_block=shuffle_block,
     )
+
+
+def encoder_of(
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int | None,
+    truncation: str,
+    pair_template: str | None,
+    query_length: int | None = None,
+) -> EmbeddingEncoder | JointEncoder:
+    """The encoder of separate texts (*pair_template* None), or of queries with documents as one text."""
+    require_tokenizer(tokenizer)
+    if pair_template is None:
+        return EmbeddingEncoder(tokenizer, seq_length, truncation, query_length=query_length)
+    if query_length is not None:
+        raise RecipeError(
+            "a query with a document is one text, which has one limit",
+            where="dataset.query_length",
+            value=query_length,
+            hint="remove it, and set dataset.seq_length",
+        )
+    return JointEncoder(tokenizer, seq_length, truncation, pair_template)
 
 
 class TextTruncation(Truncation):
@@ -174,7 +200,7 @@ class EmbeddingEncoder:
 class PairReader:
     """Reads the texts of rows. The fields are the arguments of :func:`text_pairs`."""
 
-    encoder: EmbeddingEncoder
+    encoder: EmbeddingEncoder | JointEncoder
     query_field: str
     positive_field: str
     negative_fields: list[str] | None

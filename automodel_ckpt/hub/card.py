@@ -23,6 +23,7 @@ _PIPELINES = {
     "sequence_classification": "text-classification",
     "reward_model": "text-classification",
     "embedding": "feature-extraction",
+    "reranker": "text-ranking",
 }
 _TAGS = {
     "llm_finetune": "sft",

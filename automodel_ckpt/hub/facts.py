@@ -25,7 +25,7 @@ _DATA = re.compile(
 )
 _SETTINGS = re.compile(
     r"seed|clip_grad_norm|model\.dtype|dataset\.seq_length|(optimizer|lr_scheduler|peft|packed_sequence|qat|fp8|ema"
-    r"|dpo|kto|orpo|distill|embedding|classification|reward_model|pretrain)\..+"
+    r"|dpo|kto|orpo|distill|embedding|classification|reward_model|reranker|pretrain)\..+"
     r"|step_scheduler\.(global_batch_size|local_batch_size|num_epochs|max_steps)"
     r"|distributed\.(strategy|\w+_size|mixed_precision)"
 )

@@ -746,6 +746,10 @@ COMPLETIONS = (
 KTO_RUN = "tests/distributed/test_kto.py::test_ten_steps_are_those_of_trl"
 KTO_REFERENCE = "tests/distributed/test_kto.py::test_a_named_reference_is_another_model"
 REWARD_RUN = "tests/distributed/test_reward_model.py::test_ten_steps_are_those_of_trl"
+RERANKER_RUN = (
+    "tests/unit/training/test_reranker.py::"
+    "test_the_loss_is_that_of_choosing_the_first_document_and_exports_have_its_scores"
+)
 DPO = "tests/distributed/test_dpo.py::"
 DPO_RUN = DPO + "test_losses_and_rewards_are_those_of_trl"
 HARNESS = "tests/contract/test_benchmarks.py::"
@@ -895,6 +899,10 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "orpo.learn_prompt": Proven(
         DPO + "test_orpo_learns_the_prompt_unless_learn_prompt_is_false", "false"
     ),
+    "reranker": Proven(RERANKER_RUN, "{}"),
+    "reranker.template": Proven(RERANKER_RUN, "'{{ query }} {{ document }}'"),
+    "reranker.temperature": Proven(RERANKER_RUN, "0.5"),
+    "reranker.attention": Proven(RERANKER_RUN, "bidirectional"),
     "embedding": Observed(contrastive, "{temperature: 0.5}", EMBEDDING),
     "embedding.pooling": Observed(contrastive, "last", EMBEDDING),
     "embedding.attention": Proven(

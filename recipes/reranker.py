@@ -1,0 +1,191 @@
+"""Training a reranker (cross-encoder): a model that reads a query together with a document, and scores the pair.
+
+The model is one of transformers' ``AutoModelForSequenceClassification`` with one label. The document that answers a
+query has to get the highest score among the documents of its row: the loss is the cross-entropy of choosing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig
+
+from automodel_ckpt.config.kinds.reranker import RerankerConfig
+from automodel_ckpt.config.plugins import build, build_function
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.data.joint_pairs import ScoreCollator, has_types
+from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.models.attention_direction import attend_both_ways
+from automodel_ckpt.models.forward import forward_parameters
+from automodel_ckpt.models.task_head import (
+    SEQUENCE_CLASSIFICATION,
+    padding_of,
+    pretrained_labels,
+    set_labels,
+    set_padding,
+)
+from automodel_ckpt.recipes.embedding_checks import (
+    check_attention,
+    check_attention_setting,
+    data_sections,
+)
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.model.sections import row_multiple
+from automodel_ckpt.recipes.objective import Objective, Tensors
+from automodel_ckpt.recipes.records import BatchSize, LossSum
+from automodel_ckpt.recipes.unsupported import Unsupported
+from automodel_ckpt.training.listwise import listwise_losses
+from automodel_ckpt.training.loss import IGNORE_INDEX
+
+_LABEL = "LABEL_0"
+"""The name that transformers gives to a single label."""
+_ATTENTION = "reranker.attention"
+_TEMPLATE = "pair_template"
+
+
+class Listwise(Objective):
+    """The cross-entropy of choosing the first document of each query by its score."""
+
+    terms: ClassVar[str] = "queries"
+    measures: ClassVar[tuple[str, ...] | None] = ("accuracy", "mrr")
+    section: RerankerConfig
+
+    @cached_property
+    def row_names(self) -> frozenset[str]:
+        """The tensors of a micro-batch that the model takes. Decoders take no ``token_type_ids``."""
+        names = {"input_ids", "attention_mask", "token_type_ids"}
+        return frozenset(names & forward_parameters(self.model).keys())
+
+    def size_of(self, micro_batch: Tensors) -> BatchSize:
+        num_queries = len(_counts_of(micro_batch))
+        num_tokens = int(micro_batch["attention_mask"].sum()) if num_queries else 0
+        return BatchSize(num_queries, 0, num_tokens)
+
+    def loss(self, micro_batch: Tensors) -> LossSum:
+        """Compute the summed loss of the queries in *micro_batch*, and the ranks of their documents."""
+        if self.check_length is not None:
+            self.check_length(micro_batch["input_ids"].shape[1])
+        rows = {name: value for name, value in micro_batch.items() if name in self.row_names}
+        scores = self.logits(rows).squeeze(-1)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        counts = _counts_of(micro_batch)
+        # A slice, so that a gradient still reaches the model where the rows only keep this rank in step.
+        scores = scores[: int(counts.sum())] / self.section.temperature
+        losses, ranks = listwise_losses(scores, counts)
+        metrics = {"accuracy": (ranks == 1).sum(), "mrr": ranks.double().reciprocal().sum()}
+        return LossSum(losses.sum(), metrics)
+
+
+def _counts_of(micro_batch: Tensors) -> torch.Tensor:
+    """The number of documents of each query of a micro-batch; empty if it only keeps this rank in step."""
+    counts: torch.Tensor = micro_batch["num_documents"]
+    is_filler = not bool((micro_batch["labels"] != IGNORE_INDEX).any())
+    return counts[:0] if is_filler else counts
+
+
+class Reranker(LLMFinetune):
+    """Trains ``model`` to give the right document of a query in ``dataset`` a higher score than the others."""
+
+    auto_class: ClassVar[Any] = AutoModelForSequenceClassification
+    task_type: ClassVar[str | None] = SEQUENCE_CLASSIFICATION
+    shares_rows: ClassVar[bool] = False
+    sample_noun: ClassVar[str] = "list"
+    unsupported: ClassVar[Sequence[Unsupported]] = (
+        Unsupported(
+            "model._target_",
+            "the model needs a head with one score",
+            "set model.from_pretrained or model.from_config",
+        ),
+        Unsupported("packed_sequence", "a row has one score"),
+        Unsupported("loss_fn", "the section reranker describes the loss"),
+        Unsupported(
+            "generation",
+            "a model with a score generates no text",
+            "remove generation; name metrics of a validation_dataset instead",
+        ),
+        Unsupported(
+            "distributed.pp_size",
+            "a model with a score cannot be divided into pipeline stages",
+            "remove pp_size: fsdp2 shards the model over the same ranks",
+        ),
+        Unsupported(
+            "distributed.cp_size",
+            "the head needs complete rows, which context parallel ranks divide",
+        ),
+    )
+    objective_class: type[Objective] = Listwise
+    _probes_attention = False
+    """Whether the recipe lets the tokens of a decoder see later ones, which its model may not support."""
+
+    @property
+    def section(self) -> RerankerConfig:
+        """The section ``reranker``, or its defaults."""
+        return self.config.reranker or RerankerConfig()
+
+    def config_problems(self) -> list[Problem]:
+        problems = super().config_problems()
+        for key, each in data_sections(self.config).items():
+            if each is not None and _TEMPLATE in each.kwargs:
+                what = "the template is part of the recipe, and all of its data have the same"
+                value = str(each.kwargs[_TEMPLATE])
+                hint = "set reranker.template instead"
+                problems.append(Problem(what, f"{key}.{_TEMPLATE}", value, hint))
+        return problems
+
+    def build_model_config(self) -> PreTrainedConfig | None:
+        """Read the configuration of the model, and give it one label, the padding token, and the attention."""
+        config = super().build_model_config()
+        assert config is not None  # a model by _target_ is not supported
+        names = pretrained_labels(config)
+        # A head with several labels does not fit, which is reported when the weights are read.
+        set_labels(config, [names[0] if len(names) == 1 else _LABEL], "regression")
+        set_padding(config, padding_of(config, self.tokenizer))
+        if self.section.attention == "bidirectional":
+            check_attention_setting(self.config, config, _ATTENTION)
+            self._probes_attention = attend_both_ways(config)
+        return config
+
+    def build_trainable(self, *arguments: Any, **keywords: Any) -> Any:
+        trainable = super().build_trainable(*arguments, **keywords)
+        if self._probes_attention and not self.is_dry_run:
+            check_attention(trainable, self.config, self.layout, _ATTENTION)
+        return trainable
+
+    def build_dataset(self, section: Target) -> Any:
+        template = self.section.template
+        names = ("query", "document")
+        if template is not None and not all(name in template for name in names):
+            raise RecipeError(
+                "the template has no place for the query or for the document",
+                where="reranker.template",
+                value=template,
+                hint='write both, such as "question: {{ query }} passage: {{ document }}"',
+            )
+        return build(section, tokenizer=self.tokenizer, pair_template=template or "")
+
+    def row_counts(self, micro_batch: Tensors) -> list[int]:
+        """Count the documents of each query of *micro_batch*, for ``--show-samples``."""
+        counts: list[int] = micro_batch["num_documents"].tolist()
+        return counts
+
+    def labels_in_words(self, micro_batch: Tensors) -> list[str]:
+        """Describe each row: the right document of its query, or another one."""
+        words = []
+        for count in self.row_counts(micro_batch):
+            words += ["right document", *["other document"] * (count - 1)]
+        return words
+
+    def build_collate_fn(self) -> Any:
+        """Build the ``dataloader.collate_fn`` section, else a collator that pads to the longest text."""
+        section = self.config.dataloader.collate_fn
+        if section is not None:
+            return build_function("dataloader.collate_fn", section, tokenizer=self.tokenizer)
+        assert self.model_config is not None
+        pad_token_id: Any = self.model_config.get_text_config().pad_token_id
+        types = self.tokenizer is not None and has_types(
+            self.tokenizer, self.section.template or ""
+        )
+        return ScoreCollator(pad_token_id, row_multiple(self.config, self.layout), has_types=types)

@@ -1,0 +1,78 @@
+"""The recipe ``reranker``: any ranks train like one process; runs are resumed exactly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.recipes.reranker import Reranker
+from tests.support import ranks, rerankers
+from tests.support.preference import TENSOR_PARALLEL
+from tests.support.training import killed_after, steps_of, train
+
+TEMPLATE = "--reranker.template=find {{ query }} ba {{ document }}"
+WAYS: dict[str, tuple[str, ...]] = {
+    "fsdp2": ("--step_scheduler.local_batch_size=3",),
+    "ddp": ("--step_scheduler.local_batch_size=2", "--distributed.strategy=ddp"),
+    "tp": ("--step_scheduler.local_batch_size=4", *TENSOR_PARALLEL),
+}
+
+
+def training(recipe: Path, name: str, *overrides: str) -> Callable[[], dict[str, str]]:
+    """What trains in the directory *name* on this rank."""
+    options = (f"--checkpoint.checkpoint_dir={recipe.parent / name}", *overrides)
+    return partial(train, recipe, *options, recipe_class=Reranker)
+
+
+def logged(directory: Path) -> list[float]:
+    """The numbers of each step, and the last validation."""
+    values = []
+    for step in steps_of(directory):
+        values += [float.fromhex(step["loss"]), float.fromhex(step["grad_norm"])]
+    *_, last = (directory / "validation.jsonl").read_text().splitlines()
+    validation = json.loads(last)
+    assert validation["queries"] == 17
+    return values + [validation[name] for name in ("val_loss", "val_accuracy", "val_mrr")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "common", "ways"),
+    [
+        ("bert", (), ("fsdp2", "ddp")),
+        ("llama", (TEMPLATE, "--reranker.attention=bidirectional"), ("tp",)),
+        ("llama", (TEMPLATE, "--peft={r: 4, target_modules: all-linear}"), ("fsdp2",)),
+    ],
+)
+def test_ranks_train_like_one_process(
+    tmp_path: Path, kind: str, common: tuple[str, ...], ways: tuple[str, ...]
+) -> None:
+    # The third global batch has one query, so that a rank has none of it.
+    batch = ("--step_scheduler.global_batch_size=12", "--dataset.max_samples=25")
+    recipe = rerankers.write(tmp_path, kind)
+    whole = "--step_scheduler.local_batch_size=12"
+    ranks.run(training(recipe, "one", *batch, whole, *common), 1, init=False)
+    ranks.run_each([training(recipe, name, *batch, *common, *WAYS[name]) for name in ways], 2)
+    for name in ways:
+        assert logged(tmp_path / name) == pytest.approx(logged(tmp_path / "one"), rel=1e-4), name
+
+
+def test_a_killed_run_continues_exactly(tmp_path: Path) -> None:
+    recipe = rerankers.write(tmp_path)
+    arguments = (
+        "--step_scheduler.local_batch_size=3",
+        "--step_scheduler.max_steps=6",
+        "--step_scheduler.ckpt_every_steps=2",
+        "--model.config_overrides={hidden_dropout_prob: 0.2, attention_probs_dropout_prob: 0.1}",
+    )
+    killed = (*arguments, f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}")
+    dying = partial(train, recipe, recipe_class=killed_after(5, recipe_class=Reranker))
+    ended = ranks.outcomes(dying, 2, *killed, init=False)
+    assert -9 in [outcome.exitcode for outcome in ended]
+    both = [training(recipe, name, *arguments) for name in ("killed", "whole")]
+    resumed, whole = ranks.run_each(both, 2)
+    assert resumed == whole
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
