@@ -81,7 +81,8 @@ def without_effect(command: str, option: str, value: Any, condition: str) -> Rec
     return RecipeError(
         f"this option has no effect {condition}",
         where=f"ckpt {command} {option}",
-        value=value,
+        # A flag has no value.
+        value="" if value is True else value,
         hint=f"remove {option}",
     )
 
