@@ -42,6 +42,8 @@ MODES = {
 VERBOSE = ("-v", "--verbose")
 """Short forms of ``--logging.level debug``."""
 _SUFFIXES = (".yaml", ".yml")
+_NEVER_FILES = {"N", "SIZE", "KIND", "TIME"}
+"""Arguments of options that cannot be the path of a file: a recipe in their place means that they were left out."""
 _RUN_DIRECTORY = "checkpoint.checkpoint_dir"
 _LAUNCH = typing.get_type_hints(LaunchFlags)
 
@@ -135,7 +137,9 @@ class _Parser:
             words.insert(0, value)
             value = None
         given = words[:num_values]
-        del words[:num_values]
+        if given and names[0] in _NEVER_FILES and given[0].endswith(_SUFFIXES):
+            given = []
+        del words[: len(given)]
         if value is not None or len(given) < num_values:
             expected = " ".join(names) or "no value"
             self._note(flag, f"{flag} takes {expected}", "ckpt-train --help lists all options")
