@@ -265,7 +265,7 @@ def _pair(key: str, group: Group | None, section: Section) -> Iterator[PlannedGr
 
 
 def _check_patterns(section: Section, trained: Sequence[Trained], add_up: AddUp) -> None:
-    """:class:`RecipeError` naming every glob that matches no trained parameter of any pipeline stage."""
+    """Raise :class:`RecipeError` with every glob that matches no trained parameter of any pipeline stage."""
     patterns = [
         (f"optimizer.groups.{n}.params", p)
         for n, group in enumerate(section.groups)
@@ -361,7 +361,7 @@ def _build_one(
 
 
 def _check_can_be_saved(function: Callable[..., Any], groups: Sequence[PlannedGroup]) -> None:
-    """:class:`RecipeError` for an optimizer of torchao, before the run fails at its first save."""
+    """Raise :class:`RecipeError` for an optimizer of torchao, before the run fails at its first save."""
     if not function.__module__.startswith("torchao."):
         return
     raise RecipeError(
@@ -373,7 +373,7 @@ def _check_can_be_saved(function: Callable[..., Any], groups: Sequence[PlannedGr
 
 
 def _check_matrices(groups: Sequence[PlannedGroup]) -> None:
-    """:class:`RecipeError` where Muon would get anything but matrices."""
+    """Raise :class:`RecipeError` if Muon would get a parameter that is not a matrix."""
     others = [each for group in groups for each in group.members if each.parameter.dim() != 2]
     if others:
         shape = list(others[0].parameter.shape)
@@ -387,7 +387,7 @@ def _check_matrices(groups: Sequence[PlannedGroup]) -> None:
 
 
 def _check_sparse(groups: Sequence[PlannedGroup]) -> None:
-    """:class:`RecipeError` where SparseAdam would get a parameter with a dense gradient."""
+    """Raise :class:`RecipeError` if SparseAdam would get a parameter with a dense gradient."""
     members = [each for group in groups for each in group.members]
     dense = [each for each in members if not each.has_sparse_gradient]
     if dense:
@@ -400,7 +400,7 @@ def _check_sparse(groups: Sequence[PlannedGroup]) -> None:
 
 
 def _check_options(optimizer: Optimizer, groups: Sequence[PlannedGroup]) -> None:
-    """:class:`RecipeError` for an option of a group that the optimizer does not have: torch would ignore it."""
+    """Raise :class:`RecipeError` if a group has an option that the optimizer does not have: torch would ignore it."""
     for group in groups:
         unknown = sorted(group.options.keys() - optimizer.defaults.keys())
         if unknown:

@@ -401,9 +401,10 @@ class _LinearDistillation(torch.autograd.Function):
 
 
 class _ModuleDistillation(torch.autograd.Function):
-    """:class:`_LinearDistillation` for a layer of any kind, whose gradients autograd computes chunk by chunk.
+    """The same loss as :class:`_LinearDistillation`, for an output layer of any kind.
 
-    Not in the backward pass, as gradient checkpointing would: the teacher's weights are no longer gathered there.
+    Autograd computes the gradients chunk by chunk in the forward pass. In the backward pass, as with activation
+    checkpointing, the teacher's weights would no longer be gathered.
     """
 
     @staticmethod

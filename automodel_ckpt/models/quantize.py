@@ -129,7 +129,7 @@ def stays_in_float32(name: str, kept: Collection[str]) -> bool:
 
 
 def check_not_quantized(model: nn.Module) -> None:
-    """:class:`RecipeError` for a model whose weights stay quantized: they cannot be trained as a whole."""
+    """Raise :class:`RecipeError` if the weights of *model* stay quantized: they cannot be trained in full."""
     if not getattr(model, "is_quantized", False):
         return
     settings = getattr(getattr(model, "config", None), "quantization_config", None)
