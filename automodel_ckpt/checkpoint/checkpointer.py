@@ -512,16 +512,21 @@ class Checkpointer:
     def roll_back(self, state: Mapping[str, Any], step: int) -> Resumed | None:
         """Load the newest usable checkpoint of *step* or an earlier one into *state*, during training. Collective.
 
-        The next save renames the checkpoints of later steps to superseded ones. Returns None, with no effect, if there
-        is no such checkpoint. Raises :class:`CheckpointUnusable` on all ranks if none of them can be used.
+        It is fetched from the store of ``remote`` if the run directory has none that is as new. The next save renames
+        the checkpoints of later steps to superseded ones. Returns None, with no effect, if there is no such checkpoint.
+        Raises :class:`CheckpointUnusable` on all ranks if none of them can be used.
         """
         self.wait_for_save()
+        fetched = self._transfers.fetch_up_to(self._run, step)
         if self._directories is not None:
             # The next generation continues those that this start has saved, too.
             self._directories.find()
         if self._directories is not None and self.is_distributed:
             self._loader.held = self._directories.held
-        resumed = self._loader.roll_back(state, step)
+        try:
+            resumed = self._loader.roll_back(state, step, fetched)
+        finally:
+            self._transfers.remove_fetched(self._run, fetched)
         if resumed is not None:
             self._has_begun = False
             self._begin(resumed, abandons_later=True)

@@ -124,18 +124,21 @@ class CheckpointLoader:
             self._run, restore_from, fetched, newest_step=newest_step, held=self.held
         )
 
-    def roll_back(self, state: Mapping[str, Any], step: int) -> Resumed | None:
+    def roll_back(
+        self, state: Mapping[str, Any], step: int, fetched: Fetched | None = None
+    ) -> Resumed | None:
         """Load the newest usable checkpoint of *step* or an earlier one into *state*. Collective.
 
-        Returns None if there is none. Raises :class:`CheckpointUnusable` on all ranks if none of them can be used.
+        *fetched* is as in :meth:`load`. Returns None if there is none. Raises :class:`CheckpointUnusable` on all ranks
+        if none of them can be used.
         """
         # Until the next save renames them, checkpoints of an earlier generation of the run have later steps.
         if self._run.went_back_to is not None:
             step = min(step, self._run.went_back_to)
-        found = self._choose(None, newest_step=step)
+        found = self._choose(None, fetched, newest_step=step)
         if found is None:
             return None
-        return self._load_chosen(*found, state)
+        return self._load_chosen(*found, state, fetched=fetched)
 
     def _load_chosen(
         self,

@@ -102,6 +102,31 @@ class Transfers:
         """
         if not self._may_fetch:
             return None
+        return self._fetch(
+            run, lambda fetcher: fetcher.fetch(self._options.restore_from, run.memory)
+        )
+
+    def fetch_up_to(self, run: RunDirectory, step: int) -> Fetched | None:
+        """Fetch the newest checkpoint of *step* or an earlier one, to which *run* goes back while it trains.
+
+        Returns None if this machine has one that is as new, no store has a newer one, or the store cannot be read.
+        Raises on all ranks what rank 0 raises.
+        """
+        if self._options.remote is None:
+            return None
+
+        def fetch(fetcher: Fetcher) -> Fetched | None:
+            # A removal in progress could still remove what is found.
+            run.wait()
+            newest_step = step if run.went_back_to is None else min(step, run.went_back_to)
+            return fetcher.fetch_up_to(newest_step, run.memory)
+
+        return self._fetch(run, fetch)
+
+    def _fetch(
+        self, run: RunDirectory, fetch_with: Callable[[Fetcher], Fetched | None]
+    ) -> Fetched | None:
+        """Call *fetch_with* on rank 0, and bring what it fetched to the other nodes that do not share the directory."""
         fetched: Fetched | None = None
 
         def fetch() -> Fetched | None:
@@ -111,7 +136,7 @@ class Transfers:
                 self.open(run)
             if self.fetcher is None:
                 return None
-            return self.fetcher.fetch(self._options.restore_from, run.memory)
+            return fetch_with(self.fetcher)
 
         def cancel() -> None:
             if self.fetcher is not None:

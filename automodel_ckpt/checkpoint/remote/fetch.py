@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import threading
@@ -24,6 +25,7 @@ from automodel_ckpt.checkpoint.remote.run import RemoteCheckpoint, RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
 from automodel_ckpt.checkpoint.run import links, resume
 from automodel_ckpt.checkpoint.tree import files_of
+from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.store_url import is_url, public
 from automodel_ckpt.units import size_text
 
@@ -117,6 +119,27 @@ class Fetcher:
         if is_own:
             pull_logs(run, self._root)
         return fetched
+
+    def fetch_up_to(self, step: int, memory: Path | None = None) -> Fetched | None:
+        """Fetch the newest checkpoint of *step* or an earlier one, if the store of the run has it and *root* does not.
+
+        For a run that goes back while it trains: it keeps its logs. *memory* and the returned value are as those of
+        :meth:`fetch`. A store that cannot be read is a warning.
+        """
+        remove_fetched(self._root)
+        local = resume.newest(self._root, memory, step)
+        if self._run is None or (local is not None and local.step == step):
+            return None
+        try:
+            found = _newest(self._run, self._root, step)
+            if found is None or (local is not None and local.step >= found.name.step):
+                return None
+            return self._bring(self._run, str(found.name), is_own=True)
+        except (StoreError, CheckpointUnusable) as error:
+            log.warning(
+                "checkpoints in the store are not used to go back to step %d: %s", step, error
+            )
+            return None
 
     def _pull_missing_logs(self) -> None:
         """Download the logs if another node had them, and continues from a checkpoint on the disks of the nodes."""
@@ -258,16 +281,19 @@ def wanted(
     return run.checkpoint(parsed)
 
 
-def _newest(run: RemoteRun, root: Path) -> RemoteCheckpoint | None:
-    """Return the newest checkpoint of *run*, without those that the run in *root* abandoned."""
+def _newest(run: RemoteRun, root: Path, newest_step: int | None = None) -> RemoteCheckpoint | None:
+    """Return the newest checkpoint of *run*, without those that the run in *root* abandoned.
+
+    With *newest_step*, later steps are left out.
+    """
     gone_back = GoneBack.read(root)
     owner = run.owner() if gone_back is not None else None
     if gone_back is not None and owner is not None and gone_back.is_outdated(owner):
         gone_back = None
-    for found in run.checkpoints():
-        if gone_back is None or found.name.step <= gone_back.step:
-            return found
-    return None
+    limits = [math.inf if newest_step is None else newest_step]
+    if gone_back is not None:
+        limits.append(gone_back.step)
+    return next((each for each in run.checkpoints() if each.name.step <= min(limits)), None)
 
 
 def own_name(restore_from: str | None, settings: RemoteOptions | None) -> str | None:

@@ -75,14 +75,16 @@ def records(root: Path, metric_key: str, known: Known | None = None) -> Iterator
             yield found
 
 
-def newest(root: Path, memory: Path | None = None) -> policy.Record | None:
+def newest(
+    root: Path, memory: Path | None = None, newest_step: int | None = None
+) -> policy.Record | None:
     """Return the newest complete checkpoint of a run, without its metric; None if there is none.
 
-    *memory* is the directory of the run's memory checkpoints.
+    *memory* is the directory of the run's memory checkpoints. With *newest_step*, later steps are left out.
     """
     for path in _newest_first(root, memory):
         found = record(path.parent, path.name, "", {})
-        if found is not None:
+        if found is not None and (newest_step is None or found.step <= newest_step):
             return found
     return None
 

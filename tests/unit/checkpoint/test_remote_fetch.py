@@ -167,6 +167,40 @@ def test_a_run_that_went_back_without_its_store_does_not_fetch_what_it_left(
     assert found is not None and str(found.name) == SECOND
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_run_goes_back_to_a_checkpoint_of_its_store_where_its_disk_has_none_as_new(
+    is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"file://{tmp_path}/store"
+    local, root = tmp_path / "local", tmp_path / "run"
+    saved = write_run(local)
+    loaded = tiny.recipe(seed=1)
+    in_store(url, local)
+    root.mkdir()
+    shutil.copytree(local / FIRST, root / FIRST)
+    fetcher = fetch.Fetcher(root, RemoteStorage(url))
+    # It has the first checkpoint, which is the newest up to a step before the second.
+    for step in (9, 10, 19):
+        assert fetcher.fetch_up_to(step) is None
+        assert not (root / SECOND).exists()
+    if is_full:
+        monkeypatch.setattr(fetch, "_has_space", lambda *arguments: False)
+    checkpointer = tiny.checkpointer(root, remote=RemoteStorage(url))
+    # A directory of this name without a manifest is no checkpoint.
+    (root / "epoch_0_step_15").mkdir()
+    resumed = checkpointer.roll_back(discover(loaded), 25)
+    checkpointer.close()
+    tiny.assert_equal_state(saved, loaded)
+    assert resumed is not None and resumed.step == 20
+    # What is read from the store without a download is removed.
+    assert (root / SECOND).exists() != is_full
+    assert not (root / fetch.DIRECTORY).exists()
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "store").write_text("no directory")
+    assert fetcher.fetch_up_to(15) is None
+    assert "are not used to go back to step 15" in caplog.text
+
+
 def test_the_mark_of_going_back_ends_with_the_marks_in_the_store(tmp_path: Path) -> None:
     write_run(tmp_path)
     url = f"file://{tmp_path}/store"

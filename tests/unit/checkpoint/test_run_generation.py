@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover, layout
@@ -56,6 +57,13 @@ def test_a_start_on_one_node_keeps_what_it_has_saved_when_it_goes_back(tmp_path:
     assert first.load(state) is None
     for step in (1, 2, 3):
         first.save(state, step=step, epoch=0)
+        if step == 2:
+            uploaded = tmp_path / "store" / "epoch_0_step_2" / layout.MANIFEST
+            while not uploaded.exists():
+                time.sleep(0.01)
+    first.wait()
+    # The disk has what is not uploaded yet, and the newest one. The run goes back to one of the store.
+    assert not (root / "epoch_0_step_2").exists()
     went_back = first.roll_back(state, 2)
     assert went_back is not None and went_back.step == 2
     first.close()
