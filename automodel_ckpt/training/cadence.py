@@ -108,7 +108,7 @@ def planned_end(cadence: Cadence, steps_per_epoch: int | None) -> str:
         return f"num_epochs {num_epochs} will end the run{or_steps}{time}"
     last = num_epochs * steps_per_epoch
     if max_steps is not None and max_steps <= last:
-        return f"max_steps {max_steps} will end the run, of the {last} steps of num_epochs {num_epochs}{time}"
+        return f"max_steps {max_steps} will end the run before num_epochs {num_epochs} (step {last}){time}"
     of_steps = f" of max_steps {max_steps}" if max_steps is not None else ""
     return f"num_epochs {num_epochs} will end the run at step {last}{of_steps}{time}"
 

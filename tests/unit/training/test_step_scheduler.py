@@ -258,7 +258,7 @@ class FullDisk(Saves):
         (
             Cadence(max_steps=5, num_epochs=2),
             8,
-            "max_steps 5 will end the run, of the 16 steps of num_epochs 2",
+            "max_steps 5 will end the run before num_epochs 2 (step 16)",
         ),
         (Cadence(max_steps=100), 8, "max_steps 100 will end the run"),
         (Cadence(num_epochs=1), 8, "num_epochs 1 will end the run at step 8"),
