@@ -47,6 +47,7 @@ RECIPES = {
     "TrainFinetuneRecipeForSequenceClassification": "sequence_classification",
     benchmark.CLASS: "llm_finetune",
     retrieval.CLASS: "embedding",
+    retrieval.RERANKER: "reranker",
 }
 """AutoModel's recipe classes, and the recipes that replace them."""
 _PREFIXES = (

@@ -1,4 +1,4 @@
-"""Training of text embeddings in NeMo AutoModel's recipes: the model's embedding, its negatives, and the pairs.
+"""Text embeddings and rerankers in NeMo AutoModel's recipes: the model's output, the negatives, and the texts.
 
 Facts are from ``recipes/retrieval/train_bi_encoder.py``, ``_transformers/retrieval.py`` and
 ``components/datasets/llm/retrieval_collator.py``.
@@ -26,22 +26,30 @@ from automodel_ckpt.config.automodel.rows import (
 from automodel_ckpt.config.yaml_tree import Node
 
 CLASS = "TrainBiEncoderRecipe"
-_MODEL = re.compile(r"nemo_automodel\.([\w.]+\.)?NeMoAutoModelBiEncoder\.from_pretrained")
+RERANKER = "TrainCrossEncoderRecipe"
+_MODEL = re.compile(r"nemo_automodel\.([\w.]+\.)?NeMoAutoModel(Bi|Cross)Encoder\.from_pretrained")
 _COLLATOR = re.compile(
     r"nemo_automodel\.components\.datasets\.llm\.(retrieval_collator\.)?(?P<name>\w+)"
 )
 _POOLINGS = {"avg": "mean", "mean": "mean", "cls": "cls", "last": "last"}
 _TEXT_ONLY = "embeddings of images are not supported"
 _GRADIENTS = "documents of other ranks get gradients, too"
+_TEMPLATE = "question:{query} \n \n passage:{passage}"
+"""What AutoModel writes of a query and a document without a template."""
+_NAMES = {"{query}": "{{ query }}", "{passage}": "{{ document }}"}
+_SCORED_AT = "the score is computed at the last token, as transformers does it"
 
-MODEL: tuple[Row, ...] = (
-    Key("l2_normalize", where="embedding.normalize"),
-    Needs(
-        "extract_submodel",
-        "a part of a vision-language model",
-        "save it with transformers (AutoModel.from_pretrained(NAME).language_model.save_pretrained(DIRECTORY)), and "
-        "name the directory in pretrained_model_name_or_path",
-    ),
+EXTRACTED = Needs(
+    "extract_submodel",
+    "a part of a vision-language model",
+    "save it with transformers (AutoModel.from_pretrained(NAME).language_model.save_pretrained(DIRECTORY)), and name "
+    "the directory in pretrained_model_name_or_path",
+)
+MODEL: tuple[Row, ...] = (Key("l2_normalize", where="embedding.normalize"), EXTRACTED)
+RERANKER_MODEL: tuple[Row, ...] = (
+    Key("temperature", where="reranker.temperature"),
+    EXTRACTED,
+    Degraded("pooling", _SCORED_AT, when=lambda node: node.value != "last"),
 )
 
 
@@ -49,21 +57,37 @@ def _is_embedding(section: Section) -> bool:
     return section.work.their_class == CLASS
 
 
+def _is_reranker(section: Section) -> bool:
+    return section.work.their_class == RERANKER
+
+
 def model(section: Section) -> None:
     """Translate how the model makes embeddings, and what they are trained with."""
-    if not _is_embedding(section):
+    if not _is_embedding(section) and not _is_reranker(section):
         return
     target = section.peek("_target_")
     if target is not None and _MODEL.fullmatch(str(target.value)):
         section.take("_target_")
         section.translated("_target_", target, "recipe")
-    ours = replace(section, to="embedding")
-    # AutoModel makes the attention of each decoder bidirectional.
+    ours = replace(section, to=section.work.recipe)
+    # AutoModel makes the attention of decoders bidirectional; for scores, that of Llama.
     ours.put_default("attention", "bidirectional")
+    if _is_reranker(section):
+        _one_label(section)
+        apply_rows(RERANKER_MODEL, section)
+        return
     _pooling(ours)
     _negatives(ours)
     _temperature(section.work.section("", "embedding"), section.peek("l2_normalize"))
     apply_rows(MODEL, section)
+
+
+def _one_label(section: Section) -> None:
+    node = section.take("num_labels")
+    if node is not None and value_of(node) != 1:
+        section.reject("num_labels", node, "a reranker computes one score", "set num_labels: 1")
+    elif node is not None:
+        section.no_effect("num_labels", node)
 
 
 def _pooling(section: Section) -> None:
@@ -112,7 +136,7 @@ def _temperature(section: Section, normalize: Node | None) -> None:
 
 def collators(section: Section) -> None:
     """Translate the collate functions of pairs: the lengths of texts, and the prompts before them."""
-    if not _is_embedding(section):
+    if not _is_embedding(section) and not _is_reranker(section):
         return
     for name, data in (("dataloader", "dataset"), ("validation_dataloader", "validation_dataset")):
         loader = section.inner(name)
@@ -121,8 +145,10 @@ def collators(section: Section) -> None:
         found = _COLLATOR.fullmatch(str(target.value)) if target is not None else None
         if target is None or found is None:
             continue
-        if found["name"] == "BiEncoderCollator":
+        if found["name"] == "BiEncoderCollator" and _is_embedding(section):
             _collator(loader, collate)
+        elif found["name"] == "CrossEncoderCollator" and _is_reranker(section):
+            _joint_collator(loader, collate)
         elif found["name"] in (
             "ProcessorMethodCollator",
             "make_vision_collator_from_processor_method",
@@ -159,6 +185,32 @@ def _collator(loader: Section, collate: Section) -> None:
             Key("p_max_len", "seq_length", default="512"),
             NoEffect("_target_", "padding", "use_dataset_instruction"),
         ),
+        collate,
+    )
+    if collate.node is not None and not collate.node.value:
+        loader.take("collate_fn")
+
+
+def _joint_collator(loader: Section, collate: Section) -> None:
+    """Translate the collator of queries with documents, which has no instructions."""
+    data = collate.work.source.at(f"{collate.to}.use_dataset_instruction")
+    if data is not None:
+        data.value = "false"
+    is_training = loader.path == "dataloader"
+    given = collate.take("prompt_template")
+    if is_training:
+        template = given or Node(_TEMPLATE, AUTOMODEL_DEFAULT)
+        text = re.sub(r"\{(query|passage)\}", lambda part: _NAMES[part[0]], str(template.value))
+        replace(collate, to="reranker").put(
+            "template", Node(text, template.origin, quoted=True), was="prompt_template"
+        )
+    elif given is not None:
+        collate.no_effect("prompt_template", given)
+    multiple = collate.take("pad_to_multiple_of")
+    if multiple is not None and is_training:
+        loader.put("pad_to_multiple_of", multiple)
+    apply_rows(
+        (Key("rerank_max_length", "seq_length"), NoEffect("_target_", "padding", "return_tensors")),
         collate,
     )
     if collate.node is not None and not collate.node.value:
@@ -227,9 +279,10 @@ PAIRS: tuple[Row, ...] = (
 
 
 def decay(section: Section) -> None:
-    """Leave norms and biases without weight decay, as only this recipe of AutoModel does."""
+    """Leave norms and biases without weight decay, as only these recipes of AutoModel do."""
     node = section.work.result.at("optimizer.no_decay")
-    if _is_embedding(section) and node is not None and node.origin == AUTOMODEL_DEFAULT:
+    is_retrieval = _is_embedding(section) or _is_reranker(section)
+    if is_retrieval and node is not None and node.origin == AUTOMODEL_DEFAULT:
         section.put("no_decay", replace(node, value="auto"))
 
 

@@ -6,6 +6,7 @@ The recipes are written here, in AutoModel's format.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -1500,6 +1501,61 @@ def test_what_an_embedding_cannot_be_here_is_an_error(
     with pytest.raises(RecipeError) as caught:
         load_recipe(path)
     assert [what in problem.what for problem in caught.value.problems] == [True]
+
+
+CROSS_ENCODER = f"""\
+recipe: TrainCrossEncoderRecipe
+model:
+  _target_: nemo_automodel.NeMoAutoModelCrossEncoder.from_pretrained
+  pretrained_model_name_or_path: some/model
+  num_labels: 1
+  temperature: 0.5
+  pooling: avg
+dataset:
+  _target_: {DATA}.llm.retrieval_dataset.RetrievalDatasetConfig
+  model_type: cross_encoder
+  data_dir_list: rows.jsonl
+  n_passages: 3
+  use_dataset_instruction: true
+dataloader:
+  _target_: torchdata.stateful_dataloader.StatefulDataLoader
+  collate_fn:
+    _target_: {DATA}.llm.CrossEncoderCollator
+    rerank_max_length: 64
+    prompt_template: "q:{{query}} \\n p:{{passage}}"
+    pad_to_multiple_of: 8
+optimizer:
+  lr: 1e-5
+"""
+
+
+def test_a_recipe_for_rerankers_is_translated(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(CROSS_ENCODER)
+    loaded = load_recipe(path)
+    config = loaded.config
+    assert (config.recipe, config.model.from_pretrained) == ("reranker", "some/model")
+    assert dataclasses.asdict(config.reranker) == {
+        "template": "q:{{ query }} \n p:{{ document }}",
+        "temperature": 0.5,
+        "attention": "bidirectional",
+    }
+    assert config.dataset.kwargs == {
+        "sources": ["rows.jsonl"],
+        "num_negatives": 2,
+        "seq_length": 64,
+        "instructions": False,
+    }
+    assert (config.classification, config.dataloader.collate_fn) == (None, None)
+    assert (config.dataloader.pad_to_multiple_of, config.optimizer.no_decay) == (8, "auto")
+    (warning, _) = report_lines(loaded.notices)
+    assert "model.pooling avg: the score is computed at the last token" in warning
+    path.write_text(CROSS_ENCODER.replace("num_labels: 1", "num_labels: 2"))
+    with pytest.raises(RecipeError, match="a reranker computes one score"):
+        load_recipe(path)
+    path.write_text(re.sub(".*prompt_template.*\n", "", CROSS_ENCODER))
+    found = load_recipe(path).config.reranker.template
+    assert found == "question:{{ query }} \n \n passage:{{ document }}"
 
 
 def test_overrides_of_our_length_and_truncation_count_in_a_file_of_automodel(
