@@ -24,6 +24,8 @@ from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Summary, T
 from automodel_ckpt.checkpoint.policy import KeepPolicy
 from automodel_ckpt.checkpoint.run import maintenance, resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
+from automodel_ckpt.checkpoint.run.writable import check_not_a_file
 from automodel_ckpt.checkpoint.saving.environment import environment
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.opening import MODEL
@@ -161,9 +163,10 @@ def write_checkpoint(planned: NewCheckpoint) -> Path:
     :class:`CheckpointUnusable` if the source cannot be read; then nothing of it remains.
     """
     run = RunDirectory(planned.run, KeepPolicy(), "val_loss")
+    check_not_a_file(planned.run)
     try:
         # The lease first: recover() removes staging directories, which a live run may be writing.
-        run.hold()
+        run.hold(COMMAND_HINT)
         maintenance.recover(run.root)
         _check_step_order(planned.run, planned.name)  # a run may have saved since it was planned
         return _write(planned, run.root)

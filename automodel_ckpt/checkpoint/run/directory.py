@@ -17,12 +17,8 @@ from automodel_ckpt.checkpoint import commit, layout, policy
 from automodel_ckpt.checkpoint.export_leftovers import clear_checkpoint
 from automodel_ckpt.checkpoint.failures import NEXT_SAVE
 from automodel_ckpt.checkpoint.run import late_validations, links, resume
-from automodel_ckpt.checkpoint.run.lease import Lease
-from automodel_ckpt.checkpoint.run.writable import (
-    check_links,
-    check_not_a_file,
-    check_outside_checkpoints,
-)
+from automodel_ckpt.checkpoint.run.lease import RUN_HINT, Lease
+from automodel_ckpt.checkpoint.run.writable import check_links, check_outside_checkpoints
 from automodel_ckpt.errors import os_problem
 
 log = logging.getLogger("automodel_ckpt")
@@ -68,23 +64,22 @@ class RunDirectory:
 
     # ---------------------------------------------------------------- the lease
 
-    def hold(self) -> None:
+    def hold(self, hint: str = RUN_HINT) -> None:
         """Lock the directory for this run. The first call creates it; a directory deleted since is not created again.
 
-        Raises :class:`RecipeError` if another live run has locked it, or if it is a file, a link to nothing, or inside
-        of a checkpoint; :class:`LeaseLost` if another run took over since the first call; OSError if it cannot be
-        written.
+        Raises :class:`RecipeError` if another live run has locked it (with *hint*), or if it is a link to nothing
+        or inside of a checkpoint; :class:`LeaseLost` if another run took over since the first call; OSError if it
+        cannot be written.
         """
         if self._lease is not None:
             self._lease.check()
             return
         check_links(self.path)
         check_outside_checkpoints(self.path)
-        check_not_a_file(self.root)
         if not self.root.is_dir():
             commit.make_run_directory(self.root)
             self._was_created = True
-        self._lease = Lease(self.root)
+        self._lease = Lease(self.root, hint=hint)
         before = self._lease.taken_over
         if before is not None and not before.is_of_this_launch():
             message = "taking over %s from process %d on %s, which did not release it"

@@ -20,10 +20,10 @@ def check_links(directory: Path) -> None:
     if dangling is None:
         return
     raise RecipeError(
-        f"{OPENING} failed: a link leads to a directory that does not exist",
+        "the run directory is a link to a directory that does not exist",
         where=str(directory),
         value=str(dangling),
-        hint=f"create {dangling.target}, or set checkpoint.checkpoint_dir to another directory",
+        hint=f"create {dangling.target}, or use another run directory",
     )
 
 
@@ -43,7 +43,7 @@ def check_outside_checkpoints(directory: Path) -> None:
 
 def check_not_a_file(directory: Path) -> None:
     """Raise :class:`RecipeError` if *directory* exists and is no directory."""
-    if os.path.lexists(directory) and not directory.is_dir():
+    if directory.exists() and not directory.is_dir():
         raise RecipeError(
             "the run directory is a file",
             where=str(directory),

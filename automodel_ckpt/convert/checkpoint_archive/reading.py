@@ -21,6 +21,8 @@ from automodel_ckpt.checkpoint.merkle import has_merkle_digest
 from automodel_ckpt.checkpoint.policy import KeepPolicy
 from automodel_ckpt.checkpoint.run import maintenance
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
+from automodel_ckpt.checkpoint.run.writable import check_not_a_file
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.convert.checkpoint_archive.byte_planes import (
     BLOCK_BYTES,
@@ -57,9 +59,10 @@ def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
     """
     _check_readable(path)
     directory = RunDirectory(run, KeepPolicy(), "val_loss")
+    check_not_a_file(run)
     try:
         # The lease first: recover() removes staging directories, which a live run may be writing.
-        directory.hold()
+        directory.hold(COMMAND_HINT)
         maintenance.recover(directory.root)
         reader = ZstdTarReader(path)
         with reader:

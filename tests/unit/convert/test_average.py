@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from automodel_ckpt.checkpoint import commit
 from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert import average_methods
 from automodel_ckpt.convert.open import open_weights
@@ -152,6 +153,15 @@ def test_a_result_that_cannot_be_written_is_no_failed_import(
     (tmp_path / "file").touch()
     assert main(["average", *paths, "-o", str(tmp_path / "file")]) == 2
     assert "the run directory is a file" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to("gone")
+    assert main(["average", *paths, "-o", str(tmp_path / "link")]) == 2
+    message = capsys.readouterr().err
+    assert "is a link to a directory that does not exist" in message
+    lease = Lease(tmp_path / "out")
+    assert main(["average", *paths, "-o", str(tmp_path / "out"), "--step", "9"]) == 2
+    lease.release()
+    message += capsys.readouterr().err
+    assert "wait until it ends" in message and "checkpoint_dir" not in message
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
