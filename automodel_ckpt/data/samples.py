@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _FORMAT = 7
 """Part of the cache's keys. Increase it when the samples of the same data change."""
+_PREPARING = "preparing the data of %s; later starts read the result from the cache"
 
 
 def samples_of(
@@ -163,7 +164,7 @@ def stored(
         return build()
 
     def save(directory: Path) -> None:
-        log.info("preparing %s", name)
+        log.info(_PREPARING, name)
         build().save(directory)
 
     whole_key = (_FORMAT, *key, fingerprint, tokenizers.__version__)
@@ -185,7 +186,7 @@ def _prepared(
         return dataset
 
     def save(directory: Path) -> None:
-        log.info("preparing %s", name)
+        log.info(_PREPARING, name)
         build(directory)
 
     whole_key = (_FORMAT, *key, fingerprint, tokenizers.__version__)
