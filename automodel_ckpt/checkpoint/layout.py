@@ -212,7 +212,7 @@ def sibling(directory: Path) -> Path:
 
 
 def escape_key(key: object) -> str:
-    """Escape a dict key for a file name: all characters but letters, digits, ``_`` and ``-`` become ``%XX``."""
+    """Escape a dict key for a file name: all characters except letters, digits, ``_`` and ``-`` become ``%XX``."""
     # quote() keeps these two. An unescaped dot would look like the end of the attribute's name.
     return quote(str(key), safe="").replace(".", "%2E").replace("~", "%7E")
 

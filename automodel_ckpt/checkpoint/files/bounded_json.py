@@ -87,7 +87,7 @@ def parsed_bytes(data: bytes) -> int:
 
 
 def _parsed_bytes(data: bytes, num_texts: int, num_new_keys: int) -> int:
-    """Estimate the memory of everything but repeated keys. *num_texts* does not include the keys."""
+    """Estimate the memory of everything except repeated keys. *num_texts* does not include the keys."""
     # The bytes and their text. One character beyond Latin-1 can make every character of the text, and of the values,
     # take four bytes.
     allocated = 2 * len(data) if data.isascii() else 9 * len(data)

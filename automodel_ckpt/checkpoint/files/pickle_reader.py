@@ -244,7 +244,7 @@ def _is_callable(function: Any) -> bool:
 
 
 def _check_finite(value: Any, budget: int) -> None:
-    """A value may hold another twice, but not so often that walking over it would never end."""
+    """Reject a value that contains others so often, or so deeply, that a walk over it would take too long."""
     waiting = [(value, 0)]
     while waiting:
         item, depth = waiting.pop()

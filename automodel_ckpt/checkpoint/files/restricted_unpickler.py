@@ -97,7 +97,7 @@ class RestrictedUnpickler(_PythonUnpickler):  # type: ignore[misc]
 
 
 def instruction_table(opcodes: Iterable[str]) -> dict[int, Any]:
-    """Return the table of instructions by the opcode's byte: all are rejected but *opcodes*, REDUCE and BUILD."""
+    """Return the table of instructions by the opcode's byte: all except *opcodes*, REDUCE and BUILD are rejected."""
     table: dict[int, Any] = dict.fromkeys(range(256), RestrictedUnpickler.reject)
     for name in opcodes:
         code = getattr(pickle, name)[0]

@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.files.torch_zip import TensorArchive, archive_aro
 
 @functools.lru_cache(maxsize=4096)
 def tensor_archive(dtype: torch.dtype, sizes: tuple[int, ...], nbytes: int) -> TensorArchive:
-    """Everything but the bytes of ``torch.save``'s archive of a contiguous tensor on the CPU."""
+    """The archive that ``torch.save`` writes for a contiguous tensor on the CPU, without the bytes of the tensor."""
     return archive_around(_pickled(dtype, sizes, nbytes), nbytes)
 
 

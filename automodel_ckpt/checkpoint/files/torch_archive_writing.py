@@ -93,7 +93,7 @@ def plain_archive(value: Any) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def described_archive(dtype: str, shape: tuple[int, ...]) -> TensorArchive:
-    """Return everything but the bytes of the file with only a contiguous tensor of a safetensors *dtype*."""
+    """Return the file of a single contiguous tensor of a safetensors *dtype*, without the bytes of the tensor."""
     tensor = ArchiveTensor(dtype, shape, tuple)
     program = _Program()
     program.save(tensor)

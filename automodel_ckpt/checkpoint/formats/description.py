@@ -65,7 +65,7 @@ class TreeDescription:
     origins: Mapping[Mesh, int]
 
     def digest(self) -> str:
-        """The digest of all but the origins."""
+        """The digest of everything except the origins."""
         # Not pickle: equal values can have different pickles, by the identity of the objects in
         # them.
         content = [self.tensors, self.irregular, self.values, list(self.paths.items()), self.kinds]

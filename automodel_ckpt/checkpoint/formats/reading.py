@@ -136,7 +136,7 @@ def read_tree(
 
 
 def _reads(tensor: Tensor, value: torch.Tensor, box: Box | None) -> Iterator[_Read]:
-    """What to read of a stored tensor into *value*, of which this rank has *box*."""
+    """Describe what to read of a stored tensor into *value*. This rank has the part *box* of it."""
     if box is None:
         return
     if tuple(value.shape) != tensor.shape:

@@ -159,7 +159,7 @@ class NodeProcess:
         self.do({"do": "report", "to": self._settings.reports_to}, lambda: None)
 
     def do(self, document: dict[str, Any], check: Callable[[], None]) -> None:
-        """Run a command, and call *check* again and again meanwhile, which may raise to cancel it.
+        """Run a command. Until it ends, *check* is called repeatedly; it may raise to cancel the command.
 
         Raises :class:`NodeFailed`. A process that has ended is started again.
         """

@@ -108,7 +108,7 @@ class NodeServer(ThreadingHTTPServer):
                     del self._received[other]
 
     def keep(self, names: list[str]) -> None:
-        """Remove all checkpoints but *names*, which are complete on all nodes, also those that were set aside.
+        """Remove all checkpoints except *names*, which are complete on all nodes, also those that were set aside.
 
         What no save has written stays.
         """

@@ -58,7 +58,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the run: its ranks, the first of which leads it, and where its process listens."""
+    """A node of the run: its ranks, and where its process listens. The first rank leads the node."""
 
     ranks: tuple[int, ...]
     address: Address

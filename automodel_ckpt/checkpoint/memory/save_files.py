@@ -82,7 +82,7 @@ def saves_set_aside(directory: Path) -> list[Summary]:
 
 
 def remove_set_aside(directory: Path, kept: str = "") -> list[str]:
-    """Remove the checkpoints in *directory* that were set aside, but the one with the digest *kept*.
+    """Remove the checkpoints in *directory* that were set aside, except the one with the digest *kept*.
 
     If none is kept, logs of earlier generations are removed, too. Returns the names of the checkpoints. Raises OSError.
     """

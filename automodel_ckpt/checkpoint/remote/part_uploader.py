@@ -85,12 +85,12 @@ class PartUploader(UploadLoop):
 
     @property
     def is_done(self) -> bool:
-        """Whether the store has all checkpoints of which this node has files."""
+        """Whether the store has all checkpoints that have files on this node."""
         found = self._checkpoints()
         return all(manifest.digest in self._stored for manifest in found.values())
 
     def _checkpoints(self) -> dict[str, Manifest]:
-        """The manifests of the checkpoints of which this node has files, by name, newest first."""
+        """The manifests of the checkpoints that have files on this node, by name, newest first."""
         found = {}
         for name in resume.checkpoint_names(self.root):
             # It may be removed meanwhile.

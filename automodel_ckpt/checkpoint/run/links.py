@@ -111,7 +111,7 @@ def pinned_names(root: Path) -> set[str]:
 
 
 def make_room(path: Path) -> None:
-    """Rename what has the *path* of a new checkpoint but is none, as :func:`set_aside` does, and log a warning.
+    """Set aside (rename) a file or directory that has the *path* of a new checkpoint, and log a warning.
 
     Raises OSError.
     """

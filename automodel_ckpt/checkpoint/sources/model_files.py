@@ -1,4 +1,4 @@
-"""Which files belong beside the weights of a Hugging Face model: config, tokenizer, code, licence, pooling."""
+"""Which files belong beside the weights of a Hugging Face model: config, tokenizer, code, license, pooling."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FOLDERS = ("additional_chat_templates/*", "[0-9]_*/config.json")
 
 
 def base_files(directory: Path) -> dict[str, bytes]:
-    """The files of a pretrained model that belong beside its weights: config, tokenizer or processor, code, licence."""
+    """The files of a pretrained model that belong beside its weights: config, tokenizer or processor, code, license."""
     return read_files(directory, _SIDE_FILES)
 
 

@@ -61,7 +61,7 @@ def check_finished(path: Path) -> None:
 
 
 def without_averages(manifest: Manifest) -> list[str]:
-    """Return the modules of a checkpoint but the average of its ``model``, by attribute name."""
+    """Return the modules of a checkpoint, except the average of its ``model``, by attribute name."""
     names = []
     for name, record in manifest.state.items():
         is_stored = record.kind == "module" and name in manifest.trees

@@ -336,7 +336,7 @@ def load_read_state(
 
 
 def _leaves_moments(optimizer: Optimizer) -> bool:
-    """Whether nothing but a cast happens to the moments in ``load_state_dict``: no hook, no method of another library.
+    """Whether ``load_state_dict`` only casts the moments: the optimizer has no hooks, and no method of another library.
 
     With tens of thousands of tensors, the casts take longer than reading the values.
     """

@@ -180,7 +180,7 @@ def merge_files(rank_manifests: Iterable[RankManifest]) -> dict[str, FileRecord]
 
 
 def merge_ranges(rank_manifests: Iterable[RankManifest]) -> dict[str, FileRecord]:
-    """The records of the files of which several ranks wrote a range each.
+    """The records of the files that several ranks wrote together, each a byte range.
 
     Raises :class:`SaveFailed` where the ranges do not make up a file.
     """

@@ -69,7 +69,7 @@ class FailureDirectory:
         self._write(attempt, f"rank_{rank}.training", "")
 
     def starting(self, attempt: int) -> dict[int, int]:
-        """Map the ranks of this node that have neither begun to train nor failed to their process ids."""
+        """Return, by rank, the process ids of the ranks of this node that have neither begun to train nor ended."""
         beyond = set(self._files(attempt, "training"))
         beyond.update(self._files(attempt, "done"), self._files(attempt, "json"))
         processes = self.processes(attempt)

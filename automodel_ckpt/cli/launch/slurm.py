@@ -59,7 +59,7 @@ def _slurm_local_rank(environment: Mapping[str, str]) -> int:
 
 
 def slurm_tasks(environment: Mapping[str, str]) -> int:
-    """Return the number of tasks of the step, each of which may be a rank."""
+    """Return the number of tasks of the step. Each may be a rank."""
     return slurm_number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
 
 

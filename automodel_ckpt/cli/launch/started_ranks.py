@@ -74,7 +74,7 @@ def _validate_ranks(environment: Mapping[str, str]) -> None:
 
 
 def _validate_not_mpi(environment: Mapping[str, str]) -> None:
-    """Raise :class:`RecipeError` if mpirun started several processes, each of which would train alone."""
+    """Raise :class:`RecipeError` if mpirun started several processes: each would train alone."""
     size = environment.get("OMPI_COMM_WORLD_SIZE") or environment.get("PMI_SIZE") or "1"
     if size != "1":
         raise RecipeError(
