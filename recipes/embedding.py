@@ -230,6 +230,14 @@ class EmbeddingFinetune(LLMFinetune):
             return default
         return PairCollator(default.pad_token_id, default.multiple)
 
+    def samples_of_rows(self, micro_batch: Tensors) -> list[int]:
+        """List the number of the pair, in *micro_batch*, of each of its texts: the pairs, then all negatives."""
+        counts = micro_batch["num_negatives"]
+        pairs = torch.arange(len(counts))
+        owners = torch.cat([pairs.repeat_interleave(2), pairs.repeat_interleave(counts)])
+        numbers: list[int] = owners.tolist()
+        return numbers
+
     def validation_batch_size(self) -> int:
         """The global batch size of training: each validation then ranks the same documents on any number of ranks."""
         return self.config.step_scheduler.global_batch_size

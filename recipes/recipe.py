@@ -334,10 +334,9 @@ class Recipe:
         """Describe the label of each sample of *micro_batch*, for ``--show-samples``; empty if tokens have labels."""
         return []
 
-    def row_counts(self, micro_batch: Mapping[str, torch.Tensor]) -> list[int]:
-        """Count the rows of each sample of *micro_batch*, for ``--show-samples``."""
-        num_samples = -(-len(micro_batch["input_ids"]) // self.rows_per_sample)
-        return [self.rows_per_sample] * num_samples
+    def samples_of_rows(self, micro_batch: Mapping[str, torch.Tensor]) -> list[int]:
+        """List the number of the sample, in *micro_batch*, of each of its rows, for ``--show-samples``."""
+        return [row // self.rows_per_sample for row in range(len(micro_batch["input_ids"]))]
 
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names. Each recipe defines it."""

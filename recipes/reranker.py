@@ -166,15 +166,16 @@ class Reranker(LLMFinetune):
             )
         return build(section, tokenizer=self.tokenizer, pair_template=template or "")
 
-    def row_counts(self, micro_batch: Tensors) -> list[int]:
-        """Count the documents of each query of *micro_batch*, for ``--show-samples``."""
-        counts: list[int] = micro_batch["num_documents"].tolist()
-        return counts
+    def samples_of_rows(self, micro_batch: Tensors) -> list[int]:
+        """List the number of the query, in *micro_batch*, of each of its rows."""
+        counts = micro_batch["num_documents"]
+        queries: list[int] = torch.arange(len(counts)).repeat_interleave(counts).tolist()
+        return queries
 
     def labels_in_words(self, micro_batch: Tensors) -> list[str]:
         """Describe each row: the right document of its query, or another one."""
         words = []
-        for count in self.row_counts(micro_batch):
+        for count in micro_batch["num_documents"].tolist():
             words += ["right document", *["other document"] * (count - 1)]
         return words
 

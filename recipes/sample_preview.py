@@ -140,17 +140,18 @@ def _rows(recipe: Recipe, num_rows: int) -> Iterator[tuple[int, _Row]]:
     """Yield (number, row) of the first rows of the first epoch."""
     left = num_rows
     for batch in recipe.dataloader:
-        rows = [row for micro_batch in batch.micro_batches for row in _rows_of(recipe, micro_batch)]
-        counts = [count for each in batch.micro_batches for count in recipe.row_counts(each)]
-        numbers = []
-        for number, count in zip(batch.sample_ids, counts, strict=False):
-            numbers += [number] * count
-        # A group that is not full is completed by a row without labels, which is no sample.
-        for number, row in zip(numbers, rows, strict=False):
-            if left == 0:
-                return
-            left -= 1
-            yield number, row
+        start = 0
+        for micro_batch in batch.micro_batches:
+            owners = recipe.samples_of_rows(micro_batch)
+            for owner, row in zip(owners, _rows_of(recipe, micro_batch), strict=True):
+                # A group that is not full is completed by a row without labels, which is no sample.
+                if start + owner >= len(batch.sample_ids):
+                    continue
+                if left == 0:
+                    return
+                left -= 1
+                yield batch.sample_ids[start + owner], row
+            start += max(owners, default=-1) + 1
         if batch.last_of_epoch:
             return
 

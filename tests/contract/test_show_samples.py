@@ -12,6 +12,7 @@ from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE, RecipeError
 from automodel_ckpt.recipes.sample_preview import PreviewSample, Span
+from tests.support import embeddings, rerankers
 from tests.support.stand_ins import LLAMA_CHAT, write_model
 
 Capture = pytest.CaptureFixture[str]
@@ -141,3 +142,33 @@ def test_samples_of_a_recipe_of_another_kind_are_an_error(directory: Path) -> No
     loaded = load_recipe(directory / "recipe.yaml")
     with pytest.raises(RecipeError, match="only of a recipe derived from Recipe"):
         list(show_samples.report(loaded, dict, 1))
+
+
+@pytest.mark.parametrize("kind", ["embedding", "reranker"])
+def test_texts_of_pairs_have_the_number_of_their_row(
+    capsys: Capture, tmp_path: Path, kind: str
+) -> None:
+    write = embeddings.write if kind == "embedding" else rerankers.write
+    write(tmp_path, "bert", 2)
+    rows = [
+        {"query": "ba", "positive": "bo", "negatives": ["ba ba"]},
+        {"query": "ku", "positive": "ka", "negatives": ["ku ku", "ka ka"]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--dataloader.shuffle=false", "--step_scheduler.local_batch_size=1")
+    batch = ("--step_scheduler.global_batch_size=2", "--validation_dataset=null")
+    text = shown(capsys, tmp_path, *words, *batch, num="9")
+    parts = [part.strip() for part in text.split("sample ")[1:]]
+    numbers = [part.partition(":")[0] for part in parts]
+    if kind == "embedding":
+        assert numbers == ["0"] * 3 + ["1"] * 4
+        assert "ku ku" in parts[5]
+    else:
+        assert numbers == ["0"] * 2 + ["1"] * 3
+        assert [part.partition("label ")[2].split()[0] for part in parts] == [
+            "right",
+            "other",
+            "right",
+            "other",
+            "other",
+        ]
