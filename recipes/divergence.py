@@ -95,6 +95,7 @@ class Divergence:
                 value=str(spikes.rule.max_rollbacks),
                 hint=_HINT,
             )
+        left_out = spikes.left_out()
         with self._run_log.timeline.phase(timeline.OTHER):
             resumed = self._saves.roll_back(target) if target >= 0 else None
         if resumed is None:
@@ -106,7 +107,8 @@ class Divergence:
             )
             return False
         spikes.num_rollbacks = num_rollbacks
-        spikes.skip_after = target
+        spikes.keep_left_out(left_out)
+        spikes.leave_out(target, spikes.rule.skip)
         self._run_log.roll_back(self._scheduler, spike, spikes.rule.skip)
         log.warning(
             "step %d is a spike: %s. Going back to step %d from the checkpoint of step %d, and leaving out %s",
@@ -129,21 +131,21 @@ class Divergence:
     def skip_is_due(self) -> bool:
         """Whether batches are left out after the present step."""
         spikes = self._scheduler.spikes
-        return spikes is not None and spikes.skip_after == self._scheduler.step
+        return spikes is not None and spikes.num_to_skip(self._scheduler.step) > 0
 
     def skip_batches(self, dataloader: GlobalBatchLoader) -> None:
-        """Leave out the global batches of a spike, if the run is at the step that it went back to."""
+        """Leave out the global batches of spikes, if the next ones are such batches."""
         spikes = self._scheduler.spikes
-        if spikes is None or not self.skip_is_due():
+        if spikes is None:
             return
-        num_left = spikes.rule.skip
+        num_left = spikes.num_to_skip(self._scheduler.step)
         while num_left:
             # Not interrupted by a signal, which only one rank may have: the next step is agreed on by all.
             with closing(iter(dataloader)) as batches:
                 for batch in islice(batches, num_left):
                     dataloader.mark_consumed(batch)
+                    spikes.num_skipped += 1
                     num_left -= 1
-        spikes.skip_after = None
 
     def postpones_save(self, due: Due) -> bool:
         """Whether a save that is due waits for a finite step: it could replace the last good checkpoint."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,7 +17,8 @@ class SpikeRule:
     """A step is a spike if its loss or gradient norm is not finite, or exceeds the median of the last *window* steps.
 
     The limit is *loss_factor* or *grad_norm_factor* times the median; None: no limit. The run then goes back by
-    *rollback* steps and leaves out the next *skip* batches. It ends after *max_rollbacks*.
+    *rollback* steps and leaves out the next *skip* batches, in addition to those of earlier spikes. It ends after
+    *max_rollbacks*.
     """
 
     loss_factor: float | None
@@ -39,14 +40,18 @@ class Spike:
 class SpikeDetector:
     """The losses and gradient norms of the last steps, and what follows a spike. Checkpoints contain all of it.
 
-    Decisions depend on the stored values only, so that a run which is killed and resumed makes the same ones.
+    The global batches are numbered from 1 in the order of the data. Those that are left out stay so when the run goes
+    back again and repeats the steps around them: batches with damaged data are often neighbors. Decisions depend on the
+    stored values only, so that a run which is killed and resumed makes the same ones.
     """
 
     def __init__(self, rule: SpikeRule) -> None:
         self.rule = rule
         self.num_rollbacks = 0
-        self.skip_after: int | None = None
-        """The step after which ``rule.skip`` batches are left out; None if none are."""
+        self.num_skipped = 0
+        """How many batches were left out before the present step."""
+        self._left_out: list[int] = []
+        """The numbers of all batches that are left out, in ascending order."""
         self._losses: deque[float] = deque(maxlen=rule.window)
         self._grad_norms: deque[float] = deque(maxlen=rule.window)
 
@@ -74,19 +79,58 @@ class SpikeDetector:
             self._grad_norms.append(grad_norm)
         return None
 
+    def leave_out(self, step: int, num_batches: int) -> None:
+        """Leave out the next *num_batches* after *step* that are not left out yet."""
+        number = self._number_after(step)
+        for _ in range(num_batches):
+            while number in self._left_out:
+                number += 1
+            self._left_out.append(number)
+        self._left_out.sort()
+
+    def _number_after(self, step: int) -> int:
+        """The number of the batch that follows the one of *step*."""
+        number = step
+        for each in self._left_out:
+            if each > number:
+                break
+            number += 1
+        return number + 1
+
+    def num_to_skip(self, step: int) -> int:
+        """How many batches are left out next, if the newest step is *step*."""
+        number = step + self.num_skipped + 1
+        count = 0
+        while number + count in self._left_out:
+            count += 1
+        return count
+
+    def left_out(self) -> tuple[int, ...]:
+        """The numbers of the batches that are left out, for :meth:`keep_left_out`."""
+        return tuple(self._left_out)
+
+    def keep_left_out(self, numbers: Iterable[int]) -> None:
+        """Leave out *numbers*, too, which a checkpoint that was loaded does not contain yet."""
+        self._left_out = sorted({*self._left_out, *numbers})
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "losses": list(self._losses),
             "grad_norms": list(self._grad_norms),
             "num_rollbacks": self.num_rollbacks,
-            "skip_after": self.skip_after,
+            "num_skipped": self.num_skipped,
+            "left_out": list(self._left_out),
         }
 
     def load_state_dict(self, state: Any) -> None:
         """Restore what a checkpoint stored. Raises :class:`CheckpointUnusable` for impossible values."""
         _check_plausible(state)
         self.num_rollbacks = state["num_rollbacks"]
-        self.skip_after = state["skip_after"]
+        self.num_skipped = state.get("num_skipped", 0)
+        self._left_out = sorted(state.get("left_out", ()))
+        # Checkpoints written before 2026-11-25 contain the step after which batches are to be left out.
+        if state.get("skip_after") is not None:
+            self.leave_out(state["skip_after"], self.rule.skip)
         self._losses = deque(state["losses"], self.rule.window)
         self._grad_norms = deque(state["grad_norms"], self.rule.window)
 
@@ -97,11 +141,11 @@ def _check_plausible(state: Any) -> None:
     for name in ("losses", "grad_norms"):
         values = state.get(name) if is_valid else None
         is_valid = isinstance(values, list) and all(_is_number(value) for value in values)
-    for name in ("num_rollbacks", "skip_after"):
-        count = state.get(name) if is_valid else None
-        # Not isinstance, which accepts booleans.
-        is_count = type(count) is int and 0 <= count < 2**53
-        is_valid = is_valid and (is_count or (name == "skip_after" and count is None))
+    is_valid = is_valid and _is_count(state.get("num_rollbacks"))
+    is_valid = is_valid and _is_count(state.get("num_skipped", 0))
+    is_valid = is_valid and (state.get("skip_after") is None or _is_count(state["skip_after"]))
+    numbers = state.get("left_out", []) if is_valid else None
+    is_valid = isinstance(numbers, list) and all(_is_count(number) for number in numbers)
     if not is_valid:
         raise CheckpointUnusable(
             "the saved state of step_scheduler.on_spike is invalid",
@@ -109,6 +153,11 @@ def _check_plausible(state: Any) -> None:
             value=str(state)[:200],
             hint="resume from another checkpoint (checkpoint.restore_from)",
         )
+
+
+def _is_count(value: object) -> bool:
+    # Not isinstance, which accepts booleans.
+    return type(value) is int and 0 <= value < 2**53
 
 
 def _is_number(value: object) -> bool:
