@@ -151,7 +151,12 @@ def _resolved(source: Path) -> Path:
 def _located(source: Path) -> tuple[Path, Format]:
     """Return the directory of the weights, and its format. Raises :class:`CheckpointUnusable`."""
     if not source.is_dir():
-        raise unusable("there is nothing to import", source, "no such file or directory")
+        raise CheckpointUnusable(
+            "the path to import does not exist",
+            where=str(source),
+            value="no such file or directory",
+            hint=f"check the path; relative paths start at the working directory, {os.getcwd()}",
+        )
     known = detect(source)
     if known is not None and not known.is_readable:
         known.open(source)  # raises an error that names the format

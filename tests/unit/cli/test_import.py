@@ -260,7 +260,7 @@ def old_adapter(path: Path) -> Path:
         (adapter, "the adapter has no description"),
         (pickled, "name the file"),
         (old_adapter, "of an old version of peft"),
-        (lambda path: path, "nothing to import"),
+        (lambda path: path, "relative paths start at the working directory"),
         (taken, "already"),
         (config_link, "symbolic link points outside"),
         (lambda path: path.mkdir() or path, "it is empty"),
