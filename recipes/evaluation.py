@@ -13,7 +13,7 @@ from automodel_ckpt.distributed.agree import gather_objects
 from automodel_ckpt.models.token_hits import TokenHits
 
 HITS = "hits"
-"""The sum over a validation set that is the number of labels with the highest logit."""
+"""The name of the sum that counts the labels with the highest logit."""
 
 ACCURACY, PERPLEXITY = "accuracy", "perplexity"
 """Measures of objectives that predict the next token."""
@@ -46,9 +46,10 @@ class EvaluationSums:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationTotals:
-    """The totals of a validation set over all ranks: the summed loss, the number of its terms, and its label tokens.
+    """The totals of a validation set over all ranks.
 
-    *sums* are those of the objective's metrics by name.
+    *loss* is the sum over *count* terms, *num_label_tokens* the number of tokens with a label. *sums* has those of the
+    objective's metrics, by name.
     """
 
     loss: float

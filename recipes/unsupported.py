@@ -1,4 +1,4 @@
-"""Keys that a recipe does not support: one table for each recipe, and the problems that a recipe file has by it."""
+"""Keys that a recipe class does not support, as one table for each class, and the check of a recipe file with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from automodel_ckpt.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A key that a recipe does not support, and why. Sizes are not supported above 1."""
+    """A key that a recipe does not support, and why. A key whose value is a whole number is supported up to 1."""
 
     key: str
     reason: str

@@ -61,4 +61,5 @@ def suffixes_of(
 
 
 def has_suffix(name: str, suffix: str) -> bool:
+    """Whether the last components of the dotted *name* are *suffix*, as peft compares target_modules."""
     return name == suffix or name.endswith(f".{suffix}")

@@ -75,7 +75,9 @@ def _joined(headers: list[GgufHeader], paths: list[Path], path: Path) -> GgufPar
     for header, file in zip(headers, paths, strict=True):
         for name, info in header.tensors.items():
             if name in tensors:
-                raise _unusable("two parts of this model have a tensor of one name", file, name)
+                raise _unusable(
+                    "two parts of this model have a tensor of the same name", file, name
+                )
             tensors[name] = info
             files[name] = file
     total = headers[0].values.get("split.tensors.count")

@@ -63,7 +63,9 @@ def test_parts_that_do_not_belong_together_are_errors(tmp_path: Path, capsys: Ca
     # The same part again, as if it were the third one.
     copy = second.read_bytes().replace(number_entry(b"split.no", 1), number_entry(b"split.no", 2))
     third.write_bytes(copy)
-    assert "two parts of this model have a tensor of one name" in error_of(source / FIRST, capsys)
+    assert "two parts of this model have a tensor of the same name" in error_of(
+        source / FIRST, capsys
+    )
     third.write_bytes(content[:-32])
     assert "damaged" in error_of(source / FIRST, capsys)
     third.write_bytes(content)
