@@ -33,6 +33,21 @@ def has_metrics(recipe: Any) -> bool:
     return has_validation(recipe) or has_benchmarks(recipe)
 
 
+def can_go_back(recipe: Any) -> bool:
+    """Whether ``on_spike`` finds a checkpoint that is old enough, wherever the spike is between two saves.
+
+    A spike that follows the newest checkpoint immediately needs the oldest one.
+    """
+    steps, checkpoint = recipe.step_scheduler, recipe.checkpoint
+    numbers = [checkpoint.keep_last]
+    if checkpoint.remote is not None:
+        numbers.append(checkpoint.remote.keep_last)
+    is_known = isinstance(steps.ckpt_every_steps, int) and None not in numbers
+    if steps.on_spike is None or not is_known:
+        return True
+    return steps.on_spike.rollback <= 1 + (max(numbers) - 1) * steps.ckpt_every_steps
+
+
 def predicts_further(recipe: Any) -> bool:
     """Whether a recipe has a section model.mtp."""
     return getattr(recipe.model, "mtp", None) is not None
@@ -117,6 +132,13 @@ RELATIONS: tuple[Relation, ...] = (
         ),
         "tasks cannot run with pipeline stages, context parallelism or sequence parallelism",
         "remove evaluation.harness; ckpt eval runs tasks on a checkpoint",
+    ),
+    Relation(
+        ("checkpoint.keep_last", "step_scheduler.ckpt_every_steps", "step_scheduler.on_spike"),
+        can_go_back,
+        "the checkpoint to which on_spike.rollback goes back would be removed",
+        "increase checkpoint.keep_last until (keep_last - 1) x ckpt_every_steps is at least rollback - 1, or decrease "
+        "rollback",
     ),
     Relation(
         ("throughput.warmup_steps", "step_scheduler.max_steps"),

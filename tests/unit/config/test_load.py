@@ -655,3 +655,29 @@ def test_a_tilde_in_the_run_directory_is_the_home_directory(
     assert with_local_directory(config).checkpoint.checkpoint_dir == f"{tmp_path}/runs"
     config.checkpoint.checkpoint_dir = "runs~"
     assert with_local_directory(config).checkpoint.checkpoint_dir == "runs~"
+
+
+SPIKE = "--step_scheduler.on_spike.rollback="
+
+
+@pytest.mark.parametrize(
+    ("words", "is_enough"),
+    [
+        ((f"{SPIKE}1", "--checkpoint.keep_last=1"), True),
+        ((f"{SPIKE}2", "--checkpoint.keep_last=1"), False),
+        ((f"{SPIKE}6", "--checkpoint.keep_last=2"), True),
+        ((f"{SPIKE}7", "--checkpoint.keep_last=2"), False),
+        ((f"{SPIKE}7",), True),
+        # The store keeps all of them.
+        ((f"{SPIKE}7", "--checkpoint.keep_last=2", "--checkpoint.remote.url=file:///store"), True),
+    ],
+)
+def test_on_spike_needs_a_checkpoint_that_is_old_enough(
+    tmp_path: Path, words: tuple[str, ...], is_enough: bool
+) -> None:
+    every = "--step_scheduler.ckpt_every_steps=5"
+    if is_enough:
+        load(tmp_path, "", every, *words)
+        return
+    with pytest.raises(RecipeError, match=r"on_spike\.rollback goes back would be removed"):
+        load(tmp_path, "", every, *words)
