@@ -45,7 +45,8 @@ def can_go_back(recipe: Any) -> bool:
     is_known = isinstance(steps.ckpt_every_steps, int) and None not in numbers
     if steps.on_spike is None or not is_known:
         return True
-    return steps.on_spike.rollback <= 1 + (max(numbers) - 1) * steps.ckpt_every_steps
+    longest: int = 1 + (max(numbers) - 1) * steps.ckpt_every_steps
+    return bool(steps.on_spike.rollback <= longest)
 
 
 def predicts_further(recipe: Any) -> bool:
