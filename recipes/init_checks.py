@@ -77,7 +77,7 @@ class Difference:
 
 
 def other_configs(model: nn.Module, weights: Weights) -> Iterator[Difference]:
-    """Yield how the config stored with *weights*, which fit *model*, describes another function than that of *model*.
+    """Yield how the config stored with *weights*, which fit *model*, describes a model that computes something else.
 
     Such a difference can be intended, as another base of rotary positions.
     """
@@ -106,7 +106,7 @@ def other_configs(model: nn.Module, weights: Weights) -> Iterator[Difference]:
         compared = {key: value for key, value in settings.items() if key not in _NOT_COMPARED}
         lines = config_changes(compared, here, there="there").function
         if lines:
-            text = f"their {where} describes another function than this model"
+            text = f"their {where} describes a model that computes something else"
             yield Difference(weights.path, text, lines)
 
 

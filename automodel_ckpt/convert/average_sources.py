@@ -143,15 +143,18 @@ def _side_files(path: Path) -> dict[str, bytes]:
 def _notes_of_configs(
     first: Path, files: Mapping[str, bytes], others: Sequence[Weights]
 ) -> Iterator[str]:
-    """Yield a line for each source whose config.json describes another function than that of *first*, in *files*."""
+    """Yield a line for each source whose config.json describes a model that computes something else than *first* does.
+
+    *files* has the files beside the weights of *first*, by name.
+    """
     expected = _json(files.get(CONFIG), first)
     for weights_in in others:
         found = _json(_side_files(weights_in.path).get(CONFIG), weights_in.path)
         changes = config_changes(found, expected, there="there")
         if expected and found and changes.function:
             yield (
-                f"config.json of {weights_in.path} describes another function than that of {first}, which the average "
-                f"gets: {_some(changes.function)}"
+                f"config.json of {weights_in.path} describes a model that computes something else than {first}, whose "
+                f"config the average gets: {_some(changes.function)}"
             )
 
 
