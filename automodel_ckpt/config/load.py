@@ -27,6 +27,17 @@ from automodel_ckpt.config.urls import url_problems
 from automodel_ckpt.config.yaml_tree import Node, is_stream, lines
 from automodel_ckpt.errors import Problem, RecipeError
 
+_KINDS_ELSEWHERE = {
+    "sft": "llm_finetune",
+    "pt": "pretrain",
+    "cpt": "pretrain",
+    "rm": "reward_model",
+    "kd": "distill",
+    "bi_encoder": "embedding",
+    "cross_encoder": "reranker",
+}
+"""Recipes by the names that TRL, LLaMA-Factory and sentence-transformers give to their kinds of training."""
+
 
 @dataclass(frozen=True)
 class LoadedRecipe:
@@ -215,7 +226,7 @@ def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
     names = registered()
     name = node.value
     if is_name(name) and name not in names:
-        meant = closest(name, names)
+        meant = _KINDS_ELSEWHERE.get(name.lower()) or closest(name, names)
         hint = f"known recipes: {', '.join(names)}; or use package.module.Class or file.py:Class"
         if meant:
             hint = f"did you mean {meant}?"

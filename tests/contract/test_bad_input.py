@@ -254,6 +254,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("", ["--dataset=null"], ["dataset must be a section with _target_"]),
     ("", ["--dataset={path: x}"], ["dataset must be a section with _target_", "value:  {path: x}"]),
     ("recipe: llm_finetun\n", [], ["unknown recipe", "did you mean llm_finetune?"]),
+    ("recipe: SFT\n", [], ["unknown recipe", "did you mean llm_finetune?"]),
     ("seed: 1\nseed: 2\n", [], ["duplicate key 'seed' (lines 6 and 7)", "recipe.yaml:7"]),
     ("seed: !!int 3\n", [], ["YAML tags are not allowed", "recipe.yaml:6"]),
     ("seed: !!python/object/apply:os.system [x]\n", [], ["YAML tags are not allowed"]),
