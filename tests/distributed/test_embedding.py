@@ -61,9 +61,9 @@ def logged(directory: Path) -> list[float]:
     ("kind", "common", "ways"),
     [
         ("bert", (), ("fsdp2", "ddp", "ddp_accumulated")),
-        ("bert", ("--embedding.negatives=own",), ("fsdp2", "ddp_accumulated")),
+        ("bert", ("--embedding.negatives=own",), ("ddp_accumulated",)),
         ("llama", ("--embedding.attention=bidirectional",), ("tp",)),
-        ("llama", LORA, ("fsdp2", "tp")),
+        ("llama", LORA, ("tp",)),
     ],
 )
 def test_ranks_train_like_one_process(

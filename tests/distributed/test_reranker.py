@@ -42,7 +42,7 @@ def logged(directory: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("kind", "common", "ways"),
     [
-        ("bert", (), ("fsdp2", "ddp")),
+        ("bert", (), ("ddp",)),
         ("llama", (TEMPLATE, "--reranker.attention=bidirectional"), ("tp",)),
         ("llama", (TEMPLATE, "--peft={r: 4, target_modules: all-linear}"), ("fsdp2",)),
     ],
