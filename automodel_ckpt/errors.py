@@ -71,7 +71,7 @@ def printable(text: str) -> str:
 class Problem:
     """One problem: *what* failed, *where* (file and line, flag, or path), the *value*, and a *hint*.
 
-    *restart* says how to start the run again after the hint was followed. It is a part of its own because a failed save
+    *restart* says how to start the run again after the hint was followed. It is separate because a failed save
     need not end the run (``checkpoint.on_save_failure: continue``): :meth:`while_running` leaves it out.
     """
 

@@ -2,7 +2,7 @@
 
 A sample has a query with several documents: the tokens of the query with the first document, which is the right one,
 then those of the query with each other document. Its labels are the tokens, with -100 for the first token of each of
-them, and for the first token of each document if the tokenizer tells the two texts apart (``token_type_ids``).
+them, and for the first token of each document if the tokenizer distinguishes the two texts (``token_type_ids``).
 """
 
 from __future__ import annotations
