@@ -82,6 +82,7 @@ def trained_batches(bad: set[int], rule: SpikeRule, every: int = 5, kill_at: int
         if spike is not None:
             target, left_out = step - rule.rollback, detector.left_out()
             num_rollbacks = detector.num_rollbacks + 1
+            assert num_rollbacks <= rule.max_rollbacks
             step = max(each for each in checkpoints if each <= target)
         if step == kill_at:
             kill_at, step = 0, max(checkpoints)
@@ -99,7 +100,6 @@ def trained_batches(bad: set[int], rule: SpikeRule, every: int = 5, kill_at: int
         elif step % every == 0:
             checkpoints[step] = (consumed, detector.state_dict())
         batches = batches[:step]
-    assert detector.num_rollbacks <= rule.max_rollbacks
     return batches
 
 
