@@ -12,7 +12,7 @@ from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE, RecipeError
 from automodel_ckpt.recipes.sample_preview import PreviewSample, Span
-from tests.support import embeddings, rerankers
+from tests.support import pair_recipes
 from tests.support.stand_ins import LLAMA_CHAT, write_model
 
 Capture = pytest.CaptureFixture[str]
@@ -148,7 +148,7 @@ def test_samples_of_a_recipe_of_another_kind_are_an_error(directory: Path) -> No
 def test_texts_of_pairs_have_the_number_of_their_row(
     capsys: Capture, tmp_path: Path, kind: str
 ) -> None:
-    write = embeddings.write if kind == "embedding" else rerankers.write
+    write = getattr(pair_recipes, f"write_{kind}")
     write(tmp_path, "bert", 2)
     rows = [
         {"query": "ba", "positive": "bo", "negatives": ["ba ba"]},

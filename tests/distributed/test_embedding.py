@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from automodel_ckpt.recipes.embedding import EmbeddingFinetune
 from automodel_ckpt.recipes.embedding_pairs import PairsOverRanks, Parts
 from automodel_ckpt.training.contrastive import contrastive_losses
-from tests.support import embeddings, ranks
+from tests.support import pair_recipes, ranks
 from tests.support.parallel import layout_here
 from tests.support.preference import TENSOR_PARALLEL
 from tests.support.training import killed_after, steps_of, train
@@ -34,27 +32,14 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 
 
-def training(recipe: Path, name: str, *overrides: str) -> Callable[[], dict[str, str]]:
-    """What trains in the directory *name* on this rank."""
-    options = (f"--checkpoint.checkpoint_dir={recipe.parent / name}", *overrides)
-    return partial(train, recipe, *options, recipe_class=EmbeddingFinetune)
+training = partial(pair_recipes.training, recipe_class=EmbeddingFinetune)
+logged = partial(pair_recipes.logged, count="pairs", metrics=METRICS)
 
 
 def run(recipe: Path, name: str, num_ranks: int, *overrides: str) -> list[float]:
     """Train in the directory *name*; the values that it logs."""
     ranks.run(training(recipe, name, *overrides), num_ranks, init=False)
     return logged(recipe.parent / name)
-
-
-def logged(directory: Path) -> list[float]:
-    """The loss and the norm of the gradient of each step, and the last validation."""
-    values = []
-    for step in steps_of(directory):
-        values += [float.fromhex(step["loss"]), float.fromhex(step["grad_norm"])]
-    *_, last = (directory / "validation.jsonl").read_text().splitlines()
-    validation = json.loads(last)
-    assert validation["pairs"] == 17
-    return values + [validation[name] for name in METRICS]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +56,7 @@ def test_ranks_train_like_one_process(
 ) -> None:
     # The third global batch has one pair, so that a rank has none of it.
     common = (*BATCH, "--dataset.max_samples=25", *common)
-    recipe = embeddings.write(tmp_path, kind, 1)
+    recipe = pair_recipes.write_embedding(tmp_path, kind, 1)
     whole = "--step_scheduler.local_batch_size=12"
     expected = run(recipe, "one", 1, whole, *common)
     assert len(expected) == 8 + len(METRICS)
@@ -91,7 +76,7 @@ INTERRUPTED = (
 
 
 def test_a_killed_run_continues_exactly_with_asynchronous_saves(tmp_path: Path) -> None:
-    recipe = embeddings.write(tmp_path, "bert", 1)
+    recipe = pair_recipes.write_embedding(tmp_path, "bert", 1)
     # Accumulated, so that each step draws the numbers of its dropout twice.
     arguments = (*INTERRUPTED, "--checkpoint.is_async")
     killed = (*arguments, f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}")
@@ -105,7 +90,7 @@ def test_a_killed_run_continues_exactly_with_asynchronous_saves(tmp_path: Path) 
 
 
 def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
-    recipe = embeddings.write(tmp_path, "bert")
+    recipe = pair_recipes.write_embedding(tmp_path, "bert")
     two = ("--step_scheduler.local_batch_size=3", "--step_scheduler.max_steps=2")
     run(recipe, "run", 2, *BATCH, *two)
     resharded = run(recipe, "run", 1, *BATCH, "--step_scheduler.local_batch_size=2")

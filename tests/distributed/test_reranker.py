@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from automodel_ckpt.recipes.reranker import Reranker
-from tests.support import ranks, rerankers
+from tests.support import pair_recipes, ranks
 from tests.support.preference import TENSOR_PARALLEL
 from tests.support.training import killed_after, steps_of, train
 
@@ -22,21 +20,9 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 
 
-def training(recipe: Path, name: str, *overrides: str) -> Callable[[], dict[str, str]]:
-    """What trains in the directory *name* on this rank."""
-    options = (f"--checkpoint.checkpoint_dir={recipe.parent / name}", *overrides)
-    return partial(train, recipe, *options, recipe_class=Reranker)
-
-
-def logged(directory: Path) -> list[float]:
-    """The numbers of each step, and the last validation."""
-    values = []
-    for step in steps_of(directory):
-        values += [float.fromhex(step["loss"]), float.fromhex(step["grad_norm"])]
-    *_, last = (directory / "validation.jsonl").read_text().splitlines()
-    validation = json.loads(last)
-    assert validation["queries"] == 17
-    return values + [validation[name] for name in ("val_loss", "val_accuracy", "val_mrr")]
+METRICS = ("val_loss", "val_accuracy", "val_mrr")
+training = partial(pair_recipes.training, recipe_class=Reranker)
+logged = partial(pair_recipes.logged, count="queries", metrics=METRICS)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +38,7 @@ def test_ranks_train_like_one_process(
 ) -> None:
     # The third global batch has one query, so that a rank has none of it.
     batch = ("--step_scheduler.global_batch_size=12", "--dataset.max_samples=25")
-    recipe = rerankers.write(tmp_path, kind)
+    recipe = pair_recipes.write_reranker(tmp_path, kind)
     whole = "--step_scheduler.local_batch_size=12"
     ranks.run(training(recipe, "one", *batch, whole, *common), 1, init=False)
     ranks.run_each([training(recipe, name, *batch, *common, *WAYS[name]) for name in ways], 2)
@@ -61,7 +47,7 @@ def test_ranks_train_like_one_process(
 
 
 def test_a_killed_run_continues_exactly(tmp_path: Path) -> None:
-    recipe = rerankers.write(tmp_path)
+    recipe = pair_recipes.write_reranker(tmp_path)
     arguments = (
         "--step_scheduler.local_batch_size=3",
         "--step_scheduler.max_steps=6",

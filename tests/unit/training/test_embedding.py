@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ from automodel_ckpt.training.contrastive import (
     ranks_of,
 )
 from tests.fixtures.embedding import tiny_pairs as tiny
-from tests.support import embeddings
-from tests.support.training import build
+from tests.support import pair_recipes
 
 RECORDED = Path(tiny.__file__).with_name("sentence_transformers_losses.json")
 POOLING = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
@@ -45,17 +45,7 @@ FILES = {
 TEXTS = ["find ba deing", "find ku", "rei so ting pa la fu go ku deing bing mo ra"]
 
 
-def trained(recipe_file: Path, *overrides: str) -> EmbeddingFinetune:
-    """Train a recipe, and return it before it is closed."""
-    recipe = build(recipe_file, *overrides, recipe_class=EmbeddingFinetune)
-    assert isinstance(recipe, EmbeddingFinetune)
-    try:
-        recipe.setup()
-        recipe.run()
-    except BaseException:
-        recipe.close()
-        raise
-    return recipe
+trained = partial(pair_recipes.trained, recipe_class=EmbeddingFinetune)
 
 
 def losses_in(run: Path) -> list[float]:
@@ -66,7 +56,9 @@ def losses_in(run: Path) -> list[float]:
 @pytest.mark.parametrize("case", json.loads(RECORDED.read_text()))
 def test_losses_are_those_of_sentence_transformers(tmp_path: Path, case: str) -> None:
     recorded = json.loads(RECORDED.read_text())[case]
-    recipe = embeddings.write(tmp_path, recorded["kind"], recorded.get("num_negatives", 0))
+    recipe = pair_recipes.write_embedding(
+        tmp_path, recorded["kind"], recorded.get("num_negatives", 0)
+    )
     trained(
         recipe,
         f"--embedding.pooling={POOLING[recorded['pooling']]}",
@@ -81,7 +73,7 @@ def test_losses_are_those_of_sentence_transformers(tmp_path: Path, case: str) ->
 
 
 def test_negatives_of_one_micro_batch_are_those_of_a_smaller_batch(tmp_path: Path) -> None:
-    recipe = embeddings.write(tmp_path)
+    recipe = pair_recipes.write_embedding(tmp_path)
     sizes = ("--step_scheduler.max_steps=1", "--dataloader.shuffle=false")
     accumulated = ("--embedding.negatives=micro_batch", "--step_scheduler.local_batch_size=3")
     trained(recipe, *sizes, *accumulated).close()
@@ -124,7 +116,7 @@ def test_own_negatives_are_those_of_the_row(hides_equal: bool) -> None:
 
 
 def test_a_loss_of_own_negatives_does_not_depend_on_the_batch(tmp_path: Path) -> None:
-    recipe = embeddings.write(tmp_path, num_negatives=2)
+    recipe = pair_recipes.write_embedding(tmp_path, num_negatives=2)
     own = (
         "--embedding.negatives=own",
         "--step_scheduler.max_steps=3",
@@ -184,7 +176,7 @@ def embedded_in_training(recipe: EmbeddingFinetune, texts: list[str]) -> torch.T
 def test_an_export_computes_the_embeddings_of_training(
     tmp_path: Path, kind: str, with_head: bool, pooling: str
 ) -> None:
-    recipe_file = embeddings.write(tmp_path, kind, with_head=with_head)
+    recipe_file = pair_recipes.write_embedding(tmp_path, kind, with_head=with_head)
     recipe = trained(
         recipe_file,
         "--step_scheduler.max_steps=2",
@@ -212,7 +204,7 @@ def test_attention_to_later_tokens_is_that_of_a_complete_mask(
     tmp_path: Path, implementation: str
 ) -> None:
     recipe = trained(
-        embeddings.write(tmp_path, "llama", with_head=True),
+        pair_recipes.write_embedding(tmp_path, "llama", with_head=True),
         BOTH_WAYS,
         f"--model.attn_implementation={implementation}",
         "--step_scheduler.max_steps=2",
@@ -241,7 +233,7 @@ def test_attention_to_later_tokens_is_that_of_a_complete_mask(
 
 
 def test_recomputed_activations_have_the_same_attention(tmp_path: Path) -> None:
-    recipe = embeddings.write(tmp_path, "llama")
+    recipe = pair_recipes.write_embedding(tmp_path, "llama")
     losses = []
     for name, *options in (("causal",), ("kept", BOTH_WAYS), ("recomputed", BOTH_WAYS)):
         mode = str(name == "recomputed").lower()
@@ -257,7 +249,7 @@ def test_recomputed_activations_have_the_same_attention(tmp_path: Path) -> None:
 def test_a_run_with_another_attention_is_noticed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recipe = embeddings.write(tmp_path, "llama")
+    recipe = pair_recipes.write_embedding(tmp_path, "llama")
     trained(recipe, "--step_scheduler.max_steps=1").close()
     with pytest.raises(CheckpointUnusable, match=r"is_causal: not set .*, false here"):
         trained(recipe, BOTH_WAYS, "--step_scheduler.max_steps=2")
@@ -268,7 +260,7 @@ def test_a_run_with_another_attention_is_noticed(
 
 
 def test_a_model_that_does_not_follow_the_attention_is_rejected(tmp_path: Path) -> None:
-    recipe = embeddings.write(tmp_path, "llama")
+    recipe = pair_recipes.write_embedding(tmp_path, "llama")
     text = recipe.read_text()
     sizes = "hidden_size: 16, num_layers: 2, num_heads: 2, attention_types: [[[global, local], 1]]"
     other = text.replace(
@@ -289,7 +281,7 @@ def test_a_model_that_does_not_follow_the_attention_is_rejected(tmp_path: Path) 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
 def test_adapters_have_the_files_too_and_are_merged_with_them(tmp_path: Path) -> None:
-    recipe_file = embeddings.write(tmp_path, "llama", with_head=True)
+    recipe_file = pair_recipes.write_embedding(tmp_path, "llama", with_head=True)
     recipe = trained(
         recipe_file,
         "--step_scheduler.max_steps=2",
@@ -330,7 +322,7 @@ def test_adapters_have_the_files_too_and_are_merged_with_them(tmp_path: Path) ->
 def test_sections_without_a_meaning_are_rejected(
     tmp_path: Path, override: str, where: str, hint: str
 ) -> None:
-    recipe = embeddings.write(tmp_path)
+    recipe = pair_recipes.write_embedding(tmp_path)
     with pytest.raises(RecipeError) as caught:
         trained(recipe, override)
     (problem,) = caught.value.problems
@@ -338,7 +330,7 @@ def test_sections_without_a_meaning_are_rejected(
 
 
 def test_an_encoder_decoder_is_rejected(tmp_path: Path) -> None:
-    recipe = embeddings.write(tmp_path)
+    recipe = pair_recipes.write_embedding(tmp_path)
     text = recipe.read_text().replace(
         f"from_pretrained: {tmp_path / 'base'}",
         "from_config: {model_type: bart, d_model: 8}",
@@ -353,7 +345,7 @@ def test_an_encoder_decoder_is_rejected(tmp_path: Path) -> None:
 def test_a_base_with_other_pooling_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recipe = embeddings.write(tmp_path)
+    recipe = pair_recipes.write_embedding(tmp_path)
     modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Pooling", "Dense")]
     (tmp_path / "base" / "modules.json").write_text(json.dumps(modules))
     (tmp_path / "base" / "1_Pooling").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,12 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.reranker import Reranker
 from automodel_ckpt.training.listwise import listwise_losses
 from tests.fixtures.embedding import tiny_pairs as tiny
-from tests.support import rerankers
-from tests.support.training import build
+from tests.support import pair_recipes
 
 TEMPLATE = "find {{ query }} ba {{ document }}"
 
 
-def trained(recipe_file: Path, *overrides: str) -> Reranker:
-    """Train a recipe, and return it before it is closed."""
-    recipe = build(recipe_file, *overrides, recipe_class=Reranker)
-    assert isinstance(recipe, Reranker)
-    try:
-        recipe.setup()
-        recipe.run()
-    except BaseException:
-        recipe.close()
-        raise
-    return recipe
+trained = partial(pair_recipes.trained, recipe_class=Reranker)
 
 
 def records(run: Path, name: str = "training") -> list[dict[str, Any]]:
@@ -63,7 +53,7 @@ def scored(export: Path, row: dict[str, Any], template: str | None) -> torch.Ten
 def test_the_loss_is_that_of_choosing_the_first_document_and_exports_have_its_scores(
     tmp_path: Path, kind: str, template: str | None
 ) -> None:
-    recipe = rerankers.write(tmp_path, kind, with_head=True)
+    recipe = pair_recipes.write_reranker(tmp_path, kind, with_head=True)
     # The scores are divided by reranker.temperature, which is 0.5.
     options = ["--dataloader.shuffle=false", "--checkpoint.save_consolidated=every"]
     if template is not None:
@@ -167,4 +157,4 @@ def test_what_a_reranker_does_not_support_is_an_error(
     tmp_path: Path, override: str, what: str
 ) -> None:
     with pytest.raises(RecipeError, match=what):
-        trained(rerankers.write(tmp_path), override)
+        trained(pair_recipes.write_reranker(tmp_path), override)
