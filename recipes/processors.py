@@ -10,6 +10,7 @@ from typing import Any
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.sections.preprocessor import PROCESSOR_SETTINGS
 from automodel_ckpt.config.trust import trusts_remote_code
+from automodel_ckpt.data.media import media_of
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.error_texts import first_line
@@ -75,19 +76,19 @@ def read_from(source: ProcessorSource) -> Any:
         raise RecipeError(
             "this processor does not have these settings",
             where="processor",
-            value=f"{', '.join(unknown)}; {type(processor.image_processor).__name__}",
+            value=f"{', '.join(unknown)}; {type(processor).__name__}",
             hint="remove them, or use the names in its preprocessor_config.json",
         )
     return processor
 
 
 def check_processor(processor: Any, where: str) -> Any:
-    """Return *processor*, which the key *where* gives. Raises :class:`RecipeError` unless it takes text and images."""
-    if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):
+    """Return *processor*, which the key *where* gives. Raises :class:`RecipeError` unless it takes text and media."""
+    if media_of(processor) and hasattr(processor, "tokenizer"):
         return processor
     raise RecipeError(
-        "this processor does not take both text and images",
+        "this processor does not take both text and images or audio",
         where=where,
         value=type(processor).__name__,
-        hint="name a vision-language model's processor; a language model is trained by recipe: llm_finetune",
+        hint="name the processor of a model of images or audio; a language model is trained by recipe: llm_finetune",
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from automodel_ckpt.data.media import audio_processor_of
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.processor import read_processor
 from automodel_ckpt.recipes.teacher import KEY, PretrainedTeacher
@@ -23,6 +24,7 @@ _TOKENS = (
     "vision_end_token_id",
     "boi_token_id",
     "eoi_token_id",
+    "audio_token_id",
 )
 _NUM_TOKENS = (
     "mm_tokens_per_image",
@@ -58,6 +60,9 @@ _PIXELS = (
 )
 """Settings of image processors with which the same image has other tensors. Limits of its size are none of them."""
 
+_AUDIO = ("model_input_names", "sampling_rate", "feature_size", "hop_length", "n_fft", "n_samples")
+"""Settings of feature extractors with which the same audio has other tensors."""
+
 
 def check_images(
     teacher: PretrainedTeacher, student: PreTrainedConfig | None, processor: Any
@@ -82,7 +87,10 @@ def check_images(
         )
     else:
         of_teacher = getattr(own, "image_processor", None)
-        differing += _differing("image_processor", processor.image_processor, of_teacher, _PIXELS)
+        of_student = getattr(processor, "image_processor", None)
+        differing += _differing("image_processor", of_student, of_teacher, _PIXELS)
+        listeners = audio_processor_of(processor), audio_processor_of(own)
+        differing += _differing("feature_extractor", *listeners, _AUDIO)
     if differing:
         raise RecipeError(
             "the teacher expects other images than the student's processor makes",

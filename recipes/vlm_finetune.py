@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a vision-language model on conversations with images.
+"""Supervised fine-tuning of a model of images, audio and text on conversations.
 
 :meth:`VLMFinetune.build` creates the attributes. Everything that is not specific to vision-language models, from the
 process groups to the training loop, is in :class:`~automodel_ckpt.recipes.recipe.Recipe`.
@@ -13,15 +13,15 @@ import logging
 from functools import partial
 from typing import Any, ClassVar
 
-from transformers import AutoModelForImageTextToText
-
 from automodel_ckpt.config.plugins import build, build_function
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.image_packing import PackCollator, PackedImages, measure
+from automodel_ckpt.data.media import AUDIO, media_of_data, usual_media
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.multimodal_class import AutoMultimodalModel
 from automodel_ckpt.models.vision import image_token_ids
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.model.sections import row_multiple
@@ -41,7 +41,7 @@ log = logging.getLogger("automodel_ckpt")
 
 
 class VLMLoop(TrainingLoop):
-    """Trains a vision-language model."""
+    """Trains a model of images, audio and text."""
 
     # Such as the last layers of a LLaVA vision tower, whose features are not used.
     rejects_unused_parameters = True
@@ -50,7 +50,7 @@ class VLMLoop(TrainingLoop):
 class VLMFinetune(Recipe):
     """Trains ``model`` on the conversations of ``dataset`` to give the assistant's answers."""
 
-    auto_class: ClassVar[Any] = AutoModelForImageTextToText
+    auto_class: ClassVar[Any] = AutoMultimodalModel
     packs_images: ClassVar[bool] = True
     loop_class = VLMLoop
 
@@ -61,6 +61,7 @@ class VLMFinetune(Recipe):
     def build(self) -> None:
         """Create the processor, the data, the model, and what updates it."""
         self.processor = self.preprocessor = self.build_processor()
+        self.media = usual_media(self.processor)
         self.build_training()
 
     def build_processor(self) -> Any:
@@ -90,9 +91,18 @@ class VLMFinetune(Recipe):
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names; in packs, if there is a ``packed_sequence`` section."""
         dataset = build(section, processor=self.processor, tokenizer=self.processor.tokenizer)
+        # For the collator of this data set, which is built next.
+        self.media = media_of_data(dataset, self.processor)
         packing = self.config.packed_sequence
         if packing is None:
             return dataset
+        if AUDIO in self.media:
+            raise RecipeError(
+                "samples with audio cannot be packed",
+                where="packed_sequence",
+                value=f"size: {packing.size}; the data may have: {', '.join(sorted(self.media))}",
+                hint="remove packed_sequence; if no sample has audio, set dataset.media: [image]",
+            )
         return for_each_source(dataset, partial(self._packed, packing.size))
 
     def _packed(self, size: int, dataset: Any) -> PackedImages:
@@ -122,7 +132,7 @@ class VLMFinetune(Recipe):
 
     def _image_collator(self, pad_to_multiple_of: int | None = None) -> ImageTextCollator:
         ids = image_token_ids(self.model_config, self.processor)
-        return ImageTextCollator(self.processor, ids, pad_to_multiple_of)
+        return ImageTextCollator(self.processor, ids, pad_to_multiple_of, self.media)
 
 
 def check_sections(config: RecipeConfig) -> None:

@@ -106,6 +106,7 @@ _OWN_DATASETS = Group(
             "mock.random_tokens",
             "vlm.conversations",
             "vlm.image_answers",
+            "vlm.transcripts",
             "mock_images.mock_images",
             "squad.squad",
             "hellaswag.hellaswag",

@@ -56,11 +56,12 @@ SAMPLE_KINDS: tuple[SampleKind, ...] = (
         ),
     ),
     SampleKind(
-        "conversations with images",
+        "conversations with images or audio",
         ("vlm_finetune", "vlm_distill"),
         (
             "vlm.conversations",
             "vlm.image_answers",
+            "vlm.transcripts",
             "mock_images.mock_images",
             "digits.scans",
         ),

@@ -1,4 +1,4 @@
-"""The library ``datasets``: which of its options a directory sets, images that are not decoded, and no output."""
+"""The library ``datasets``: which of its options a directory sets, media that are not decoded, and no output."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def has_reading_options(config: Any, kinds: set[str]) -> bool:
     return False
 
 
-def with_encoded_images(table: Any, datasets: Any) -> Any:
-    """Return *table* with images as the bytes of their files.
+def with_encoded_media(table: Any, datasets: Any) -> Any:
+    """Return *table* with images and audio as the bytes of their files.
 
     The library would decode them without a limit of their size, and report damaged ones without their location.
     """
@@ -36,9 +36,11 @@ def with_encoded_images(table: Any, datasets: Any) -> Any:
 
 
 def _encoded(feature: Any, datasets: Any) -> Any:
-    """Return a feature of a table whose images are not decoded; *feature* itself if it has none."""
+    """Return a feature of a table whose images and audio are not decoded; *feature* itself if it has none."""
     if isinstance(feature, datasets.Image):
         return datasets.Image(decode=False)
+    if isinstance(feature, datasets.Audio):
+        return datasets.Audio(feature.sampling_rate, decode=False)
     if isinstance(feature, datasets.List | datasets.LargeList):
         inner = _encoded(feature.feature, datasets)
         return feature if inner is feature.feature else dataclasses.replace(feature, feature=inner)

@@ -1,25 +1,41 @@
-"""Collate conversations with images to a micro-batch, with the model's processor."""
+"""Collate conversations with images or audio to a micro-batch, with the model's processor."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import torch
 from jinja2 import TemplateError
 
+from automodel_ckpt.data.audio_limit import AudioLimit
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.image_conversations import ImageText
 from automodel_ckpt.data.images import pillow
+from automodel_ckpt.data.media import (
+    AUDIO,
+    IMAGE,
+    Media,
+    audio_processor_of,
+    placeholders_of,
+    sampling_rate_of,
+    usual_media,
+)
 from automodel_ckpt.data.templates import bound_chat_templates
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.units import counted
 
 log = logging.getLogger(__name__)
 
 _BLANK_PIXELS = 64
+_BLANK_SECONDS = 1
+_OF_AUDIO = re.compile("feature|audio")
+"""The names of tensors of audio. Their shape may be that of the tokens by chance."""
 _REJECTIONS = (ValueError, TypeError, IndexError, KeyError, StopIteration)
 """The errors that processors raise for samples that they cannot prepare."""
 
@@ -28,9 +44,11 @@ class ImageTextCollator:
     """Converts :class:`~automodel_ckpt.data.image_conversations.ImageText` samples to tensors with a processor.
 
     ``input_ids``, ``attention_mask`` and ``labels`` have the shape [samples, length] and are padded on the right. The
-    shapes of other tensors depend on the model. Labels are on the assistant's text, never on *image_token_ids*. A
-    micro-batch without images gets an additional row with a blank image and no label, because every rank has to run the
-    vision tower. Raises :class:`RecipeError` for samples that are too long, or that the processor rejects.
+    shapes of other tensors depend on the model. Labels are on the assistant's text, never on *image_token_ids*, the
+    tokens of images and audio. A micro-batch without images, or without audio, gets an additional row with a blank one
+    and no label, because every rank has to run the same towers: those of *media*, the kinds that the data may have
+    (None: images, or audio if the processor takes no images). Raises :class:`RecipeError` for samples that are too
+    long, that the processor rejects, or of whose audio it would use only a part.
     """
 
     def __init__(
@@ -38,8 +56,10 @@ class ImageTextCollator:
         processor: Any,
         image_token_ids: frozenset[int] = frozenset(),
         pad_to_multiple_of: int | None = None,
+        media: Media | None = None,
     ) -> None:
         self.processor = processor
+        self.media = usual_media(processor) if media is None else media
         self.image_token_ids = image_token_ids
         self.multiple = pad_to_multiple_of or 1
         self.num_left_out = 0
@@ -50,6 +70,8 @@ class ImageTextCollator:
         Raises :class:`RecipeError` for a sample that is too long and must not be truncated, or of another class.
         """
         check_conversation(sample)
+        if not self._is_heard(sample):
+            return 0
         batch = self._process([sample])
         length = int(batch["attention_mask"].sum())
         tokens: list[int] = batch["input_ids"][0, :length].tolist()
@@ -60,7 +82,9 @@ class ImageTextCollator:
     def __call__(self, samples: Sequence[ImageText]) -> dict[str, torch.Tensor]:
         for sample in samples:
             check_conversation(sample)
-        if not any(sample.images for sample in samples):
+        samples = [sample if self._is_heard(sample) else self.blank for sample in samples]
+        has_kind = {IMAGE: any(s.images for s in samples), AUDIO: any(s.audios for s in samples)}
+        if not all(has_kind[kind] for kind in self.media):
             samples = [*samples, self.blank]
         batch = self._process(samples)
         lengths: list[int] = batch["attention_mask"].sum(1).tolist()
@@ -87,16 +111,27 @@ class ImageTextCollator:
 
     @cached_property
     def blank(self) -> ImageText:
-        """A sample with a blank image and no labels."""
-        return self.unlabeled(pillow().new("RGB", (_BLANK_PIXELS, _BLANK_PIXELS)), ".")
+        """A sample with a blank image or audio, or both, and no labels."""
+        image = audio = None
+        if IMAGE in self.media:
+            image = pillow().new("RGB", (_BLANK_PIXELS, _BLANK_PIXELS))
+        if AUDIO in self.media:
+            audio = np.zeros(_BLANK_SECONDS * sampling_rate_of(self.processor), np.float32)
+        return self.unlabeled(image, ".", audio=audio)
 
-    def unlabeled(self, image: Any | None, text: str, *, image_is_first: bool = True) -> ImageText:
-        """Make a sample of a *text* of the user and an image before or after it, without labels."""
+    def unlabeled(
+        self, image: Any | None, text: str, *, image_is_first: bool = True, audio: Any | None = None
+    ) -> ImageText:
+        """Make a sample of a *text* of the user, an *audio*, and an image before or after them, without labels."""
         content = [{"type": "text", "text": text}]
         rendered = text
+        if audio is not None:
+            content.insert(0, {"type": AUDIO})
+            rendered = self._placeholders[AUDIO] + text
         if image is not None:
-            content.insert(0 if image_is_first else 1, {"type": "image"})
-            rendered = self._placeholder + text if image_is_first else text + self._placeholder
+            content.insert(0 if image_is_first else len(content), {"type": IMAGE})
+            placeholder = self._placeholders.get(IMAGE, "")
+            rendered = placeholder + rendered if image_is_first else rendered + placeholder
         bound_chat_templates()
         try:
             rendered = self.processor.apply_chat_template(
@@ -105,20 +140,19 @@ class ImageTextCollator:
         except (ValueError, TemplateError):
             # The processor has no template, or one that fails: the recipe set another one for the data set.
             log.debug("the processor's template cannot render a question", exc_info=True)
-        return ImageText(rendered, [] if image is None else [image], [])
+        audios = [] if audio is None else [audio]
+        return ImageText(rendered, [] if image is None else [image], [], audios=audios)
 
     def _process(self, samples: Sequence[ImageText]) -> dict[str, torch.Tensor]:
-        texts = [sample.text for sample in samples]
-        images = [sample.images for sample in samples]
         try:
-            batch = self._call(texts, images if any(images) else None)
+            batch = self._call_with(samples)
         except _REJECTIONS as error:
             rejected, reason = self._first_rejected(samples, error)
             raise RecipeError(
                 "the processor rejects a sample",
                 where=rejected,
                 value=f"{type(reason).__name__}: {reason}",
-                hint="correct the conversation, its images, or the chat template",
+                hint="correct the conversation, its images or audio, or the chat template",
             ) from error
         return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
@@ -128,20 +162,40 @@ class ImageTextCollator:
         """Return the location of the first sample that the processor rejects, and its error; else all, and *error*."""
         for sample in samples:
             try:
-                self._call([sample.text], [sample.images] if sample.images else None)
+                self._call_with([sample])
             except _REJECTIONS as reason:
                 return sample.where, reason
         return ", ".join(sample.where for sample in samples), error
 
-    def _call(self, texts: list[str], images: list[list[Any]] | None) -> Any:
+    def _call_with(self, samples: Sequence[ImageText]) -> Any:
+        """Call the processor with the texts, images and audio of samples."""
+        texts = [sample.text for sample in samples]
+        images = [sample.images for sample in samples]
+        audios = [audio for sample in samples for audio in sample.audios]
+        return self._call(texts, images if any(images) else None, audios)
+
+    def _call(
+        self, texts: list[str], images: list[list[Any]] | None, audios: Sequence[Any] = ()
+    ) -> Any:
+        of_text = {
+            "padding_side": "right",
+            "pad_to_multiple_of": self.multiple,
+            "add_special_tokens": self._adds_special_tokens(texts[0]),
+        }
+        if not audios:
+            return self.processor(
+                text=texts, images=images, return_tensors="pt", padding=True, **of_text
+            )
+        # Settings of the text must not pad the audio.
+        inputs: dict[str, Any] = {"text": texts, "audio": list(audios)}
+        if images is not None:
+            inputs["images"] = images
         return self.processor(
-            text=texts,
-            images=images,
+            **inputs,
             return_tensors="pt",
             padding=True,
-            padding_side="right",
-            pad_to_multiple_of=self.multiple,
-            add_special_tokens=self._adds_special_tokens(texts[0]),
+            text_kwargs=of_text,
+            audio_kwargs={"sampling_rate": sampling_rate_of(self.processor)},
         )
 
     def _adds_special_tokens(self, text: str) -> bool:
@@ -175,9 +229,12 @@ class ImageTextCollator:
     def _num_from(self, sample: ImageText, start: int, tokens: list[int]) -> int:
         """Count the last *tokens* that belong to the sample's text from character *start* on."""
         rest = sample.text[start:]
-        num_images = rest.count(self._placeholder) if self._placeholder else 0
-        if num_images:
-            processed = self._call([rest], [sample.images[-num_images:]])
+        counts = {kind: rest.count(text) for kind, text in self._placeholders.items()}
+        num_images, num_audios = counts.get(IMAGE, 0), counts.get(AUDIO, 0)
+        if num_images or num_audios:
+            images = [sample.images[len(sample.images) - num_images :]] if num_images else None
+            audios = sample.audios[len(sample.audios) - num_audios :]
+            processed = self._call([rest], images, audios)
             rest_tokens = processed["input_ids"][0].tolist()
         else:
             rest_tokens = self._encoded(rest, sample)["input_ids"]
@@ -187,7 +244,8 @@ class ImageTextCollator:
             return num_equal
         # The rest begins with other tokens than it does behind the text before it: SentencePiece's tokenizers put a
         # space before the first word of a text.
-        end = start + rest.index(self._placeholder) if num_images else len(sample.text)
+        firsts = [rest.index(text) for kind, text in self._placeholders.items() if counts[kind]]
+        end = start + min(firsts) if firsts else len(sample.text)
         in_context = self._tokens_between(sample, start, end)
         num_alone = len(self._encoded(sample.text[start:end], sample)["input_ids"])
         num_found = len(rest_tokens) - num_alone + len(in_context)
@@ -210,9 +268,40 @@ class ImageTextCollator:
         special = self._adds_special_tokens(sample.text)
         return self.processor.tokenizer(text, add_special_tokens=special, verbose=False, **options)
 
-    @property
-    def _placeholder(self) -> str:
-        return getattr(self.processor, "image_token", None) or ""
+    @cached_property
+    def _placeholders(self) -> dict[str, str]:
+        return placeholders_of(self.processor)
+
+    @cached_property
+    def _audio_limit(self) -> AudioLimit:
+        """The length of the audio that the processor uses."""
+
+        def features_of(samples: Any) -> list[Any]:
+            batch = self._call_with([self.unlabeled(None, ".", audio=samples)])
+            return [value.numpy() for value in batch.values() if isinstance(value, torch.Tensor)]
+
+        declared = getattr(audio_processor_of(self.processor), "n_samples", None)
+        return AudioLimit(features_of, sampling_rate_of(self.processor), declared)
+
+    def _is_heard(self, sample: ImageText) -> bool:
+        """Whether the processor uses all of a sample's audio; if not, the sample is skipped with a warning.
+
+        With *truncation* ``error``, raises :class:`RecipeError`.
+        """
+        too_long = [audio for audio in sample.audios if not self._audio_limit.uses(len(audio))]
+        if not too_long:
+            return True
+        seconds = max(map(len, too_long)) / sampling_rate_of(self.processor)
+        limit = self._audio_limit.seconds
+        if sample.truncation == "error":
+            raise RecipeError(
+                "an audio is longer than what the processor uses of it",
+                where=sample.where,
+                value=f"{seconds:.1f} s; {type(self.processor).__name__} cuts audio after {limit} s",
+                hint="divide it into shorter ones with their texts, or leave such samples out: dataset.truncation skip",
+            )
+        self._skip(sample, f"its audio has {seconds:.1f} s, of which the processor uses {limit} s")
+        return False
 
     def _is_used(self, sample: ImageText, tokens: list[int], labeled: list[bool]) -> bool:
         """Whether a sample is used, whole or truncated; logs a warning if it is skipped.
@@ -223,25 +312,34 @@ class ImageTextCollator:
         if limit is None or len(tokens) <= limit:
             return True
         if sample.truncation == "error":
-            num_images = "1 image" if len(sample.images) == 1 else f"{len(sample.images)} images"
+            media = counted(len(sample.images), "image")
+            if sample.audios:
+                media = " and ".join(
+                    [media] * bool(sample.images) + [counted(len(sample.audios), "audio")]
+                )
             raise RecipeError(
                 "a sample is longer than seq_length",
                 where=sample.where,
-                value=f"{len(tokens)} tokens including {num_images}; seq_length {limit}",
+                value=f"{len(tokens)} tokens including {media}; seq_length {limit}",
                 hint="increase dataset.seq_length, use smaller images or dataset.truncation right, or remove it",
             )
         cuts_image = any(token in self.image_token_ids for token in tokens[limit:])
         is_short_enough = not cuts_image and any(labeled[1:limit])
         if sample.truncation == "right" and is_short_enough:
             return True
-        # In a worker process, this counts the samples of that worker.
-        self.num_left_out += 1
         why = f"it has {len(tokens)} tokens, seq_length is {limit}"
         if sample.truncation == "right":
-            effect = "cut an image" if cuts_image else "remove all labels"
+            cut = "cut an audio" if sample.audios else "cut an image"
+            effect = cut if cuts_image else "remove all labels"
             why = f"truncating its {len(tokens)} tokens to {limit} would {effect}"
-        log.warning("%s is skipped (%d so far): %s", sample.where, self.num_left_out, why)
+        self._skip(sample, why)
         return False
+
+    def _skip(self, sample: ImageText, why: str) -> None:
+        """Count a sample that is skipped, and log the reason."""
+        # In a worker process, this counts the samples of that worker.
+        self.num_left_out += 1
+        log.warning("%s is skipped (%d so far): %s", sample.where, self.num_left_out, why)
 
     def _truncated(
         self, batch: dict[str, torch.Tensor], samples: Sequence[ImageText], lengths: list[int]
@@ -260,7 +358,8 @@ class ImageTextCollator:
         truncated = {}
         for name, value in batch.items():
             # Integer tensors [batch, length] have a value per token; others, such as pixels, stay unchanged.
-            if value.shape == beyond.shape and not value.is_floating_point():
+            is_of_text = value.shape == beyond.shape and not _OF_AUDIO.search(name)
+            if is_of_text and not value.is_floating_point():
                 value = value.masked_fill(beyond, padding.get(name, 0))[:, :width]
             truncated[name] = value
         return truncated
@@ -274,7 +373,7 @@ def check_conversation(sample: object) -> None:
     if isinstance(sample, Mapping):
         found = f"{found} with {', '.join(map(str, sample))}"
     raise RecipeError(
-        "a sample is not a conversation with images",
+        "a sample is not a conversation with images or audio",
         where="dataset",
         value=found,
         hint="use a builder such as automodel_ckpt.data.vlm.conversations, which also reads conversations without "

@@ -1,7 +1,7 @@
-"""Conversations with images, rendered by the processor's chat template with a placeholder for each image.
+"""Conversations with images or audio, rendered by the processor's chat template with a placeholder for each of them.
 
-The assistant's text is located in the rendered text. The processor converts the texts and images of a micro-batch to
-tensors (:mod:`.image_collate`).
+The assistant's text is located in the rendered text. The processor converts the texts, images and audio of a
+micro-batch to tensors (:mod:`.image_collate`).
 """
 
 from __future__ import annotations
@@ -17,28 +17,39 @@ from typing import Any
 
 from automodel_ckpt.data.answer_prefixes import answer_prefixes
 from automodel_ckpt.data.arguments import at_most, require_choice
+from automodel_ckpt.data.audio_files import Samples, open_audio
 from automodel_ckpt.data.chat_renderer import ChatRenderer
 from automodel_ckpt.data.chat_template import ChatTemplate
 from automodel_ckpt.data.content_parts import (
     CHECKED_ROLES,
     check_types,
     parts_of,
-    with_normal_images,
+    with_normal_media,
 )
 from automodel_ckpt.data.images import open_image, pillow
 from automodel_ckpt.data.marked_answers import marked_answers
+from automodel_ckpt.data.media import (
+    AUDIO,
+    IMAGE,
+    MEDIA,
+    Media,
+    media_of,
+    placeholders_of,
+    sampling_rate_of,
+)
 from automodel_ckpt.data.messages import UnusableSample, as_rendered, turns_of
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.template_choice import CHOICES, read_template
 from automodel_ckpt.data.training_templates import select_template
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.units import counted
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ImageText:
-    """A conversation as text with a placeholder for each of its *images*, which are Pillow images.
+    """A conversation as text with a placeholder for each of its *images*, which are Pillow images, and *audios*.
 
     *where* is the location of the sample, for error messages. A sample of more than *seq_length* tokens (None: no
     limit) is rejected (*truncation* ``error``), truncated (``right``) or skipped (``skip``).
@@ -51,6 +62,8 @@ class ImageText:
     where: str = "a sample"
     seq_length: int | None = None
     truncation: str = "error"
+    audios: list[Samples] = field(default_factory=list, repr=False)
+    """Samples of one channel at the sampling rate of the processor."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,8 @@ class ImageOptions:
     answer_prefix: str = ""
     image_marker: str | None = None
     """Text in a message that marks the place of an image; None: there is none."""
+    audio_marker: str | None = None
+    """Text in a message that marks the place of an audio; None: there is none."""
 
     def __post_init__(self) -> None:
         require_choice("learn", self.learn, ("all", "last"))
@@ -82,6 +97,7 @@ class ImageOptions:
             self.learn == "last",
             answer_prefix=self.answer_prefix,
             image_marker=self.image_marker,
+            audio_marker=self.audio_marker,
         )
 
     @property
@@ -92,18 +108,20 @@ class ImageOptions:
 
 @dataclass(frozen=True)
 class RowContent:
-    """What a row contains: *messages*, *images* for the image entries that are empty, and *tools* that are offered."""
+    """What a row contains: *messages*, *images* and *audios* for the entries that are empty, and *tools*."""
 
     messages: Any
     images: list[Any]
     tools: Any = None
+    audios: list[Any] = field(default_factory=list)
 
 
 class ImageConversations:
     """A map-style data set of :class:`ImageText`: a conversation of each row of *source*, at most *max_samples*.
 
     *content_of* converts a row, whose fields include *fields*, to its messages and images; it raises
-    :class:`UnusableSample`. *key* identifies what it does. Indexing raises :class:`RecipeError` for an unusable row.
+    :class:`UnusableSample`. *key* identifies what it does. *media* are those that samples may have. *numbers* are the
+    rows that are used; None: all. Indexing raises :class:`RecipeError` for an unusable row.
     """
 
     def __init__(
@@ -116,15 +134,21 @@ class ImageConversations:
         *,
         key: tuple[object, ...],
         max_samples: int | None = None,
+        media: Media = frozenset([IMAGE]),
+        numbers: Sequence[int] | None = None,
     ) -> None:
-        pillow()
+        if IMAGE in media:
+            pillow()
+        self.media = media
+        self.numbers = numbers
         self.source = source
         self.content_of = content_of
         self.options = options
         self.template = options.template(processor)
         self.key = key
         source.require(fields)
-        self.num_samples = at_most(max_samples, source.num_rows)
+        num_rows = source.num_rows if numbers is None else len(numbers)
+        self.num_samples = at_most(max_samples, num_rows)
         self.folder = source.folder
         log.info("%s: the assistant's tokens are found by %s", source.path, self.template.method)
 
@@ -135,7 +159,8 @@ class ImageConversations:
         # IndexError also ends an iteration over this class, which has no __iter__.
         if not 0 <= index < self.num_samples:
             raise IndexError(index)
-        row = self.source.row(index)
+        number = index if self.numbers is None else int(self.numbers[index])
+        row = self.source.row(number)
         try:
             content = self.content_of(row)
             return image_text(
@@ -144,12 +169,14 @@ class ImageConversations:
                 content.images,
                 self.folder,
                 content.tools,
+                given_audios=content.audios,
+                media=self.media,
                 where=f"sample {index} of {self.source.path}",
                 seq_length=self.options.seq_length,
                 truncation=self.options.truncation,
             )
         except UnusableSample as error:
-            where = f"sample {index} ({self.source.place(index)})"
+            where = f"sample {index} ({self.source.place(number)})"
             raise RecipeError(
                 error.what, where=where, value=error.value, hint=error.hint
             ) from error
@@ -174,20 +201,27 @@ def image_text(
     images: Sequence[Any],
     folder: Path = Path(),
     tools: Any = None,
+    *,
+    given_audios: Sequence[Any] = (),
+    media: Media = frozenset([IMAGE]),
     **options: Any,
 ) -> ImageText:
-    """Make a sample of a *conversation* and the *images* for its empty image entries.
+    """Make a sample of a *conversation*, and the *images* and *given_audios* for its empty entries.
 
-    Relative paths of images start at *folder*. *tools*, a list or its JSON text, are passed to the template. *options*
-    are further fields of :class:`ImageText`. Raises :class:`UnusableSample` if the conversation has no assistant text,
-    its images do not match, or the template cannot write it.
+    Relative paths of files start at *folder*. *tools*, a list or its JSON text, are passed to the template. *media* are
+    those that a sample may have. *options* are further fields of :class:`ImageText`. Raises :class:`UnusableSample` if
+    the conversation has no assistant text, its images or audios do not match, or the template cannot write it.
     """
     given = [_with_parts(turn) for turn in turns_of(conversation)]
-    given = _with_marked_images(given, template.image_marker)
-    turns, values = _assign_images(given, list(images))
+    given = _with_marks(given, template.image_marker, IMAGE)
+    given = _with_marks(given, template.audio_marker, AUDIO)
+    turns, values = _assigned(given, list(images), IMAGE)
+    turns, audio_values = _assigned(turns, list(given_audios), AUDIO)
+    known = ("text", *(kind for kind in MEDIA if kind in media_of(template.tokenizer)))
     for turn in turns:
         if turn["role"] in CHECKED_ROLES:
-            check_types(turn["content"], ("text", "image"), template.template)
+            check_types(turn["content"], known, template.template)
+    _check_media(media, values, audio_values)
     _check_placeholders(turns, template.placeholders)
     text, labeled_spans = template.render(turns, tools)
     if not labeled_spans:
@@ -196,7 +230,26 @@ def image_text(
             "this conversation has no assistant text to train on", roles, "remove it"
         )
     opened = [open_image(value, folder) for value in values]
-    return ImageText(text, opened, labeled_spans, **options)
+    audios = []
+    if audio_values:
+        rate = sampling_rate_of(template.tokenizer)
+        audios = [open_audio(value, folder, rate) for value in audio_values]
+    return ImageText(text, opened, labeled_spans, audios=audios, **options)
+
+
+def _check_media(media: Media, images: Sequence[Any], audios: Sequence[Any]) -> None:
+    """Raise :class:`UnusableSample` for media that the data set does not announce: see :class:`ImageConversations`.
+
+    Each rank has to run the same towers for each micro-batch, also for one that has none of their inputs.
+    """
+    for kind, values in ((IMAGE, images), (AUDIO, audios)):
+        if values and kind not in media:
+            wanted = ", ".join(each for each in MEDIA if each in {*media, kind})
+            raise UnusableSample(
+                f"a conversation has an {kind}, which this data set does not announce",
+                f"media: {', '.join(sorted(media)) or 'none'}",
+                f"set dataset.media: [{wanted}], or [{kind}] if all samples have nothing else",
+            )
 
 
 @dataclass(frozen=True)
@@ -218,11 +271,15 @@ class ImageChatTemplate(ChatTemplate):
     """Text to insert before each assistant text, without labels."""
     image_marker: str | None = None
     """Text in a message that marks the place of an image; None: there is none."""
+    audio_marker: str | None = None
+    """Text in a message that marks the place of an audio; None: there is none."""
 
     @property
     def key(self) -> tuple[object, ...]:
         """Everything that the samples depend on besides the processor."""
-        return *super().key, self.answer_prefix, self.image_marker
+        key = (*super().key, self.answer_prefix, self.image_marker)
+        # Added only if it is set, so that the keys of data without audio stay the same.
+        return key if self.audio_marker is None else (*key, self.audio_marker)
 
     @cached_property
     def renderer(self) -> ChatRenderer:
@@ -231,12 +288,11 @@ class ImageChatTemplate(ChatTemplate):
 
     @property
     def placeholders(self) -> set[str]:
-        """The texts that the processor replaces by an image."""
-        found = set()
-        for name in ("image_token", "boi_token"):
-            token = getattr(self.tokenizer, name, None)
-            if isinstance(token, str) and token:
-                found.add(token)
+        """The texts that the processor replaces by an image or an audio."""
+        found = set(placeholders_of(self.tokenizer).values())
+        token = getattr(self.tokenizer, "boi_token", None)
+        if isinstance(token, str) and token:
+            found.add(token)
         return found
 
     def render(
@@ -249,7 +305,7 @@ class ImageChatTemplate(ChatTemplate):
         turns = self._with_arguments(turns)
         offered = self._offered(tools)
         self._check_calls_rendered(turns, offered)
-        if not self.takes_images:
+        if not self.takes_parts:
             turns = [self._as_text(turn) for turn in turns]
         text, labeled_spans = self._located(turns, offered)
         if not self.answer_prefix:
@@ -259,9 +315,10 @@ class ImageChatTemplate(ChatTemplate):
         return _with_prefix(self.answer_prefix, text, spans, labeled_spans)
 
     @cached_property
-    def takes_images(self) -> bool:
+    def takes_parts(self) -> bool:
         """Whether the template writes the entries of a content that is a list, rather than the list as it is."""
-        entries = [{"type": "image"}, {"type": "text", "text": "probe"}]
+        kind = IMAGE if IMAGE in media_of(self.tokenizer) else AUDIO
+        entries = [{"type": kind}, {"type": "text", "text": "probe"}]
         try:
             text = self.renderer.text([{"role": "user", "content": entries}])
         except UnusableSample:
@@ -286,19 +343,20 @@ class ImageChatTemplate(ChatTemplate):
 
     def _as_text(self, turn: dict[str, Any]) -> dict[str, Any]:
         """Copy a message with its content as text, for a template that supports only text."""
-        placeholder = getattr(self.tokenizer, "image_token", None)
+        placeholders = placeholders_of(self.tokenizer)
         texts = []
         for part in turn["content"]:
-            if part.get("type") != "image":
+            kind = part.get("type")
+            if kind not in MEDIA:
                 texts.append(str(part.get("text", "")))
                 continue
-            if not isinstance(placeholder, str):
+            if kind not in placeholders:
                 raise UnusableSample(
-                    "the chat template supports only text, and the processor has no image_token for images",
+                    f"the chat template supports only text, and the processor has no {kind}_token for {kind} parts",
                     type(self.tokenizer).__name__,
-                    "set dataset.chat_template to a template that writes image entries",
+                    f"set dataset.chat_template to a template that writes {kind} entries",
                 )
-            texts.append(placeholder)
+            texts.append(placeholders[kind])
         return turn | {"content": "".join(texts)}
 
 
@@ -343,14 +401,14 @@ def _template(processor: Any, given: str | None) -> str:
     return select_template(own, given)
 
 
-def _with_marked_images(turns: list[dict[str, Any]], marker: str | None) -> list[dict[str, Any]]:
-    """Replace each *marker* in the users' text by an empty image entry; LLaVA's data mark images this way."""
+def _with_marks(turns: list[dict[str, Any]], marker: str | None, kind: str) -> list[dict[str, Any]]:
+    """Replace each *marker* in the users' text by an empty entry of a *kind*; LLaVA's data mark images this way."""
     if not marker:
         return turns
-    return [_split_at(turn, marker) for turn in turns]
+    return [_split_at(turn, marker, kind) for turn in turns]
 
 
-def _split_at(turn: dict[str, Any], marker: str) -> dict[str, Any]:
+def _split_at(turn: dict[str, Any], marker: str, kind: str) -> dict[str, Any]:
     parts = []
     for part in turn["content"]:
         text = str(part.get("text", ""))
@@ -359,64 +417,59 @@ def _split_at(turn: dict[str, Any], marker: str) -> dict[str, Any]:
             continue
         for number, piece in enumerate(text.split(marker)):
             if number:
-                parts.append({"type": "image"})
+                parts.append({"type": kind})
             if piece.strip():
                 parts.append({"type": "text", "text": piece.strip()})
     return {**turn, "content": parts}
 
 
-def _assign_images(
-    turns: list[dict[str, Any]], images: list[Any]
+def _assigned(
+    turns: list[dict[str, Any]], given: list[Any], kind: str
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Assign images to the image entries. Returns turns with empty image entries, and the images in their order.
+    """Assign values to the entries of a *kind*. Returns turns with empty entries, and the values in their order.
 
-    Raises :class:`UnusableSample` if the number of *images* does not match the empty image entries.
+    Raises :class:`UnusableSample` if the number of *given* values does not match the empty entries.
     """
     turns = [dict(turn) for turn in turns]
     entries = []
     for turn in turns:
-        entries += [part for part in turn["content"] if part.get("type") == "image"]
-    if images and not entries:
-        entries = [{"type": "image"} for _ in images]
+        entries += [part for part in turn["content"] if part.get("type") == kind]
+    if given and not entries:
+        entries = [{"type": kind} for _ in given]
         of_user = [turn for turn in turns if turn["role"] == "user"]
         first = of_user[0] if of_user else turns[0]
         first["content"] = [*entries, *first["content"]]
-    inline = [entry.get("image") for entry in entries]
+    inline = [entry.get(kind) for entry in entries]
     num_empty = sum(value is None for value in inline)
-    if num_empty != len(images):
+    if num_empty != len(given):
         num_entries = "1 entry" if num_empty == 1 else f"{num_empty} entries"
-        num_images = "1 image" if len(images) == 1 else f"{len(images)} images"
         raise UnusableSample(
-            "the number of images does not match the number of image entries",
-            f"{num_entries} for {num_images}",
-            'provide one image for each entry {"type": "image"}, or remove these entries',
+            f"the number of {kind}s does not match the number of {kind} entries",
+            f"{num_entries} for {counted(len(given), kind)}",
+            f'provide one {kind} for each entry {{"type": "{kind}"}}, or remove these entries',
         )
-    rest = iter(images)
+    rest = iter(given)
     values = [next(rest) if value is None else value for value in inline]
-    bare = [{**turn, "content": _without_inline(turn["content"])} for turn in turns]
+    bare = [{**turn, "content": _without_inline(turn["content"], kind)} for turn in turns]
     return bare, values
 
 
-def _without_inline(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copy the *parts* of a content, with empty image entries."""
-    bare = []
-    for part in parts:
-        is_image = part.get("type") == "image"
-        bare.append({"type": "image"} if is_image else part)
-    return bare
+def _without_inline(parts: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """Copy the *parts* of a content, with empty entries of a *kind*."""
+    return [{"type": kind} if part.get("type") == kind else part for part in parts]
 
 
 def _check_placeholders(turns: list[dict[str, Any]], placeholders: set[str]) -> None:
-    """Raise :class:`UnusableSample` if a text contains a placeholder, which the processor would replace by an image."""
+    """Raise :class:`UnusableSample` if a text contains a placeholder, which the processor would replace."""
     for placeholder in sorted(placeholders):
         for turn in turns:
             for part in turn["content"]:
                 if placeholder not in str(part.get("text", "")):
                     continue
                 raise UnusableSample(
-                    "a message contains the processor's placeholder for an image",
+                    "a message contains the processor's placeholder for an image or an audio",
                     placeholder,
-                    'remove it: images come first in their question; or write {"type": "image"} where each belongs',
+                    'remove it: they come first in their question; or write {"type": "image"} where each belongs',
                 )
 
 
@@ -426,5 +479,5 @@ def _with_parts(turn: dict[str, Any]) -> dict[str, Any]:
     is_checked = turn["role"] in CHECKED_ROLES
     if not is_checked and isinstance(content, list) and all(isinstance(e, dict) for e in content):
         # The results of tools have the types that the template expects.
-        return {**turn, "content": with_normal_images(content)}
+        return {**turn, "content": with_normal_media(content)}
     return {**turn, "content": parts_of(content)}

@@ -48,7 +48,7 @@ def _conversations(sample: Any) -> list[ImageText]:
 
 
 def _checksum(sample: Any) -> int:
-    """Compute a checksum of the texts, the labels and the pixels of a sample (CRC-32)."""
+    """Compute a checksum of the texts, the labels, the pixels and the audio of a sample (CRC-32)."""
     found = 0
     for each in _conversations(sample):
         text = repr((each.text, each.labeled_spans, each.seq_length, each.truncation))
@@ -56,6 +56,8 @@ def _checksum(sample: Any) -> int:
         for image in each.images:
             found = zlib.crc32(f"{image.mode} {image.size}".encode(), found)
             found = zlib.crc32(image.tobytes(), found)
+        for audio in each.audios:
+            found = zlib.crc32(audio.tobytes(), found)
     return found
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from automodel_ckpt.data.media_source import MediaReader, shortened, shown
 from automodel_ckpt.data.messages import UnusableSample
 from automodel_ckpt.errors import RecipeError
 
@@ -29,8 +27,6 @@ _TURNS = {
     8: "ROTATE_90",
 }
 """Orientation of EXIF -> what puts the image upright (source: PIL.ImageOps.exif_transpose)."""
-_MAX_SHOWN = 200
-"""Characters of a value in an error message."""
 
 
 def pillow() -> Any:
@@ -55,10 +51,9 @@ def open_image(value: Any, folder: Path) -> Any:
     stores images as such mappings. Raises :class:`UnusableSample` for any other value, and for a damaged image.
     """
     image_module = pillow()
-    source = _source(value, folder)
-    shown = str(source) if isinstance(source, Path) else f"{type(source).__name__} of the data"
+    source = MediaReader("an image", _HINT, (image_module.Image,)).source(value, folder)
+    where = shown(source)
     if isinstance(source, bytes):
-        shown = f"{len(source)} bytes of the data"
         source = io.BytesIO(source)
     try:
         with warnings.catch_warnings():
@@ -72,60 +67,11 @@ def open_image(value: Any, folder: Path) -> Any:
     except MemoryError:
         raise
     except UnusableSample as error:
-        raise UnusableSample(
-            error.what, f"{_shortened(shown)} ({error.value})", error.hint
-        ) from error
+        raise UnusableSample(error.what, f"{where} ({error.value})", error.hint) from error
     except Exception as error:  # damaged files make Pillow's decoders raise many types
         raise UnusableSample(
-            "an image cannot be read", f"{_shortened(shown)} ({_reason(error)})", _HINT
+            "an image cannot be read", f"{where} ({_reason(error)})", _HINT
         ) from error
-
-
-def _source(value: Any, folder: Path) -> Any:
-    """Return the path, the bytes or the Pillow image that *value* names."""
-    if isinstance(value, Mapping):
-        value = _in_mapping(value)
-    if isinstance(value, bytearray | memoryview):
-        value = bytes(value)
-    if isinstance(value, bytes | pillow().Image):
-        return value
-    if not isinstance(value, str) or not value:
-        raise UnusableSample(
-            "an image is neither a path nor the content of a file", _shortened(repr(value)), _HINT
-        )
-    if value.startswith("data:"):
-        _, _, content = value.partition(";base64,")
-        return _decoded(content, value)
-    if value.startswith("file://"):
-        value = value.removeprefix("file://")
-    if "://" in value:
-        raise UnusableSample(
-            "an image is not a local file, and images are not downloaded", value[:80], _HINT
-        )
-    try:
-        return folder / Path(value).expanduser()
-    except RuntimeError:  # the home directory of an unknown user: a file whose name begins with ~
-        return folder / value
-
-
-def _in_mapping(value: Mapping[Any, Any]) -> Any:
-    if isinstance(value.get("base64"), str):
-        return _decoded(value["base64"], value["base64"])
-    for key in ("bytes", "path", "url"):
-        if value.get(key):
-            return value[key]
-    return dict(value)
-
-
-def _decoded(content: str, value: str) -> bytes:
-    """Decode base64 text. Raises :class:`UnusableSample` if it is not base64, or empty."""
-    try:
-        decoded = base64.b64decode(content, validate=True)
-    except (binascii.Error, ValueError):
-        decoded = b""
-    if not decoded:
-        raise UnusableSample("an image in the data is not base64 text", value[:80], _HINT)
-    return decoded
 
 
 def _with_8_bits(image: Any) -> Any:
@@ -166,8 +112,4 @@ def _reason(error: Exception) -> str:
     if type(error).__name__ == "UnidentifiedImageError":
         # Its text repeats the path, or the address of an object in memory.
         return "not an image of a known format"
-    return _shortened(reason)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+    return shortened(reason)

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from automodel_ckpt.data.datasets_library import has_reading_options, quiet, with_encoded_images
+from automodel_ckpt.data.datasets_library import has_reading_options, quiet, with_encoded_media
 from automodel_ckpt.data.files import (
     LOADERS,
     UNREADABLE,
@@ -231,7 +231,7 @@ class Source(Rows):
         return columns
 
     def row(self, number: int) -> dict[str, Any]:
-        """The fields of one row. Images of tables are ``{"bytes", "path"}``, not decoded.
+        """The fields of one row. Images and audio of tables are ``{"bytes", "path"}``, not decoded.
 
         Raises :class:`RecipeError` if a row cannot be read.
         """
@@ -400,7 +400,7 @@ class Source(Rows):
 
         with quiet(datasets):
             table = self._read_files(datasets) if self.is_file else self._read_named(datasets)
-            return with_encoded_images(table, datasets)
+            return with_encoded_media(table, datasets)
 
     def _read_files(self, datasets: Any) -> Any:
         from pyarrow import ArrowInvalid  # type: ignore[import-untyped]

@@ -1,4 +1,4 @@
-"""Builders of data sets for vision-language models: conversations with images, and questions about images in columns.
+"""Builders of data sets with images or audio: conversations, questions about images in columns, and transcripts.
 
 All of them read local files, directories, or data sets of the Hub, and return
 :class:`~automodel_ckpt.data.image_conversations.ImageConversations`.
@@ -6,12 +6,20 @@ All of them read local files, directories, or data sets of the Hub, and return
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from automodel_ckpt.data.arguments import require_choice
+from automodel_ckpt.data.content_parts import parts_of
 from automodel_ckpt.data.image_answers import AnswerColumns
 from automodel_ckpt.data.image_conversations import ImageConversations, ImageOptions, RowContent
+from automodel_ckpt.data.media import AUDIO, IMAGE, MEDIA, Media, usual_media
+from automodel_ckpt.data.messages import UnusableSample, turns_of
 from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.transcripts import TranscriptColumns, usable_rows
+
+_NUM_INSPECTED = 100
+"""Number of rows that show which media a data set has."""
 
 
 def conversations(
@@ -20,8 +28,11 @@ def conversations(
     seq_length: int | None = 2048,
     messages_field: str = "messages",
     images_field: str = "images",
+    audios_field: str = "audios",
     tools_field: str = "tools",
     image_marker: str | None = None,
+    audio_marker: str | None = None,
+    media: list[str] | None = None,
     chat_template: str | None = None,
     template_kwargs: dict[str, Any] | None = None,
     learn: Literal["all", "last"] = "all",
@@ -37,10 +48,12 @@ def conversations(
     ...}``. An image is a path; relative paths start at the directory of the data file. A row may also have a field
     *images_field* with one image or a list, as paths or as an image column of ``datasets``. These images fill the
     entries ``{"type": "image"}`` in order; if there are no entries, they are put before the first message of the user.
+    Audio is given in the same way, with the type ``audio`` and *audios_field*. *media* are the kinds that samples may
+    have, ``image`` and ``audio``; by default, those in the first 100 rows. A sample with another kind is an error.
     The tools in *tools_field*, if the data has it, are passed to the template.
-    With *image_marker*, this text in a user's message is such an entry (``<image>`` in LLaVA's data). With *learn*
-    ``last``, only the assistant's last turn has labels. *answer_prefix* is inserted before each text of the assistant,
-    without labels: a model that writes an empty thinking channel before each answer expects it.
+    With *image_marker* or *audio_marker*, this text in a user's message is such an entry (``<image>`` in LLaVA's data).
+    With *learn* ``last``, only the assistant's last turn has labels. *answer_prefix* is inserted before each text of
+    the assistant, without labels: a model that writes an empty thinking channel before each answer expects it.
 
     Images are opened when a sample is read. A sample of more than *seq_length* tokens (None: no limit), including those
     of its images, is then rejected with its location. With *truncation* ``right`` it is truncated, or skipped if
@@ -56,13 +69,17 @@ def conversations(
         learn,
         answer_prefix,
         image_marker,
+        audio_marker,
     )
 
     def content_of(row: Mapping[str, Any]) -> RowContent:
         images = _as_list(row.get(images_field))
-        return RowContent(row.get(messages_field), images, row.get(tools_field))
+        audios = _as_list(row.get(audios_field))
+        return RowContent(row.get(messages_field), images, row.get(tools_field), audios)
 
     key: tuple[object, ...] = ("conversations", messages_field, images_field)
+    if audios_field in source.fields:
+        key += (audios_field,)
     if tools_field in source.fields:
         # Added only then, so that the keys of data without tools stay the same.
         key += (tools_field,)
@@ -75,7 +92,44 @@ def conversations(
         options,
         key=key,
         max_samples=max_samples,
+        media=_media(media, source, content_of, options, processor),
     )
+
+
+def _media(
+    given: Sequence[str] | None,
+    source: Source,
+    content_of: Any,
+    options: ImageOptions,
+    processor: Any,
+) -> Media:
+    """The kinds of media that samples may have: those *given*, else those of the first rows of *source*."""
+    if given is not None:
+        for kind in given:
+            require_choice("media", kind, MEDIA)
+        return frozenset(given)
+    found: set[str] = set()
+    for number in range(min(_NUM_INSPECTED, source.num_rows)):
+        try:
+            found |= _kinds_in(content_of(source.row(number)), options)
+        except UnusableSample:
+            # It is reported with its location when it is read as a sample.
+            continue
+    return frozenset(found) or usual_media(processor)
+
+
+def _kinds_in(content: RowContent, options: ImageOptions) -> set[str]:
+    """The kinds of media in a row."""
+    found = {kind for kind, values in ((IMAGE, content.images), (AUDIO, content.audios)) if values}
+    markers = {IMAGE: options.image_marker, AUDIO: options.audio_marker}
+    for turn in turns_of(content.messages):
+        parts = turn.get("content")
+        if isinstance(parts, list):
+            found |= {kind for part in parts_of(parts) if (kind := part.get("type")) in MEDIA}
+        for kind, marker in markers.items():
+            if marker and marker in str(parts):
+                found.add(kind)
+    return found
 
 
 def image_answers(
@@ -133,6 +187,75 @@ def image_answers(
         options,
         key=("image_answers", repr(columns)),
         max_samples=max_samples,
+    )
+
+
+def transcripts(
+    processor: Any,
+    path: str | list[str],
+    audio_field: str = "audio",
+    text_field: str = "text",
+    prompt: str | None = None,
+    prompt_field: str | None = None,
+    prompt_first: bool = True,
+    system_prompt: str | None = None,
+    normalize: Literal["none", "upper_words"] = "none",
+    skip_empty: bool = True,
+    min_seconds: float | None = None,
+    max_seconds: float | None = None,
+    seq_length: int | None = 2048,
+    chat_template: str | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    answer_prefix: str = "",
+    truncation: Literal["error", "right", "skip"] = "error",
+    max_samples: int | None = None,
+    name: str | None = None,
+    split: str = "train",
+) -> ImageConversations:
+    """Make one sample per row of a table for speech recognition: an audio, and its transcript with labels.
+
+    The audio (a path, bytes, or an audio column of ``datasets``) is in the column *audio_field*, the transcript in
+    *text_field*. The question is the text *prompt*, that of the column *prompt_field*, or only the audio. It is written
+    before the audio, or after it without *prompt_first*. *system_prompt*, if there is one, is the first message.
+
+    Before training, rows are left out whose transcript is empty (with *skip_empty*), or whose audio is shorter than
+    *min_seconds* or longer than *max_seconds*; the headers of all audio are read for this. The log has their number.
+    With *normalize* ``upper_words``, transcripts are upper-case words without punctuation and without tags such as
+    ``<COMMA>``. For the remaining arguments see :func:`conversations`.
+
+    Raises :class:`RecipeError` for columns that do not exist, if no row is left, and with the location of a row without
+    audio or text.
+    """
+    columns = TranscriptColumns(
+        audio_field,
+        text_field,
+        prompt,
+        prompt_field,
+        prompt_first,
+        system_prompt,
+        normalize,
+    )
+    options = ImageOptions(
+        seq_length,
+        truncation,
+        chat_template,
+        template_kwargs or {},
+        answer_prefix=answer_prefix,
+    )
+    source = Source.of(path, name, split)
+    source.require(columns.fields)
+    numbers = usable_rows(source, columns, skip_empty, min_seconds, max_seconds)
+    limits = (skip_empty, min_seconds, max_seconds)
+    return ImageConversations(
+        processor,
+        source,
+        columns.fields,
+        columns.content_of,
+        options,
+        key=("transcripts", repr(columns), limits),
+        max_samples=max_samples,
+        media=frozenset([AUDIO]),
+        numbers=numbers,
     )
 
 

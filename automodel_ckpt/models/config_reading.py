@@ -17,6 +17,7 @@ from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.config_overrides import merged_config
 from automodel_ckpt.models.error_texts import did_you_mean, first_line
 from automodel_ckpt.models.model_files import require_local
+from automodel_ckpt.models.multimodal_class import thinker_of
 from automodel_ckpt.models.repository import (
     RepositoryOptions,
     check_code,
@@ -52,6 +53,21 @@ def load_model_config(
     have, and for a model whose code is in its repository, unless *repository* allows to run it.
     """
     changes = overrides or {}
+    found = _load(
+        from_pretrained, from_config, tokenizer, processor, changes, repository, auto_class
+    )
+    return thinker_of(found)
+
+
+def _load(
+    from_pretrained: str | None,
+    from_config: Mapping[str, Any] | str | None,
+    tokenizer: Any,
+    processor: Any,
+    changes: Mapping[str, Any],
+    repository: RepositoryOptions,
+    auto_class: Any,
+) -> PreTrainedConfig:
     if from_pretrained is not None:
         where = "model.from_pretrained"
         return _read_config(from_pretrained, where, changes, repository, auto_class)

@@ -34,6 +34,8 @@ from automodel_ckpt.models.vision import part_of
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_OF_AUDIO = re.compile("feature|audio")
+"""The names of tensors of audio."""
 _IN_BLOCK = re.compile(r"\.\d+\.")
 _QUERIES = ("q_proj", "query", "q", "wq")
 _FUSED_QUERIES = ("qkv", "qkv_proj")
@@ -101,9 +103,13 @@ class FlopCount:
     """Attention of all layers."""
     images: ImageFlops | None = None
     """The part for images; None: the model has none."""
+    hears: bool = False
+    """Whether the model has a tower for audio, whose operations are not counted."""
 
     def of(self, micro_batch: Mapping[str, torch.Tensor], num_labels: int) -> float:
         """The operations for a micro-batch [B, T] on the CPU with *num_labels* labels; 0 if they are unknown."""
+        if self.hears and any(map(_OF_AUDIO.search, micro_batch)):
+            return 0.0
         lengths = document_lengths(micro_batch)
         total = self.per_token * int(lengths.sum()) + self.per_label * num_labels
         total += _attention(lengths, self.pairs)
@@ -165,7 +171,7 @@ def count_flops(model: nn.Module, layers: Sequence[nn.Module]) -> FlopCount | No
             patch_size,
             token_id,
         )
-    return FlopCount(walk.per_token, walk.per_label, text_pairs, images)
+    return FlopCount(walk.per_token, walk.per_label, text_pairs, images, walk.hears)
 
 
 class _Walk:
@@ -193,13 +199,18 @@ class _Walk:
         self._mtp = mtp_of(model_without_adapters(model))
         self._num_calls = self._calls_of_modules()
         # A vision tower comes before the projector, and both before the layers of the text.
-        parts: dict[str, list[tuple[str, nn.Module]]] = {"vision_tower": [], "projector": []}
+        parts: dict[str, list[tuple[str, nn.Module]]] = {
+            "vision_tower": [],
+            "projector": [],
+            "audio_tower": [],
+        }
         rest: list[tuple[str, nn.Module]] = []
         for name, module in model.named_modules():
             # peft keeps the frozen original next to the copy that it trains.
             if ".original_module" in name:
                 continue
             parts.get(part_of(name) or "", rest).append((name, module))
+        self.hears = bool(parts["audio_tower"])
         is_trained = self._count_tower(parts["vision_tower"])
         is_trained = self._count_projector(parts["projector"], is_trained)
         self._count_text(rest, is_trained)

@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 def freeze(model: nn.Module, patterns: Sequence[str], if_present: Sequence[str] = ()) -> int:
     """Exclude from training the parameters whose names match a glob. Returns the number of trainable elements.
 
-    The parts of a vision-language model are also patterns: ``vision_tower``, ``projector``, ``language_model``. Raises
-    :class:`RecipeError` for *patterns* without a match, and if no parameter is left to train. The patterns
-    *if_present* may match nothing, which is logged.
+    The parts of a multimodal model are also patterns: ``vision_tower``, ``audio_tower``, ``projector``,
+    ``language_model``. Raises :class:`RecipeError` for *patterns* without a match, and if no parameter is left to
+    train. The patterns *if_present* may match nothing, which is logged.
     """
     # With duplicates, because a pattern may match only the second name of a tied parameter.
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -148,8 +148,15 @@ class _Settings(dict[str, Any]):
 class _IgnoresVideos(_PROCESSOR):  # type: ignore[misc]
     """Drops the part for videos that some processors (Gemma 4) pass to their base class."""
 
+    all_parts: Sequence[str] = ()
+    """The parts of the original class, in the order of its arguments."""
+
     def __init__(self, *args: Any, **options: Any) -> None:
         options.pop(_VIDEOS, None)
+        if len(args) == len(self.all_parts):
+            # Qwen-Omni's processors pass the parts by position.
+            index = self.all_parts.index(_VIDEOS)
+            args = args[:index] + args[index + 1 :]
         super().__init__(*args, **options)
 
 
@@ -160,6 +167,7 @@ def without_videos(processor_class: Any) -> Any:
 
     class TextAndImages(processor_class, _IgnoresVideos):  # type: ignore[misc]
         video_processor = _Settings()
+        all_parts = tuple(parts)
 
         @classmethod
         def get_attributes(cls) -> list[str]:

@@ -1,4 +1,4 @@
-"""The parts of vision-language models under common names, and the ids of their image tokens."""
+"""The parts of models with images or audio under common names, and the ids of the tokens of their images and audio."""
 
 from __future__ import annotations
 
@@ -19,14 +19,26 @@ _PARTS = {
         "modality_projection",
         "vision_projection",
         "embed_vision",
+        "embed_audio",
         "aligner",
     },
     "vision_tower": {"vision_tower", "vision_model", "visual", "vision_encoder", "image_encoder"},
+    "audio_tower": {"audio_tower", "audio_encoder", "audio_model", "audio_embed"},
     "language_model": {"language_model", "text_model", "lm_head"},
 }
-PARTS = ("vision_tower", "projector", "language_model")
+PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
 
 _IMAGE_IDS = ("image_token_id", "image_token_index", "boi_token_index", "eoi_token_index")
+_AUDIO_IDS = (
+    "audio_token_id",
+    "audio_token_index",
+    "audio_start_token_id",
+    "audio_end_token_id",
+    "audio_bos_token_id",
+    "audio_eos_token_id",
+    "boa_token_id",
+    "eoa_token_id",
+)
 
 
 def parameters_of(part: str, names: Iterable[str]) -> list[str]:
@@ -44,7 +56,10 @@ def part_of(name: str) -> str | None:
 
 
 def image_token_ids(config: PreTrainedConfig | None, processor: Any) -> frozenset[int]:
-    """The ids of tokens that the model replaces by image features or that delimit them; they get no labels."""
+    """The ids of tokens that the model replaces by features of images or audio, or that delimit them.
+
+    They get no labels.
+    """
     owners = (config, processor, getattr(processor, "tokenizer", None))
     names = (
         *_IMAGE_IDS,
@@ -52,6 +67,7 @@ def image_token_ids(config: PreTrainedConfig | None, processor: Any) -> frozense
         "vision_end_token_id",
         "boi_token_id",
         "eoi_token_id",
+        *_AUDIO_IDS,
     )
     found = set()
     for owner in owners:
@@ -63,12 +79,15 @@ def image_token_ids(config: PreTrainedConfig | None, processor: Any) -> frozense
 
 
 def image_settings(processor: Any, default: PreTrainedConfig) -> dict[str, int]:
-    """The ids of image tokens, from *processor*, for the settings that a configuration of *default*'s type has."""
+    """The ids of tokens of images and audio, from *processor*, for the settings that a config as *default* has."""
     tokenizer = getattr(processor, "tokenizer", processor)
     image = getattr(tokenizer, "image_token_id", None) or getattr(processor, "image_token_id", None)
+    audio = getattr(tokenizer, "audio_token_id", None) or getattr(processor, "audio_token_id", None)
     known = {
         "image_token_id": image,
         "image_token_index": image,
+        "audio_token_id": audio,
+        "audio_token_index": audio,
         "boi_token_index": getattr(tokenizer, "boi_token_id", None),
         "eoi_token_index": getattr(tokenizer, "eoi_token_id", None),
     }

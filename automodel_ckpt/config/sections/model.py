@@ -58,7 +58,7 @@ class ModelConfig:
     attn_implementation: str | None = None
     """Attention implementation: eager, sdpa, flash_attention_2, ...; null lets transformers choose."""
     freeze: list[str] = field(default_factory=list)
-    """Parameters to freeze: vision_tower, projector, language_model, or glob patterns such as '*.embed_tokens.*'."""
+    """Parameters to freeze: vision_tower, audio_tower, projector, language_model, or globs as '*.embed_tokens.*'."""
     freeze_if_present: list[str] = field(default_factory=list)
     """Parameters to freeze as with freeze, except that a pattern may match none of the model's parameters."""
     activation_checkpointing: Literal["full", "selective", "offload"] | bool = False

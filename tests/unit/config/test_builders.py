@@ -18,6 +18,7 @@ NAMES = [
     "automodel_ckpt.data.hellaswag.hellaswag",
     "automodel_ckpt.data.vlm.conversations",
     "automodel_ckpt.data.vlm.image_answers",
+    "automodel_ckpt.data.vlm.transcripts",
     "automodel_ckpt.data.mock_images.mock_images",
     "automodel_ckpt.data.python_docs.language_modeling",
     "automodel_ckpt.data.python_docs.train_tokenizer",
