@@ -85,6 +85,9 @@ def freeze(section: Section) -> None:
         for module in modules:
             pattern = module if has_adapters else f"{module}.*"
             patterns.append(Node(pattern, origin, quoted=True))
+    if not has_adapters and _hears(section):
+        # A parameter of Qwen2.5-Omni that its forward pass does not use; AutoModel removes it.
+        patterns.append(Node("*.audio_bos_eos_token.*", AUTOMODEL_DEFAULT, quoted=True))
     if not patterns:
         return
     if has_adapters:
@@ -92,6 +95,16 @@ def freeze(section: Section) -> None:
         return
     ours = section.work.section("freeze_config", "model")
     ours.put("freeze_if_present", Node(patterns, section.origin), was=", ".join(given))
+
+
+def _hears(section: Section) -> bool:
+    """Whether the data set of the recipe is one of AutoModel's with audio."""
+    target = section.work.source.at("dataset._target_")
+    ours = section.work.result.at("dataset._target_")
+    names = [str(node.value) for node in (target, ours) if node is not None]
+    return any(
+        ".datasets.audio." in name or name.endswith(".vlm.transcripts") for name in names
+    ) or (section.work.result.at("dataset.sources.ami_ihm") is not None)
 
 
 def _leave_out(section: Section, patterns: list[Node], given: list[str]) -> None:

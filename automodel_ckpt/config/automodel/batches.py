@@ -34,6 +34,8 @@ COLLATORS = {
     "datasets.vlm.collate_fns.kimi_k25_vl_collate_fn",
     "datasets.vlm.collate_fns.nemotron_omni_collate_fn",
     "datasets.vlm.collate_fns.gemma4_prefix_collate_fn",
+    "datasets.audio.collate_fns.qwen2_5_omni_asr_collate_fn",
+    "datasets.audio.collate_fns.qwen3_omni_asr_collate_fn",
 }
 """Functions of AutoModel that ours replaces, which follows the processor; below nemo_automodel.components."""
 DATALOADER = (
@@ -85,8 +87,16 @@ def collator(section: Section, data: str) -> None:
         return
     section.take("collate_fn")
     if name.removeprefix("nemo_automodel.components.") not in COLLATORS:
-        hint = "remove collate_fn to use the processor's own conversion of text and images"
-        section.reject("collate_fn", target, "this collate function is not supported", hint)
+        what = "this collate function is not supported"
+        hint = "remove collate_fn to use the processor's own conversion of text, images and audio"
+        if name.endswith(".phi4_mm_collate_fn"):
+            # Its files on the Hub have another processor, whose code names its arguments and inputs differently.
+            what = "the processor in the repository of Phi-4-multimodal is not supported"
+            hint = (
+                "remove collate_fn and trust_remote_code, and use files for the class of transformers (model_type "
+                "phi4_multimodal)"
+            )
+        section.reject("collate_fn", target, what, hint)
         return
     section.no_effect("collate_fn", node)
     ours = section.work.section(data)

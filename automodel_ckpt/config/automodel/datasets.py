@@ -31,6 +31,7 @@ from automodel_ckpt.config.automodel.rows import (
     is_of_automodel,
     take_target,
 )
+from automodel_ckpt.config.automodel.speech import COMMON_VOICE, ENGLISH_MIXTURE, TRANSCRIPTS
 from automodel_ckpt.config.automodel.token_rows import MEGATRON, NANOGPT
 from automodel_ckpt.config.yaml_tree import Node
 
@@ -195,6 +196,13 @@ DATASETS: dict[str, Builder] = {
             TOKENIZER,
         ),
     ),
+    "audio.datasets.make_hf_audio_asr_dataset": Builder("vlm.transcripts", TRANSCRIPTS),
+    "audio.datasets.make_cv17_dataset": Builder(
+        "vlm.transcripts",
+        COMMON_VOICE,
+        (("prompt", "Transcribe the Turkish audio clip."), ("prompt_first", "false")),
+    ),
+    "audio.multi_en.make_multi_en_asr_dataset": Builder("mixture.mixture", ENGLISH_MIXTURE),
 }
 """AutoModel's data sets, below nemo_automodel.components.datasets, and our builders, below automodel_ckpt.data."""
 
@@ -205,7 +213,7 @@ IN_PACKAGES = {
 """The same builders by the names that AutoModel's packages llm and vlm export, without the module."""
 
 FEATURES = {
-    "audio.": "training on audio",
+    "audio.": "this data set of audio",
     "vlm.": "this data set of images and text",
     "llm.seq2seq.": "a sequence-to-sequence data set",
     "llm.mock_prefix_tree": "the data set of trees of prefixes",
@@ -230,7 +238,7 @@ def dataset(section: Section) -> None:
         return
     section.put("_target_", replace(node, value=_OURS + builder.ours), was="_target_")
     for key, value in builder.fixed:
-        is_text = not value.isdecimal() and value != "true"
+        is_text = not value.isdecimal() and value not in ("true", "false")
         section.put(key, Node(value, node.origin, quoted=is_text), was="_target_")
     apply_rows(builder.rows, section)
 

@@ -972,14 +972,14 @@ REJECTED = [
         "a sequence-to-sequence data set is not supported",
     ),
     (
-        f"dataset:\n  _target_: {DATA}.audio.datasets.make_cv17_dataset\n  split: train\n",
+        f"dataset:\n  _target_: {DATA}.audio.datasets.make_music_dataset\n  split: train\n",
         2,
-        "training on audio is not supported",
+        "this data set of audio is not supported",
     ),
     (
         f"dataloader:\n  collate_fn:\n    _target_: {DATA}.vlm.collate_fns.phi4_mm_collate_fn\n",
         3,
-        "this collate function is not supported",
+        "the processor in the repository of Phi-4-multimodal is not supported",
     ),
     (
         "loss_fn:\n  _target_: nemo_automodel.components.models.nemotron_parse.SomeLoss\n",
@@ -1596,3 +1596,70 @@ def test_a_frozen_vision_tower_includes_its_projector_and_a_language_model_no_ou
     vision = {name for name in names if "visual" in name or "vision" in name}
     assert frozen("freeze_audio_tower") == set()
     assert frozen("freeze_vision_tower") == vision
+
+
+SPEECH = f"{VLM}model:\n  pretrained_model_name_or_path: org/omni\n"
+
+
+def test_transcripts_of_a_data_set_are_translated(tmp_path: Path) -> None:
+    dataset = (
+        f"dataset:\n  _target_: {DATA}.audio.datasets.make_hf_audio_asr_dataset\n"
+        "  path_or_dataset: edinburghcstr/ami\n  name: ihm\n  text_column: words\n"
+        "  sampling_rate: 16000\n  system_prompt: null\n  user_prompt: Transcribe.\n"
+        "  drop_empty_text: false\n  min_audio_duration_seconds: 1.0\n"
+    )
+    collator = f"{DATA}.audio.collate_fns.qwen2_5_omni_asr_collate_fn"
+    loader = f"dataloader:\n  collate_fn:\n    _target_: {collator}\n"
+    frozen = "freeze_config:\n  freeze_audio_tower: false\n"
+    loaded = load(tmp_path, SPEECH + dataset + loader + frozen)
+    section = loaded.config.dataset
+    assert section is not None
+    assert section._target_ == "automodel_ckpt.data.vlm.transcripts"
+    assert section.kwargs == {
+        "path": "edinburghcstr/ami",
+        "name": "ihm",
+        "text_field": "words",
+        "prompt": "Transcribe.",
+        "skip_empty": False,
+        "min_seconds": 1.0,
+        "seq_length": None,
+        "truncation": "right",
+    }
+    assert value_at(loaded, "model.freeze_if_present")[-1] == "*.audio_bos_eos_token.*"
+
+
+def test_the_english_mixture_and_common_voice_are_translated(tmp_path: Path) -> None:
+    dataset = (
+        f"dataset:\n  _target_: {DATA}.audio.multi_en.make_multi_en_asr_dataset\n"
+        "  max_audio_duration_seconds: 20.0\n"
+        f"validation_dataset:\n  _target_: {DATA}.audio.datasets.make_cv17_dataset\n"
+        "  split: validation\n"
+    )
+    loaded = load(tmp_path, SPEECH + dataset)
+    section = loaded.config.dataset
+    assert section is not None
+    sources = section.kwargs["sources"]
+    assert list(sources) == [
+        "ami_ihm",
+        "earnings22",
+        "voxpopuli_en",
+        "gigaspeech_s",
+        "spgispeech_s",
+        "librispeech",
+    ]
+    voices = sources["voxpopuli_en"].kwargs
+    assert voices["split"] == "train[:4000]" and voices["normalize"] == "upper_words"
+    assert (voices["min_seconds"], voices["max_seconds"]) == (1.0, 20.0)
+    assert voices["prompt"].startswith("Transcribe the following English audio verbatim.")
+    assert loaded.config.dataloader.shuffle
+    validation = loaded.config.validation_dataset
+    assert validation is not None
+    assert validation.kwargs == {
+        "path": "ysdede/commonvoice_17_tr_fixed",
+        "split": "validation",
+        "text_field": "transcription",
+        "prompt": "Transcribe the Turkish audio clip.",
+        "prompt_first": False,
+        "seq_length": None,
+        "truncation": "right",
+    }
