@@ -54,7 +54,7 @@ class DataSummary:
     """What a recipe trains on. *lengths* are those of the first samples only if *is_partial*.
 
     *num_truncated* and *num_skipped* are None if they are unknown; *packs* and *template* are in words, empty if there
-    are none.
+    are none. *num_audio_tokens* are those of *lengths* that stand for audio.
     """
 
     lengths: LengthSummary
@@ -63,6 +63,7 @@ class DataSummary:
     num_skipped: int | None = None
     packs: str = ""
     template: str = ""
+    num_audio_tokens: int = 0
 
 
 class _DataIsBuilt(Exception):
@@ -116,16 +117,19 @@ def summary(recipe: Recipe) -> DataSummary:
         truncated, skipped, _ = samples.counts.tolist()
         template = samples.template or ""
         return DataSummary(samples.summary, False, truncated, skipped, packs, template)
-    lengths, num_labels = [], 0
+    lengths, num_labels, num_audio_tokens = [], 0, 0
+    audio_token: Any = getattr(recipe.preprocessor, "audio_token_id", None)
     has_token_labels = True
     for _, row in _rows(recipe, MAX_MEASURED):
         lengths.append(len(row.tokens))
+        num_audio_tokens += row.tokens.count(audio_token)
         num_labels += sum(label != IGNORE_INDEX for label in row.labels)
         has_token_labels = not row.label
     measured = LengthSummary.of(
         np.asarray(lengths, dtype=np.int64), num_labels if has_token_labels else None
     )
-    return DataSummary(measured, len(lengths) == MAX_MEASURED, packs=packs)
+    is_partial = len(lengths) == MAX_MEASURED
+    return DataSummary(measured, is_partial, packs=packs, num_audio_tokens=num_audio_tokens)
 
 
 class _Row(NamedTuple):

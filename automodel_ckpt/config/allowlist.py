@@ -180,13 +180,14 @@ _TOKENIZERS = Group(
     ),
 )
 _PROCESSORS = Group(
-    "processors read from a directory or the Hub, never with code from there; the one of this package's digits",
+    "processors read from a directory or the Hub, never with code from there; those of our digits and tones",
     (
         Exact(
             "transformers.AutoProcessor.from_pretrained",
             _TEXT_LOADING | PROCESSOR_SETTINGS,
         ),
         Exact("automodel_ckpt.data.digits.processor"),
+        Exact("automodel_ckpt.data.tones.processor"),
     ),
 )
 _MODELS = Group(

@@ -94,7 +94,11 @@ def pipeline_tag(facts: Facts, bundle: Bundle) -> str:
     """The task of the Hub's pipelines that the model is for."""
     if _SENTENCES in bundle.files:
         return "sentence-similarity"
-    return _PIPELINES.get(facts.kind, "text-generation")
+    task = _PIPELINES.get(facts.kind, "text-generation")
+    config = bundle.read("config.json")
+    if task == "image-text-to-text" and "audio_config" in config and "vision_config" not in config:
+        return "audio-text-to-text"
+    return task
 
 
 def library_name(bundle: Bundle) -> str:

@@ -9,6 +9,7 @@ from automodel_ckpt.hub.bundle import Bundle
 _CLASSES = {
     "text-generation": "ForCausalLM",
     "image-text-to-text": "ForImageTextToText",
+    "audio-text-to-text": "ForMultimodalLM",
     "text-classification": "ForSequenceClassification",
     "feature-extraction": "",
     "sentence-similarity": "",

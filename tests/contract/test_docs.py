@@ -116,7 +116,7 @@ def test_the_sections_of_recipes_that_pages_only_show_are_valid(tmp_path: Path) 
             kind = "llm_finetune"
             if page.stem == "pretrain":
                 kind, model = "pretrain", {"from_config": {"model_type": "llama"}}
-            if page.stem == "vision-language-models":
+            if page.stem in ("vision-language-models", "audio"):
                 kind, builder["_target_"] = "vlm_finetune", "automodel_ckpt.data.vlm.conversations"
             base = {
                 "recipe": kind,

@@ -115,6 +115,8 @@ def _auto_class(directory: Path) -> str:
     # Models that the installed version does not know. A text model of the same family has no vision_config.
     if "vision_config" in config and _has_architecture(config, "ForConditionalGeneration"):
         return "AutoModelForImageTextToText"
+    if "audio_config" in config and _has_architecture(config, "ForConditionalGeneration"):
+        return "AutoModelForMultimodalLM"
     return "AutoModelForCausalLM"
 
 

@@ -81,6 +81,9 @@ def _summary_lines(data: DataSummary) -> Iterator[str]:
     elif data.is_partial and lengths.num_labels is not None:
         share = 100 * lengths.num_labels / max(lengths.num_tokens, 1)
         rows[2] = ("tokens", f"{share:.0f}% of them trained on")
+    if data.num_audio_tokens:
+        share = 100 * data.num_audio_tokens / lengths.num_tokens
+        rows.append(("audio", f"{data.num_audio_tokens:,} tokens of these samples, {share:.0f}%"))
     if data.num_truncated is not None:
         rows.append(("truncated", f"{data.num_truncated:,}, and {data.num_skipped:,} skipped"))
     if data.packs:

@@ -38,6 +38,7 @@ from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.hub_access import is_hub_name, resolve_commit
+from automodel_ckpt.models.multimodal_class import AutoMultimodalModel
 
 MODEL = "model"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -284,7 +285,7 @@ def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
     model_class: Any = AutoModelForCausalLM
     # Private in transformers 5.17 to 5.24.
     if type(config) not in AutoModelForCausalLM._model_mapping or _takes_images(config):
-        model_class = AutoModelForImageTextToText
+        model_class = AutoMultimodalModel
     model, info = model_class.from_pretrained(
         name, use_safetensors=True, revision=revision, output_loading_info=True, **options
     )

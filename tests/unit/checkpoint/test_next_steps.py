@@ -28,6 +28,10 @@ from automodel_ckpt.checkpoint.export.next_steps import (
             {"architectures": ["NewForConditionalGeneration"], "vision_config": {}},
             "AutoModelForImageTextToText",
         ),
+        (
+            {"architectures": ["Qwen2AudioForConditionalGeneration"], "audio_config": {}},
+            "AutoModelForMultimodalLM",
+        ),
         ({}, "AutoModelForCausalLM"),
     ],
 )

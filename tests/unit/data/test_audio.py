@@ -15,16 +15,26 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForMultimodalLM
 
-from automodel_ckpt.data import audio_files
+from automodel_ckpt.cli.checks.show_samples import _summary_lines
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.target_checks import check_targets
+from automodel_ckpt.config.trust import Trust
+from automodel_ckpt.data import audio_files, tones
 from automodel_ckpt.data.audio_files import duration_of, open_audio
 from automodel_ckpt.data.audio_limit import AudioLimit
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.messages import UnusableSample
 from automodel_ckpt.data.transcripts import normalized
 from automodel_ckpt.data.vlm import conversations, transcripts
+from automodel_ckpt.distributed.model_layers import decoder_layers
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.flop_count import count_flops
+from automodel_ckpt.models.freezing import freeze
 from automodel_ckpt.models.vision import image_token_ids
+from automodel_ckpt.recipes.sample_preview import built_data, summary
+from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.support.audio import FAMILIES, RATE, tone, write_conversations, write_wav
 
 TONE = tone(440, 0.25)
@@ -344,3 +354,45 @@ def test_the_limit_of_a_processor_that_states_none_is_found() -> None:
     assert len(calls) == 2
     assert limit.uses(9000) and not limit.uses(9050)
     assert limit.seconds == 9.0
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni"])
+def test_the_audio_tower_is_a_part_and_its_operations_are_unknown(
+    family: str, processors: Any, data: Path
+) -> None:
+    config, processor = processors[family]
+    config.get_text_config().vocab_size = len(processor.tokenizer)
+    model = AutoModelForMultimodalLM.from_config(config)
+    freeze(model, ["audio_tower"])
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if ".audio_tower." in name}
+    flops = count_flops(model, decoder_layers(model))
+    assert flops is not None
+    samples = conversations(processor, str(data))
+    batch = collator(processors[family], samples)([samples[0]])
+    assert flops.of(batch, 4) == 0
+    text_only = {name: batch[name] for name in ("input_ids", "labels", "attention_mask")}
+    assert flops.of(text_only, 4) > 0
+
+
+def test_the_summary_of_samples_has_the_tokens_of_audio(tmp_path: Path) -> None:
+    list(tones.write(tmp_path))
+    recipe = tmp_path / "recipe.yaml"
+    dataset = {"_target_": "automodel_ckpt.data.vlm.transcripts", "max_samples": 3}
+    content = {
+        "recipe": "vlm_finetune",
+        "model": {"from_config": {"model_type": "qwen2_audio"}},
+        "processor": {"_target_": "automodel_ckpt.data.tones.processor"},
+        "dataset": {**dataset, "path": str(tmp_path / "train.jsonl"), "prompt": "Name."},
+    }
+    recipe.write_text(json.dumps(content))
+    loaded = check_targets(load_recipe(recipe, []), Trust([]))
+    built = built_data(VLMFinetune, {"config": loaded.config, "config_yaml": ""})
+    found = summary(built)
+    # 0.8 s are 80 frames of 10 ms, and a quarter as many tokens.
+    assert (found.lengths.num_samples, found.num_audio_tokens) == (3, 3 * 20)
+    assert built.model_config is not None
+    token = built.preprocessor.audio_token_id
+    assert built.model_config.audio_token_id == token
+    lines = list(_summary_lines(found))
+    assert any(line.startswith("audio      60 tokens of these samples") for line in lines)
