@@ -178,22 +178,20 @@ class ImageTextCollator:
         self, texts: list[str], images: list[list[Any]] | None, audios: Sequence[Any] = ()
     ) -> Any:
         of_text = {
+            "padding": True,
             "padding_side": "right",
             "pad_to_multiple_of": self.multiple,
             "add_special_tokens": self._adds_special_tokens(texts[0]),
         }
         if not audios:
-            return self.processor(
-                text=texts, images=images, return_tensors="pt", padding=True, **of_text
-            )
-        # Settings of the text must not pad the audio.
+            return self.processor(text=texts, images=images, return_tensors="pt", **of_text)
+        # Settings of the text must not pad the audio: processors choose how to pad it.
         inputs: dict[str, Any] = {"text": texts, "audio": list(audios)}
         if images is not None:
             inputs["images"] = images
         return self.processor(
             **inputs,
             return_tensors="pt",
-            padding=True,
             text_kwargs=of_text,
             audio_kwargs={"sampling_rate": sampling_rate_of(self.processor)},
         )

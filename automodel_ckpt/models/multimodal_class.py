@@ -32,9 +32,9 @@ class _Mapping:
 class AutoMultimodalModel(AutoModelForImageTextToText):
     """AutoModelForImageTextToText, also for the models of audio that AutoModelForMultimodalLM has."""
 
-    _model_mapping: Any = _Mapping()
 
-
+_OURS: Any = AutoMultimodalModel
+_OURS._model_mapping = _Mapping()
 # Repositories with code name their class by it.
 AutoMultimodalModel.__name__ = AutoModelForImageTextToText.__name__
 
