@@ -24,6 +24,8 @@ _HINT = (
     "give the path of an audio file, absolute or relative to the data file, or remove this sample"
 )
 _INSTALL = "pip install 'automodel_ckpt[audio]'"
+_UNKNOWN_SIZE = 2**31 - 2**12
+"""Programs that write to a pipe state a size of at least this many bytes, because they do not know it."""
 
 Samples = npt.NDArray[np.float32]
 
@@ -65,18 +67,22 @@ def duration_of(value: Any, folder: Path) -> float:
     Raises :class:`UnusableSample` as :func:`open_audio` does.
     """
     if isinstance(value, Mapping) and value.get("array") is not None:
-        recording = _of_array(value)
-        return float(recording.samples.shape[-1] / recording.rate)
+        decoded = _of_array(value)
+        return float(decoded.samples.shape[-1] / decoded.rate)
     source = MediaReader("an audio", _HINT).source(value, folder)
     where = shown(source)
     try:
         with wave.open(_file(source), "rb") as file:
-            if file.getcomptype() == "NONE":
+            num_bytes = file.getnframes() * file.getnchannels() * file.getsampwidth()
+            if num_bytes < _UNKNOWN_SIZE and file.getframerate() > 0:
                 return float(file.getnframes() / file.getframerate())
     except (wave.Error, EOFError):
         pass
     except OSError as error:
         raise _unreadable(where, error) from error
+    recording = _read_pcm_file(source, where)
+    if recording is not None:
+        return float(recording.samples.shape[-1] / recording.rate)
     soundfile = _soundfile(where)
     try:
         info = soundfile.info(_file(source))
@@ -102,27 +108,40 @@ def _of_array(value: Mapping[Any, Any]) -> Recording:
 
 
 def _read(source: Any, where: str) -> Recording:
+    recording = _read_pcm_file(source, where)
+    return _read_by_soundfile(source, where) if recording is None else recording
+
+
+def _read_pcm_file(source: Any, where: str) -> Recording | None:
     try:
-        recording = _read_pcm(_file(source))
+        return _read_pcm(_file(source), where)
     except OSError as error:
         raise _unreadable(where, error) from error
-    return _read_by_soundfile(source, where) if recording is None else recording
 
 
 def _file(source: Any) -> Any:
     return io.BytesIO(source) if isinstance(source, bytes) else str(source)
 
 
-def _read_pcm(file: Any) -> Recording | None:
-    """Read a WAV file with PCM samples; None for other formats. Raises OSError."""
+def _read_pcm(file: Any, where: str) -> Recording | None:
+    """Read a WAV file with PCM samples; None for other formats.
+
+    Raises OSError, and :class:`UnusableSample` for a file that ends early.
+    """
     try:
         with wave.open(file, "rb") as opened:
             width, rate = opened.getsampwidth(), opened.getframerate()
             num_channels = opened.getnchannels()
+            num_bytes = opened.getnframes() * width * num_channels
             content = opened.readframes(opened.getnframes())
     except (wave.Error, EOFError):
         return None
-    # A file that was cut may end within a frame.
+    if len(content) < num_bytes < _UNKNOWN_SIZE:
+        raise UnusableSample(
+            "an audio file ends before its header says",
+            f"{where}: {len(content)} of {num_bytes} bytes",
+            "copy it again, or remove this sample",
+        )
     num_frames = len(content) // (width * num_channels)
     numbers = _as_numbers(content[: num_frames * width * num_channels], width)
     if numbers is None or rate < 1:

@@ -14,6 +14,7 @@ import transformers
 from transformers import AutoModelForMultimodalLM
 
 from automodel_ckpt.models.processor import read_processor, without_videos
+from tests.support import vision
 from tests.support.vision import TEMPLATE, TEXT, tokenizer_with
 
 RATE = 16_000
@@ -53,7 +54,7 @@ def qwen2_audio() -> tuple[Any, Any]:
     return config, processor
 
 
-def omni(family: str, audio: dict[str, Any], vision: dict[str, Any], text: dict[str, Any]) -> Any:
+def omni(family: str, audio: dict[str, Any], tower: dict[str, Any], text: dict[str, Any]) -> Any:
     names = {
         "image_token": "<|IMAGE|>",
         "audio_token": "<|AUDIO|>",
@@ -85,7 +86,7 @@ def omni(family: str, audio: dict[str, Any], vision: dict[str, Any], text: dict[
         of_tokens[f"{kind}_token_id"] = of_tokens[f"{kind}_token_index"] = ids[f"{kind}_token"]
     config = getattr(transformers, f"{family}ThinkerConfig")(
         audio_config={**AUDIO, "output_dim": 32, "max_source_positions": 100, **audio},
-        vision_config={**VISION, **vision},
+        vision_config={**VISION, **tower},
         text_config={**TEXT, "rope_parameters": rope, **text},
         vision_start_token_id=ids["vision_bos_token"],
         vision_end_token_id=ids["vision_eos_token"],
@@ -97,19 +98,42 @@ def omni(family: str, audio: dict[str, Any], vision: dict[str, Any], text: dict[
 
 
 def qwen2_5_omni() -> tuple[Any, Any]:
-    vision = {"fullatt_block_indexes": [1], "window_size": 16}
-    return omni("Qwen2_5Omni", {"n_window": 10}, vision, {})
+    towers = {"fullatt_block_indexes": [1], "window_size": 16}
+    return omni("Qwen2_5Omni", {"n_window": 10}, towers, {})
 
 
 def qwen3_omni() -> tuple[Any, Any]:
     audio = {"n_window": 50, "n_window_infer": 100, "downsample_hidden_size": 8}
-    vision = {"deepstack_visual_indexes": [1], "num_position_embeddings": 64}
+    towers = {"deepstack_visual_indexes": [1], "num_position_embeddings": 64}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     text = {"head_dim": 16, "decoder_sparse_step": 1, **experts}
-    return omni("Qwen3OmniMoe", audio, vision, text)
+    return omni("Qwen3OmniMoe", audio, towers, text)
+
+
+def gemma4() -> tuple[Any, Any]:
+    base, processor = vision.gemma4()
+    tokens = {"audio": "<|audio|>", "boa": "<|audio>", "eoa": "<audio|>"}
+    ids = {
+        f"{name}_token_id": processor.tokenizer.convert_tokens_to_ids(token)
+        for name, token in tokens.items()
+    }
+    start, end = AUDIO_TEMPLATE.index("<|audio_bos|>"), AUDIO_TEMPLATE.index("{% elif")
+    template = AUDIO_TEMPLATE[:start] + tokens["audio"] + AUDIO_TEMPLATE[end:]
+    processor.chat_template = template.replace("<|vision_bos|><|IMAGE|><|vision_eos|>", "<|image|>")
+    audio = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "output_proj_dims": 32,
+        "subsampling_conv_channels": [128, 1],
+    }
+    config = type(base)(**{**base.to_dict(), "audio_config": audio, **ids})
+    return config, processor
 
 
 FAMILIES = {"qwen2_audio": qwen2_audio, "qwen2_5_omni": qwen2_5_omni, "qwen3_omni": qwen3_omni}
+if "gemma4" in vision.FAMILIES:
+    FAMILIES["gemma4"] = gemma4
 
 
 def make_base(directory: Path, family: str) -> Path:

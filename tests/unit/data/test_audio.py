@@ -114,6 +114,17 @@ def test_all_places_of_an_audio_give_the_same_samples(tmp_path: Path) -> None:
         assert duration_of(place, tmp_path) == 0.25
 
 
+def test_a_file_that_was_cut_is_an_error_and_one_from_a_pipe_is_read(tmp_path: Path) -> None:
+    content = write_wav(tmp_path / "a.wav", TONE).read_bytes()
+    with pytest.raises(UnusableSample, match="ends before its header says"):
+        open_audio(content[:-100], tmp_path, RATE)
+    # As ffmpeg writes it to standard output.
+    piped = content.replace(b"data" + (2 * len(TONE)).to_bytes(4, "little"), b"data" + b"\xff" * 4)
+    assert piped != content
+    assert np.array_equal(open_audio(piped, tmp_path, RATE), open_audio(content, tmp_path, RATE))
+    assert duration_of(piped, tmp_path) == 0.25
+
+
 def test_channels_are_averaged(tmp_path: Path) -> None:
     stereo = np.stack([TONE, TONE // 2], axis=1)
     write_wav(tmp_path / "a.wav", stereo)
