@@ -25,6 +25,8 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
+_THINKER = "thinker."
+"""What names begin with in the files of a whole Qwen-Omni model."""
 
 RowPart = tuple[int, tuple[slice, ...]]
 """(index into the first dimension, slices of the other dimensions)."""
@@ -94,11 +96,21 @@ def names_in_files(
     if found is None:
         return InFiles({}, {})
     unchanged = tensor_names_in(base_dir) if base_dir is not None else set()
+
+    def in_base(name: str) -> str:
+        # Qwen-Omni's files contain several models, of which transformers reads the thinker.
+        with_prefix = _THINKER + name
+        return with_prefix if with_prefix in unchanged and name not in unchanged else name
+
     names: dict[str, str] = {}
     for fqn, name in found.names.items():
-        if name != fqn and fqn not in unchanged:
-            names[fqn] = name
-    return InFiles(names, {fqn: part for fqn, part in found.parts.items() if fqn not in unchanged})
+        if in_base(name) != fqn and fqn not in unchanged:
+            names[fqn] = in_base(name)
+    parts: dict[str, dict[str, RowPart]] = {}
+    for fqn, of_rows in found.parts.items():
+        if fqn not in unchanged:
+            parts[fqn] = {in_base(name): part for name, part in of_rows.items()}
+    return InFiles(names, parts)
 
 
 class _Markers:

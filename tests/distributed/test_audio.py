@@ -163,7 +163,9 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
 )  # peft's call, transformers' warning
-def test_adapters_on_the_language_model_of_whole_omni_files(tmp_path: Path) -> None:
+def test_adapters_on_the_language_model_of_whole_omni_files(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     recipe = prepare(tmp_path, "qwen2_5_omni")
     base = tmp_path / "base"
     # Published files also have a model that speaks.
@@ -180,6 +182,9 @@ def test_adapters_on_the_language_model_of_whole_omni_files(tmp_path: Path) -> N
     )
     sharded = partial(train, recipe, "run", *options, "--distributed.strategy=fsdp2")
     ranks.run(sharded, 2, init=False)
+    assert "builds the complete model" not in capfd.readouterr().err, (
+        "each rank reads its part of the base"
+    )
     train(recipe, "single", *options)
     losses = [
         [float.fromhex(step["loss"]) for step in steps_of(tmp_path / name)]
