@@ -101,7 +101,7 @@ class VLMFinetune(Recipe):
                 "samples with audio cannot be packed",
                 where="packed_sequence",
                 value=f"size: {packing.size}; the data may have: {', '.join(sorted(self.media))}",
-                hint="remove packed_sequence; if no sample has audio, set dataset.media: [image]",
+                hint="remove packed_sequence, or train on data without audio",
             )
         return for_each_source(dataset, partial(self._packed, packing.size))
 

@@ -13,10 +13,11 @@ from automodel_ckpt.data.arguments import require_choice
 from automodel_ckpt.data.content_parts import parts_of
 from automodel_ckpt.data.image_answers import AnswerColumns
 from automodel_ckpt.data.image_conversations import ImageConversations, ImageOptions, RowContent
-from automodel_ckpt.data.media import AUDIO, IMAGE, MEDIA, Media, usual_media
+from automodel_ckpt.data.media import AUDIO, IMAGE, MEDIA, Media, media_of, usual_media
 from automodel_ckpt.data.messages import UnusableSample, turns_of
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.transcripts import TranscriptColumns, usable_rows
+from automodel_ckpt.errors import RecipeError
 
 _NUM_INSPECTED = 100
 """Number of rows that show which media a data set has."""
@@ -107,6 +108,13 @@ def _media(
     if given is not None:
         for kind in given:
             require_choice("media", kind, MEDIA)
+            if kind not in media_of(processor):
+                raise RecipeError(
+                    f"the model's processor takes no {kind}s",
+                    where="dataset.media",
+                    value=f"{', '.join(given)}; {type(processor).__name__}",
+                    hint=f"remove {kind}",
+                )
         return frozenset(given)
     found: set[str] = set()
     for number in range(min(_NUM_INSPECTED, source.num_rows)):

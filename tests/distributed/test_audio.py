@@ -206,7 +206,7 @@ def test_adapters_on_the_language_model_of_whole_omni_files(
     ("overrides", "message"),
     [
         (["--packed_sequence.size=100"], "samples with audio cannot be packed"),
-        (["--dataset.media=[image]"], "does not announce"),
+        (["--dataset.media=[image]"], "processor takes no images"),
     ],
 )
 def test_what_a_recipe_with_audio_cannot_do_is_rejected(
