@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,10 @@ class AudioLimit:
         return round(self._limit / self.sampling_rate, 1)
 
     def _find_limit(self, too_long: int) -> int:
-        """Return the largest number of samples that is used as a whole."""
+        """Return the largest number of samples that is used as a whole.
+
+        If the processor rejects audio of any length, the limit is that of the machine: the samples show the error.
+        """
         declared = self.declared
         if declared is not None:
             cuts_later = not self._is_end_used(declared + self._end)
@@ -69,8 +73,11 @@ class AudioLimit:
                 low = middle
             else:
                 high = middle
+        if low == 0:
+            log.debug("the processor uses no audio of a probe")
+            return sys.maxsize
         # The end that a probe changes begins before the limit.
-        return max(low - self._end // 2, 0)
+        return low - self._end // 2
 
     def _is_end_used(self, num_samples: int) -> bool:
         silence = np.zeros(num_samples, np.float32)

@@ -50,3 +50,12 @@ def thinker_of(config: PreTrainedConfig) -> PreTrainedConfig:
         return config
     thinker.name_or_path = config.name_or_path
     return thinker
+
+
+def other_parts_in_files(config: PreTrainedConfig) -> list[str]:
+    """Globs for the names of tensors beside the thinker in files of Qwen-Omni; empty for other models.
+
+    transformers ignores them, but not in all versions.
+    """
+    is_thinker = config.model_type.endswith("_thinker")
+    return ["talker.*", "token2wav.*", "code2wav.*"] if is_thinker else []

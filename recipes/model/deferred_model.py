@@ -28,6 +28,7 @@ from automodel_ckpt.models.meta_init import (
 from automodel_ckpt.models.model_files import fetched_directory
 from automodel_ckpt.models.mtp import add_mtp
 from automodel_ckpt.models.mtp_families import MtpPlan, patterns_in_files
+from automodel_ckpt.models.multimodal_class import other_parts_in_files
 from automodel_ckpt.models.quantize import cast_parameters
 from automodel_ckpt.models.repository import importing_code
 from automodel_ckpt.models.vocabulary import set_size
@@ -144,7 +145,7 @@ def _complete(
         allow_unexpected=section.allow_unexpected,
         loading=loading,
         repository=repository_options(section),
-        not_in_model=patterns_in_files(config),
+        not_in_model=[*patterns_in_files(config), *other_parts_in_files(config)],
         allow_new_head=allow_new_head,
     )
     if mtp is not None:

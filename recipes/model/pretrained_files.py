@@ -35,6 +35,7 @@ from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in
 from automodel_ckpt.models.model_files import fetched_directory
 from automodel_ckpt.models.mtp import copies_in_files, is_of_mtp, mtp_of, with_mtp_names
 from automodel_ckpt.models.mtp_families import patterns_in_files
+from automodel_ckpt.models.multimodal_class import other_parts_in_files
 from automodel_ckpt.models.quantize import stays_in_float32
 from automodel_ckpt.models.task_head import HeadDifferences, head_differences
 from automodel_ckpt.models.vocabulary import log_resized, vocabulary_names
@@ -197,7 +198,7 @@ class PretrainedFiles:
         names = sorted(names)
         former = former_buffers(model, names)
         known = set(ignored_by(model, names)).difference(former)
-        globs = patterns_in_files(self._config)
+        globs = [*patterns_in_files(self._config), *other_parts_in_files(self._config)]
         ignored: list[str] = []
         for name in names:
             if name in known or any(fnmatchcase(name, glob) for glob in globs):

@@ -74,12 +74,12 @@ def omni(family: str, audio: dict[str, Any], tower: dict[str, Any], text: dict[s
     )
     made = without_videos(getattr(transformers, f"{family}Processor"))
     processor = made(images, None, sounds, tokenizer, chat_template=AUDIO_TEMPLATE)
-    processor.video_processor = {
-        "video_processor_type": "Qwen2VLVideoProcessor",
-        "patch_size": 4,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-    }
+    processor.video_processor = type(made.video_processor)(
+        video_processor_type="Qwen2VLVideoProcessor",
+        patch_size=4,
+        merge_size=2,
+        temporal_patch_size=2,
+    )
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     of_tokens = {}
     for kind in ("audio", "image", "video"):
