@@ -307,6 +307,7 @@ class Recipe:
         before weights are read.
         """
         self.model_config = self.build_model_config()
+        self._log_section("dataset")
         self.dataloader = self.build_dataloader(self.config.dataset)
         self.validation_batches = self.build_validation()
         self.validation_sets = self.build_validation_sets()
@@ -385,15 +386,22 @@ class Recipe:
         """Build a function that reads the validation set from its start; its position is not state of the run."""
         if self.config.validation_dataset is None:
             return None
+        self._log_section("validation_dataset")
         return partial(iter, self.build_dataloader(self.config.validation_dataset, validation=True))
 
     def build_validation_sets(self) -> Mapping[str, Callable[[], Iterator[GlobalBatch]]]:
         """Build functions that read the sets of ``validation_datasets`` from their starts, by name."""
         sets = {}
         for name, section in self.config.validation_datasets.items():
+            self._log_section(f"validation_datasets.{name}")
             loader = self.build_dataloader(section, validation=True)
             sets[name] = partial(iter, loader)
         return sets
+
+    def _log_section(self, name: str) -> None:
+        """Log which section the next messages are about: those of data name its path, which sections can share."""
+        if has_validation(self.config):
+            log.info("reading the data of %s", name)
 
     def build_step_scheduler(self) -> StepScheduler:
         """Build the counters, and plan the number of steps as far as it is known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 _MAX_ENTRIES = 10_000
 """Number of entries of a directory that are searched for runs: the current directory may be a data set's."""
+_MAX_NAMED = 3
+"""Runs that a message names, at most."""
 _SPECIFY_ONE = "specify a run directory, a checkpoint or a pointer"
 
 
@@ -77,11 +80,15 @@ def run_with_logs(path: Path) -> Path:
 
     Raises :class:`CheckpointUnusable` if *path* does not exist, or is a link to nothing.
     """
+    from automodel_ckpt.checkpoint import layout
+
     # Before the check of the link: LATEST is in a run also if its target is gone.
     run = run_around(path)
     if run is None and not path.exists():
         value = _what_exists(path, None)
         raise _not_found("run not found", path, value, "specify a run directory")
+    if run is None and path.is_dir() and not os.path.lexists(path / layout.TRAINING_LOG):
+        reject_several_runs(path)
     return run or path
 
 
@@ -109,6 +116,20 @@ def runs_below(path: Path, depth: int = 3) -> Iterator[Path]:
             yield from runs_below(Path(entry.path), depth - 1)
 
 
+def reject_several_runs(path: Path) -> None:
+    """Raise :class:`CheckpointUnusable` if *path* is a directory of runs, and nothing else."""
+    from automodel_ckpt.convert.sources.registry import formats_in
+
+    runs = list(itertools.islice(runs_below(path), _MAX_NAMED + 1))
+    if not runs or formats_in(path):
+        return
+    names = [str(run) for run in runs[:_MAX_NAMED]]
+    if len(runs) > _MAX_NAMED:
+        names.append("...")
+    hint = f"specify one of them: {', '.join(names)}; `ckpt ls {path}` lists all"
+    raise _not_found("the directory contains runs", path, "", hint)
+
+
 def find_checkpoint(path: Path) -> Path:
     """Resolve *path*: a run to its newest complete checkpoint, a pointer to its target, a file of another program to
     itself. Print a warning if a run has a newer checkpoint that cannot be used.
@@ -129,7 +150,10 @@ def _found_checkpoint(path: Path) -> Path:
     is_pointer_link = path.name in layout.POINTERS and path.is_symlink()
     if path.is_dir() and not is_pointer_link:
         run = run_directory(path)
-        return _resolved(path) if run is None else _newest(run)
+        if run is None:
+            reject_several_runs(path)
+            return _resolved(path)
+        return _newest(run)
     # Without symbolic links, a pointer is a text file: LATEST.txt.
     pointer = path.name.removesuffix(".txt")
     if pointer not in layout.POINTERS and path.is_file():

@@ -217,7 +217,12 @@ class Binder:
                 return self._open_section(section, node, key)
             return self.section(section, node, key)
         if not (mapping or accepts_any or section):
-            return self._note_invalid(key, node, describe(alternatives))
+            hint = ""
+            if target is not None and node.value:
+                hint = (
+                    f"add {join(key, '_target_')}, the name of what is built with these arguments"
+                )
+            return self._note_invalid(key, node, describe(alternatives), hint=hint)
         _, item_type = typing.get_args(mapping) or (Any, Any)
         values = {}
         for name, child in node.value.items():

@@ -203,6 +203,18 @@ def signature(name: str) -> Mapping[str, Parameter] | None:
     return None
 
 
+def keywords_of(function: str) -> tuple[str, ...] | None:
+    """Read the names of the keyword arguments of an installed function from its source, without importing it.
+
+    Returns None if its library is not installed, or its source does not show all names.
+    """
+    found = definition(function)
+    if not isinstance(found, ast.FunctionDef) or found.decorator_list:
+        return None
+    parameters = _parameters(found.args, skip=0)
+    return None if parameters is None else tuple(parameters)
+
+
 def definition(name: str, depth: int = 0) -> Definition | None:
     """Find the function, class or constant with a dotted name in its source.
 

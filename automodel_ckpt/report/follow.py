@@ -28,6 +28,7 @@ from typing import IO, Any
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, read_safely
+from automodel_ckpt.report.log_records import has_valid_step
 from automodel_ckpt.report.trackers import TRACKERS, Tracker
 
 log = logging.getLogger("automodel_ckpt.trackers")
@@ -259,7 +260,7 @@ class _LogReader:
                 record = parse_json(line)
             except ValueError:
                 continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
+            if has_valid_step(record):
                 yield record
 
 

@@ -34,8 +34,13 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             record = parse_json(line)
         except ValueError:
             continue
-        step = record.get("step") if isinstance(record, dict) else None
-        if isinstance(step, bool) or not isinstance(step, int):
-            continue
-        if 0 <= step <= _MAX_STEP:
+        if has_valid_step(record):
             yield record
+
+
+def has_valid_step(record: Any) -> bool:
+    """Whether a parsed line of a log is a record of a step that reports and trackers can represent."""
+    step = record.get("step") if isinstance(record, dict) else None
+    if isinstance(step, bool) or not isinstance(step, int):
+        return False
+    return 0 <= step <= _MAX_STEP

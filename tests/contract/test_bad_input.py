@@ -253,6 +253,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("", ["--model.from_pretrained=x"], ["exactly one of from_pretrained and from_config"]),
     ("", ["--dataset=null"], ["dataset must be a section with _target_"]),
     ("", ["--dataset={path: x}"], ["dataset must be a section with _target_", "value:  {path: x}"]),
+    ("", ["--validation_dataset.path=x"], ["hint:   add validation_dataset._target_, the name"]),
     ("recipe: llm_finetun\n", [], ["unknown recipe", "did you mean llm_finetune?"]),
     ("recipe: SFT\n", [], ["unknown recipe", "did you mean llm_finetune?"]),
     ("seed: 1\nseed: 2\n", [], ["duplicate key 'seed' (lines 6 and 7)", "recipe.yaml:7"]),

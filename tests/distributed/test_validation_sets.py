@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,14 @@ def test_each_set_has_its_loss_and_the_first_is_the_main_one(tmp_path: Path) -> 
     run(tmp_path, "one", RECIPE + VALIDATION)
     named, both, one = (validations(tmp_path / name) for name in ("named", "both", "one"))
     assert [record["step"] for record in named] == [3, 5, 6]
+    log = (tmp_path / "both/log.txt").read_text()
+    names = re.findall(r"reading the data of (\S+)\n.*language_modeling", log)
+    assert names == [
+        "dataset",
+        "validation_dataset",
+        "validation_datasets.few",
+        "validation_datasets.long",
+    ]
     for record, of_both, alone in zip(named, both, one, strict=True):
         assert record["val_loss"] == record["val_loss_few"] == of_both["val_loss_few"]
         assert record["val_loss_long"] == of_both["val_loss_long"] != record["val_loss_few"]

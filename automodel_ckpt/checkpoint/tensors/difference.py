@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.tensors.box_reader import INTEGERS, BoxReader, boxes
 from automodel_ckpt.checkpoint.tensors.integrity import damage_problem
-from automodel_ckpt.errors import Problem
+from automodel_ckpt.errors import Problem, os_problem
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.float_cast import Array
@@ -80,7 +80,7 @@ def compare(
     """Compare all tensors; without *reads_values*, only their descriptions and digests.
 
     Where files may have changed since their digests were recorded, their bytes are compared with the digests first.
-    Raises OSError with the file's name if a file cannot be read.
+    A file that cannot be read is damage of its tensors.
     """
     redescribed: dict[str, tuple[str, str]] = {}
     changed: list[Change] = []
@@ -159,8 +159,19 @@ def _changed_files(side: StoredTensors) -> set[str]:
 
 def _damage(*sides: tuple[Path, Tensor]) -> tuple[Problem, ...]:
     """Return the damage of the stored bytes on both sides."""
-    found = (damage_problem(root, tensor) for root, tensor in sides)
-    return tuple(problem for problem in found if problem is not None)
+    found = []
+    for root, tensor in sides:
+        try:
+            problem = damage_problem(root, tensor)
+        except OSError as error:
+            problem = os_problem(
+                error,
+                f"a file of the checkpoint {root.name} cannot be read",
+                hint="restore the file from another copy; `ckpt verify` lists all files that are missing or damaged",
+            )
+        if problem is not None:
+            found.append(problem)
+    return tuple(found)
 
 
 def _have_same_digests(one: Tensor, other: Tensor) -> bool:

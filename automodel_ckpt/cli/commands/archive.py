@@ -9,8 +9,11 @@ from pathlib import Path
 from automodel_ckpt.cli.arguments import WHERE
 from automodel_ckpt.cli.paths import find_checkpoint, run_directory
 from automodel_ckpt.cli.terminal import print_path, printable, size_text
-from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 from automodel_ckpt.units import counted
+
+_OTHER_FORMATS = (".tar", ".gz", ".tgz", ".bz2", ".tbz2", ".xz", ".txz", ".lz4", ".7z", ".zip")
+"""Ends of file names that state another format than the one that is written."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -73,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
                 hint="name a run directory or a checkpoint; `ckpt import` makes one from other files",
             )
     target = Path(arguments.output).expanduser()
+    _check_name(target)
     check_file_target(target, overwrite=arguments.force)
     log = _ignore if arguments.json else print
     done = archive(source, target, delta=arguments.delta, level=arguments.level, log=log)
@@ -92,6 +96,17 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print_path(done.path)
     return EXIT_DONE
+
+
+def _check_name(target: Path) -> None:
+    """Raise :class:`RecipeError` if the name of the archive states another format."""
+    if target.suffix.lower() in _OTHER_FORMATS:
+        raise RecipeError(
+            "archives are compressed with zstd, and their name ends in .tar.zst",
+            where="--output",
+            value=str(target),
+            hint="write a file such as run.tar.zst",
+        )
 
 
 def run_unarchive(arguments: argparse.Namespace) -> int:

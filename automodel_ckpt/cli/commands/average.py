@@ -124,10 +124,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _sources(arguments: argparse.Namespace) -> list[Path]:
     """Return the sources; with ``--last``, those of the run directory. Raises :class:`RecipeError`."""
-    from automodel_ckpt.cli.paths import run_directory
+    from automodel_ckpt.cli.paths import reject_several_runs, run_directory
     from automodel_ckpt.convert.average import last_checkpoints
 
     sources = [Path(source).expanduser() for source in arguments.sources]
+    for source in sources:
+        if run_directory(source) is None:
+            reject_several_runs(source)
     if arguments.last is None:
         return sources
     run = run_directory(sources[0])

@@ -237,11 +237,12 @@ def _document(a: Side, b: Side) -> dict[str, Any]:
 
 
 def _damage(document: Mapping[str, Any]) -> list[Problem]:
-    problems = []
+    problems: dict[Problem, None] = {}
     for tree in document["trees"].values():
         for entries in tree["damaged"].values():
-            problems += [problem_from_json(entry) for entry in entries]
-    return problems
+            # A missing file is a problem of each of its tensors.
+            problems.update(dict.fromkeys(problem_from_json(entry) for entry in entries))
+    return list(problems)
 
 
 # ---------------------------------------------------------------- a resume of A under B's recipe

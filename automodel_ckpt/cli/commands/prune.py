@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.arguments import add_run, number_at_least, option_flag, without_effect
-from automodel_ckpt.cli.paths import run_around
+from automodel_ckpt.cli.paths import reject_several_runs, run_around
 from automodel_ckpt.cli.remote import locate, reject_url
 from automodel_ckpt.cli.terminal import printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
@@ -107,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _prune_remote(arguments)
     run = run_around(Path(arguments.path))
     if run is None:
+        reject_several_runs(Path(arguments.path))
         raise CheckpointUnusable(
             "no checkpoints found", where=arguments.path, value="", hint="specify a run directory"
         )

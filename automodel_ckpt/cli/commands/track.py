@@ -123,9 +123,9 @@ def _collecting_failures(reasons: list[str]) -> Iterator[None]:
 
 def _check_options(tracker: str, options: Mapping[str, Any]) -> None:
     """Raise :class:`RecipeError` for an option that the tracker does not have."""
-    from automodel_ckpt.config.sections.monitoring import TRACKER_OPTIONS
+    from automodel_ckpt.config.sections.monitoring import tracker_options
 
-    known = TRACKER_OPTIONS.get(tracker)
+    known = tracker_options(tracker) if options else None
     if known is None:
         return
     for name in options:

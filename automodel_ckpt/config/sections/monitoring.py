@@ -26,24 +26,38 @@ OPTIONS = Rule(
     "sections of options, as {}",
 )
 
-TRACKER_OPTIONS = {
+_OPTIONS = {
     "tensorboard": ("log_dir",),
     "mlflow": ("tracking_uri", "experiment", "run_name", "tags", "start_time"),
 }
-"""The options of the trackers that take no others; wandb and trackio pass theirs to their library."""
+"""The options of the trackers that take no others."""
+_FUNCTIONS = {"wandb": "wandb.sdk.wandb_init.init", "trackio": "trackio.init"}
+"""The functions of libraries to which the other trackers pass their options."""
+
+
+def tracker_options(tracker: str) -> tuple[str, ...] | None:
+    """The options that *tracker* takes; None if they are not known, because its library is not installed."""
+    from automodel_ckpt.config.builders import keywords_of
+
+    if tracker in _FUNCTIONS:
+        return keywords_of(_FUNCTIONS[tracker])
+    return _OPTIONS.get(tracker)
 
 
 def has_known_options(trackers: Mapping[str, Any]) -> bool:
-    """Whether each tracker has only options that it takes."""
-    return all(
-        set(trackers.get(name) or ()) <= set(options) for name, options in TRACKER_OPTIONS.items()
-    )
+    """Whether each tracker has only options that it takes, as far as they are known."""
+    for tracker, options in trackers.items():
+        known = tracker_options(tracker) if options else None
+        if known is not None and not set(options) <= set(known):
+            return False
+    return True
 
 
 KNOWN_OPTIONS = Rule(
     has_known_options,
     "sections of options that the trackers have: "
-    + "; ".join(f"{name} has {', '.join(options)}" for name, options in TRACKER_OPTIONS.items()),
+    + "; ".join(f"{name} has {', '.join(options)}" for name, options in _OPTIONS.items())
+    + "; wandb and trackio have the arguments of their function init",
 )
 
 

@@ -311,6 +311,11 @@ def test_a_directory_of_runs_is_a_row_for_each(tmp_path: Path, capsys: Capture) 
     }
     assert main(["ls", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["a", "2", "epoch_0_step_40"]
+    for words in (["verify"], ["prune", "--keep-last=1"], ["plot"], ["average", "-o", "x", "y"]):
+        assert main([*words, str(tmp_path)]) == 3
+        message = capsys.readouterr().err
+        assert "the directory contains runs" in message
+        assert f"specify one of them: {tmp_path}/a, {tmp_path}/group/b/checkpoints" in message
 
 
 def test_a_command_that_uses_an_earlier_checkpoint_of_a_run_says_so(

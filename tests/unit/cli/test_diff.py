@@ -132,6 +132,20 @@ def test_digests_of_changed_files_are_compared_with_their_bytes(
     assert edited.name in shown.err
 
 
+def test_a_missing_file_is_reported_once_with_its_checkpoint(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    one, other = checkpoint(tmp_path / "a", weights()), checkpoint(tmp_path / "b", weights(), 3)
+    for shard in other.rglob("shard-*"):
+        shard.unlink()
+    assert main(["diff", str(one), str(other)]) == 3
+    shown = capsys.readouterr()
+    assert "a file of the checkpoint b cannot be read" in shown.err
+    assert str(other) in shown.err and "`ckpt verify`" in shown.err
+    assert shown.err.count("shard-00001-") == 1
+    assert "damaged, not compared" in shown.out
+
+
 def test_names_shapes_and_numbers_that_are_none(tmp_path: Path, capsys: Capture) -> None:
     before, after = weights(), weights()
     after["moved"][0, 0] = math.nan

@@ -130,6 +130,16 @@ def test_damage_before_or_after_archiving_is_found(tmp_path: Path, capsys: Captu
     assert not (tmp_path / "new.tar.zst").exists()
 
 
+@pytest.mark.parametrize("name", ["x.tar.gz", "x.TGZ", "x.tar", "x.zip"])
+def test_an_archive_has_no_name_of_another_format(
+    tmp_path: Path, capsys: Capture, name: str
+) -> None:
+    run = run_of(tmp_path / "run")
+    assert main(["archive", str(run), "-o", str(tmp_path / name)]) == 2
+    assert ".tar.zst" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
 def test_another_checkpoint_of_the_same_name_is_never_replaced(
     tmp_path: Path, capsys: Capture
 ) -> None:

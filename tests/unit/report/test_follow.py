@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.config.sections.monitoring import has_known_options, tracker_options
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.report import follow
 from automodel_ckpt.report.follow import Follower, values_of
@@ -206,7 +208,7 @@ def test_the_command_fails_if_the_tracker_does(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(follow.TRACKERS, "wandb", Recorder)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: SimpleNamespace(origin=None))
     track = ["track", str(run), "--to", "wandb"]
     assert main([*track, "--option", "fails_at=2"]) == 4
     message = capsys.readouterr().err
@@ -284,6 +286,8 @@ def test_trackers_that_cannot_work_are_refused_before_training() -> None:
 def test_a_run_is_sent_afterwards_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorboard")
     run = write_run(tmp_path / "run", num_steps=3)
+    with (run / "training.jsonl").open("a") as log:
+        log.write('{"step": 9223372036854775808, "loss": 1.0}\n{"step": -1, "loss": 1.0}\n')
     assert main(["track", str(run), "--to", "tensorboard", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 3
     assert (1, "train/loss") in scalars(run)
@@ -292,6 +296,23 @@ def test_a_run_is_sent_afterwards_too(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "logdir" in message and "use log_dir" in message
     assert main(["track", str(run), "--to", "tensorboard", "--option", "nonsense"]) == 2
     assert "invalid option" in capsys.readouterr().err
+
+
+def test_options_of_an_installed_library_are_those_of_its_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "trackio"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "raise SystemExit\n\ndef init(project: str, name=None, *, group=None): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert tracker_options("trackio") == ("project", "name", "group")
+    assert not has_known_options({"trackio": {"projct": "x"}})
+    assert has_known_options({"trackio": {"project": "x"}, "wandb": None})
+    run = write_run(tmp_path / "run", num_steps=1)
+    assert main(["track", str(run), "--to", "trackio", "--option", "projct=x"]) == 2
+    assert "use project, name, group" in capsys.readouterr().err
 
 
 def test_a_library_that_is_missing_is_named(
