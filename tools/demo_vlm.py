@@ -2,7 +2,7 @@
 
 What is asked is the export alone, by plain transformers in a process that cannot import this package. Nothing is
 downloaded. What is written stays in runs/demo_vlm (or DEMO_DIRECTORY). Exits with 1 when fewer than 60 % of the answers
-(or DEMO_WANTED, a fraction) are right; chance is 10 %. Further arguments go to ckpt-train:
+(or DEMO_WANTED, a fraction) are right; chance is 10%. Further arguments go to ckpt-train:
 
     DEMO_WANTED=0.2 python tools/demo_vlm.py --nproc-per-node=1 --step_scheduler.max_steps 120
 """
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> None:
     show(paths, expected, answers)
     right = sum(answer.strip() == digit for answer, digit in zip(answers, expected, strict=True))
     print(
-        f"{right} of {len(paths)} scans that it never saw are named rightly, {right / len(paths):.0%}; chance is 10 %"
+        f"{right} of {len(paths)} scans that it never saw are named rightly, {right / len(paths):.0%}; chance is 10%"
     )
     print(f"done in {time.monotonic() - started:.0f} seconds")
     if right < WANTED * len(paths):

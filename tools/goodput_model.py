@@ -97,7 +97,7 @@ def table(given: argparse.Namespace) -> str:
             f"{saving.load:.1f}",
             f"{interval:.0f}",
             f"{lost:.0f}",
-            *(f"{100 * share:.1f} %" for share in shares),
+            *(f"{100 * share:.1f}%" for share in shares),
         ]
         lines.append(f"| {saving.name} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Runs in a client's environment: NeMo AutoModel's reader and its consolidation take our shards. JOB RESULT"""
+"""Runs in a client's environment: NeMo AutoModel's reader and its consolidation take the shards. JOB RESULT"""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def main(job, result):
         checks.append(
             [
                 "NeMo AutoModel",
-                f"{model['name']}: its reader reads our shards",
+                f"{model['name']}: its reader reads the shards",
                 f"{wrong} tensors differ",
                 not wrong,
             ]
@@ -43,7 +43,7 @@ def main(job, result):
         wrong = sum(
             name not in found or not torch.equal(found[name], wanted[name]) for name in wanted
         )
-        what = f"{model['name']}: its consolidation takes our shards"
+        what = f"{model['name']}: its consolidation takes the shards"
         checks.append(["NeMo AutoModel", what, f"{wrong} tensors differ", not wrong])
     Path(result).write_text(
         json.dumps({"versions": {"NeMo AutoModel": version("nemo-automodel")}, "checks": checks})

@@ -75,7 +75,7 @@ def main(job, result):
         }
         for kind, reader in readers.items():
             wrong = read(model, reader)
-            what = f"{name}: {type(reader).__name__} reads our {kind}"
+            what = f"{name}: {type(reader).__name__} reads the {kind}"
             checks.append(["PyTorch", what, f"{wrong} tensors differ", wrong == 0])
     versions = {"transformers": transformers.__version__, "PyTorch": torch.__version__}
     Path(result).write_text(json.dumps({"versions": versions, "checks": checks}))
