@@ -84,6 +84,7 @@ class ImageTextCollator:
             check_conversation(sample)
         samples = [sample if self._is_heard(sample) else self.blank for sample in samples]
         has_kind = {IMAGE: any(s.images for s in samples), AUDIO: any(s.audios for s in samples)}
+        self._check_media(has_kind, samples)
         if not all(has_kind[kind] for kind in self.media):
             samples = [*samples, self.blank]
         batch = self._process(samples)
@@ -108,6 +109,17 @@ class ImageTextCollator:
             token_ids = batch["input_ids"][number, : len(flags)]
             labels[number, : len(flags)][is_labeled] = token_ids[is_labeled]
         return self._truncated({**batch, "labels": labels}, samples, lengths)
+
+    def _check_media(self, has_kind: Mapping[str, bool], samples: Sequence[ImageText]) -> None:
+        """Raise :class:`RecipeError` for media that other micro-batches get no blank one of."""
+        for kind, is_present in has_kind.items():
+            if is_present and kind not in self.media:
+                raise RecipeError(
+                    f"samples have {kind}s, which the data set does not announce",
+                    where=", ".join(sample.where for sample in samples),
+                    value=f"media: {', '.join(sorted(self.media))}",
+                    hint="give the data set an attribute media, a frozenset of image and audio",
+                )
 
     @cached_property
     def blank(self) -> ImageText:

@@ -198,6 +198,9 @@ def test_only_what_the_assistant_says_is_learnt(family: str, processors: Any, da
     is_audio = torch.isin(batch["input_ids"], ids)
     assert is_audio[:2].any(1).all() and not is_audio[2].any()
     assert (batch["labels"][is_audio] == -100).all()
+    unknown = ImageTextCollator(processor, media=frozenset())
+    with pytest.raises(RecipeError, match="samples have audios, which the data set does not"):
+        unknown([samples[2]])
     # A micro-batch without audio gets a blank one.
     batch = collate([samples[4], samples[9]])
     assert learnt(processor, batch) == ["It is red</s>", "It is green</s>", ""]
