@@ -180,19 +180,52 @@ def upload_begun(store: Store, name: str) -> float | None:
     )
 
 
+def unfinished_directories(store: Store) -> set[str]:
+    """List the directories directly below the URL in which uploads are unfinished. They may have no objects."""
+    if not has_parts(store):
+        return set()
+    _, prefix, _ = store.fs.split_path(store.key(""))
+    found = set()
+    for upload in _unfinished(store, ""):
+        directory, separator, _ = upload["Key"].removeprefix(f"{prefix}/").partition("/")
+        if separator:
+            found.add(directory)
+    return found
+
+
+def unfinished_bytes(store: Store, name: str) -> int:
+    """The bytes of the parts of all unfinished uploads below the directory *name*."""
+    if not has_parts(store):
+        return 0
+    nbytes = 0
+    for upload in _unfinished(store, name):
+        target = {key: upload[key] for key in ("Bucket", "Key", "UploadId")}
+        after: dict[str, int] = {}
+        # It can be completed or removed meanwhile.
+        with store.reporting("listed", name), contextlib.suppress(FileNotFoundError):
+            while True:
+                reply = store.fs.call_s3("list_parts", **target, **after)
+                nbytes += sum(int(part["Size"]) for part in reply.get("Parts", []))
+                if not reply.get("IsTruncated"):
+                    break
+                after = {"PartNumberMarker": int(reply["NextPartNumberMarker"])}
+    return nbytes
+
+
 def _unfinished(store: Store, name: str) -> list[dict[str, Any]]:
     """List the unfinished uploads below the directory *name*, as the S3 client describes them, with their bucket."""
-    bucket, prefix, _ = store.fs.split_path(store.key(name))
+    bucket, path, _ = store.fs.split_path(store.key(name))
+    prefix = f"{path}/" if path else ""
     found = []
     after: dict[str, str] = {}
     with store.reporting("listed", name):
         while True:
             reply = store.fs.call_s3(
-                "list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/", **after
+                "list_multipart_uploads", Bucket=bucket, Prefix=prefix, **after
             )
             for upload in reply.get("Uploads", []):
                 # Some stores ignore the prefix.
-                if upload["Key"].startswith(f"{prefix}/"):
+                if upload["Key"].startswith(prefix):
                     found.append({**upload, "Bucket": bucket})
             if not reply.get("IsTruncated"):
                 return found

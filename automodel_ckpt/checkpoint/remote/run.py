@@ -25,7 +25,12 @@ from typing import Any
 from automodel_ckpt.checkpoint import layout, policy
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.manifest import Manifest, Summary
-from automodel_ckpt.checkpoint.remote.multipart import abort_uploads, upload_begun
+from automodel_ckpt.checkpoint.remote.multipart import (
+    abort_uploads,
+    unfinished_bytes,
+    unfinished_directories,
+    upload_begun,
+)
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost
 
@@ -49,7 +54,9 @@ class RemoteCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class IncompleteUpload:
-    """A checkpoint in a store without a manifest: the bytes of its objects, and when the newest of these was written.
+    """A checkpoint in a store without a manifest: its bytes, and when the newest of its objects was written.
+
+    The bytes include the parts of large files whose upload is unfinished, which are no objects.
 
     *written* is in seconds since 1970; None if the store does not tell.
     """
@@ -358,14 +365,22 @@ class RemoteRun:
         if self.owner() is None and pointed == {None}:
             return []
         found = []
-        for each in self.names():
+        names = set(self.names())
+        for directory in unfinished_directories(self.store):
+            parsed = layout.parse_checkpoint_name(directory)
+            names |= set() if parsed is None else {parsed}
+        for each in sorted(names, reverse=True):
             name = str(each)
             if name in pointed or name in self._known or self.manifest(name) is not None:
                 continue
             if not self.is_superseded(name):
-                times = [self.store.written(name), upload_begun(self.store, name)]
-                written = None if times[0] is None else max(each or 0.0 for each in times)
-                found.append(IncompleteUpload(name, sum(self.store.sizes(name).values()), written))
+                sizes = self.store.sizes(name)
+                begun = upload_begun(self.store, name)
+                written = self.store.written(name) if sizes else begun
+                if written is not None:
+                    written = max(written, begun or 0.0)
+                nbytes = sum(sizes.values()) + unfinished_bytes(self.store, name)
+                found.append(IncompleteUpload(name, nbytes, written))
         return found
 
     def _is_being_removed(self, name: str) -> bool:

@@ -148,7 +148,8 @@ def _prune_remote(arguments: argparse.Namespace) -> int:
         reject_url(arguments.path, "prune --drop-optimizer")
     policy = _policy(arguments)
     run, _ = locate(arguments.path)
-    if not run.names():
+    uploads = run.incomplete()
+    if not run.names() and not uploads:
         raise CheckpointUnusable(
             "no checkpoints found", where=str(run.store), value="", hint="check the URL"
         )
@@ -163,15 +164,17 @@ def _prune_remote(arguments: argparse.Namespace) -> int:
     if arguments.superseded:
         removable += run.superseded()
     kept = []
-    for upload in run.incomplete():
+    freed = {}
+    for upload in uploads:
         reason = _reason_to_keep(upload, arguments)
         if reason:
             kept.append({"name": upload.name, "nbytes": upload.nbytes, "reason": reason})
         else:
             removable.append(upload.name)
-    freed = {}
+            freed[upload.name] = upload.nbytes
     for name in removable:
-        freed[name] = sum(run.store.sizes(name).values())
+        if name not in freed:
+            freed[name] = sum(run.store.sizes(name).values())
         if not arguments.dry_run:
             run.withdraw(name)
     _print_result(arguments, freed, kept)

@@ -111,7 +111,7 @@ def test_commands_read_headers_and_no_tensors(
     assert read.nbytes == 0 and read.number <= 20
     read.clear()
     output(capsys, "prune", URL, "--keep-last=1", "--dry-run")
-    assert read.nbytes == 0 and read.number <= 20
+    assert read.nbytes == 0 and read.number <= 21
 
 
 @pytest.mark.parametrize("is_remote", [(True, True), (True, False), (False, True)])
@@ -284,7 +284,10 @@ def test_prune_removes_uploads_that_were_interrupted_long_ago(
 
 
 def test_an_upload_is_as_recent_as_the_large_file_that_it_sends(
-    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import boto3  # type: ignore[import-untyped]
 
@@ -301,6 +304,18 @@ def test_an_upload_is_as_recent_as_the_large_file_that_it_sends(
         # In moto, all uploads began in 2010.
         begun = upload_begun(run.store, FIRST)
         assert begun is not None and 1.2e9 < begun < 1.3e9
+        assert run.incomplete() == [upload]
+        # Parts of a file are no objects: another checkpoint may have nothing else.
+        key = "run/epoch_9_step_9/large"
+        begun_upload = client.create_multipart_upload(Bucket="bucket", Key=key)
+        client.upload_part(
+            Bucket="bucket", Key=key, UploadId=begun_upload["UploadId"], PartNumber=1, Body=b"12345"
+        )
+        (large,) = [each for each in run.incomplete() if each != upload]
+        assert (large.name, large.nbytes) == ("epoch_9_step_9", 5)
+        assert large.written is not None and 1.2e9 < large.written < 1.3e9
+        assert ckpt(["prune", URL, "--incomplete"]) == 0
+        assert "epoch_9_step_9" in capsys.readouterr().out
         assert run.incomplete() == [upload]
         monkeypatch.setattr(remote_run, "upload_begun", lambda *_: upload.written + 60)
         assert run.incomplete()[0].written == upload.written + 60
