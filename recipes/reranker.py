@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 from automodel_ckpt.config.kinds.reranker import RerankerConfig
 from automodel_ckpt.config.plugins import build, build_function
 from automodel_ckpt.config.rules import Target
-from automodel_ckpt.data.joint_pairs import ScoreCollator, has_types
+from automodel_ckpt.data.joint_pairs import ScoreCollator, check_negatives, has_types
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.attention_direction import attend_both_ways
 from automodel_ckpt.models.forward import forward_parameters
@@ -164,7 +164,12 @@ class Reranker(LLMFinetune):
                 value=template,
                 hint='write both, such as "question: {{ query }} passage: {{ document }}"',
             )
-        return build(section, tokenizer=self.tokenizer, pair_template=template or "")
+        dataset = build(section, tokenizer=self.tokenizer, pair_template=template or "")
+        if self.config.dataloader.collate_fn is None:
+            check_negatives(
+                dataset, has_types=self._has_types, where=f"_target_: {section._target_}"
+            )
+        return dataset
 
     def samples_of_rows(self, micro_batch: Tensors) -> list[int]:
         """List the number of the query, in *micro_batch*, of each of its rows."""
@@ -186,7 +191,11 @@ class Reranker(LLMFinetune):
             return build_function("dataloader.collate_fn", section, tokenizer=self.tokenizer)
         assert self.model_config is not None
         pad_token_id: Any = self.model_config.get_text_config().pad_token_id
-        types = self.tokenizer is not None and has_types(
-            self.tokenizer, self.section.template or ""
-        )
-        return ScoreCollator(pad_token_id, row_multiple(self.config, self.layout), has_types=types)
+        multiple = row_multiple(self.config, self.layout)
+        return ScoreCollator(pad_token_id, multiple, has_types=self._has_types)
+
+    @property
+    def _has_types(self) -> bool:
+        """Whether samples distinguish the tokens of the query from those of the document."""
+        template = self.section.template or ""
+        return self.tokenizer is not None and has_types(self.tokenizer, template)

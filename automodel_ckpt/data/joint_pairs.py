@@ -7,9 +7,11 @@ them, and for the first token of each document if the tokenizer distinguishes th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -17,8 +19,11 @@ from automodel_ckpt.data.arguments import require_choice
 from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator
 from automodel_ckpt.data.fast_encoding import encode_all
 from automodel_ckpt.data.fields import FieldTemplate
-from automodel_ckpt.data.tokenized import TokenizedSample
+from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.units import counted
+
+log = logging.getLogger(__name__)
 
 
 def has_types(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
@@ -124,6 +129,29 @@ def _joined(
             is_cut=whole.is_cut or part.is_cut,
         )
     return samples
+
+
+def check_negatives(dataset: Any, *, has_types: bool, where: str) -> None:
+    """Warn of the queries in *dataset* that have one document, whose loss is 0; their number is in the log.
+
+    Raises :class:`RecipeError` if all have one. *where* names the data set. One of another class is not checked.
+    """
+    if not isinstance(dataset, TokenizedDataset) or not len(dataset):
+        return
+    unlabelled_before = np.concatenate([[0], np.cumsum(~dataset.labelled[: dataset.ends[-1]])])
+    num_texts = np.diff(unlabelled_before[dataset.ends], prepend=0)
+    num_alone = int((num_texts == (2 if has_types else 1)).sum())
+    if num_alone == len(dataset):
+        raise RecipeError(
+            "no query has a negative document: the loss of each is 0, and nothing is trained",
+            where=where,
+            value=counted(num_alone, "query", "queries"),
+            hint="add a field negative, negatives or negative_N to the rows, or name another one in negative_fields",
+        )
+    if num_alone:
+        log.warning(
+            "%d of %d queries have no negative document: their loss is 0", num_alone, len(dataset)
+        )
 
 
 class ScoreCollator:

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from automodel_ckpt.data.joint_pairs import ScoreCollator, has_types
+from automodel_ckpt.data.joint_pairs import ScoreCollator, check_negatives, has_types
 from automodel_ckpt.data.text_pairs import text_pairs
+from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.reranker import Reranker
 from automodel_ckpt.training.listwise import listwise_losses
@@ -144,9 +145,28 @@ def test_documents_are_read_together_with_their_query(tmp_path: Path) -> None:
         ScoreCollator(0)([{"input_ids": [1, 2], "labels": [1, 2]}])
 
 
+@pytest.mark.parametrize("has_types_", [False, True])
+def test_queries_without_negatives_are_counted_and_rejected_if_all_are(
+    has_types_: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    document = [False, *([True, False] if has_types_ else []), True]
+    samples = [
+        TokenizedSample([1] * (count * len(document)), document * count) for count in (1, 3, 1, 2)
+    ]
+    dataset = TokenizedDataset.of(samples)
+    check_negatives(dataset, has_types=has_types_, where="dataset")
+    assert "2 of 4 queries have no negative document" in caplog.text
+    check_negatives(TokenizedDataset.of(samples[1:2]), has_types=has_types_, where="dataset")
+    check_negatives([], has_types=has_types_, where="dataset")
+    assert len(caplog.records) == 1
+    with pytest.raises(RecipeError, match="no query has a negative document"):
+        check_negatives(dataset.first(1), has_types=has_types_, where="dataset")
+
+
 @pytest.mark.parametrize(
     ("override", "what"),
     [
+        ("--dataset.max_negatives=0", "no query has a negative document"),
         ("--reranker.template=a {{ query }}", "no place for the query or for the document"),
         ("--dataset.pair_template=a", "the template is part of the recipe"),
         ("--packed_sequence.size=32", "a row has one score"),
