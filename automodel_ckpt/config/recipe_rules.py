@@ -36,7 +36,8 @@ def has_metrics(recipe: Any) -> bool:
 def can_go_back(recipe: Any) -> bool:
     """Whether ``on_spike`` finds a checkpoint that is old enough, wherever the spike is between two saves.
 
-    A spike that follows the newest checkpoint immediately needs the oldest one.
+    A spike that follows the newest checkpoint immediately needs the oldest one. With saves at intervals of time
+    (``ckpt_every_minutes``) or of epochs, the number of steps between two saves is unknown before the run.
     """
     steps, checkpoint = recipe.step_scheduler, recipe.checkpoint
     numbers = [checkpoint.keep_last]
