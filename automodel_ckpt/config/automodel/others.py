@@ -154,7 +154,11 @@ REPLACED = (
     Degraded("nemo_run", LAUNCH),
     Degraded("slurm", LAUNCH),
     Needs("tool_call_eval", "evaluation of tool calls during training", "remove the section"),
-    Needs("embedding_row_repair", "repair of embedding rows", "remove the section"),
+    Needs(
+        "embedding_row_repair",
+        "repair of embedding rows",
+        "remove the section, or repair the rows in the files of the base, and train those",
+    ),
     Needs("comet", "the tracker Comet", "use wandb, mlflow, tensorboard or trackio"),
 )
 """Whole sections."""
