@@ -14,6 +14,7 @@ _OWN = {
     "kto": "automodel_ckpt.recipes.kto:KTOFinetune",
     "reranker": "automodel_ckpt.recipes.reranker:Reranker",
     "reward_model": "automodel_ckpt.recipes.reward_model:RewardModel",
+    "seq2seq": "automodel_ckpt.recipes.seq2seq:Seq2Seq",
     "pretrain": "automodel_ckpt.recipes.pretrain:Pretrain",
     "dpo": "automodel_ckpt.recipes.dpo:DPOFinetune",
     "orpo": "automodel_ckpt.recipes.orpo:ORPOFinetune",

@@ -83,6 +83,11 @@ SAMPLE_KINDS: tuple[SampleKind, ...] = (
         ("text_pairs.text_pairs", "retrieval.retrieval", "python_docs.description_pairs"),
     ),
     SampleKind(
+        "pairs of a source and a target text",
+        ("seq2seq",),
+        ("seq2seq.source_target",),
+    ),
+    SampleKind(
         "texts with the names of their labels",
         ("sequence_classification",),
         ("classification.texts", "classification.library_topics"),

@@ -268,6 +268,7 @@ BUILDERS_BY_FIELDS: tuple[tuple[frozenset[str], str, str], ...] = (
     (frozenset({"prompt", "completion"}), "text.prompt_completion", "llm_finetune"),
     (frozenset({"prompt", "completion", "label"}), "kto.judged_completions", "kto"),
     (frozenset({"query", "positive"}), "text_pairs.text_pairs", "embedding, reranker"),
+    (frozenset({"source", "target"}), "seq2seq.source_target", "seq2seq"),
     (frozenset({"pos_doc", "neg_doc"}), "retrieval.retrieval", "embedding, reranker"),
     (frozenset({"text"}), "text.text", "llm_finetune, pretrain"),
     (frozenset({"text", "label"}), "classification.texts", "sequence_classification"),

@@ -169,7 +169,7 @@ class TokenizedDataset(SampleArrays):
         if cut:
             were = "was" if cut == 1 else "were"
             parts.append(
-                f"{cut} of {len(self)} {self.noun}s {were} truncated to seq_length {seq_length}"
+                f"{cut} of {len(self)} {self.noun}s {were} truncated to {self.limit_text(seq_length)}"
             )
         if left_out:
             skipped = f"{left_out} more" if cut else counted(left_out, self.noun)
@@ -178,6 +178,10 @@ class TokenizedDataset(SampleArrays):
             parts.append(f"{skipped} {were} skipped {reason}")
         if parts:
             log.warning("%s: %s", what, ", ".join(parts))
+
+    def limit_text(self, seq_length: int) -> str:
+        """The limit of samples of at most *seq_length* tokens, in words."""
+        return f"seq_length {seq_length}"
 
     def report_lengths(self, what: str) -> None:
         """Log the number of samples, their lengths, and their tokens. *what* is the name of the data in the log."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.config_values import context_length
@@ -21,12 +24,19 @@ def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
         return
     architectures = getattr(config, "architectures", None) or ()
     listed = ", ".join(architectures) or "no class listed in its config"
+    hint = (
+        "name a causal language model, or for a vision-language model recipe: vlm_finetune; encoders need a recipe of "
+        "your own"
+    )
+    if config.is_encoder_decoder and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        hint = "train a model with an encoder and a decoder with recipe: seq2seq"
+    elif auto_class is AutoModelForSeq2SeqLM:
+        hint = "name a model with an encoder and a decoder, such as T5 or BART; recipe: llm_finetune trains decoders"
     raise RecipeError(
         "this recipe does not support this kind of model",
         where="model",
         value=f"a {config.model_type} model ({listed}), which {auto_class.__name__} does not support",
-        hint="name a causal language model, or for a vision-language model recipe: vlm_finetune; encoders and "
-        "encoder-decoders need a recipe of your own",
+        hint=hint,
     )
 
 

@@ -176,7 +176,11 @@ def _completed(
 ) -> dict[str, Any]:
     """Complete *settings* from the tokenizer and the processor; a model of several parts has a section for text."""
     if "text_config" not in default.sub_configs:
-        return {**_settings_of(tokenizer), **settings}
+        # T5 has no start token.
+        known = {
+            key: value for key, value in _settings_of(tokenizer).items() if hasattr(default, key)
+        }
+        return {**known, **settings}
     text = settings.get("text_config") or {}
     return {
         **image_settings(processor, default),

@@ -153,6 +153,9 @@ def count_flops(model: nn.Module, layers: Sequence[nn.Module]) -> FlopCount | No
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return None
+    if getattr(config, "is_encoder_decoder", False):
+        # Its two parts have rows of different lengths.
+        return None
     walk = _Walk(model, layers, config.get_text_config())
     text_pairs = walk.text_pairs()
     if walk.is_unknown or text_pairs is None:

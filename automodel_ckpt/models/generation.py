@@ -129,9 +129,11 @@ def generate(
     num_prompt_tokens = inputs["input_ids"].shape[1]
     arguments = sampling.arguments()
     context = context_length(model.config)
+    # The encoder reads the prompt, and the output of a decoder with an encoder begins with its start token.
+    num_before = 1 if getattr(model.config, "is_encoder_decoder", False) else num_prompt_tokens
     if context is not None:
         # Beyond it, learned positions are an error, and others are of low quality.
-        left = max(1, context - num_prompt_tokens)
+        left = max(1, context - num_before)
         arguments["max_new_tokens"] = min(sampling.max_new_tokens, left)
     output = model.generate(
         **inputs,
@@ -140,7 +142,7 @@ def generate(
         pad_token_id=_padding(model, tokenizer),
         synced_gpus=synced,
     )
-    tokens = output[0, num_prompt_tokens:].tolist()
+    tokens = output[0, num_before:].tolist()
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     ended = bool(tokens) and tokens[-1] in _end_tokens(model)
     return Completion(

@@ -14,7 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from automodel_ckpt.models.forward import class_and_message, logits_of, side_effect_free
+from automodel_ckpt.models.forward import (
+    class_and_message,
+    logits_of,
+    model_without_adapters,
+    side_effect_free,
+)
 from automodel_ckpt.models.loss_head import ComputesLoss, LossHead, ModuleLossHead, class_of
 from automodel_ckpt.models.loss_inputs import IDENTITY, LogitTransform
 
@@ -39,6 +44,13 @@ def install_loss_head(
         log.info("computing the loss from full logits: %s has no single output layer", _name(model))
         return None
     tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or weight.device)
+    inner = model_without_adapters(model)
+    if getattr(inner, "final_logits_bias", None) is not None:
+        # BART and its relatives: a bias of all tokens, which the output layer does not have.
+        log.info("computing the loss from full logits: %s adds a bias to its logits", _name(model))
+        return None
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+        options = {**options, "decoder_input_ids": tokens}
     why = "modifies its logits after the output layer"
     found: tuple[int, LogitTransform] | None = None
     try:

@@ -40,6 +40,9 @@ def micro_batch_shape(recipe: Recipe) -> MicroBatchShape | None:
 
     It is that of the first micro-batch if samples have images, or a length that the recipe does not determine.
     """
+    if getattr(recipe.model_config, "is_encoder_decoder", False):
+        # Rows of the encoder and of the decoder have different lengths.
+        return None
     full = _full_micro_batch(recipe)
     if full is not None and not hasattr(recipe, "processor"):
         return full

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+)
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export.adapter_record import (
@@ -286,6 +291,8 @@ def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
     # Private in transformers 5.17 to 5.24.
     if type(config) not in AutoModelForCausalLM._model_mapping or _takes_images(config):
         model_class = AutoMultimodalModel
+    if _is_seq2seq(config):
+        model_class = AutoModelForSeq2SeqLM
     model, info = model_class.from_pretrained(
         name, use_safetensors=True, revision=revision, output_loading_info=True, **options
     )
@@ -325,6 +332,13 @@ def _check_head(config: Any, where: str) -> None:
                 value=name,
                 hint=f'use transformers.pipeline("text-classification", model={where!r})',
             )
+
+
+def _is_seq2seq(config: Any) -> bool:
+    """Whether the model of a config has an encoder and a decoder for texts."""
+    # Private in transformers 5.17 to 5.24.
+    mapping: Any = AutoModelForSeq2SeqLM._model_mapping
+    return bool(config.is_encoder_decoder) and type(config) in mapping
 
 
 def _takes_images(config: Any) -> bool:

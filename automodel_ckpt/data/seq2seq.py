@@ -1,0 +1,307 @@
+"""Builder for pairs of a source and a target text, which encoder-decoder models train on, and their micro-batches.
+
+Data sets and caches store a pair as one list of tokens: those of the source without labels, then those of the target
+with labels. Data sets, mixtures and streams treat it like every other sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from automodel_ckpt.data.arguments import require_choice, require_tokenizer
+from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator
+from automodel_ckpt.data.fast_encoding import encode_all
+from automodel_ckpt.data.fields import names_in
+from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, Row, RowStream, with_labels
+from automodel_ckpt.data.rows import Rows
+from automodel_ckpt.data.samples import samples_of
+from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.truncation import UNLIMITED, Truncation
+from automodel_ckpt.errors import RecipeError
+
+
+def source_target(
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | list[str],
+    seq_length: int | None = 512,
+    target_length: int | None = None,
+    source_field: str = "source",
+    target_field: str = "target",
+    source_prompt: str = "",
+    truncation: Literal["error", "right", "skip"] = "error",
+    start_token_id: int | None = None,
+    max_samples: int | None = None,
+    name: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    streaming: bool = False,
+    shuffle_block: int = DEFAULT_BLOCK,
+) -> SourceTargetDataset | SourceTargetStream:
+    """Make one sample per row: a source text for the encoder, and a target text for the decoder, which has labels.
+
+    *source_field* and *target_field* are fields, or Jinja templates of fields, such as ``"{{ translation.de }}"``.
+    *source_prompt* is written before each source, such as ``"translate English to German: "``. Both texts get the
+    special tokens that the tokenizer adds to a source and to a target (mBART: the code of ``tgt_lang``). A target also
+    gets an end token if the tokenizer adds none, and loses a first token that is *start_token_id*, with which the
+    decoder starts anyway; the recipe supplies it.
+
+    A row with a source of more than *seq_length* tokens, or a target of more than *target_length* (null:
+    *seq_length*), is rejected with its location. With *truncation* ``right``, the tokenizer truncates the text, so that
+    its special tokens remain, and with ``skip`` the row is skipped; the numbers are logged.
+    """
+    encoder = SourceTargetEncoder(
+        require_tokenizer(tokenizer),
+        Fields(source_field, target_field, source_prompt),
+        truncation,
+        UNLIMITED if seq_length is None else seq_length,
+        _target_limit(seq_length, target_length),
+        start_token_id,
+    )
+    dataset = samples_of(
+        Source.of(path, name, split, revision),
+        tokenizer,
+        encoder.encode,
+        PairTruncation.of("right", seq_length),
+        fields=encoder.fields.names,
+        key=("source_target", *encoder.fields, truncation, *encoder.key),
+        max_samples=max_samples,
+        streaming=streaming,
+        shuffle_block=shuffle_block,
+        kind=SourceTargetDataset,
+        stream_kind=SourceTargetStream,
+    )
+    return cast("SourceTargetDataset | SourceTargetStream", dataset)
+
+
+def _target_limit(seq_length: int | None, target_length: int | None) -> int:
+    limit = seq_length if target_length is None else target_length
+    if limit is None:
+        return UNLIMITED
+    if limit < 2:
+        raise RecipeError(
+            "target_length is too small",
+            where="dataset.target_length",
+            value=limit,
+            hint="give at least 2 (a token and the end token)",
+        )
+    return limit
+
+
+class Fields(NamedTuple):
+    """The fields of the source and the target, or templates of fields, and the text before each source."""
+
+    source: str
+    target: str
+    prompt: str
+
+    @property
+    def names(self) -> list[str]:
+        """The fields of the data that are used."""
+        return [*names_in(self.source), *names_in(self.target)]
+
+
+class PairTruncation(Truncation):
+    """Counts what :class:`SourceTargetEncoder` has truncated, and skips pairs whose target has no tokens left."""
+
+    def apply_to_group(
+        self, samples: Sequence[TokenizedSample], where: Callable[[], str]
+    ) -> list[TokenizedSample]:
+        [sample] = samples
+        if not any(sample.labelled):
+            self.num_left_out += 1
+            return []
+        self.num_cut += sample.is_cut
+        self.num_empty += sample.is_empty
+        return [sample]
+
+
+@dataclass(frozen=True)
+class SourceTargetEncoder:
+    """Tokenizes pairs of texts, with the limits *seq_length* of sources and *target_length* of targets."""
+
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    fields: Fields
+    truncation: str
+    seq_length: int
+    target_length: int
+    start_token_id: int | None
+
+    def __post_init__(self) -> None:
+        require_choice("truncation", self.truncation, ("error", "right", "skip"))
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What the tokens depend on besides the texts and the backend of the tokenizer, for the key of a cache."""
+        return (self.target_length, self.start_token_id, self._around_targets)
+
+    @cached_property
+    def _around_targets(self) -> tuple[int, ...]:
+        """The tokens of a short target, which show the special tokens that the tokenizer adds."""
+        return tuple(self._tokenized_targets(["a"])[0])
+
+    @cached_property
+    def _end(self) -> list[int]:
+        """The end token, if the tokenizer does not add it to targets."""
+        ends = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
+        known = [int(each) for each in ends if each is not None]
+        if not known:
+            raise RecipeError(
+                "the tokenizer has no end-of-sequence token",
+                where="tokenizer",
+                value=self.tokenizer.name_or_path,
+                hint="use a tokenizer with an eos_token, or set one",
+            )
+        return [] if set(known) & set(self._around_targets) else known[:1]
+
+    def encode(self, rows: Rows) -> list[TokenizedSample]:
+        """Make a sample of each row. Raises :class:`RecipeError` for a source without tokens, or texts too long."""
+        sources, targets = rows.texts([self.fields.source, self.fields.target])
+        sources = [self.fields.prompt + source for source in sources]
+        source_ids = encode_all(self.tokenizer, sources, add_special_tokens=True)
+        target_ids = [self._as_target(ids) for ids in self._tokenized_targets(targets)]
+        for number, ids in enumerate(source_ids):
+            if not ids:
+                raise RecipeError(
+                    "a source has no tokens",
+                    where=rows.place(number),
+                    value=repr(sources[number]),
+                    hint="remove this row, or complete its text",
+                )
+        if self.truncation == "error":
+            _require_short(rows, source_ids, self.seq_length, "source", "seq_length")
+            _require_short(rows, target_ids, self.target_length, "target", "target_length")
+        samples = []
+        for number, (source, target) in enumerate(zip(source_ids, target_ids, strict=True)):
+            is_long = len(source) > self.seq_length, len(target) > self.target_length
+            if self.truncation == "skip" and any(is_long):
+                target = []
+            elif any(is_long):
+                source, target = self._truncated(sources[number], targets[number])
+            labelled = [False] * len(source) + [True] * len(target)
+            is_empty = not targets[number].strip()
+            samples.append(
+                TokenizedSample(source + target, labelled, is_empty, is_cut=any(is_long))
+            )
+        return samples
+
+    def _tokenized_targets(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
+        """The tokens of targets, with what the tokenizer adds to them: tokenizers of translation have two modes."""
+        encoded: Any = self.tokenizer(text_target=list(texts), verbose=False, **options)
+        return [list(ids) for ids in encoded["input_ids"]]
+
+    def _as_target(self, ids: list[int]) -> list[int]:
+        if self.start_token_id is not None and self._around_targets[:1] == (self.start_token_id,):
+            ids = ids[1:]
+        return ids + self._end
+
+    def _truncated(self, source: str, target: str) -> tuple[list[int], list[int]]:
+        """The tokens of both texts within their limits, truncated as the tokenizer does it."""
+        options = {"truncation": True, "max_length": self.seq_length}
+        source_ids = list(self.tokenizer(source, verbose=False, **options)["input_ids"])
+        [whole] = self._tokenized_targets([target])
+        # The tokens that _as_target adds or removes count, too.
+        num_more = len(self._as_target(whole)) - len(whole)
+        limit = min(self.target_length, UNLIMITED - 1) - num_more
+        [target_ids] = self._tokenized_targets([target], truncation=True, max_length=limit)
+        return source_ids, self._as_target(target_ids)
+
+
+def _require_short(
+    rows: Rows, texts: Sequence[Sequence[int]], limit: int, noun: str, key: str
+) -> None:
+    """Raise one :class:`RecipeError` for all *texts* of *rows*, called *noun*, with more than *limit* tokens."""
+    lengths = np.array([len(ids) for ids in texts], dtype=np.int64)
+    too_long = np.flatnonzero(lengths > limit)
+    if not len(too_long):
+        return
+    first = int(too_long[0])
+    raise RecipeError(
+        f"a {noun} is longer than {key}",
+        where=rows.place(first),
+        value=f"{lengths[first]} tokens; {key} {limit}; {len(too_long)} of {len(texts)} rows from here have longer "
+        f"ones, the longest {lengths.max()} tokens",
+        hint=f"increase dataset.{key}, set dataset.truncation right to truncate such texts, or skip to skip such rows",
+    )
+
+
+class SourceTargetDataset(TokenizedDataset):
+    """A map-style data set of pairs, ``{"input_ids": list[int], "labels": list[int]}``: the source and the target."""
+
+    # A promise is not inherited: a subclass could draw random numbers.
+    draws_nothing = True
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return _pair_of(self.sample(index))
+
+    def limit_text(self, seq_length: int) -> str:
+        return "dataset.seq_length or dataset.target_length"
+
+
+class SourceTargetStream(RowStream):
+    """A :class:`RowStream` whose rows are pairs, in the form of :class:`SourceTargetDataset`."""
+
+    def prepare(self, row: Row) -> dict[str, list[int]]:
+        """Tokenize the pair of a row. A row that is to be skipped has a target without tokens."""
+        [sample] = self.samples_of(row)
+        return _pair_of(with_labels(sample))
+
+
+def _pair_of(sample: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Divide the tokens of a sample where its labels begin."""
+    tokens, labels = sample["input_ids"], sample["labels"]
+    num_labels = sum(label != IGNORE_INDEX for label in labels)
+    start = len(tokens) - num_labels
+    return {"input_ids": tokens[:start], "labels": tokens[start:]}
+
+
+class SourceTargetCollator:
+    """Pads the sources and the targets of pairs on the right, each to the length of the longest.
+
+    The argument is a non-empty list of ``{"input_ids": list[int], "labels": list[int]}``, the tokens of the source and
+    those of the target, as for transformers' ``DataCollatorForSeq2Seq``. Returns int64 tensors ``input_ids`` and
+    ``attention_mask`` [pairs, S] and ``labels`` [pairs, T], with -100 for padding; S and T are rounded up to a multiple
+    of *pad_to_multiple_of*. Raises :class:`RecipeError` for other samples.
+    """
+
+    draws_nothing = True
+
+    def __init__(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> None:
+        self._pad = PadCollator(pad_token_id, pad_to_multiple_of)
+
+    def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+        sources, targets = [], []
+        for sample in samples:
+            _check(sample)
+            source = sample["input_ids"]
+            # A target without tokens has one position without a label.
+            target = list(sample["labels"]) or [IGNORE_INDEX]
+            sources.append({"input_ids": source, "labels": source})
+            targets.append({"input_ids": target, "labels": target})
+        padded = self._pad(sources)
+        labels = self._pad(targets)["labels"]
+        return {
+            "input_ids": padded["input_ids"],
+            "attention_mask": padded["attention_mask"],
+            "labels": labels,
+        }
+
+
+def _check(sample: object) -> None:
+    is_pair = isinstance(sample, Mapping) and {"input_ids", "labels"} <= sample.keys()
+    if is_pair and len(sample["input_ids"]):  # type: ignore[index]
+        return
+    raise RecipeError(
+        "a sample is no pair of a source and a target",
+        where="dataset",
+        value=sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__,
+        hint='return {"input_ids": [...], "labels": [...]}, the tokens of the source and of the target '
+        "(automodel_ckpt.data.seq2seq.source_target does), or set dataloader.collate_fn",
+    )

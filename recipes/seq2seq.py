@@ -1,0 +1,163 @@
+"""Training of encoder-decoder models such as T5 and BART on pairs of a source and a target text.
+
+The encoder reads the source, and the decoder learns to write the target. A micro-batch has transformers' form:
+position i of the decoder predicts label i. The inputs of the decoder are the labels as the model itself shifts them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
+
+from automodel_ckpt.config.plugins import build, build_function
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.seq2seq import SourceTargetCollator
+from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.models.forward import model_without_adapters
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.objective import Objective, Tensors
+from automodel_ckpt.recipes.records import BatchSize
+from automodel_ckpt.recipes.unsupported import Unsupported
+from automodel_ckpt.training.loss import in_numpy
+
+_NO_PARTS = "the rows of the encoder and of the decoder cannot be divided among ranks"
+
+
+class Seq2SeqObjective(Objective):
+    """The loss of predicting each token of a target from the source and the tokens of the target before it."""
+
+    def size_of(self, micro_batch: Tensors) -> BatchSize:
+        """Count the labels of *micro_batch*, and its tokens: those of sources, and the labels."""
+        num_labels = int(np.count_nonzero(in_numpy(micro_batch["labels"]) != IGNORE_INDEX))
+        num_tokens = 0
+        if num_labels:
+            mask = micro_batch.get("attention_mask", torch.ones_like(micro_batch["input_ids"]))
+            num_tokens = num_labels + int(np.count_nonzero(in_numpy(mask)))
+        return BatchSize(num_labels, num_labels, num_tokens)
+
+    def rows_of(self, micro_batch: Tensors) -> Tensors:
+        """The rows as the model sees them, with the inputs of the decoder. The labels get a first position without a
+        label, so that each one is the next token of the position before, as in rows of a decoder."""
+        labels = micro_batch["labels"]
+        if self.check_length is not None:
+            self.check_length(max(labels.shape[1], micro_batch["input_ids"].shape[1]))
+        rows = dict(micro_batch)
+        if "decoder_input_ids" not in rows:
+            rows["decoder_input_ids"] = shifted(self.model, labels)
+        rows["labels"] = F.pad(labels, (1, 0), value=IGNORE_INDEX)
+        return rows
+
+    def _part_of_row(self, length: int) -> slice:
+        # The decoder computes as many positions as there are labels; the first position of rows_of is not one of them.
+        return slice(0, length - 1)
+
+
+def shifted(model: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The inputs of the decoder [B, T] for *labels* [B, T], as *model* shifts them."""
+    inner = model_without_adapters(model)
+    shift = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
+    if shift is not None:
+        return shift(labels=labels)  # type: ignore[no-any-return]
+    # Blenderbot and M2M100 have the function alone.
+    function = getattr(sys.modules[type(inner).__module__], "shift_tokens_right", None)
+    if function is None:
+        raise RecipeError(
+            "this model does not state how the inputs of its decoder follow from the labels",
+            where="model",
+            value=type(inner).__name__,
+            hint="let dataloader.collate_fn return decoder_input_ids",
+        )
+    config = inner.config
+    return function(labels, config.pad_token_id, config.decoder_start_token_id)  # type: ignore[no-any-return]
+
+
+def start_token(config: PreTrainedConfig | None) -> int | None:
+    """The token with which the decoder starts; None if the configuration does not state it (mBART: the language)."""
+    token = getattr(config, "decoder_start_token_id", None)
+    if token is None:
+        # T5Gemma.
+        token = getattr(getattr(config, "decoder", None), "bos_token_id", None)
+    return token if isinstance(token, int) else None
+
+
+class Seq2Seq(LLMFinetune):
+    """Trains ``model``, an encoder and a decoder, to write the targets of ``dataset``."""
+
+    auto_class: ClassVar[Any] = AutoModelForSeq2SeqLM
+    task_type: ClassVar[str | None] = "SEQ_2_SEQ_LM"
+    shares_rows: ClassVar[bool] = False
+    objective_class = Seq2SeqObjective
+    unsupported: ClassVar[Sequence[Unsupported]] = (
+        Unsupported(
+            "model._target_",
+            "the inputs of the decoder depend on the model's configuration",
+            "set model.from_pretrained or model.from_config",
+        ),
+        Unsupported("model.mtp", "multi-token prediction is defined for decoders alone"),
+        Unsupported(
+            "packed_sequence", "the encoder and the decoder have rows of different lengths"
+        ),
+        Unsupported("evaluation", "the tasks of the harness complete prompts"),
+        Unsupported("distributed.tp_size", _NO_PARTS, "remove tp_size: fsdp2 shards any model"),
+        Unsupported("distributed.pp_size", _NO_PARTS, "remove pp_size: fsdp2 shards any model"),
+        Unsupported("distributed.cp_size", _NO_PARTS),
+    )
+
+    def config_problems(self) -> list[Problem]:
+        """List what the recipe does not support in its configuration."""
+        problems = super().config_problems()
+        if self.config.compile.enabled:
+            what = "the recipe seq2seq does not support compile"
+            problems.append(Problem(what, "compile.enabled", True, "remove the section compile"))
+        return problems
+
+    def build_model_config(self) -> PreTrainedConfig | None:
+        """Read the configuration of the model. Raises :class:`RecipeError` for a model that is no encoder-decoder."""
+        config = super().build_model_config()
+        assert config is not None  # a model by _target_ is not supported
+        if not config.is_encoder_decoder:
+            raise RecipeError(
+                "the recipe seq2seq trains models with an encoder and a decoder for texts",
+                where="model",
+                value=f"a {config.model_type} model",
+                hint="use a model such as T5 or BART; for models with audio see recipe: vlm_finetune",
+            )
+        if not hasattr(config, "decoder_start_token_id") and not hasattr(config, "decoder"):
+            # T5: the files of the pretrained models state the padding token; a fresh configuration has no value.
+            config.decoder_start_token_id = config.pad_token_id
+        return config
+
+    def build_dataset(self, section: Target) -> Any:
+        """Build the data set that a section names."""
+        return build(
+            section, tokenizer=self.tokenizer, start_token_id=start_token(self.model_config)
+        )
+
+    def build_collate_fn(self) -> Any:
+        """Build the ``dataloader.collate_fn`` section, else a collator that pads sources and targets."""
+        section = self.config.dataloader.collate_fn
+        if section is not None:
+            return build_function("dataloader.collate_fn", section, tokenizer=self.tokenizer)
+        padding = getattr(self.tokenizer, "pad_token_id", None)
+        if padding is None:
+            assert self.model_config is not None
+            padding = getattr(self.model_config, "pad_token_id", None) or 0
+        return SourceTargetCollator(padding, self.config.dataloader.pad_to_multiple_of)
+
+    def labels_in_words(self, micro_batch: Mapping[str, torch.Tensor]) -> list[str]:
+        """The target of each sample of *micro_batch* as text, for ``--show-samples``."""
+        texts = []
+        for row in micro_batch["labels"].tolist():
+            tokens = [token for token in row if token != IGNORE_INDEX]
+            if self.tokenizer is None:
+                texts.append(" ".join(map(str, tokens)) or "(nothing)")
+            else:
+                texts.append(self.tokenizer.decode(tokens) or "(nothing)")
+        return texts

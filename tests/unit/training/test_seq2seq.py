@@ -1,0 +1,162 @@
+"""The recipe ``seq2seq``: its losses are those of transformers, also of exports; texts and their limits; mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM
+
+from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.data.seq2seq import SourceTargetCollator, source_target
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.seq2seq import Seq2Seq
+from tests.support.training import build
+
+T5 = "{model_type: t5, d_model: 16, d_kv: 4, d_ff: 32, num_layers: 1, num_heads: 2, dropout_rate: 0.0%s}"
+BART = (
+    "{model_type: bart, d_model: 16, encoder_layers: 1, decoder_layers: 1, encoder_attention_heads: 2,"
+    " decoder_attention_heads: 2, encoder_ffn_dim: 32, decoder_ffn_dim: 32, dropout: 0.0,"
+    " max_position_embeddings: 64}"
+)
+PART = (
+    "{model_type: t5_gemma_module, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,"
+    " num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8, vocab_size: 300, query_pre_attn_scalar: 8}"
+)
+T5GEMMA = f"{{model_type: t5gemma, dropout_rate: 0.0, encoder: {PART}, decoder: {PART}}}"
+MODELS = {
+    "tied": T5 % "",
+    "untied": T5 % ", feed_forward_proj: gated-gelu, tie_word_embeddings: false",
+    "bart": BART,
+    "t5gemma": T5GEMMA,
+}
+LLAMA = "{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"
+
+
+def rows() -> list[dict[str, str]]:
+    found = []
+    for number in range(8):
+        source = f"the number {number}" + " again" * (number % 3)
+        found.append({"source": source, "target": f"{number}" + " yes" * (number % 4)})
+    return found
+
+
+def write(directory: Path, model: str) -> Path:
+    data = directory / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows())))
+    recipe = directory / "recipe.yaml"
+    recipe.write_text(f"""
+recipe: seq2seq
+model:
+  from_config: {model}
+tokenizer:
+  _target_: automodel_ckpt.data.python_docs.train_tokenizer
+  vocab_size: 300
+dataset:
+  _target_: automodel_ckpt.data.seq2seq.source_target
+  path: {data}
+dataloader:
+  shuffle: false
+optimizer:
+  lr: 1e-2
+step_scheduler:
+  global_batch_size: 4
+  local_batch_size: 2
+  max_steps: 2
+  ckpt_every_steps: 1
+checkpoint:
+  checkpoint_dir: {directory / "run"}
+""")
+    return recipe
+
+
+def losses(run: Path) -> list[float]:
+    lines = map(json.loads, (run / "training.jsonl").read_text().splitlines())
+    return [record["loss"] for record in lines if "event" not in record]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_is_that_of_transformers(tmp_path: Path, name: str) -> None:
+    recipe = build(
+        write(tmp_path, MODELS[name]),
+        "--checkpoint.save_consolidated=every",
+        recipe_class=Seq2Seq,
+    )
+    recipe.setup()
+    recipe.run()
+    samples = [recipe.dataloader.dataset[number] for number in range(4, 8)]
+    recipe.close()
+    export = tmp_path / "run" / "epoch_0_step_1" / "model" / "consolidated"
+    model = AutoModelForSeq2SeqLM.from_pretrained(export).eval()
+    total, num_labels = 0.0, 0
+    for sample in samples:
+        labels = torch.tensor([sample["labels"]])
+        with torch.no_grad():
+            mean = model(input_ids=torch.tensor([sample["input_ids"]]), labels=labels).loss
+        total += mean.item() * labels.numel()
+        num_labels += labels.numel()
+    assert losses(tmp_path / "run")[1] == pytest.approx(total / num_labels, rel=1e-6)
+
+
+def test_texts_have_limits_and_end_tokens(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(vocab_size=300)
+    path = tmp_path / "rows.jsonl"
+    content = [{"source": "a b", "target": "c"}, {"source": "d", "target": "e f g h i j"}]
+    path.write_text("\n".join(map(json.dumps, [*content, {"source": "k", "target": ""}])))
+    end = tokenizer.eos_token_id
+    samples = list(source_target(tokenizer, str(path), source_prompt="x "))
+    assert tokenizer.decode(samples[0]["input_ids"], skip_special_tokens=True) == "x a b"
+    for sample in samples:
+        assert sample["labels"][-1] == end
+        assert sample["labels"].count(end) == 1
+    assert samples[2]["labels"] == [end]
+    with pytest.raises(RecipeError, match="a target is longer than target_length") as error:
+        source_target(tokenizer, str(path), target_length=4)
+    assert error.value.problems[0].where.endswith("rows.jsonl:2")
+    cut = source_target(tokenizer, str(path), target_length=4, truncation="right")
+    assert len(cut[1]["labels"]) == 4
+    assert cut[1]["labels"][-1] == end
+    assert len(source_target(tokenizer, str(path), target_length=4, truncation="skip")) == 2
+    batch = SourceTargetCollator(0)([{"input_ids": [5, 6], "labels": [7]}, cut[1]])
+    assert batch["labels"][0].tolist() == [7, -100, -100, -100]
+    assert batch["attention_mask"].sum().item() == 2 + len(cut[1]["input_ids"])
+    with pytest.raises(RecipeError, match="no pair of a source and a target"):
+        SourceTargetCollator(0)([{"input_ids": [], "labels": [1]}])
+
+
+def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
+    recipe = build(
+        write(tmp_path, MODELS["tied"]),
+        f"--peft={{r: 2, target_modules: all-linear, base_dir: {tmp_path / 'base'}}}",
+        recipe_class=Seq2Seq,
+    )
+    recipe.setup()
+    recipe.run()
+    recipe.close()
+    adapter = tmp_path / "run" / "epoch_0_step_2" / "model" / "adapter_config.json"
+    assert json.loads(adapter.read_text())["task_type"] == "SEQ_2_SEQ_LM"
+
+
+def test_models_of_the_wrong_kind_are_rejected(tmp_path: Path) -> None:
+    recipe = build(write(tmp_path, LLAMA), recipe_class=Seq2Seq)
+    with pytest.raises(RecipeError, match="does not support this kind of model") as error:
+        recipe.setup()
+    recipe.close()
+    assert "T5" in error.value.problems[0].hint
+    recipe = build(write(tmp_path, MODELS["tied"]), recipe_class=LLMFinetune)
+    with pytest.raises(RecipeError, match="does not support this kind of model") as error:
+        recipe.setup()
+    recipe.close()
+    assert "recipe: seq2seq" in error.value.problems[0].hint
+
+
+@pytest.mark.parametrize(
+    "option", ["--packed_sequence.size=16", "--compile.enabled=true", "--distributed.tp_size=2"]
+)
+def test_unsupported_keys_are_rejected(tmp_path: Path, option: str) -> None:
+    recipe = build(write(tmp_path, MODELS["tied"]), option, recipe_class=Seq2Seq)
+    key = option.strip("-").split(".")[0]
+    assert any(problem.where.startswith(key) for problem in recipe.config_problems())
