@@ -35,6 +35,7 @@ from automodel_ckpt.config.automodel.rows import (
     is_of_automodel,
     put,
 )
+from automodel_ckpt.config.automodel.seq2seq import RECIPE as SEQ2SEQ
 from automodel_ckpt.config.schema_keys import closest, join, names_in
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem
@@ -179,8 +180,17 @@ def translate(root: Node) -> Translation | None:
     if name not in RECIPES:
         problem = Problem("unknown recipe", node.origin, name, f"{_NO_RECIPE}; {GUIDE}")
         return Translation(root, (), (problem,))
-    work = Work(source, RECIPES[name], name)
-    work.section("").put("recipe", Node(RECIPES[name], node.origin))
+    recipe = RECIPES[name]
+    model = source.at("model._target_")
+    if (
+        recipe == "llm_finetune"
+        and model is not None
+        and ".NeMoAutoModelForSeq2SeqLM." in f".{model.value}"
+    ):
+        # The class of the model decides in AutoModel, whose recipe class is the same.
+        recipe = SEQ2SEQ
+    work = Work(source, recipe, name)
+    work.section("").put("recipe", Node(recipe, node.origin))
     for path, row in SECTIONS:
         row.apply(work.section(path))
     _keep_the_rest(work, source, root, "")

@@ -31,6 +31,7 @@ from automodel_ckpt.config.automodel.rows import (
     is_of_automodel,
     take_target,
 )
+from automodel_ckpt.config.automodel.seq2seq import ROWS as SEQ2SEQ
 from automodel_ckpt.config.automodel.speech import COMMON_VOICE, ENGLISH_MIXTURE, TRANSCRIPTS
 from automodel_ckpt.config.automodel.token_rows import MEGATRON, NANOGPT
 from automodel_ckpt.config.yaml_tree import Node
@@ -80,6 +81,7 @@ DATASETS: dict[str, Builder] = {
         ),
         (("prompt", SQUAD_PROMPT), ("as_chat", "auto")),
     ),
+    "llm.seq2seq.make_seq2seq_dataset": Builder("seq2seq.source_target", SEQ2SEQ),
     "llm.hellaswag.HellaSwag": Builder(
         "hellaswag.hellaswag",
         (Key("path_or_dataset", "path"), SPLIT, LIMIT, OWN_LENGTH, TOKENIZER),
@@ -215,7 +217,6 @@ IN_PACKAGES = {
 FEATURES = {
     "audio.": "this data set of audio",
     "vlm.": "this data set of images and text",
-    "llm.seq2seq.": "a sequence-to-sequence data set",
     "llm.mock_prefix_tree": "the data set of trees of prefixes",
 }
 """The features that data sets without a counterpart need, by the beginning of the name below datasets."""

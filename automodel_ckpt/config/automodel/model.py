@@ -31,7 +31,7 @@ DTYPES = {
 """AutoModel's names of data types -> ours. Others are the same."""
 AUTO_CLASS = re.compile(
     r"(nemo_automodel|transformers)\.([\w.]*\.)?(NeMo)?AutoModelFor"
-    r"(?P<task>CausalLM|ImageTextToText|MultimodalLM|SequenceClassification)\.(?P<method>from_pretrained|from_config)"
+    r"(?P<task>CausalLM|ImageTextToText|MultimodalLM|Seq2SeqLM|SequenceClassification)\.(?P<method>from_pretrained|from_config)"
 )
 _CONFIG_CLASS = re.compile(r"(nemo_automodel|transformers)\.[\w.]+\.from_pretrained")
 _ONE_MODEL = "use NeMoAutoModelForCausalLM or NeMoAutoModelForImageTextToText with from_pretrained"

@@ -21,6 +21,7 @@ from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.data.fields import FieldTemplate
 from automodel_ckpt.errors import RecipeError
 from tools import automodel_recipes
 
@@ -953,7 +954,7 @@ REJECTED = [
     ),
     ("recipe:\n  _target_: nemo_automodel.recipes.llm.benchmark.SomeRecipe\n", 1, "unknown recipe"),
     (
-        "model:\n  _target_: nemo_automodel.NeMoAutoModelForSeq2SeqLM.from_pretrained\n",
+        "model:\n  _target_: nemo_automodel.NeMoAutoModelForMaskedLM.from_pretrained\n",
         2,
         "this model class is not supported",
     ),
@@ -967,9 +968,9 @@ REJECTED = [
     ("comet:\n  project_name: p\n", 1, "the tracker Comet is not supported"),
     ("quantization:\n  load_in_4bit: true\n", 2, "training of quantized weights is not supported"),
     (
-        f"dataset:\n  _target_: {DATA}.llm.seq2seq.make_seq2seq_dataset\n",
-        2,
-        "a sequence-to-sequence data set is not supported",
+        f"dataset:\n  _target_: {DATA}.llm.seq2seq.make_seq2seq_dataset\n  source_template: '{{a.b}}'\n",
+        3,
+        "this template is not supported",
     ),
     (
         f"dataset:\n  _target_: {DATA}.audio.datasets.make_music_dataset\n  split: train\n",
@@ -1035,7 +1036,7 @@ def test_a_key_of_a_missing_feature_is_an_error_with_its_line_and_a_hint(
 
 
 def test_the_errors_name_the_feature_and_not_what_follows_from_its_absence(tmp_path: Path) -> None:
-    text = f"dataset:\n  _target_: {DATA}.llm.seq2seq.make_seq2seq_dataset\n  max_target_len: 3\n"
+    text = f"dataset:\n  _target_: {DATA}.llm.mock_prefix_tree.make_trees\n  max_target_len: 3\n"
     with pytest.raises(RecipeError) as error:
         load(tmp_path, text + "tool_call_eval:\n  max_eval_samples: 3\n")
     assert len(error.value.problems) == 2
@@ -1663,3 +1664,29 @@ def test_the_english_mixture_and_common_voice_are_translated(tmp_path: Path) -> 
         "seq_length": None,
         "truncation": "right",
     }
+
+
+def test_sources_and_targets(tmp_path: Path) -> None:
+    text = "model:\n  _target_: nemo_automodel.NeMoAutoModelForSeq2SeqLM.from_pretrained\n"
+    text += "  pretrained_model_name_or_path: google-t5/t5-small\n"
+    text += f"dataset:\n  _target_: {DATA}.llm.seq2seq.make_seq2seq_dataset\n"
+    recipe = load(tmp_path, text).config
+    assert recipe.recipe == "seq2seq"
+    assert recipe.dataset._target_ == "automodel_ckpt.data.seq2seq.source_target"
+    arguments = recipe.dataset.kwargs
+    assert arguments["path"] == "rajpurkar/squad"
+    assert (arguments["seq_length"], arguments["truncation"]) == (None, "right")
+    row = {"question": " Who? ", "context": "She.", "answers": {"text": [" she ", "her"]}}
+    source = FieldTemplate(arguments["source_field"])
+    target = FieldTemplate(arguments["target_field"])
+    assert source.write(row, str) == "question:  Who?   context: She."
+    assert target.write(row, str) == "she"
+    assert target.write({"answers": {"text": []}}, str) == ""
+    assert target.write({"answers": " plain "}, str) == "plain"
+    text += "  seq_length: 8\n  source_template: null\n  source_key: body\n  target_key: title\n"
+    text += "  decoder_start_token_id: 2\n"
+    recipe = load(tmp_path, text).config
+    assert recipe.dataset.kwargs["source_field"] == "body"
+    assert recipe.dataset.kwargs["seq_length"] == 8
+    assert recipe.model.config_overrides == {"decoder_start_token_id": 2}
+    assert FieldTemplate(recipe.dataset.kwargs["target_field"]).write({"title": "a "}, str) == "a"
