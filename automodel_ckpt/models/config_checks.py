@@ -43,6 +43,13 @@ def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
 def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
     """Raise :class:`RecipeError` for an encoder such as BERT, which sees the tokens that it would learn to predict."""
     setting = _setting_of_encoder(config.get_text_config())
+    if auto_class is AutoModelForCausalLM and _is_whole_seq2seq(config):
+        raise RecipeError(
+            "this model has an encoder and a decoder, and this recipe trains decoders",
+            where="model",
+            value=f"a {config.model_type} model ({', '.join(config.architectures)})",
+            hint="train it with recipe: seq2seq, or name a causal language model",
+        )
     if auto_class is not AutoModelForCausalLM or setting is None:
         return
     name, value, causal = setting
@@ -56,6 +63,14 @@ def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
         value=f"a {config.model_type} model with {name}: {value}",
         hint=hint,
     )
+
+
+def _is_whole_seq2seq(config: PreTrainedConfig) -> bool:
+    """Whether a configuration is that of files with an encoder and a decoder. BART has a class for the decoder, too."""
+    if not config.is_encoder_decoder or type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        return False
+    name = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)].__name__
+    return name in (config.architectures or ())
 
 
 def sees_later_tokens(config: PreTrainedConfig) -> bool:
