@@ -47,7 +47,7 @@ def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
         raise RecipeError(
             "this model has an encoder and a decoder, and this recipe trains decoders",
             where="model",
-            value=f"a {config.model_type} model ({', '.join(config.architectures)})",
+            value=f"a {config.model_type} model ({', '.join(config.architectures or ())})",
             hint="train it with recipe: seq2seq, or name a causal language model",
         )
     if auto_class is not AutoModelForCausalLM or setting is None:
@@ -69,7 +69,8 @@ def _is_whole_seq2seq(config: PreTrainedConfig) -> bool:
     """Whether a configuration is that of files with an encoder and a decoder. BART has a class for the decoder, too."""
     if not config.is_encoder_decoder or type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         return False
-    name = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)].__name__
+    model_class: Any = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]
+    name = model_class.__name__
     return name in (config.architectures or ())
 
 

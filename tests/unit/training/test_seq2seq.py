@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.seq2seq import SourceTargetCollator, source_target
@@ -125,6 +129,38 @@ def test_texts_have_limits_and_end_tokens(tmp_path: Path) -> None:
     assert batch["attention_mask"].sum().item() == 2 + len(cut[1]["input_ids"])
     with pytest.raises(RecipeError, match="no pair of a source and a target"):
         SourceTargetCollator(0)([{"input_ids": [], "labels": [1]}])
+
+
+@pytest.mark.parametrize(
+    ("template", "start", "labels", "cut"),
+    [
+        # BART starts with the end token; T5Gemma's tokenizer adds the start token and no end token; T5.
+        ("<s> $A </s>", 1, [2, 4, 5, 6, 1], [2, 4, 1]),
+        ("<s> $A", 2, [4, 5, 6, 1], [4, 5, 1]),
+        ("$A </s>", 0, [4, 5, 6, 1], [4, 5, 1]),
+    ],
+)
+def test_targets_have_one_start_and_an_end(
+    tmp_path: Path, template: str, start: int, labels: list[int], cut: list[int]
+) -> None:
+    words = ["<pad>", "</s>", "<s>", "<unk>", "a", "b", "c"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    backend.post_processor = TemplateProcessing(
+        single=template, special_tokens=[("<s>", 2), ("</s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", bos_token="<s>"
+    )
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"source": "a", "target": "a b c"}))
+    whole = source_target(tokenizer, str(path), start_token_id=start)
+    assert next(iter(whole))["labels"] == labels
+    shorter = source_target(
+        tokenizer, str(path), start_token_id=start, target_length=3, truncation="right"
+    )
+    assert next(iter(shorter))["labels"] == cut
 
 
 def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
