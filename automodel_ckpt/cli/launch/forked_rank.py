@@ -86,6 +86,9 @@ from automodel_ckpt.units import counted
 SECONDARY_DELAY_SECONDS = 1.0
 """How long a rank whose failure followed from another one's waits for the agent to notice the other one."""
 AGENT_POLL_SECONDS = 0.02
+FORKS_SECONDS = 10.0
+"""How long a rank waits until the launcher has forked the other ranks of this node, before it connects to any store."""
+FORKS_POLL_SECONDS = 0.002
 JOIN_NOTICE_SECONDS = 3.0
 """How long a stopped rank waits for its agent to report that nodes join."""
 JOIN_POLL_SECONDS = 0.1
@@ -113,6 +116,7 @@ def launched_rank(
     if attempt and (failure_dir.stop_signals() or is_final):
         return earlier.code if earlier else EXIT_INTERNAL
     _register(failure_dir, attempt, rank)
+    await_forks(failure_dir, attempt, int(os.environ["LOCAL_WORLD_SIZE"]))
     if attempt and is_local_rank_0():
         is_elastic = failure_dir.is_elastic
         _report_restart(earlier, nodes_joined=nodes_joined, is_elastic=is_elastic)
@@ -198,6 +202,19 @@ def _register(failure_dir: FailureDirectory, attempt: int, rank: int) -> None:
         failure_dir.record_store(attempt, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     for number in failure_dir.stop_signals()[:1]:
         stop.note(number)
+
+
+def await_forks(failure_dir: FailureDirectory, attempt: int, num_ranks: int) -> None:
+    """Wait until the launcher has forked the *num_ranks* ranks of this node, which then have registered.
+
+    A thread of the launcher serves the store of the ranks. For each connection it looks up a host name, under a lock
+    of the C library that fork() does not reset. A rank that was forked meanwhile inherits the lock in its locked state,
+    and its first lookup never returns. So no rank of this node may connect while others are being forked. After
+    FORKS_SECONDS this returns in any case: a rank that was killed does not register.
+    """
+    end = time.monotonic() + FORKS_SECONDS
+    while len(failure_dir.processes(attempt)) < num_ranks and time.monotonic() < end:
+        time.sleep(FORKS_POLL_SECONDS)
 
 
 def _report_restart(earlier: FailureRecord | None, *, nodes_joined: bool, is_elastic: bool) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -11,6 +13,7 @@ from typing import Any, NoReturn
 import pytest
 
 from automodel_ckpt.cli.launch import forked_rank
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 
 
 class Cycle:
@@ -45,3 +48,22 @@ def test_a_rank_does_not_destroy_what_its_launcher_left_in_cycles(
         assert (tmp_path / "destroyed").read_text() == str(os.getpid())
     finally:
         gc.enable()
+
+
+def test_a_rank_connects_when_all_ranks_of_its_node_have_been_forked(tmp_path: Path) -> None:
+    directory = FailureDirectory(tmp_path)
+    directory.register_process(0, 0)
+    waiting = threading.Thread(target=forked_rank.await_forks, args=(directory, 0, 2))
+    waiting.start()
+    time.sleep(0.05)
+    assert waiting.is_alive()
+    directory.register_process(0, 1)
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
+def test_a_rank_does_not_wait_forever_for_one_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked_rank, "FORKS_SECONDS", 0.05)
+    forked_rank.await_forks(FailureDirectory(tmp_path), 0, 2)
