@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from automodel_ckpt.checkpoint.manifest import Manifest
-from tools.random_recipes.draw import MOST_RANKS, STEPS, Recipe
+from tools.random_recipes.draw import MOST_RANKS, STEPS, Recipe, store_of
 
 TIMEOUT_SECONDS = 600
 """A start that takes longer is reported as one that hangs."""
@@ -92,9 +92,10 @@ def check(recipe: Recipe, work: Path, device: Device = CPU) -> Result:
     A recipe can be rejected, with exit code 2, because its options do not fit its model. Otherwise:
 
     * a copy that resumes from an earlier checkpoint has the same logs and the same final checkpoint, bit for bit;
-    * or a run that is stopped by a signal at a random time, and resumed;
+    * or a run that is stopped by a signal, or killed, at a random time, and resumed; if it has a store, perhaps without
+      its local directory;
     * a copy that resumes on another number of ranks trains on the same data, and its losses are nearly the same;
-    * ``ckpt verify`` and ``ckpt export`` succeed.
+    * ``ckpt verify`` and ``ckpt export`` succeed, ``ckpt verify --deep`` also on the store.
     """
     numbers = random.Random(recipe.seed)
     first = work / "first"
@@ -106,9 +107,10 @@ def check(recipe: Recipe, work: Path, device: Device = CPU) -> Result:
     if ended.code != 0:
         return Result("failed", [ended.problem])
     problems = []
-    if sorted(_steps(first)) != list(range(1, STEPS + 1)):
-        problems.append(f"training.jsonl has the steps {sorted(_steps(first))}")
-    earlier = [step for step in _saved_steps(first) if step < STEPS]
+    steps = sorted(_steps(first))
+    if steps != list(range(1, len(steps) + 1)) or len(steps) < _least_steps(recipe):
+        problems.append(f"training.jsonl has the steps {steps}")
+    earlier = [step for step in _saved_steps(first) if step < len(steps)]
     if numbers.random() < 0.3:
         problems += _check_stop(device, recipe, first, work / "stopped", numbers)
     elif earlier:
@@ -118,6 +120,10 @@ def check(recipe: Recipe, work: Path, device: Device = CPU) -> Result:
         problems += _check_other_ranks(device, recipe, first, work / "other-ranks", step)
     problems += _check_commands(recipe, first, work)
     return Result("trained", problems)
+
+
+def _least_steps(recipe: Recipe) -> int:
+    return 2 if "step_scheduler.early_stopping" in recipe.options else STEPS
 
 
 def _check_resume(
@@ -137,12 +143,15 @@ def _check_stop(
     device: Device, recipe: Recipe, first: Path, stopped: Path, numbers: random.Random
 ) -> Iterator[str]:
     seconds = numbers.uniform(0, 3)
-    number = numbers.choice([signal.SIGTERM, signal.SIGINT])
+    number = numbers.choice([signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
     what = f"stopped by {number.name} {seconds:.2f} s after the first step"
     ended = _train(device, recipe, stopped, recipe.ranks, stop=(number, seconds))
-    if ended.code not in (0, STOPPED) or "Traceback" in ended.output:
+    if ended.code not in (0, STOPPED, -signal.SIGKILL) or "Traceback" in ended.output:
         yield f"{what}: {ended.problem}"
         return
+    if store_of(stopped).exists() and numbers.random() < 0.5:
+        what += ", without its local directory"
+        shutil.rmtree(stopped)
     ended = _train(device, recipe, stopped, recipe.ranks)
     if ended.code != 0 or "Traceback" in ended.output:
         yield f"{what}, resumed: {ended.problem}"
@@ -164,7 +173,8 @@ def _check_other_ranks(
         yield f"{what}: {ended.problem}"
         return
     expected, found = _steps(first), _steps(copy)
-    for number in range(step + 1, STEPS + 1):
+    last = STEPS if _least_steps(recipe) == STEPS else min(max(expected), max(found))
+    for number in range(step + 1, last + 1):
         ours, theirs = expected.get(number), found.get(number)
         if ours is None or theirs is None:
             yield f"{what}: no step {number}"
@@ -194,6 +204,11 @@ def _check_commands(recipe: Recipe, run: Path, work: Path) -> Iterator[str]:
     ended = _end(_ckpt("verify", str(run)))
     if ended.code != 0:
         yield f"ckpt verify: {ended.problem}"
+    store = store_of(run)
+    if store.exists():
+        ended = _end(_ckpt("verify", "--deep", f"file://{store}"))
+        if ended.code != 0:
+            yield f"ckpt verify of the store: {ended.problem}"
     kind = ["--merge"] if "peft.r" in recipe.options else ["--to", "hf"]
     newest = _checkpoint(run, max(_saved_steps(run)))
     ended = _end(_ckpt("export", *kind, str(newest), "--output", str(work / "export")))
@@ -340,7 +355,10 @@ def _train(
     while process.poll() is None and time.monotonic() < deadline:
         if _has_steps(run):
             time.sleep(stop[1])
-            process.send_signal(stop[0])
+            if stop[0] == signal.SIGKILL:
+                os.killpg(process.pid, stop[0])
+            else:
+                process.send_signal(stop[0])
             break
         time.sleep(0.02)
     return _wait(process)

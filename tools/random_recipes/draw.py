@@ -27,6 +27,8 @@ STEPS = 6
 MOST_RANKS = 4
 BASE = "BASE"
 """Stands for the directory of the base, which the frozen model of an adapter is read from."""
+STORE = "STORE"
+"""Stands for the directory of the run's store."""
 
 Options = dict[str, Any]
 """The values of the flags, by the key in the recipe. Those that are not text are written as JSON, a subset of YAML."""
@@ -54,8 +56,16 @@ class Recipe:
         }
         values["checkpoint.checkpoint_dir"] = str(run)
         base = str(run.parent / "base")
-        named = [f"--{key}={value.replace(BASE, base)}" for key, value in values.items()]
+        named = []
+        for key, value in values.items():
+            value = value.replace(BASE, base).replace(STORE, str(store_of(run)))
+            named.append(f"--{key}={value}")
         return [f"--nproc-per-node={ranks}", str(self.example), *named]
+
+
+def store_of(run: Path) -> Path:
+    """The directory of the store of the run directory *run*."""
+    return run.absolute().with_name(f"{run.name}-store")
 
 
 def _is_of_mesh(key: str) -> bool:
@@ -132,6 +142,8 @@ def _add_schedule(some: _Some, kind: str) -> None:
     some.always("step_scheduler.local_batch_size", rows, 2 * rows)
     if kind not in ("pretrain", "sequence_classification"):
         some.always("validation_dataset.max_samples", 16)
+        some.maybe(0.2, "step_scheduler.early_stopping", {"patience": 1, "min_delta": 0.1})
+        some.maybe(0.2, "step_scheduler.ckpt_on_best", True)
     some.maybe(0.3, "step_scheduler.val_every_steps", 1, 3)
     some.maybe(0.1, "step_scheduler.on_spike", {"rollback": 1, "window": 2, "loss_factor": 1.02})
 
@@ -148,6 +160,7 @@ _SIZES = {
     "max_position_embeddings": 256,
 }
 _HEADS = {"head_dim": 8}
+_TEXTS = "automodel_ckpt.data.python_docs.language_modeling"
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _DECODERS: dict[str, dict[str, Any]] = {
     "llama": _HEADS,
@@ -186,6 +199,8 @@ def _add_decoder(some: _Some, supported: Container[str] | None = None) -> None:
     sizes["tie_word_embeddings"] = some.numbers.random() < 0.4
     some.always("model", {"from_config": {"model_type": name, **sizes}})
     some.maybe(0.1, "model.vocab_size", 1100, "tokenizer")
+    if _has_experts(some.options):
+        some.maybe(0.3, "model.router_aux_loss", "micro_batch", False)
 
 
 def _add_adapters(some: _Some) -> None:
@@ -200,6 +215,10 @@ def _add_adapters(some: _Some) -> None:
         some.maybe(0.2, "peft.bias", "lora_only", "all")
         some.maybe(0.2, "peft.dtype", "base")
         some.maybe(0.2, "peft.target_modules", ["q_proj", "v_proj"], ["q_proj", "down_proj"])
+        some.maybe(0.2, "peft.rank_pattern", {"*layers.0.*": 3})
+        some.maybe(0.1, "peft.exclude_modules", ["*layers.1.*"])
+        if _has_experts(some.options):
+            some.maybe(0.5, "peft.target_parameters", "all-experts", ["down_proj"])
 
 
 def _add_texts(some: _Some) -> None:
@@ -209,6 +228,13 @@ def _add_texts(some: _Some) -> None:
     some.always("validation_dataset.seq_length", 32)
     some.maybe(0.3, "packed_sequence.size", 64, 128)
     some.maybe(0.2, "model.neftune_alpha", 5)
+    some.maybe(0.15, "model.mtp", {"num_depths": 1}, {"num_depths": 2, "repeat_layer": True})
+    some.maybe(0.2, "generation", {"prompts": ["def ", "The "], "max_new_tokens": 3})
+    if some.numbers.random() < 0.15:
+        some.always("validation_datasets.short._target_", _TEXTS)
+        some.always("validation_datasets.short.split", "validation")
+        some.always("validation_datasets.short.seq_length", 16)
+        some.always("validation_datasets.short.max_samples", 5)
 
 
 def _add_pretraining(some: _Some) -> None:
@@ -216,6 +242,8 @@ def _add_pretraining(some: _Some) -> None:
     some.always("packed_sequence.size", 64, 128)
     some.maybe(0.5, "pretrain.base_width", None)
     some.maybe(0.3, "pretrain.split_documents", False)
+    some.maybe(0.2, "pretrain.attend_across_documents", True)
+    some.maybe(0.3, "pretrain.z_loss", 1e-4)
 
 
 def _add_pairs(section: str) -> Callable[[_Some], None]:
@@ -227,6 +255,11 @@ def _add_pairs(section: str) -> Callable[[_Some], None]:
         if section == "dpo":
             some.maybe(0.4, "dpo.precompute", True)
             some.maybe(0.3, "dpo.loss", "ipo", "hinge", "robust")
+            some.maybe(0.2, "dpo.label_smoothing", 0.1)
+        if section == "orpo":
+            some.maybe(0.3, "orpo.learn_prompt", True)
+        if section == "reward_model":
+            some.maybe(0.3, "reward_model.center_coefficient", 0.01)
 
     return add
 
@@ -242,6 +275,7 @@ def _add_divergence(some: _Some) -> None:
     some.maybe(0.4, "distill.top_k", 16)
     some.maybe(0.4, "distill.divergence", "reverse_kl", "mixed")
     some.maybe(0.3, "distill.temperature", 2.0)
+    some.maybe(0.3, "distill.kd_ratio", 0.5)
 
 
 def _add_classes(some: _Some) -> None:
@@ -307,6 +341,7 @@ def _add_mesh(some: _Some, ranks: int) -> None:
         some.maybe(0.3, "distributed.sequence_parallel", True)
     if mesh == "pp":
         some.maybe(0.5, "distributed.pp_schedule", "gpipe", "interleaved1f1b")
+        some.maybe(0.1, "distributed.pp_stages_per_rank", 1)
     some.maybe(0.2, "distributed.reshard_after_forward", False)
     some.maybe(0.2, "distributed.defer_gradient_sync", True)
     if mesh in ("ddp", "hsdp"):
@@ -328,6 +363,9 @@ def _add_model(some: _Some) -> None:
     some.maybe(
         0.25, "ema", {"decay": 0.9}, {"decay": 0.5, "start_step": 2, "update_every_steps": 2}
     )
+    if "ema" in some.options:
+        some.maybe(0.3, "ema.validate", True)
+        some.maybe(0.3, "checkpoint.export_ema", True, False)
 
 
 def _add_checkpoints(some: _Some) -> None:
@@ -343,6 +381,9 @@ def _add_checkpoints(some: _Some) -> None:
     some.maybe(0.1, "checkpoint.keep_best", 1)
     some.maybe(0.1, "checkpoint.keep_every_steps", 4)
     some.maybe(0.1, "checkpoint.memory", {}, {"every_steps": 1})
+    if some.numbers.random() < 0.2:
+        some.always("checkpoint.remote.url", f"file://{STORE}")
+        some.maybe(0.3, "checkpoint.remote.keep_last", 1, 2)
 
 
 _SCHEDULES = (
@@ -354,12 +395,20 @@ _SCHEDULES = (
     {"name": "cosine_with_restarts", "kwargs": {"num_cycles": 2}},
 )
 _OPTIMIZERS = ("SGD", "Adafactor", "RMSprop", "Adam", "NAdam", "Adagrad")
+_ADAMW_8BIT = "automodel_ckpt.training.adam8bit.AdamW8bit"
+_GROUPS = (
+    [{"params": ["*layers.0.*"], "lr": 0.0005}],
+    [{"params": ["hidden_matrices"], "_target_": "torch.optim.Muon", "lr": 0.02}],
+)
 
 
 def _add_training(some: _Some) -> None:
     some.maybe(0.2, "lr_scheduler", *_SCHEDULES)
     optimizers = [{"_target_": f"torch.optim.{name}", "lr": 0.002} for name in _OPTIMIZERS]
+    optimizers.append({"_target_": _ADAMW_8BIT, "lr": 0.002, "min_elements": 64})
     some.maybe(0.25, "optimizer", *optimizers)
+    some.maybe(0.1, "optimizer.no_decay", "none", ["*proj*"])
+    some.maybe(0.2, "optimizer.groups", *_GROUPS)
     some.maybe(0.15, "clip_grad_norm", None, 0.1)
     some.maybe(0.1, "dataloader.num_workers", 1, 2)
     some.maybe(0.1, "dataloader.padding_free", False)
