@@ -70,7 +70,8 @@ def test_a_wrong_data_set_is_reported_with_its_line_and_what_to_do(tmp_path: Pat
         load_recipe(recipe, [])
     (problem,) = caught.value.problems
     assert (
-        problem.what == "the recipe vlm_finetune trains on conversations with images or audio, and dataset "
+        problem.what
+        == "the recipe vlm_finetune trains on conversations with images or audio, and dataset "
         "has texts"
     )
     assert problem.where == f"{recipe}:5"
