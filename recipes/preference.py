@@ -24,6 +24,7 @@ from automodel_ckpt.distributed.parallelize import reshard
 from automodel_ckpt.errors import Problem
 from automodel_ckpt.models.adapter import without_adapters
 from automodel_ckpt.models.forward import logits_of
+from automodel_ckpt.models.loss_head_probe import head_without_adapters
 from automodel_ckpt.models.position_losses import PositionLosses
 from automodel_ckpt.models.repository import check_revision
 from automodel_ckpt.recipes.init_from import start_from
@@ -79,8 +80,9 @@ class Reference:
             # Without a backward pass, FSDP2 would leave the root's parameters gathered.
             reshard(self.trainable.model)
             return
+        head = head_without_adapters(self.adapters, self.trainable.loss_head)
         with evaluation_pass(self.adapters), without_adapters(self.adapters):
-            yield self.trainable
+            yield replace(self.trainable, loss_head=head)
 
 
 @contextmanager

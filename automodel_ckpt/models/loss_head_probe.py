@@ -96,6 +96,28 @@ def output_layer(model: Any) -> nn.Module | None:
     return layer  # type: ignore[no-any-return]
 
 
+def head_without_adapters(
+    model: nn.Module, head: LossHead | ModuleLossHead | None
+) -> LossHead | ModuleLossHead | None:
+    """The loss head of *model* while its adapters are switched off; *head* is the one while they are on.
+
+    These differ if peft trains a copy of the output layer: the original computes without adapters. It is made a loss
+    head on the first call. None: the loss is computed from full logits.
+    """
+    inner = model_without_adapters(model)
+    layer: Any = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    if head is None or not isinstance(getattr(layer, "modules_to_save", None), nn.ModuleDict):
+        return head
+    original = layer.original_module
+    if isinstance(original, LossHead):
+        return original
+    if class_of(original) is not nn.Linear:
+        return None
+    made = LossHead.of(original)
+    made.transform = head.transform
+    return made
+
+
 def _is_sharded_across(layer: nn.Module) -> bool:
     """Whether tensor parallel ranks have parts of the layer other than rows of its weight (tokens)."""
     for parameter in layer.parameters():

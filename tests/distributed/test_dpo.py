@@ -104,12 +104,14 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, case: str) -> None:
 
 
 HALF = "--step_scheduler.local_batch_size=2"
+# The reference is then computed by the original of the output layer, the policy by its copy.
+WITH_HEAD = "--peft={r: 2, alpha: 8, target_modules: [q_proj, v_proj], modules_to_save: [lm_head]}"
 SHARED: dict[str, tuple[str, ...]] = {
     "fsdp2 and one": (HALF, "--step_scheduler.max_steps=4"),
     "tp": TENSOR_PARALLEL,
     "ddp": (HALF, "--distributed.strategy=ddp", "--dpo.precompute=true"),
-    "fsdp2 with adapters": (HALF, LORA),
-    "tp with adapters": (LORA, *TENSOR_PARALLEL),
+    "fsdp2 with adapters": (HALF, WITH_HEAD),
+    "tp with adapters": (WITH_HEAD, *TENSOR_PARALLEL),
 }
 
 
@@ -122,7 +124,7 @@ def test_losses_are_those_of_one_process_however_ranks_share_the_model(tmp_path:
 
     short = "--step_scheduler.max_steps=5"
     trained("one", short)
-    trained("one with adapters", LORA, short)
+    trained("one with adapters", WITH_HEAD, short)
     ranks.run_each([partial(trained, name, short, *SHARED[name]) for name in SHARED], 2)
     # Two ranks until step 4, and one from there on.
     trained("fsdp2 and one", short)
