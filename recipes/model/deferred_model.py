@@ -148,6 +148,8 @@ def _complete(
         not_in_model=[*patterns_in_files(config), *other_parts_in_files(config)],
         allow_new_head=allow_new_head,
     )
+    if base is not None and not loading:
+        _freeze_as_built(model, config, auto_class, section)
     if mtp is not None:
         add_mtp(model, mtp)
         if base is not None and not mtp.is_new:
@@ -156,6 +158,27 @@ def _complete(
             skeleton = on_meta(lambda: _made(_not_quantized(config), auto_class, {}, mtp))
             fill_mtp(model, directory, layout_in_files(skeleton, directory), base)
     return model
+
+
+def _freeze_as_built(
+    model: nn.Module, config: PreTrainedConfig, auto_class: Any, section: ModelConfig
+) -> None:
+    """Freeze the parameters that the class of *model* creates without gradients, such as biases that select experts.
+
+    transformers' ``from_pretrained`` makes them trainable (seen with 5.23).
+    """
+    uses_code_of_base = uses_code(config, auto_class, repository_options(section))
+    options = {"trust_remote_code": uses_code_of_base}
+    try:
+        with importing_code(uses_code_of_base):
+            built = on_meta(lambda: _made(_not_quantized(config), auto_class, options, None))
+    except _CANNOT_BUILD:
+        log.debug("the model cannot be built without memory", exc_info=True)
+        return
+    frozen = {name for name, each in built.named_parameters() if not each.requires_grad}
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
 
 
 def _not_quantized(config: PreTrainedConfig) -> PreTrainedConfig:
