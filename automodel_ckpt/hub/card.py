@@ -20,6 +20,7 @@ from automodel_ckpt.units import measure_text
 _PIPELINES = {
     "vlm_finetune": "image-text-to-text",
     "vlm_distill": "image-text-to-text",
+    "seq2seq": "text2text-generation",
     "sequence_classification": "text-classification",
     "reward_model": "text-classification",
     "embedding": "feature-extraction",
@@ -28,6 +29,7 @@ _PIPELINES = {
 _TAGS = {
     "llm_finetune": "sft",
     "vlm_finetune": "sft",
+    "seq2seq": "sft",
     "vlm_distill": "distill",
     "pretrain": "pretraining",
 }

@@ -10,7 +10,9 @@ _CLASSES = {
     "text-generation": "ForCausalLM",
     "image-text-to-text": "ForImageTextToText",
     "audio-text-to-text": "ForMultimodalLM",
+    "text2text-generation": "ForSeq2SeqLM",
     "text-classification": "ForSequenceClassification",
+    "text-ranking": "ForSequenceClassification",
     "feature-extraction": "",
     "sentence-similarity": "",
 }
