@@ -6,6 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
+from tests.support.command_server import CommandServer, Starting
+from tools.random_recipes import check as checking
 from tools.random_recipes.check import check, differences
 from tools.random_recipes.draw import EXAMPLES, KINDS, STEPS, Recipe, draw
 
@@ -17,7 +21,10 @@ def test_each_seed_has_a_recipe_of_its_own_without_contradictions() -> None:
     assert len({str(recipe.options) for recipe in recipes}) == len(recipes)
 
 
-def test_a_recipe_is_resumed_exactly_and_a_difference_is_reported(tmp_path: Path) -> None:
+def test_a_recipe_is_resumed_exactly_and_a_difference_is_reported(
+    tmp_path: Path, commands: CommandServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "subprocess", Starting(commands))
     model = {
         "model_type": "llama",
         "hidden_size": 16,

@@ -128,10 +128,11 @@ class CommandServer:
 
 
 class Starting:
-    """In a tool's module in the place of ``subprocess``: the tool's ``ckpt-train`` comes from the server, and so does
-    the isolated Python that shows an export to transformers alone."""
+    """In a tool's module in the place of ``subprocess``: the tool's ``ckpt-train`` and ``ckpt`` come from the server,
+    and so does the isolated Python that shows an export to transformers alone."""
 
     TimeoutExpired = subprocess.TimeoutExpired
+    DEVNULL, PIPE, STDOUT = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
 
     def __init__(self, commands: CommandServer) -> None:
         self._commands = commands
@@ -141,8 +142,8 @@ class Starting:
     ) -> subprocess.Popen[str]:
         assert text
         program, *rest = [str(word) for word in words]
-        if Path(program).name == "ckpt-train":
-            return self._commands.popen("ckpt-train", *rest, **options)
+        if Path(program).name in OUR_COMMANDS:
+            return self._commands.popen(Path(program).name, *rest, **options)
         if program == sys.executable and rest[:2] == ["-m", "automodel_ckpt.cli.train"]:
             return self._commands.popen("ckpt-train", *rest[2:], **options)
         if program == sys.executable and rest[0] == "-I":
