@@ -70,7 +70,7 @@ class ImageTextCollator:
         Raises :class:`RecipeError` for a sample that is too long and must not be truncated, or of another class.
         """
         check_conversation(sample)
-        if not self._is_heard(sample):
+        if not self._uses_whole_audio(sample):
             return 0
         batch = self._process([sample])
         length = int(batch["attention_mask"].sum())
@@ -82,7 +82,7 @@ class ImageTextCollator:
     def __call__(self, samples: Sequence[ImageText]) -> dict[str, torch.Tensor]:
         for sample in samples:
             check_conversation(sample)
-        samples = [sample if self._is_heard(sample) else self.blank for sample in samples]
+        samples = [sample if self._uses_whole_audio(sample) else self.blank for sample in samples]
         has_kind = {IMAGE: any(s.images for s in samples), AUDIO: any(s.audios for s in samples)}
         self._check_media(has_kind, samples)
         if not all(has_kind[kind] for kind in self.media):
@@ -293,7 +293,7 @@ class ImageTextCollator:
         declared = getattr(audio_processor_of(self.processor), "n_samples", None)
         return AudioLimit(features_of, sampling_rate_of(self.processor), declared)
 
-    def _is_heard(self, sample: ImageText) -> bool:
+    def _uses_whole_audio(self, sample: ImageText) -> bool:
         """Whether the processor uses all of a sample's audio; if not, the sample is skipped with a warning.
 
         With *truncation* ``error``, raises :class:`RecipeError`.

@@ -469,7 +469,8 @@ def _check_placeholders(turns: list[dict[str, Any]], placeholders: set[str]) -> 
                 raise UnusableSample(
                     "a message contains the processor's placeholder for an image or an audio",
                     placeholder,
-                    'remove it: they come first in their question; or write {"type": "image"} where each belongs',
+                    "remove it: images and audio come first in their question; or write an entry such as "
+                    '{"type": "image"} where each belongs',
                 )
 
 

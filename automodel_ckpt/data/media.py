@@ -9,7 +9,7 @@ AUDIO = "audio"
 MEDIA = (IMAGE, AUDIO)
 Media = frozenset[str]
 _USUAL_RATE = 16_000
-"""Hz. transformers assumes it, too."""
+"""The sampling rate in Hz that transformers assumes for a processor that states none."""
 
 
 def media_of(processor: Any) -> Media:

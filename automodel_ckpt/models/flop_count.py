@@ -103,12 +103,12 @@ class FlopCount:
     """Attention of all layers."""
     images: ImageFlops | None = None
     """The part for images; None: the model has none."""
-    hears: bool = False
-    """Whether the model has a tower for audio, whose operations are not counted."""
+    has_audio_tower: bool = False
+    """Whether the model has a tower for audio. Its operations are not counted."""
 
     def of(self, micro_batch: Mapping[str, torch.Tensor], num_labels: int) -> float:
         """The operations for a micro-batch [B, T] on the CPU with *num_labels* labels; 0 if they are unknown."""
-        if self.hears and any(map(_OF_AUDIO.search, micro_batch)):
+        if self.has_audio_tower and any(map(_OF_AUDIO.search, micro_batch)):
             return 0.0
         lengths = document_lengths(micro_batch)
         total = self.per_token * int(lengths.sum()) + self.per_label * num_labels
@@ -174,7 +174,7 @@ def count_flops(model: nn.Module, layers: Sequence[nn.Module]) -> FlopCount | No
             patch_size,
             token_id,
         )
-    return FlopCount(walk.per_token, walk.per_label, text_pairs, images, walk.hears)
+    return FlopCount(walk.per_token, walk.per_label, text_pairs, images, walk.has_audio_tower)
 
 
 class _Walk:
@@ -213,7 +213,7 @@ class _Walk:
             if ".original_module" in name:
                 continue
             parts.get(part_of(name) or "", rest).append((name, module))
-        self.hears = bool(parts["audio_tower"])
+        self.has_audio_tower = bool(parts["audio_tower"])
         is_trained = self._count_tower(parts["vision_tower"])
         is_trained = self._count_projector(parts["projector"], is_trained)
         self._count_text(rest, is_trained)

@@ -56,11 +56,8 @@ def model_files_lines(directory: Path) -> list[str]:
 def _generates_text(adapter: Path) -> bool:
     """Whether ``ckpt generate`` accepts the *adapter*: it is one of a language model, maybe with images."""
     settings = _read(adapter / layout.ADAPTER_CONFIG)
-    return settings.get("task_type") in (
-        "CAUSAL_LM",
-        "SEQ_2_SEQ_LM",
-        None,
-    ) and not computes_embeddings(adapter)
+    is_of_text = settings.get("task_type") in ("CAUSAL_LM", "SEQ_2_SEQ_LM", None)
+    return is_of_text and not computes_embeddings(adapter)
 
 
 def computes_embeddings(directory: Path) -> bool:

@@ -58,7 +58,7 @@ class IncompleteUpload:
 
     The bytes include the parts of large files whose upload is unfinished, which are no objects.
 
-    *written* is in seconds since 1970; None if the store does not tell.
+    *written* is in seconds since 1970; None if the store does not state it.
     """
 
     name: str

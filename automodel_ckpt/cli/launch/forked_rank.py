@@ -205,15 +205,18 @@ def _register(failure_dir: FailureDirectory, attempt: int, rank: int) -> None:
 
 
 def await_forks(failure_dir: FailureDirectory, attempt: int, num_ranks: int) -> None:
-    """Wait until the launcher has forked the *num_ranks* ranks of this node, which then have registered.
+    """Wait until the launcher has forked the *num_ranks* ranks of this node. Each registers when it begins.
 
     A thread of the launcher serves the store of the ranks. For each connection it looks up a host name, under a lock
     of the C library that fork() does not reset. A rank that was forked meanwhile inherits the lock in its locked state,
     and its first lookup never returns. So no rank of this node may connect while others are being forked. After
-    FORKS_SECONDS this returns in any case: a rank that was killed does not register.
+    FORKS_SECONDS, or a signal to the launcher, this returns in any case: a rank that was killed, or that is forked
+    again after the signal, does not register.
     """
     end = time.monotonic() + FORKS_SECONDS
-    while len(failure_dir.processes(attempt)) < num_ranks and time.monotonic() < end:
+    while len(failure_dir.processes(attempt)) < num_ranks and not failure_dir.stop_signals():
+        if time.monotonic() > end:
+            return
         time.sleep(FORKS_POLL_SECONDS)
 
 

@@ -27,6 +27,7 @@ from automodel_ckpt.config.automodel import (
     retrieval,
     training,
 )
+from automodel_ckpt.config.automodel.model import AUTO_CLASS
 from automodel_ckpt.config.automodel.notices import Notice
 from automodel_ckpt.config.automodel.rows import (
     AUTOMODEL_DEFAULT,
@@ -162,6 +163,12 @@ def _class_for_model(root: Node) -> str | None:
     return "TrainFinetuneRecipeForNextTokenPrediction"
 
 
+def _builds_seq2seq(target: Node | None) -> bool:
+    """Whether *target* names an auto class of models with an encoder and a decoder."""
+    found = None if target is None else AUTO_CLASS.fullmatch(str(target.value))
+    return found is not None and found["task"] == "Seq2SeqLM"
+
+
 def translate(root: Node) -> Translation | None:
     """Translate a tree with overrides applied; None if it is not a recipe of AutoModel. *root* is not modified."""
     name = class_name(root)
@@ -181,13 +188,8 @@ def translate(root: Node) -> Translation | None:
         problem = Problem("unknown recipe", node.origin, name, f"{_NO_RECIPE}; {GUIDE}")
         return Translation(root, (), (problem,))
     recipe = RECIPES[name]
-    model = source.at("model._target_")
-    if (
-        recipe == "llm_finetune"
-        and model is not None
-        and ".NeMoAutoModelForSeq2SeqLM." in f".{model.value}"
-    ):
-        # The class of the model decides in AutoModel, whose recipe class is the same.
+    if recipe == "llm_finetune" and _builds_seq2seq(source.at("model._target_")):
+        # AutoModel has one recipe class for both kinds of model.
         recipe = SEQ2SEQ
     work = Work(source, recipe, name)
     work.section("").put("recipe", Node(recipe, node.origin))

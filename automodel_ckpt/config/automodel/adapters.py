@@ -85,7 +85,7 @@ def freeze(section: Section) -> None:
         for module in modules:
             pattern = module if has_adapters else f"{module}.*"
             patterns.append(Node(pattern, origin, quoted=True))
-    if not has_adapters and _hears(section):
+    if not has_adapters and _has_audio(section):
         # A parameter of Qwen2.5-Omni that its forward pass does not use; AutoModel removes it.
         patterns.append(Node("*.audio_bos_eos_token.*", AUTOMODEL_DEFAULT, quoted=True))
     if not patterns:
@@ -97,14 +97,23 @@ def freeze(section: Section) -> None:
     ours.put("freeze_if_present", Node(patterns, section.origin), was=", ".join(given))
 
 
-def _hears(section: Section) -> bool:
+def _has_audio(section: Section) -> bool:
     """Whether the data set of the recipe is one of AutoModel's with audio."""
-    target = section.work.source.at("dataset._target_")
-    ours = section.work.result.at("dataset._target_")
-    names = [str(node.value) for node in (target, ours) if node is not None]
-    return any(
-        ".datasets.audio." in name or name.endswith(".vlm.transcripts") for name in names
-    ) or (section.work.result.at("dataset.sources.ami_ihm") is not None)
+    work = section.work
+    # The section of the data set is translated before this one, or after it.
+    sections = (work.source.at("dataset"), work.result.at("dataset"))
+    return any(_builds_audio(each) for each in sections if each is not None)
+
+
+def _builds_audio(node: Node) -> bool:
+    """Whether a section, or one inside of it, names a builder of samples with audio."""
+    if not isinstance(node.value, dict):
+        return False
+    target = node.value.get("_target_")
+    name = "" if target is None else str(target.value)
+    if ".datasets.audio." in name or name.endswith(".vlm.transcripts"):
+        return True
+    return any(_builds_audio(child) for child in node.value.values())
 
 
 def _leave_out(section: Section, patterns: list[Node], given: list[str]) -> None:

@@ -1666,8 +1666,12 @@ def test_the_english_mixture_and_common_voice_are_translated(tmp_path: Path) -> 
     }
 
 
-def test_sources_and_targets(tmp_path: Path) -> None:
-    text = "model:\n  _target_: nemo_automodel.NeMoAutoModelForSeq2SeqLM.from_pretrained\n"
+@pytest.mark.parametrize(
+    "auto_class",
+    ["nemo_automodel.NeMoAutoModelForSeq2SeqLM", "transformers.AutoModelForSeq2SeqLM"],
+)
+def test_sources_and_targets(tmp_path: Path, auto_class: str) -> None:
+    text = f"model:\n  _target_: {auto_class}.from_pretrained\n"
     text += "  pretrained_model_name_or_path: google-t5/t5-small\n"
     text += f"dataset:\n  _target_: {DATA}.llm.seq2seq.make_seq2seq_dataset\n"
     recipe = load(tmp_path, text).config

@@ -56,7 +56,7 @@ def collator(made: tuple[Any, Any], samples: Any) -> ImageTextCollator:
     return ImageTextCollator(processor, image_token_ids(config, processor), media=samples.media)
 
 
-def learnt(processor: Any, batch: dict[str, torch.Tensor]) -> list[str]:
+def labeled_texts(processor: Any, batch: dict[str, torch.Tensor]) -> list[str]:
     return [processor.tokenizer.decode(row[row >= 0]) for row in batch["labels"]]
 
 
@@ -187,13 +187,13 @@ def test_without_the_extra_the_errors_name_what_to_install(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_only_what_the_assistant_says_is_learnt(family: str, processors: Any, data: Path) -> None:
+def test_only_what_the_assistant_says_has_labels(family: str, processors: Any, data: Path) -> None:
     config, processor = processors[family]
     samples = conversations(processor, str(data))
     assert samples.media == {"audio"}
     collate = collator(processors[family], samples)
     batch = collate([samples[number] for number in (2, 3, 4)])
-    assert learnt(processor, batch) == ["It is blue</s>", "It is grey</s>", "It is red</s>"]
+    assert labeled_texts(processor, batch) == ["It is blue</s>", "It is grey</s>", "It is red</s>"]
     ids = torch.tensor(sorted(image_token_ids(config, processor)))
     is_audio = torch.isin(batch["input_ids"], ids)
     assert is_audio[:2].any(1).all() and not is_audio[2].any()
@@ -203,12 +203,12 @@ def test_only_what_the_assistant_says_is_learnt(family: str, processors: Any, da
         unknown([samples[2]])
     # A micro-batch without audio gets a blank one.
     batch = collate([samples[4], samples[9]])
-    assert learnt(processor, batch) == ["It is red</s>", "It is green</s>", ""]
+    assert labeled_texts(processor, batch) == ["It is red</s>", "It is green</s>", ""]
     assert "input_features" in batch and "pixel_values" not in batch
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_turn_with_an_audio_and_an_image_is_learnt(
+def test_every_turn_with_an_audio_and_an_image_has_labels(
     family: str, processors: Any, tmp_path: Path
 ) -> None:
     _, processor = processors[family]
@@ -224,7 +224,7 @@ def test_every_turn_with_an_audio_and_an_image_is_learnt(
     samples = conversations(processor, written(tmp_path, {"messages": turns}))
     assert samples.media == ({"audio", "image"} if has_images else {"audio"})
     batch = collator(processors[family], samples)([samples[0]])
-    assert learnt(processor, batch) == ["red</s>" * 3]
+    assert labeled_texts(processor, batch) == ["red</s>" * 3]
     # A mixture of both without either gets one row with both.
     plain = replace(samples[0], text="<s><|assistant|>red</s>", images=[], audios=[])
     plain = replace(plain, labeled_spans=[(16, 23)])
@@ -304,17 +304,17 @@ def test_audio_that_the_processor_would_cut_is_an_error_or_counted(
     path = written(tmp_path, *rows)
     samples = conversations(processor, path)
     collate = collator(processors[family], samples)
-    assert learnt(processor, collate([samples[0]])) == ["red</s>"]
+    assert labeled_texts(processor, collate([samples[0]])) == ["red</s>"]
     with pytest.raises(RecipeError, match=f"cuts audio after {limit}.0 s"):
         collate([samples[1]])
     skipped = replace(samples[1], truncation="skip")
     with caplog.at_level(logging.WARNING):
-        assert learnt(processor, collate([samples[0], skipped])) == ["red</s>", ""]
+        assert labeled_texts(processor, collate([samples[0], skipped])) == ["red</s>", ""]
     assert "is skipped (1 so far)" in caplog.text
     assert collate.num_tokens(skipped) == 0
 
 
-def test_transcripts_of_a_table_are_learnt(
+def test_transcripts_of_a_table_have_labels(
     processors: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, processor = processors["qwen2_audio"]
@@ -340,7 +340,7 @@ def test_transcripts_of_a_table_are_learnt(
     assert "4 rows left out: 2 without a transcript, 1 shorter than 0.1 s, 1 longer" in caplog.text
     assert len(samples) == 1
     batch = collator(processors["qwen2_audio"], samples)([samples[0]])
-    assert learnt(processor, batch) == ["HELLO IT'S ME</s>"]
+    assert labeled_texts(processor, batch) == ["HELLO IT'S ME</s>"]
     assert samples[0].text.startswith("<s><|system|>S</s><|user|>Write.<|audio_bos|>")
     later = transcripts(processor, str(tmp_path / "a.parquet"), prompt="W", prompt_first=False)
     assert "<|audio_eos|>W</s>" in later[0].text and len(later) == 4
