@@ -89,8 +89,8 @@ def check_images(
         of_teacher = getattr(own, "image_processor", None)
         of_student = getattr(processor, "image_processor", None)
         differing += _differing("image_processor", of_student, of_teacher, _PIXELS)
-        listeners = audio_processor_of(processor), audio_processor_of(own)
-        differing += _differing("feature_extractor", *listeners, _AUDIO)
+        audio_parts = audio_processor_of(processor), audio_processor_of(own)
+        differing += _differing("feature_extractor", *audio_parts, _AUDIO)
     if differing:
         raise RecipeError(
             "the teacher expects other images than the student's processor makes",
