@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,18 +96,14 @@ def test_gradients_are_reduced_as_often_as_the_recipe_asks(tmp_path: Path) -> No
 
 
 def test_only_deferring_keeps_the_gradient_of_the_complete_model() -> None:
-    kept = {}
-    for defers in (False, True):
-        each = ranks.run(partial(bytes_kept, defers), 2)
-        assert each[0] == each[1]
-        kept[defers] = each[0]
     num_bytes = 4 * sum(parameter.numel() for parameter in model_of(vocab_size=64).parameters())
     # The shard of the gradient; with deferring the gradient itself, and the gathered parameters.
-    assert kept[False] == pytest.approx(num_bytes / 2, rel=0.1)
-    assert kept[True] == pytest.approx(2 * num_bytes, rel=0.1)
+    for defers, expected in ((False, num_bytes / 2), (True, 2 * num_bytes)):
+        for kept in ranks.run(partial(bytes_kept, defers, expected), 2):
+            assert kept == pytest.approx(expected, rel=0.1)
 
 
-def bytes_kept(defers: bool) -> int:
+def bytes_kept(defers: bool, expected: float) -> int:
     """Bytes that the backward pass of a micro-batch leaves allocated, if it is not the last one of its step."""
     how = Parallelism("fsdp2", defer_gradient_sync=defers)
     model = parallelize(model_of(vocab_size=64), layout_here(), how)
@@ -114,9 +111,15 @@ def bytes_kept(defers: bool) -> int:
     before = live_storages()
     with gradient_sync(model, enabled=False):
         model(input_ids=tokens, use_cache=False).logits.sum().backward()
-    # What earlier tests left in this process may be freed meanwhile.
-    after = live_storages()
-    return sum(after[key].nbytes() for key in after.keys() - before.keys())
+    deadline = time.monotonic() + 30
+    while True:
+        # What earlier tests left in this process may be freed meanwhile.
+        after = live_storages()
+        kept = sum(after[key].nbytes() for key in after.keys() - before.keys())
+        # A thread of gloo holds the tensors of a finished collective until it runs again.
+        if kept <= 1.1 * expected or time.monotonic() > deadline:
+            return kept
+        time.sleep(0.05)
 
 
 def live_storages() -> dict[int, torch.UntypedStorage]:
