@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from dataclasses import replace
 
@@ -34,6 +35,18 @@ AUTO_CLASS = re.compile(
     r"(?P<task>CausalLM|ImageTextToText|MultimodalLM|Seq2SeqLM|SequenceClassification)\.(?P<method>from_pretrained|from_config)"
 )
 _CONFIG_CLASS = re.compile(r"(nemo_automodel|transformers)\.[\w.]+\.from_pretrained")
+_WRITTEN_OUT = re.compile(
+    r"transformers\.(models\.(?P<type>\w+)\.configuration_\w+\.)?(?P<name>\w+Config)"
+)
+_GPT2 = "nemo_automodel.components.models.gpt2.build_gpt2_model"
+_SIZES_OF_GPT2 = {
+    "vocab_size": "50257",
+    "n_positions": "2048",
+    "n_embd": "768",
+    "n_layer": "12",
+    "n_head": "12",
+}
+"""The sizes that AutoModel's GPT-2 takes, with their defaults."""
 _ONE_MODEL = "use NeMoAutoModelForCausalLM or NeMoAutoModelForImageTextToText with from_pretrained"
 
 _BACKENDS = ("te", "ffpa", "magi", "cudnn", "tilelang")
@@ -77,6 +90,9 @@ MODEL = (
 def model(section: Section) -> None:
     """Translate the section model; a section with a ``_target_`` of the user's own code stays as it is."""
     target = section.peek("_target_")
+    if target is not None and target.value == _GPT2:
+        _gpt2(section)
+        return
     found = AUTO_CLASS.fullmatch(str(target.value)) if target is not None else None
     if target is not None and found is None:
         if is_of_automodel(str(target.value)):
@@ -140,16 +156,15 @@ def name_of_model(section: Section, *, from_config: bool) -> None:
 
 def _config_class(section: Section, target: str) -> None:
     """Translate a configuration that is written out: ``_target_`` is the class of a transformers configuration."""
-    found = re.fullmatch(
-        r"transformers\.models\.(?P<type>\w+)\.configuration_\w+\.\w+Config", target
-    )
+    found = _WRITTEN_OUT.fullmatch(target)
+    model_type = (found["type"] or _model_type(found["name"])) if found is not None else None
     config = section.take("config")
     assert config is not None
-    if found is None:
+    if model_type is None:
         section.reject("config", config, f"the class {target} is not supported", _ONE_MODEL)
         return
     assert isinstance(config.value, dict)
-    ours = replace(config, value={"model_type": Node(found["type"], config.origin)})
+    ours = replace(config, value={"model_type": Node(model_type, config.origin)})
     dropped = ("_target_", "architectures", "use_cache", "name_or_path")
     for name, child in config.value.items():
         if name in dropped:
@@ -157,6 +172,44 @@ def _config_class(section: Section, target: str) -> None:
         else:
             ours.value[name] = child  # type: ignore[index,call-overload]
     section.put("from_config", ours, was="config")
+
+
+def _model_type(class_name: str) -> str | None:
+    """The type of the models that a configuration class of transformers describes; None if there is no such class."""
+    auto = importlib.import_module("transformers.models.auto.configuration_auto")
+    if class_name not in auto.CONFIG_MAPPING_NAMES.values():
+        return None
+    config_class = getattr(importlib.import_module("transformers"), class_name)
+    # Several types can share a class; this is the one that its models are saved with.
+    return str(config_class.model_type)
+
+
+def _gpt2(section: Section) -> None:
+    """Translate AutoModel's GPT-2 to transformers' one with the same activation and dropout."""
+    target = section.take("_target_")
+    assert target is not None
+    values = {"model_type": "gpt2", "activation_function": "gelu", "resid_pdrop": "0.0"}
+    ours = Node({name: Node(value, target.origin) for name, value in values.items()}, target.origin)
+    section.put("from_config", ours, was="_target_")
+    section.note(
+        "_target_",
+        target,
+        "the weights of a new model are drawn as transformers draws them for GPT-2: "
+        "the last layer of each block's parts starts with smaller ones",
+    )
+    NoEffect("attn_implementation").apply(section)
+    for name in ("bos_token_id", "eos_token_id"):
+        Key(name, f"from_config.{name}").apply(section)
+    length = section.take("n_ctx")
+    if length is not None:
+        NoEffect("n_positions").apply(section)
+        section.put("from_config.n_positions", length, was="n_ctx")
+    for name, default in _SIZES_OF_GPT2.items():
+        node = section.take(name)
+        if node is not None:
+            section.put(f"from_config.{name}", node, was=name)
+        elif section.work.result.at(f"model.from_config.{name}") is None:
+            section.put_default(f"from_config.{name}", default)
 
 
 def remote_code(section: Section) -> None:

@@ -247,6 +247,32 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "model.from_config",
         {"model_type": "qwen3_moe", "hidden_size": 16},
     ),
+    (
+        (
+            "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_config\n  config:\n"
+            "    _target_: transformers.GPT2Config\n    n_embd: 16\n"
+        ),
+        "model.from_config",
+        {"model_type": "gpt2", "n_embd": 16},
+    ),
+    (
+        (
+            "model:\n  _target_: nemo_automodel.components.models.gpt2.build_gpt2_model\n"
+            "  n_positions: 128\n  n_ctx: 64\n  n_head: 4\n  eos_token_id: 50256\n"
+        ),
+        "model.from_config",
+        {
+            "model_type": "gpt2",
+            "activation_function": "gelu",
+            "resid_pdrop": 0.0,
+            "eos_token_id": 50256,
+            "n_positions": 64,
+            "vocab_size": 50257,
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 4,
+        },
+    ),
     ("distributed:\n  activation_checkpointing: true\n", "model.activation_checkpointing", True),
     ("distributed:\n  activation_checkpointing: full\n", "model.activation_checkpointing", True),
     (
