@@ -49,7 +49,7 @@ def _hangs(registered: FailureDirectory, start: int, port: int, *, waits: bool) 
         if process == 0:
             registered.register_process(start, rank)
             if waits:
-                await_forks(registered, start, NUM_RANKS)
+                await_forks(registered, start, NUM_RANKS, num_nodes=1)
             TCPStore("localhost", port, NUM_RANKS, False, timeout=timedelta(minutes=5))
             os._exit(0)
         left.add(process)

@@ -44,6 +44,8 @@ JOIN_SECONDS = 600.0
 POLL_SECONDS = 0.1
 EXIT_POLL_SECONDS = 0.25
 CLOSED_KEY = "closed"
+FORKED_KEY = "nodes_that_forked"
+"""Counts, in the store of one start, the launchers that have forked their ranks."""
 SILENT_SECONDS = 15.0
 """How long a launcher waits for a response of the node that hosts the rendezvous."""
 
@@ -59,6 +61,9 @@ class Host(Protocol):
 
     def poll(self) -> None:
         """Called several times per second while ranks run."""
+
+    def ranks_forked(self) -> None:
+        """Called when the launchers of all nodes have forked their ranks."""
 
     def joining_nodes(self) -> None:
         """Called when nodes wait to join a running job, before its ranks are stopped for them."""
@@ -189,16 +194,34 @@ class AgentStore:
             time.sleep(EXIT_POLL_SECONDS)
 
 
+class NodesThatForked:
+    """Counts the nodes whose ranks have been forked, until that is true of all *num_nodes* nodes of a start."""
+
+    def __init__(self, store: Store, num_nodes: int) -> None:
+        self._store, self._num_nodes = store, num_nodes
+        self._counts_this_node = False
+
+    def are_all(self) -> bool:
+        """Count this node at the first call, and return whether all nodes have been counted."""
+        newly_forked = 0 if self._counts_this_node else 1
+        self._counts_this_node = True
+        return bool(self._store.add(FORKED_KEY, newly_forked) >= self._num_nodes)
+
+
 class HostedRendezvous(RendezvousHandler):
-    """Wraps another rendezvous to notify the launcher of its waits, of joining nodes, and of a lost connection."""
+    """Wraps another rendezvous to notify the launcher of its waits, of forked ranks, of joining nodes, and of a lost
+    connection.
+    """
 
     def __init__(self, inner: RendezvousHandler, host: Host) -> None:
         self._inner, self._host = inner, host
         self._is_connected = True
+        self._forking: NodesThatForked | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
         with self._host.during_rendezvous(), self._noticing_loss():
             info = self._inner.next_rendezvous()
+        self._forking = NodesThatForked(info.store, info.world_size)
         store: Any = AgentStore(info.store, self._check_others)
         address: Any = info.bootstrap_store_info
         return RendezvousInfo(store, info.rank, info.world_size, address)
@@ -218,13 +241,21 @@ class HostedRendezvous(RendezvousHandler):
         raise OtherNodesStartAgain
 
     def num_nodes_waiting(self) -> int:
-        # The agent calls this method again and again while ranks run.
+        # The agent calls this method again and again after it has forked the ranks of this node.
         self._host.poll()
         with self._noticing_loss():
             waiting: int = self._inner.num_nodes_waiting()
+        self._poll_forking()
         if waiting > 0:
             self._host.joining_nodes()
         return waiting
+
+    def _poll_forking(self) -> None:
+        # The store raises RuntimeError if its connection breaks, which the next num_nodes_waiting reports.
+        with contextlib.suppress(RuntimeError):
+            if self._forking is not None and self._forking.are_all():
+                self._forking = None
+                self._host.ranks_forked()
 
     @contextlib.contextmanager
     def _noticing_loss(self) -> Iterator[None]:

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, HashStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
 
@@ -307,8 +309,13 @@ def test_a_launcher_waits_for_the_end_of_an_earlier_run_at_its_address(
 class Inner:
     """A rendezvous whose connection is broken, or not."""
 
-    def __init__(self, is_broken: bool) -> None:
+    def __init__(self, is_broken: bool, store: Any = None) -> None:
         self.is_broken, self.calls = is_broken, list[str]()
+        self.store = store
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        address = RendezvousStoreInfo("node0", 29400)
+        return RendezvousInfo(self.store, 0, 2, address)
 
     def num_nodes_waiting(self) -> int:
         if self.is_broken:
@@ -343,6 +350,30 @@ def test_an_agent_that_ends_closes_the_rendezvous_only_if_none_follows(
     hosted.shutdown()
     assert inner.calls == calls
     assert (host.kept() is inner) == is_kept
+
+
+def test_ranks_are_forked_when_the_launchers_of_all_nodes_have_forked_theirs(
+    tmp_path: Path,
+) -> None:
+    store = HashStore()
+    nodes = []
+    for node in range(2):
+        host = RendezvousHost(Rendezvous("c10d", "node0:29400", "x", 2, 2))
+        host.begin(FailureDirectory(tmp_path / str(node)))
+        inner: Any = Inner(is_broken=False, store=store)
+        nodes.append((host.failure_dir, HostedRendezvous(inner, cast(Any, host))))
+    (first_dir, first), (second_dir, second) = nodes
+    assert first_dir is not None and second_dir is not None
+    first.next_rendezvous()
+    second.next_rendezvous()
+    # The agents ask for waiting nodes again and again, after they have forked.
+    first.num_nodes_waiting()
+    first.num_nodes_waiting()
+    assert not first_dir.has_forked(0)
+    second.num_nodes_waiting()
+    assert second_dir.has_forked(0)
+    first.num_nodes_waiting()
+    assert first_dir.has_forked(0)
 
 
 def test_a_launcher_that_waited_in_vain_says_so() -> None:

@@ -4,6 +4,7 @@ Each rank writes its process id when it starts, and a record when it fails.
 
     stop                         one byte for each signal that the launcher received
     attempt_0/rank_1.pid         each start of the ranks has a directory: attempt_0, attempt_1, ...
+    attempt_0/forked             the ranks of all nodes have been forked
     attempt_0/rank_1.json        the failure record
     attempt_0/rank_1.training    the rank has begun to train
     attempt_0/rank_1.done        the rank ended with its own exit code
@@ -63,6 +64,14 @@ class FailureDirectory:
         for path in self._files(attempt, "json").values():
             records.append(FailureRecord(**json.loads(path.read_text())))
         return records
+
+    def mark_forked(self) -> None:
+        """Record that the ranks of all nodes have been forked in the current attempt."""
+        self._write(self.attempt, "forked", "")
+
+    def has_forked(self, attempt: int) -> bool:
+        """Whether the ranks of all nodes have been forked."""
+        return (self._directory_of(attempt) / "forked").exists()
 
     def mark_training(self, attempt: int, rank: int) -> None:
         """Record that the start of a rank is complete."""

@@ -87,7 +87,7 @@ SECONDARY_DELAY_SECONDS = 1.0
 """How long a rank whose failure followed from another one's waits for the agent to notice the other one."""
 AGENT_POLL_SECONDS = 0.02
 FORKS_SECONDS = 10.0
-"""How long a rank waits until the launcher has forked the other ranks of this node, before it connects to any store."""
+"""How long a rank waits until the launchers have forked all other ranks, before it connects to any store."""
 FORKS_POLL_SECONDS = 0.002
 JOIN_NOTICE_SECONDS = 3.0
 """How long a stopped rank waits for its agent to report that nodes join."""
@@ -116,7 +116,7 @@ def launched_rank(
     if attempt and (failure_dir.stop_signals() or is_final):
         return earlier.code if earlier else EXIT_INTERNAL
     _register(failure_dir, attempt, rank)
-    await_forks(failure_dir, attempt, int(os.environ["LOCAL_WORLD_SIZE"]))
+    await_forks(failure_dir, attempt, world_size(), int(os.environ["GROUP_WORLD_SIZE"]))
     if attempt and is_local_rank_0():
         is_elastic = failure_dir.is_elastic
         _report_restart(earlier, nodes_joined=nodes_joined, is_elastic=is_elastic)
@@ -204,17 +204,26 @@ def _register(failure_dir: FailureDirectory, attempt: int, rank: int) -> None:
         stop.note(number)
 
 
-def await_forks(failure_dir: FailureDirectory, attempt: int, num_ranks: int) -> None:
-    """Wait until the launcher has forked the *num_ranks* ranks of this node. Each registers when it begins.
+def await_forks(
+    failure_dir: FailureDirectory, attempt: int, num_ranks: int, num_nodes: int
+) -> None:
+    """Wait until the launchers of all nodes have forked their ranks, *num_ranks* in total.
 
-    A thread of the launcher serves the store of the ranks. For each connection it looks up a host name, under a lock
-    of the C library that fork() does not reset. A rank that was forked meanwhile inherits the lock in its locked state,
-    and its first lookup never returns. So no rank of this node may connect while others are being forked. After
-    FORKS_SECONDS, or a signal to the launcher, this returns in any case: a rank that was killed, or that is forked
-    again after the signal, does not register.
+    A thread of one launcher serves the store of the ranks. For each connection it looks up a host name, under a lock of
+    the C library that fork() does not reset. A rank that was forked meanwhile inherits the lock in its locked state,
+    and its first lookup never returns. So no rank may connect while others are being forked. After FORKS_SECONDS, or a
+    signal to the launcher, this returns in any case: a rank that was killed, or that is forked again after the signal,
+    does not register, and the launcher of another node may have failed.
     """
+
+    def are_forked() -> bool:
+        if num_nodes > 1:
+            return failure_dir.has_forked(attempt)
+        # Each rank registers when it begins. The launcher would notice later.
+        return len(failure_dir.processes(attempt)) >= num_ranks
+
     end = time.monotonic() + FORKS_SECONDS
-    while len(failure_dir.processes(attempt)) < num_ranks and not failure_dir.stop_signals():
+    while not are_forked() and not failure_dir.stop_signals():
         if time.monotonic() > end:
             return
         time.sleep(FORKS_POLL_SECONDS)

@@ -188,6 +188,11 @@ class RendezvousHost:
         if self.examiner is not None:
             self.examiner.poll(lambda: failure_dir.processes(failure_dir.attempt))
 
+    def ranks_forked(self) -> None:
+        """Record that the ranks of all nodes have been forked, for which those of this node wait."""
+        if self.failure_dir is not None:
+            self.failure_dir.mark_forked()
+
     def joining_nodes(self) -> None:
         """Record that nodes wait to join, before the agent stops the ranks for them."""
         self._nodes_join = True

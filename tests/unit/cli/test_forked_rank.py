@@ -53,7 +53,7 @@ def test_a_rank_does_not_destroy_what_its_launcher_left_in_cycles(
 def test_a_rank_connects_when_all_ranks_of_its_node_have_been_forked(tmp_path: Path) -> None:
     directory = FailureDirectory(tmp_path)
     directory.register_process(0, 0)
-    waiting = threading.Thread(target=forked_rank.await_forks, args=(directory, 0, 2))
+    waiting = threading.Thread(target=forked_rank.await_forks, args=(directory, 0, 2, 1))
     waiting.start()
     time.sleep(0.05)
     assert waiting.is_alive()
@@ -62,8 +62,22 @@ def test_a_rank_connects_when_all_ranks_of_its_node_have_been_forked(tmp_path: P
     assert not waiting.is_alive()
 
 
+def test_a_rank_of_several_nodes_connects_when_all_nodes_have_forked_theirs(tmp_path: Path) -> None:
+    directory = FailureDirectory(tmp_path)
+    directory.attempt = 0
+    for rank in range(2):
+        directory.register_process(0, rank)
+    waiting = threading.Thread(target=forked_rank.await_forks, args=(directory, 0, 2, 2))
+    waiting.start()
+    time.sleep(0.05)
+    assert waiting.is_alive()
+    directory.mark_forked()
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
 def test_a_rank_does_not_wait_forever_for_one_that_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forked_rank, "FORKS_SECONDS", 0.05)
-    forked_rank.await_forks(FailureDirectory(tmp_path), 0, 2)
+    forked_rank.await_forks(FailureDirectory(tmp_path), 0, 2, 1)
