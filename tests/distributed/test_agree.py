@@ -7,9 +7,11 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_ckpt.distributed.agree import (
     all_or_nothing,
@@ -20,6 +22,18 @@ from automodel_ckpt.distributed.agree import (
 )
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
 from tests.support import ranks
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
 
 
 def disk_full(rank: int) -> SaveFailed:
@@ -95,15 +109,30 @@ def test_a_foreign_exception_is_the_cause_on_the_rank_it_happened_on() -> None:
     assert ranks.run(rank, 2) == ["NoneType", "OSError"]
 
 
-def test_gather_and_broadcast_carry_any_object() -> None:
-    def rank() -> tuple[list[object], object]:
-        me = dist.get_rank()
-        return gather_objects(dist.group.WORLD, {"rank": me}), broadcast_object(
-            dist.group.WORLD, f"from {me}", 1
-        )
+def test_gather_and_broadcast_carry_any_object_of_any_size() -> None:
+    # An object of 248 bytes needs one collective, a larger one a second one. Pickling adds some bytes.
+    lengths = [0, *range(200, 260), 5_000]
 
-    everyone = [{"rank": 0}, {"rank": 1}]
-    assert ranks.run(rank, 2) == [(everyone, "from 1"), (everyone, "from 1")]
+    def rank() -> tuple[list[object], list[object], list[int]]:
+        me = dist.get_rank()
+        gathered, received, counts = [], [], []
+        for length in lengths:
+            with Collectives() as collectives:
+                # Ranks whose objects differ in their size.
+                gathered.append(
+                    gather_objects(dist.group.WORLD, {"rank": me, "text": "x" * length * me})
+                )
+                received.append(broadcast_object(dist.group.WORLD, "y" * length if me else None, 1))
+            counts.append(collectives.count)
+        return gathered, received, counts
+
+    expected = []
+    for length in lengths:
+        expected.append([{"rank": 0, "text": ""}, {"rank": 1, "text": "x" * length}])
+    for gathered, received, counts in ranks.run(rank, 2):
+        assert gathered == expected
+        assert received == ["y" * length for length in lengths]
+        assert counts[0] == 2 and counts[-1] == 4
 
 
 def test_results_are_gathered_or_one_ranks_error_is_raised_on_all() -> None:
