@@ -119,7 +119,11 @@ def _fork_the_workers(config: pytest.Config) -> None:
 def _hypothesis_profile() -> None:
     """The same examples in every run, and no deadline: a loaded machine is no failure."""
     from hypothesis import settings
+    from hypothesis.internal.conjecture import providers
 
+    # Otherwise, examples would contain constants of whichever modules of this repository have been imported, and each
+    # worker would search all of these for constants.
+    vars(providers)["_get_local_constants"] = lambda: providers._local_constants
     settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
     settings.load_profile("repeatable")
 

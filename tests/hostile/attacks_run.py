@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from automodel_ckpt.checkpoint.run.resume import stamp
@@ -346,6 +346,7 @@ def _own_files(add: Add) -> None:
         )
 
 
+@cache
 def _small_texts() -> dict[str, bytes]:
     return {
         "nothing": b"",

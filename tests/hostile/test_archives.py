@@ -18,7 +18,8 @@ import automodel_ckpt.convert.archives  # noqa: F401
 from automodel_ckpt.cli import ckpt
 
 from . import bombs, sandbox
-from .test_torch_files import contents
+from .test_torch_files import NAMES as TORCH_FILES
+from .test_torch_files import content
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "nemo" / "model.nemo"
 CONFIG = b"width: 4\n"
@@ -117,7 +118,7 @@ ARCHIVES: dict[str, Callable[[], bytes]] = {
 NAMES = sorted(ARCHIVES)
 # HOSTILE=all (make hostile) runs every file; else every fourth.
 CHOSEN = NAMES if bombs.EVERY else NAMES[::4]
-WEIGHTS = sorted(contents(Path("x")))[3::16]
+WEIGHTS = TORCH_FILES[3::16]
 
 
 def check(run: Path, tmp_path: Path, *arguments: str) -> None:
@@ -153,7 +154,7 @@ def test_hostile_weights_in_an_archive_are_an_error(name: str, tmp_path: Path) -
     run = tmp_path / "run"
     run.mkdir()
     buffer = io.BytesIO()
-    data = contents(tmp_path / "executed")[name]
+    data = content(name, tmp_path / "executed")
     with tarfile.open(fileobj=buffer, mode="w") as file:
         file.addfile(entry_of("model_config.yaml", size=len(CONFIG)), io.BytesIO(CONFIG))
         file.addfile(entry_of("model_weights.ckpt", size=len(data)), io.BytesIO(data))

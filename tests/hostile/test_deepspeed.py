@@ -13,7 +13,7 @@ import torch
 from automodel_ckpt.cli import ckpt
 
 from . import bombs, sandbox
-from .test_torch_files import NAMES, contents
+from .test_torch_files import NAMES, content
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "deepspeed" / "stage2-float32"
 TAG = "global_step3"
@@ -32,7 +32,7 @@ def test_a_hostile_file_of_a_rank_is_an_error_and_does_no_harm(
     run.mkdir()
     source = shutil.copytree(FIXTURE, run / "source")
     marker = tmp_path / "executed"
-    (source / TAG / file).write_bytes(contents(marker)[name])
+    (source / TAG / file).write_bytes(content(name, marker))
     outcome = sandbox.run(lambda: ckpt.main(["import", str(source), str(run / "imported")]), run)
     report = f"{outcome.text[-2000:]}\n{outcome}"[:3000]
     assert not outcome.violations and not marker.exists(), report

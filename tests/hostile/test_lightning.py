@@ -17,7 +17,7 @@ from automodel_ckpt.convert.sources.registry import detect
 from automodel_ckpt.errors import CheckpointUnusable
 
 from . import bombs, sandbox
-from .test_torch_files import NAMES, contents
+from .test_torch_files import NAMES, content
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "lightning"
 # HOSTILE=all (make hostile) runs every file; else every eighth.
@@ -33,7 +33,7 @@ def test_a_hostile_file_in_a_distributed_checkpoint_does_no_harm(
     run.mkdir()
     source = shutil.copytree(FIXTURES / "distributed", run / "source")
     marker = tmp_path / "executed"
-    (source / file).write_bytes(contents(marker)[name])
+    (source / file).write_bytes(content(name, marker))
     outcome = sandbox.run(lambda: ckpt.main(["import", str(source), str(run / "imported")]), run)
     report = f"{outcome.text[-2000:]}\n{outcome}"[:3000]
     assert not outcome.violations, report

@@ -16,7 +16,7 @@ import torch
 from automodel_ckpt.cli import ckpt
 
 from . import bombs, sandbox
-from .test_torch_files import NAMES, contents
+from .test_torch_files import NAMES, content
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "megatron" / "llama"
 CHECKPOINT = "iter_0000020"
@@ -44,7 +44,7 @@ def source_in(tmp_path: Path) -> Path:
 def test_hostile_common_state_is_an_error_and_does_no_harm(name: str, tmp_path: Path) -> None:
     source = source_in(tmp_path)
     marker = tmp_path / "executed"
-    (source / CHECKPOINT / "common.pt").write_bytes(contents(marker)[name])
+    (source / CHECKPOINT / "common.pt").write_bytes(content(name, marker))
     outcome = check_harmless(source.parent, marker)
     assert outcome.code == 3, outcome.text[-2000:]
     assert os.listdir(tmp_path) == ["run"]

@@ -11,7 +11,7 @@ import pytest
 from automodel_ckpt.cli import ckpt
 
 from . import bombs, sandbox
-from .test_torch_files import NAMES, contents
+from .test_torch_files import NAMES, content
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 # The checkpoint, and a file of torch.save in it that only --training-state reads. Numbered optimizers also need the
@@ -33,7 +33,7 @@ def test_a_hostile_file_of_a_training_state_does_no_harm(
     run.mkdir()
     source = shutil.copytree(FIXTURES / fixture, run / "source")
     marker = tmp_path / "executed"
-    (source / file).write_bytes(contents(marker)[name])
+    (source / file).write_bytes(content(name, marker))
     # Reads everything, and writes nothing.
     command = ["import", str(source), str(run / "imported"), "--training-state", "--dry-run"]
     outcome = sandbox.run(lambda: ckpt.main(command), run)

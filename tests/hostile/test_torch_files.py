@@ -49,16 +49,18 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 }
 
 
-def contents(marker: Path) -> dict[str, bytes]:
-    found = dict(bombs.executing_state(marker))
-    for name, program in PROGRAMS.items():
-        found[name] = bombs.archive({"data.pkl": program, "data/0": bytes(16)})
-    for name, bomb in BOMBS.items():
-        found[name] = bomb()
-    return found
+NAMES = sorted([*bombs.executing_state(Path("x")), *PROGRAMS, *BOMBS])
 
 
-NAMES = sorted(contents(Path("x")))
+def content(name: str, marker: Path) -> bytes:
+    """The bytes of a hostile file; *marker* is what its code would create."""
+    if name in BOMBS:
+        return BOMBS[name]()
+    if name in PROGRAMS:
+        return bombs.archive({"data.pkl": PROGRAMS[name], "data/0": bytes(16)})
+    return bombs.executing_state(marker)[name]
+
+
 # HOSTILE=all (make hostile) runs every file; else every fourth.
 CHOSEN = NAMES if bombs.EVERY else NAMES[::4]
 
@@ -69,7 +71,7 @@ def test_a_hostile_file_is_an_error_and_does_no_harm(name: str, file: str, tmp_p
     run = tmp_path / "run"
     (run / "source").mkdir(parents=True)
     marker = tmp_path / "executed"
-    (run / "source" / file).write_bytes(contents(marker)[name])
+    (run / "source" / file).write_bytes(content(name, marker))
     source = run / "source" / file if file == "m.pt" else run / "source"
     arguments = ["import", str(source), str(run / "imported")]
     outcome = sandbox.run(lambda: ckpt.main(arguments), run)

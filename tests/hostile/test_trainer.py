@@ -19,7 +19,7 @@ from automodel_ckpt.convert.training_state import ModelParameter
 from automodel_ckpt.errors import CheckpointUnusable
 
 from . import bombs, sandbox
-from .test_torch_files import NAMES, contents
+from .test_torch_files import NAMES, content
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trainer" / "checkpoint-5"
 # HOSTILE=all (make hostile) runs every file; else every eighth.
@@ -35,7 +35,7 @@ def test_a_hostile_file_beside_the_weights_does_no_harm(
     run.mkdir()
     source = shutil.copytree(FIXTURE, run / "source")
     marker = tmp_path / "executed"
-    (source / file).write_bytes(contents(marker)[name])
+    (source / file).write_bytes(content(name, marker))
     outcome = sandbox.run(lambda: _describe(source), run)
     report = f"{outcome.text[-2000:]}\n{outcome}"[:3000]
     assert not outcome.violations, report
