@@ -3,7 +3,8 @@
 :func:`translate` is a pure function from the tree of a file to the tree of a recipe. Nodes keep their origins, so that
 every later message points into the user's file. ``rows.py`` has the kinds of rows, and one module per group of sections
 has their tables: ``model``, ``adapters``, ``ranks`` (parallelism), ``datasets`` (with ``dataset_rows``), ``batches``,
-``preprocessors``, ``training``, ``distill``, ``benchmark``, ``retrieval`` and ``others``.
+``preprocessors``, ``training``, ``distill``, ``benchmark``, ``retrieval`` and ``others``. Before them, ``earlier``
+rewrites the recipes of AutoModel's earlier releases.
 
 Facts about AutoModel are from its source, revision 36044ad3d (2026-08-22): ``recipes/_typed_config.py`` (sections and
 their defaults), ``components/*/config.py`` and ``components/config/loader.py`` (null words, overrides).
@@ -27,6 +28,7 @@ from automodel_ckpt.config.automodel import (
     retrieval,
     training,
 )
+from automodel_ckpt.config.automodel.earlier import class_without_recipe, modernize
 from automodel_ckpt.config.automodel.model import AUTO_CLASS
 from automodel_ckpt.config.automodel.notices import Notice
 from automodel_ckpt.config.automodel.rows import (
@@ -126,11 +128,10 @@ class Translation:
 def class_name(root: Node) -> str | None:
     """Return the name of AutoModel's recipe class in a file; None if the file is a recipe of this program.
 
-    Recipes of AutoModel before 2026 have no key recipe. They are recognized by the class of the model. Recipes for
-    diffusion models never have one.
+    Recipes of AutoModel before 2026 have no key recipe, and those for diffusion models never have one.
     """
     if root.at("recipe") is None:
-        return _DIFFUSION if _diffusion_section(root) is not None else _class_for_model(root)
+        return _DIFFUSION if _diffusion_section(root) is not None else class_without_recipe(root)
     node = root.at("recipe._target_") or root.at("recipe")
     if node is None or not isinstance(node.value, str):
         return None
@@ -152,17 +153,6 @@ def _diffusion_section(root: Node) -> Node | None:
     return target if is_of_automodel(name) and ".diffusion." in name else None
 
 
-def _class_for_model(root: Node) -> str | None:
-    target = root.at("model._target_")
-    if target is None or not is_of_automodel(str(target.value)):
-        return None
-    if "ForImageTextToText" in str(target.value):
-        return "FinetuneRecipeForVLM"
-    if "ForSequenceClassification" in str(target.value):
-        return "TrainFinetuneRecipeForSequenceClassification"
-    return "TrainFinetuneRecipeForNextTokenPrediction"
-
-
 def _builds_seq2seq(target: Node | None) -> bool:
     """Whether *target* names an auto class of models with an encoder and a decoder."""
     found = None if target is None else AUTO_CLASS.fullmatch(str(target.value))
@@ -181,6 +171,8 @@ def translate(root: Node) -> Translation | None:
         return Translation(root, (), (Problem(what, diffusion.origin, name, hint),))
     source = root.copy()
     _rename_references(source)
+    modernize(source)
+    original = source.copy()
     assert isinstance(source.value, dict)
     node = source.value.pop("recipe", None) or source.at("model._target_")
     assert node is not None
@@ -195,7 +187,7 @@ def translate(root: Node) -> Translation | None:
     work.section("").put("recipe", Node(recipe, node.origin))
     for path, row in SECTIONS:
         row.apply(work.section(path))
-    _keep_the_rest(work, source, root, "")
+    _keep_the_rest(work, source, original, "")
     return Translation(
         work.result,
         tuple(work.notices),

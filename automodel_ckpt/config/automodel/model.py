@@ -70,6 +70,7 @@ MODEL = (
         "output_hidden_states",
         "kda_mode",
         "load_base_model",
+        "cache_dir",
         "text_config.use_cache",
         "text_config.output_hidden_states",
         "text_config.cp_full_attn_backend",
@@ -103,6 +104,7 @@ def model(section: Section) -> None:
         section.take("_target_")
         section.translated("_target_", target, "recipe")
     _keep_attention(section)
+    _dequantized(section)
     name_of_model(section, from_config=found is not None and found["method"] == "from_config")
     apply_rows(MODEL, section)
     if section.work.result.at("model.dtype") is None:
@@ -124,6 +126,15 @@ def _keep_attention(section: Section) -> None:
         NoEffect("attn_implementation").apply(section)
     else:
         Key("attn_implementation").apply(section)
+
+
+def _dequantized(section: Section) -> None:
+    """Take the request to dequantize a base in FP8, which happens here whenever its weights are trained."""
+    node = section.peek("quantization_config")
+    if node is None or not is_true(section.peek("quantization_config.dequantize")):
+        return
+    section.take("quantization_config")
+    section.no_effect("quantization_config", node)
 
 
 def name_of_model(section: Section, *, from_config: bool) -> None:

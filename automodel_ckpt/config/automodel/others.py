@@ -143,6 +143,8 @@ UNUSED = NoEffect(
     "prewarm",
     "longalign",
     "parallelizer",
+    "parallelize_fn",
+    "moe_config",
     "autopipeline",
     "distributed_config",
     "moe_metrics",

@@ -59,7 +59,7 @@ def experts(section: Section) -> None:
 
 
 DISTRIBUTED = (
-    NoEffect("_target_", "dp_size", "defer_fsdp_grad_sync", "multimodal"),
+    NoEffect("_target_", "dp_size", "defer_fsdp_grad_sync", "multimodal", "use_hf_tp_plan"),
     Key("tp_size"),
     Key("cp_size"),
     Key("dp_replicate_size"),

@@ -31,6 +31,8 @@ _MODEL = re.compile(r"nemo_automodel\.([\w.]+\.)?NeMoAutoModel(Bi|Cross)Encoder\
 _COLLATOR = re.compile(
     r"nemo_automodel\.components\.datasets\.llm\.(retrieval_collator\.)?(?P<name>\w+)"
 )
+_PAIR_COLLATORS = ("BiEncoderCollator", "RetrievalBiencoderCollator")
+"""The second name is that of the releases up to 0.3."""
 _POOLINGS = {"avg": "mean", "mean": "mean", "cls": "cls", "last": "last"}
 _TEXT_ONLY = "embeddings of images are not supported"
 _GRADIENTS = "documents of other ranks get gradients, too"
@@ -45,7 +47,23 @@ EXTRACTED = Needs(
     "save it with transformers (AutoModel.from_pretrained(NAME).language_model.save_pretrained(DIRECTORY)), and name "
     "the directory in pretrained_model_name_or_path",
 )
-MODEL: tuple[Row, ...] = (Key("l2_normalize", where="embedding.normalize"), EXTRACTED)
+MODEL: tuple[Row, ...] = (
+    Key("l2_normalize", where="embedding.normalize"),
+    EXTRACTED,
+    Key("do_gradient_checkpointing", where="model.activation_checkpointing"),
+    Needs(
+        "share_encoder",
+        "a separate encoder for documents",
+        "remove the key: both kinds of text share the encoder",
+        when=lambda node: not is_true(node),
+    ),
+    Needs(
+        "add_linear_pooler",
+        "a linear layer after the pooling",
+        "remove the key, or use a model whose class has such a layer",
+    ),
+    NoEffect("out_dimension", "train_n_passages", "eval_negative_size"),
+)
 RERANKER_MODEL: tuple[Row, ...] = (
     Key("temperature", where="reranker.temperature"),
     EXTRACTED,
@@ -145,7 +163,7 @@ def collators(section: Section) -> None:
         found = _COLLATOR.fullmatch(str(target.value)) if target is not None else None
         if target is None or found is None:
             continue
-        if found["name"] == "BiEncoderCollator" and _is_embedding(section):
+        if found["name"] in _PAIR_COLLATORS and _is_embedding(section):
             _collator(loader, collate)
         elif found["name"] == "CrossEncoderCollator" and _is_reranker(section):
             _joint_collator(loader, collate)
