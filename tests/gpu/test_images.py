@@ -23,13 +23,18 @@ CASES: dict[str, list[str]] = {
 
 
 def losses(
-    commands: CommandServer, directory: Path, device: str, overrides: list[str]
+    commands: CommandServer,
+    directory: Path,
+    device: str,
+    overrides: list[str],
+    recipe: Path = RECIPE,
 ) -> list[float]:
+    """The losses of three steps in float32 on *device*, without validations."""
     environment: dict[str, Any] = dict(os.environ)
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = commands.run(
-        "ckpt-train", str(RECIPE), *_flat(plain.exact()),
+        "ckpt-train", str(recipe), *_flat(plain.exact()),
         "--checkpoint.checkpoint_dir", str(directory), "--step_scheduler.max_steps", "3",
         "--step_scheduler.global_batch_size", "8", "--step_scheduler.local_batch_size", "8",
         "--validation_dataset", "null", *overrides, env=environment, timeout=170,

@@ -1,0 +1,94 @@
+"""Each kind of training on a GPU: the losses of the CPU in float32, from the examples that need no downloaded model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.gpu.test_images import losses
+from tests.support.command_server import CommandServer
+from tests.support.gpu import DEVICE, needs_gpu
+from tools.bench_rounds import ROOT
+from tools.gpu import plain
+
+EXAMPLES = ROOT / "examples"
+CASES: dict[str, Path] = {
+    "pretrain": EXAMPLES / "pretrain" / "tiny_mixture.yaml",
+    "classification": EXAMPLES / "classification" / "tiny_topics.yaml",
+    "embedding": EXAMPLES / "embedding" / "tiny_pairs.yaml",
+    "dpo": EXAMPLES / "preference" / "tiny_dpo.yaml",
+    "orpo": EXAMPLES / "preference" / "tiny_orpo.yaml",
+    "kto": EXAMPLES / "preference" / "tiny_kto.yaml",
+    "reward": EXAMPLES / "preference" / "tiny_reward.yaml",
+    "distill": EXAMPLES / "distill" / "tiny_distill.yaml",
+}
+AUDIO = """\
+recipe: vlm_finetune
+model:
+  from_config:
+    model_type: qwen2_audio
+    audio_config:
+      {model_type: qwen2_audio_encoder, num_mel_bins: 16, d_model: 64, encoder_layers: 2, encoder_attention_heads: 4,
+       encoder_ffn_dim: 128, max_source_positions: 50}
+    text_config:
+      {model_type: qwen2, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4,
+       num_key_value_heads: 2, max_position_embeddings: 128}
+processor:
+  _target_: automodel_ckpt.data.tones.processor
+dataset:
+  _target_: automodel_ckpt.data.vlm.transcripts
+  path: {tones}/train.jsonl
+  prompt: Name the tones.
+optimizer:
+  lr: 3e-3
+"""
+
+
+@pytest.mark.timeout(300)
+@needs_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_each_kind_of_training_has_the_losses_of_the_cpu(
+    tmp_path: Path, commands: CommandServer, name: str
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(without_validation(CASES[name])))
+    check(tmp_path, commands, recipe)
+
+
+def without_validation(recipe: Path) -> dict[str, Any]:
+    """The sections of a recipe, without what needs a validation."""
+    sections: dict[str, Any] = yaml.safe_load(recipe.read_text())
+    for name in ("validation_dataset", "validation_datasets"):
+        sections.pop(name, None)
+    for section, keys in (
+        ("step_scheduler", ("val_every_steps", "ckpt_on_best", "early_stop_patience")),
+        ("checkpoint", ("best_metric_key", "best_mode")),
+    ):
+        for key in keys:
+            sections.get(section, {}).pop(key, None)
+    return sections
+
+
+@pytest.mark.timeout(300)
+@needs_gpu
+def test_audio_has_the_losses_of_the_cpu(tmp_path: Path, commands: CommandServer) -> None:
+    tones, recipe = tmp_path / "tones", tmp_path / "audio.yaml"
+    subprocess.run(
+        [sys.executable, "-m", "automodel_ckpt.data.tones", str(tones)], cwd=ROOT, check=True
+    )
+    recipe.write_text(AUDIO.replace("{tones}", str(tones)))
+    check(tmp_path, commands, recipe)
+
+
+def check(directory: Path, commands: CommandServer, recipe: Path) -> None:
+    """Compare three steps on the device with three on the CPU."""
+    found = {}
+    for place, device in (("cpu", "cpu"), ("gpu", DEVICE)):
+        found[place] = losses(commands, directory / place, device, [], recipe)
+    assert len(found["cpu"]) == 3
+    assert plain.difference(found["gpu"], found["cpu"]) < 2e-5
