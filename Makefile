@@ -163,7 +163,7 @@ $(NULL_CUDA)/.ready:
 
 null-cuda: $(NULL_CUDA)/.ready  ## some tests of tests/gpu on a CUDA device without hardware: needs gcc and several GB, minutes
 	@$(NULL_CUDA)/bin/python -m tools.null_cuda --arithmetic --no-triton -- \
-	    python -m pytest -q -p no:cacheprovider tests/gpu/test_losses.py -k "not compiled"
+	    python -m pytest -q -p no:cacheprovider tests/gpu/test_losses.py tests/gpu/test_recipes.py -k "not compiled"
 	@NULL_CUDA_DEVICES=4 $(NULL_CUDA)/bin/python -m tools.null_cuda --arithmetic --no-triton -- \
 	    python -m pytest -q -p no:cacheprovider tests/gpu/test_ranks.py
 	@$(NULL_CUDA)/bin/python -m tools.null_cuda -- python -m pytest -q -p no:cacheprovider tests/gpu/test_limits.py -k forecast
