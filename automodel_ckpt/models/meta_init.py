@@ -23,7 +23,8 @@ class InitialValues:
     """The initial values of a transformers model, equal for any number of ranks.
 
     Each module draws from a separate random stream, seeded by *seed* and the module's name; the distribution is that of
-    the model. *skeleton* is the model on the meta device; nothing else may use it.
+    the model. Values are drawn in float32 and rounded to the dtype of the model, so that a frozen copy in bfloat16
+    starts from the values of the trained model. *skeleton* is the model on the meta device; nothing else may use it.
     """
 
     def __init__(self, skeleton: PreTrainedModel, seed: int) -> None:
@@ -53,7 +54,7 @@ class InitialValues:
         on_meta = _own_tensors(module)
         if not any(wanted(key) for key in on_meta):
             return {}
-        memory = {key: torch.empty_like(tensor, device="cpu") for key, tensor in on_meta.items()}
+        memory = {key: _in_memory(tensor) for key, tensor in on_meta.items()}
         _replace(module, memory)
         try:
             with torch.random.fork_rng(devices=[]):
@@ -66,7 +67,7 @@ class InitialValues:
             values = {}
             for key, tensor in _own_tensors(module).items():
                 if wanted(key):
-                    values[key] = tensor.detach()
+                    values[key] = tensor.detach().to(on_meta[key].dtype)
             return values
         finally:
             _replace(module, on_meta)
@@ -82,6 +83,12 @@ class InitialValues:
             if isinstance(owner, PreTrainedModel):
                 owner._init_weights(self._modules[name])  # type: ignore[no-untyped-call]
                 return
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for *tensor*, a tensor on the meta device; in float32 instead of 16 bits, whose draws would be others."""
+    is_small = tensor.dtype in (torch.bfloat16, torch.float16)
+    return torch.empty_like(tensor, device="cpu", dtype=torch.float32 if is_small else tensor.dtype)
 
 
 class _FastNormal(TorchFunctionMode):

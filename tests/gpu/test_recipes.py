@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,24 @@ def for_comparison(recipe: Path) -> dict[str, Any]:
             "attention_probs_dropout_prob": 0.0,
         }
     return sections
+
+
+@pytest.mark.timeout(300)
+@needs_gpu
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_the_reference_is_the_model_that_training_starts_from(
+    tmp_path: Path, commands: CommandServer, name: str
+) -> None:
+    """In the precision of a GPU, where the trained model has weights in float32 and the reference in bfloat16."""
+    recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(yaml.safe_dump(for_comparison(CASES[name])))
+    done = commands.run(
+        "ckpt-train", str(recipe), "--checkpoint.checkpoint_dir", str(run),
+        "--step_scheduler.max_steps", "1", "--step_scheduler.global_batch_size", "4",
+        "--step_scheduler.local_batch_size", "4", timeout=170,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert plain.logged_losses(run) == [pytest.approx({"dpo": math.log(2), "kto": 0.5}[name])]
 
 
 @pytest.mark.timeout(300)

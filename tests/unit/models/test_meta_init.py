@@ -13,17 +13,16 @@ from automodel_ckpt.models.meta_init import InitialValues, allocate, initialise,
 from tests.support.parallel import config_of
 
 
-def skeleton(config: PreTrainedConfig) -> Any:
-    return on_meta(lambda: AutoModelForCausalLM.from_config(config))
+def skeleton(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
+    return on_meta(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
 
 
-def drawn(config: PreTrainedConfig, seed: int) -> Any:
-    model = skeleton(config)
+def drawn(config: PreTrainedConfig, seed: int, dtype: torch.dtype = torch.float32) -> Any:
+    model = skeleton(config, dtype)
     modules = dict(model.named_modules())
     allocate(model, torch.device("cpu"))
-    initialise(
-        modules, InitialValues(skeleton(config), seed), lambda name, module: lambda key: True
-    )
+    values = InitialValues(skeleton(config, dtype), seed)
+    initialise(modules, values, lambda name, module: lambda key: True)
     return model
 
 
@@ -41,6 +40,15 @@ def test_values_follow_the_seed_and_the_modules_name_only() -> None:
     assert not torch.equal(
         one.model.layers[0].mlp.up_proj.weight, one.model.layers[1].mlp.up_proj.weight
     )
+
+
+def test_values_in_16_bits_are_those_in_float32_rounded() -> None:
+    model = drawn(config_of(), 1)
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = drawn(config_of(), 1, dtype).state_dict()
+        for name, value in model.state_dict().items():
+            assert rounded[name].dtype == dtype
+            assert torch.equal(rounded[name], value.to(dtype)), name
 
 
 def test_a_module_further_out_may_go_over_the_weights_inside_it() -> None:
