@@ -23,6 +23,9 @@ class CombinedOptimizer(Optimizer):
         super().__init__(groups, {})
         self.defaults = dict(optimizers[0].defaults)
         self.optimizers = list(optimizers)
+        for optimizer in optimizers:
+            # Adagrad has a state from the beginning.
+            self.state.update(optimizer.state)
         self._share_state()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
