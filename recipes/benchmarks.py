@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.config.sections.evaluation import HarnessConfig
-from automodel_ckpt.distributed.agree import broadcast_object, raise_on_all_ranks, sum_over_ranks
+from automodel_ckpt.distributed.agree import broadcast_object, raise_on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.parallelize import gather_root, reshard
-from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.harness import (
     HarnessTasks,
     Interrupted,
@@ -26,6 +23,7 @@ from automodel_ckpt.models.harness import (
     require_harness,
     run_tasks,
 )
+from automodel_ckpt.recipes.evaluated_model import EvaluatedModel
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.rng import StatefulRNG
 
@@ -48,11 +46,10 @@ def find_tasks(section: HarnessConfig, group: ProcessGroup | None) -> Any:
     return index
 
 
-class Benchmarks:
+class HarnessBenchmark:
     """Runs the tasks of a recipe with the model in training, and leaves no trace in training.
 
-    The model is in evaluation mode meanwhile, and random states are restored. All ranks compute the same samples,
-    because a model that is sharded over them computes each one together.
+    All ranks compute the same samples, because a model that is sharded over them computes each one together.
     """
 
     def __init__(
@@ -69,64 +66,40 @@ class Benchmarks:
 
         Raises :class:`RecipeError` for a model that computes no logits of tokens, and without a tokenizer.
         """
+        self.every_steps = settings.every_steps
         self._tasks = tasks_of(settings)
         self._index = index
-        self._trainable = trainable
-        self._model: Any = unwrap(trainable.model)
-        self._tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
-        self._layout = layout
-        self._rng = rng
-        self._stop_is_wanted = stop_is_wanted
-        can_generate = getattr(
-            self._model, "can_generate", lambda: hasattr(self._model, "generate")
+        self._evaluated = EvaluatedModel(
+            "the tasks", SECTION, trainable, preprocessor, layout, rng, stop_is_wanted
         )
-        if preprocessor is None or not can_generate():
-            raise RecipeError(
-                "the tasks need a tokenizer and a model of transformers that generates text",
-                where=SECTION,
-                value=type(self._model).__name__ if preprocessor is not None else "no tokenizer",
-                hint="remove the section",
-            )
 
     def run(self) -> Sequence[TaskMetric] | None:
         """Run the tasks; returns their metrics, or None if a stop was requested meanwhile. A collective; the same on
         all ranks."""
-        was_training = self._trainable.model.training
+        evaluated = self._evaluated
         try:
-            # A compiled layer would be compiled again for each new length, also for later steps of training.
-            with self._rng.preserved(), torch.compiler.set_stance("force_eager"):
-                gather_root(self._model)
+            with evaluated.in_use():
                 found = run_tasks(
-                    self._model,
+                    evaluated.model,
                     # The library changes the padding of its tokenizer.
-                    copy.deepcopy(self._tokenizer),
+                    copy.deepcopy(evaluated.tokenizer),
                     self._tasks,
                     self._index,
                     autocast=self._autocast(),
-                    before_forward=self._check_for_stop,
+                    before_forward=evaluated.check_for_stop,
                 )
         except Interrupted:
             return None
-        finally:
-            self._trainable.model.train(was_training)
-            # With FSDP2, a forward pass without a backward pass leaves parameters gathered.
-            reshard(self._trainable.model)
         # Only rank 0 surely has them.
-        return broadcast_object(self._layout.gloo_group, found)
+        return broadcast_object(evaluated.layout.gloo_group, found)
 
     def _autocast(self) -> torch.dtype | None:
         """The dtype of autocast in forward passes; None if it is not enabled."""
-        device_type = self._layout.device.type
-        with self._trainable.compute():
+        device_type = self._evaluated.layout.device.type
+        with self._evaluated.trainable.compute():
             if torch.is_autocast_enabled(device_type):
                 return torch.get_autocast_dtype(device_type)
         return None
-
-    def _check_for_stop(self) -> None:
-        """Raise :class:`Interrupted` on all ranks if any rank received a stop request. A collective."""
-        (wanted,) = sum_over_ranks(self._layout.gloo_group, self._stop_is_wanted())
-        if wanted:
-            raise Interrupted
 
 
 def tasks_of(settings: HarnessConfig) -> HarnessTasks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from automodel_ckpt.config.recipe_rules import has_validation
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.sections.evaluation import has_benchmarks
+from automodel_ckpt.config.sections.evaluation import benchmarks_of, has_benchmarks
 from automodel_ckpt.config.sections.step_scheduler import OnSpikeConfig
 from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.recipes.validation_metrics import stopping_rule
@@ -15,7 +15,6 @@ from automodel_ckpt.training.spikes import SpikeRule
 def cadence_of(config: RecipeConfig) -> Cadence:
     """The ``step_scheduler`` section as intervals: when to save, validate and end."""
     steps = config.step_scheduler
-    harness = config.evaluation.harness if config.evaluation is not None else None
     is_automatic = steps.ckpt_every_steps == "auto"
     return Cadence(
         max_steps=steps.max_steps,
@@ -29,7 +28,7 @@ def cadence_of(config: RecipeConfig) -> Cadence:
         max_time_seconds=steps.max_time_seconds,
         has_validation=has_validation(config),
         has_benchmarks=has_benchmarks(config),
-        bench_every_steps=harness.every_steps if harness is not None else None,
+        bench_every_steps=tuple(each.every_steps for each in benchmarks_of(config)),
         early_stopping=stopping_rule(config),
         stop_after_nonfinite_steps=steps.stop_after_nonfinite_steps,
         on_spike=spike_rule(steps.on_spike),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, ClassVar, NoReturn
 
@@ -23,13 +23,12 @@ from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest
 from automodel_ckpt.errors import DeviceMemoryError
 from automodel_ckpt.recipes.batch_errors import BatchErrors
-from automodel_ckpt.recipes.benchmarks import Benchmarks
 from automodel_ckpt.recipes.cadence import steps_per_epoch
 from automodel_ckpt.recipes.completions import Completions
 from automodel_ckpt.recipes.divergence import Divergence
 from automodel_ckpt.recipes.forward_time import build_forward_timer
 from automodel_ckpt.recipes.gradients import GradientAccumulation
-from automodel_ckpt.recipes.measurements import Measured, Measurements
+from automodel_ckpt.recipes.measurements import Benchmark, Measured, Measurements
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.out_of_memory import Situation
 from automodel_ckpt.recipes.pending_steps import PendingSteps
@@ -86,11 +85,11 @@ class TrainingLoop:
         run_log: RunLog,
         completions: Completions | None = None,
         weight_average: WeightAverage | None = None,
-        benchmarks: Benchmarks | None = None,
+        benchmarks: Sequence[Benchmark] = (),
     ) -> None:
         """*validation_batches* reads the validation set from its start; None if there is none. *validation_sets* reads
         the sets of ``validation_datasets`` by name. *completions* generates text after each validation.
-        *weight_average* follows the weights (section ``ema``). *benchmarks* runs tasks (``evaluation.harness``)."""
+        *weight_average* follows the weights (section ``ema``). *benchmarks* are those of the section ``evaluation``."""
         self.config = config
         self.layout = layout
         self.stop_request = stop_request

@@ -6,21 +6,31 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.models.harness import TaskMetric
-from automodel_ckpt.recipes.benchmarks import Benchmarks
 from automodel_ckpt.recipes.completions import Completions
 from automodel_ckpt.recipes.records import StepResult, Validation
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.recipes.validation import validation_text
-from automodel_ckpt.recipes.validation_metrics import BENCHMARK
+from automodel_ckpt.recipes.validation_metrics import BENCHMARK, TOOL_CALL_METRICS
 from automodel_ckpt.recipes.weight_average import WeightAverage
 from automodel_ckpt.training.step_scheduler import StepScheduler
 
 log = logging.getLogger("automodel_ckpt")
+
+
+class Benchmark(Protocol):
+    """A section of ``evaluation``, which computes metrics of the model in training."""
+
+    every_steps: int | None
+    """It runs after every N steps, and at the end; None: only at the end."""
+
+    def run(self) -> Sequence[TaskMetric] | None:
+        """Compute the metrics; None if a stop was requested meanwhile. A collective; the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +58,7 @@ class Measurements:
         *,
         measures: Sequence[str],
         weight_average: WeightAverage | None,
-        benchmarks: Benchmarks | None,
+        benchmarks: Sequence[Benchmark],
         completions: Completions | None,
     ) -> None:
         self._config = config
@@ -73,9 +83,9 @@ class Measurements:
             validation = self._validated(validate, last_step)
             if validation is None:
                 return None
-        if self._benchmarks is None or not self._scheduler.benchmarks_are_missing:
+        if not self._scheduler.benchmarks_are_missing:
             return Measured(validation, ())
-        found = self._run(self._benchmarks)
+        found = self._run_benchmarks()
         if found is None:
             if validation is not None:
                 self._scheduler.repeat_validation()
@@ -83,12 +93,15 @@ class Measurements:
         return Measured(validation, found)
 
     def benchmark_values(self, metrics: Sequence[TaskMetric]) -> dict[str, float | None]:
-        """The values of *metrics* by name. Without any, null for those that the recipe names."""
+        """The values of *metrics* by name, and null for one that the recipe names and whose benchmark has not run."""
         values: dict[str, float | None] = {each.name: each.value for each in metrics}
+        measured = list(values)
         rule = self._scheduler.cadence.early_stopping
         named = [self._config.checkpoint.best_metric_key, rule.metric if rule is not None else ""]
         for name in named:
-            if name.startswith(BENCHMARK) and not metrics:
+            if name.startswith(BENCHMARK) and not any(
+                _same_section(name, each) for each in measured
+            ):
                 values[name] = None
         return values
 
@@ -105,17 +118,23 @@ class Measurements:
                 self._run_log.log_completions(self._scheduler, texts)
         return validation
 
-    def _run(self, benchmarks: Benchmarks) -> Sequence[TaskMetric] | None:
-        """The metrics of the benchmarks; None if a stop was requested meanwhile."""
+    def _run_benchmarks(self) -> Sequence[TaskMetric] | None:
+        """The metrics of the benchmarks that are due; None if a stop was requested meanwhile."""
         scheduler = self._scheduler
+        metrics: list[TaskMetric] = []
         with self._run_log.timeline.phase(timeline.VALIDATION), self._validated_weights():
-            metrics = benchmarks.run()
-        if metrics is None:
-            return None
+            for benchmark in self._benchmarks:
+                if scheduler.benchmark_is_due(benchmark.every_steps):
+                    found = benchmark.run()
+                    if found is None:
+                        return None
+                    metrics += found
         scheduler.note_benchmarks()
-        texts = [f"{each.task} {each.metric} {each.value:.4f}" for each in metrics]
-        log.info("step %d: %s", scheduler.step, ", ".join(texts))
-        self._run_log.log_benchmarks(scheduler, metrics)
+        # A start after a time limit may have nothing to make up for: its run is not at its end.
+        if metrics:
+            texts = [f"{each.task} {each.metric} {each.value:.4f}" for each in metrics]
+            log.info("step %d: %s", scheduler.step, ", ".join(texts))
+            self._run_log.log_benchmarks(scheduler, metrics)
         return metrics
 
     @contextmanager
@@ -143,3 +162,8 @@ class Measurements:
         text = f"step {scheduler.step}: validation loss{of} {measured}"
         log.info("%s", f"{text}; {figures}" if figures else text)
         self._run_log.log_validation(scheduler, validation)
+
+
+def _same_section(name: str, other: str) -> bool:
+    """Whether two metrics are both of ``evaluation.tool_calls``, or both of ``evaluation.harness``."""
+    return (name in TOOL_CALL_METRICS) == (other in TOOL_CALL_METRICS)

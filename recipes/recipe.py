@@ -28,6 +28,7 @@ from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.config.urls import with_local_directory
+from automodel_ckpt.data.call_tests import CallTests
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.agree import gather_objects, raise_on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout
@@ -35,7 +36,7 @@ from automodel_ckpt.distributed.parallelize import check_parallelism
 from automodel_ckpt.distributed.stop import StopRequest
 from automodel_ckpt.errors import Problem, RecipeError, Stopped
 from automodel_ckpt.recipes.base_commit import pin_base
-from automodel_ckpt.recipes.benchmarks import Benchmarks, find_tasks
+from automodel_ckpt.recipes.benchmarks import HarnessBenchmark, find_tasks
 from automodel_ckpt.recipes.cadence import cadence_of, steps_per_epoch
 from automodel_ckpt.recipes.checkpointing import open_checkpointer, open_memory, replica_check
 from automodel_ckpt.recipes.completions import Completions
@@ -48,6 +49,7 @@ from automodel_ckpt.recipes.extension_checks import (
 )
 from automodel_ckpt.recipes.init_from import start_from
 from automodel_ckpt.recipes.loop import TrainingLoop
+from automodel_ckpt.recipes.measurements import Benchmark
 from automodel_ckpt.recipes.memory_saves import MemorySaves
 from automodel_ckpt.recipes.model.model_config import read_model_config, with_model_limits
 from automodel_ckpt.recipes.model.pipeline import (
@@ -68,6 +70,7 @@ from automodel_ckpt.recipes.resume_overrides import log_omitted_state
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.recipes.start_rank import start_rank
+from automodel_ckpt.recipes.tool_calls import ToolCallBenchmark, read_call_tests
 from automodel_ckpt.recipes.trainable import Trainable, build_trainable
 from automodel_ckpt.recipes.unsupported import Unsupported, unsupported_keys
 from automodel_ckpt.recipes.validation_metrics import (
@@ -311,6 +314,7 @@ class Recipe:
         self.dataloader = self.build_dataloader(self.config.dataset)
         self.validation_batches = self.build_validation()
         self.validation_sets = self.build_validation_sets()
+        self.call_tests = self.read_call_tests()
         self.step_scheduler = self.build_step_scheduler()
         self.trainable = self.build_trainable()
         self.model = self.trainable.model
@@ -397,6 +401,14 @@ class Recipe:
             loader = self.build_dataloader(section, validation=True)
             sets[name] = partial(iter, loader)
         return sets
+
+    def read_call_tests(self) -> CallTests | None:
+        """Read the data of ``evaluation.tool_calls``; None without the section. A collective."""
+        section = self.config.evaluation
+        if section is None or section.tool_calls is None:
+            return None
+        model_config = getattr(self, "model_config", None)
+        return read_call_tests(self.config, self.preprocessor, model_config, self.layout.gloo_group)
 
     def _log_section(self, name: str) -> None:
         """Log which section the next messages are about: those of data name its path, which sections can share."""
@@ -597,20 +609,26 @@ class Recipe:
             return None
         return Completions(section, self.trainable, self.preprocessor, self.layout, self.rng)
 
-    def build_benchmarks(self) -> Benchmarks | None:
-        """Build the ``evaluation.harness`` section; None without it."""
+    def build_benchmarks(self) -> list[Benchmark]:
+        """Build what the section ``evaluation`` runs."""
         section = self.config.evaluation
-        if section is None or section.harness is None:
-            return None
-        return Benchmarks(
-            section.harness,
-            self._task_index,
-            self.trainable,
-            self.preprocessor,
-            self.layout,
-            self.rng,
-            lambda: self.stop_request.wanted,
-        )
+        if section is None:
+            return []
+        parts = (self.trainable, self.preprocessor, self.layout, self.rng)
+
+        def stop_is_wanted() -> bool:
+            return self.stop_request.wanted
+
+        found: list[Benchmark] = []
+        if section.harness is not None:
+            index = self._task_index
+            found.append(HarnessBenchmark(section.harness, index, *parts, stop_is_wanted))
+        if section.tool_calls is not None:
+            # A recipe with a build() that does not call build_training may not have it.
+            tests = getattr(self, "call_tests", None) or self.read_call_tests()
+            assert tests is not None
+            found.append(ToolCallBenchmark(section.tool_calls, tests, *parts, stop_is_wanted))
+        return found
 
     # ---------------------------------------------------------------- resume
 

@@ -308,7 +308,7 @@ class RunLog:
         self._append(self.training, record)
 
     def log_benchmarks(self, scheduler: StepScheduler, metrics: Sequence[TaskMetric]) -> None:
-        """Write the metrics of the section ``evaluation.harness`` as a line of ``validation.jsonl``."""
+        """Write the metrics of the section ``evaluation`` as a line of ``validation.jsonl``."""
         record: dict[str, Any] = {
             "event": "evaluation",
             "step": scheduler.step,

@@ -105,7 +105,7 @@ class Seq2Seq(LLMFinetune):
             "packed_sequence", "the encoder and the decoder have rows of different lengths"
         ),
         Unsupported("model.neftune_alpha", "its noise is defined for rows of one part of a model"),
-        Unsupported("evaluation", "the tasks of the harness complete prompts"),
+        Unsupported("evaluation", "benchmarks complete prompts"),
         Unsupported("distributed.tp_size", _NO_PARTS, "remove tp_size: fsdp2 shards any model"),
         Unsupported("distributed.pp_size", _NO_PARTS, "remove pp_size: fsdp2 shards any model"),
         Unsupported("distributed.cp_size", _NO_PARTS),

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator
 from automodel_ckpt.config.recipe_rules import has_validation
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.sections.evaluation import has_benchmarks
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.evaluation import ACCURACY, PERPLEXITY
 from automodel_ckpt.recipes.objective import Objective
@@ -30,7 +29,13 @@ RISING = (
 )
 """Measures that a better model has a higher value of; of all others it has a lower one."""
 BENCHMARK = "eval_"
-"""Metrics of the section ``evaluation.harness`` begin with this."""
+"""Metrics of the section ``evaluation`` begin with this."""
+TOOL_CALLS = "tool_calls"
+"""What the names of the metrics of ``evaluation.tool_calls`` contain in place of a task's name."""
+TOOL_CALL_MEASURES = ("exact_match", "name_match", "parsed")
+TOOL_CALL_METRICS = tuple(f"{BENCHMARK}{TOOL_CALLS}_{measure}" for measure in TOOL_CALL_MEASURES)
+"""The names of the metrics of ``evaluation.tool_calls``."""
+_ANY_TASK = f"{BENCHMARK}TASK_METRIC"
 _FALLING_ENDS = ("perplexity", "_bits_per_byte", "_brier_score", "_loss", "_ter", "_wer")
 """Ends of the names of those metrics that a better model has a lower value of."""
 _PLAIN_LOSSES = ("torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy")
@@ -83,8 +88,11 @@ def validate_metric_keys(config: RecipeConfig, known: Collection[str]) -> None:
     """
     section = config.checkpoint
     known = list(known)
-    if has_benchmarks(config):
-        known.append(f"{BENCHMARK}TASK_METRIC")
+    benchmarks = config.evaluation
+    if benchmarks is not None and benchmarks.tool_calls is not None:
+        known += TOOL_CALL_METRICS
+    if benchmarks is not None and benchmarks.harness is not None:
+        known.append(_ANY_TASK)
     if has_validation(config) or section.best_metric_key != DEFAULT_METRIC:
         _check_known("checkpoint.best_metric_key", section.best_metric_key, known)
     rising = rising_measure(section.best_metric_key)
@@ -120,7 +128,7 @@ def stopping_rule(config: RecipeConfig) -> StoppingRule | None:
 
 def _check_known(key: str, metric: str, known: Collection[str]) -> None:
     # Which metrics a task has is known only when it has run.
-    is_benchmark = metric.startswith(BENCHMARK) and f"{BENCHMARK}TASK_METRIC" in known
+    is_benchmark = metric.startswith(BENCHMARK) and _ANY_TASK in known
     if metric not in known and not is_benchmark:
         raise RecipeError(
             "nothing measures this metric",

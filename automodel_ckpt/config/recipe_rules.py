@@ -118,12 +118,7 @@ RELATIONS: tuple[Relation, ...] = (
         "remove generation; ckpt generate completes prompts with a checkpoint",
     ),
     Relation(
-        (
-            "evaluation.harness",
-            "distributed.pp_size",
-            "distributed.cp_size",
-            "distributed.sequence_parallel",
-        ),
+        ("distributed.pp_size", "distributed.cp_size", "distributed.sequence_parallel"),
         lambda recipe: (
             not has_benchmarks(recipe)
             or (
@@ -132,8 +127,8 @@ RELATIONS: tuple[Relation, ...] = (
                 and not recipe.distributed.sequence_parallel
             )
         ),
-        "tasks cannot run with pipeline stages, context parallelism or sequence parallelism",
-        "remove evaluation.harness; ckpt eval runs tasks on a checkpoint",
+        "benchmarks cannot run with pipeline stages, context parallelism or sequence parallelism",
+        "remove the section evaluation; ckpt eval runs tasks on a checkpoint",
     ),
     Relation(
         ("checkpoint.keep_last", "step_scheduler.ckpt_every_steps", "step_scheduler.on_spike"),
@@ -325,7 +320,7 @@ CONDITIONS: tuple[Condition, ...] = (
             "checkpoint.best_metric_key",
             "checkpoint.best_mode",
         ),
-        ("validation_dataset", "validation_datasets", "evaluation.harness"),
+        ("validation_dataset", "validation_datasets", "evaluation"),
         has_metrics,
         "the best checkpoint is undefined without a validation_dataset",
         "add a validation_dataset section, or remove the key",
@@ -353,7 +348,7 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition(
         ("step_scheduler.early_stopping",),
-        ("validation_dataset", "validation_datasets", "evaluation.harness"),
+        ("validation_dataset", "validation_datasets", "evaluation"),
         has_metrics,
         "nothing is measured without validation data",
         "add a validation_dataset section, or remove the key",

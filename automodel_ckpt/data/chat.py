@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -124,10 +125,10 @@ class ConversationEncoder:
 
     def encode(self, rows: Rows) -> list[TokenizedSample]:
         """Make a sample of each row. Raises :class:`RecipeError` with the location of an unusable one."""
-        field = self._field_in(rows)
+        field = self.field_in(rows)
         return conversations(self.template, rows, [field], self.tools_field, self.changes.turns)
 
-    def _field_in(self, rows: Rows) -> str:
+    def field_in(self, rows: Rows) -> str:
         """The field of the conversations, or ShareGPT's if the data has that and not the default one."""
         given = self.messages_field
         if given == _DEFAULT_FIELD and not rows.has_field(given) and rows.has_field(_OTHER_FIELD):
@@ -172,15 +173,20 @@ def conversations_of(
     for row in range(rows.num_rows):
         # Without a message, the row is skipped, as every sample without a label.
         sample = TokenizedSample([], [])
-        try:
+        with at_row(rows, row):
             found, tools = conversation(row)
             if found:
                 sample = template.sample(found, tools)
-        except UnusableSample as error:
-            where = f"sample {rows.number_in_data(row)} ({rows.place(row)})"
-            raise RecipeError(
-                error.what, where=where, value=error.value, hint=error.hint
-            ) from error
         has_empty_answer = any(is_empty(turn) for turn in found)
         samples.append(sample._replace(is_empty=has_empty_answer))
     return samples
+
+
+@contextmanager
+def at_row(rows: Rows, row: int) -> Iterator[None]:
+    """Raise an :class:`UnusableSample` of the block as :class:`RecipeError` with the location of the row."""
+    try:
+        yield
+    except UnusableSample as error:
+        where = f"sample {rows.number_in_data(row)} ({rows.place(row)})"
+        raise RecipeError(error.what, where=where, value=error.value, hint=error.hint) from error

@@ -88,10 +88,7 @@ class ChatTemplate:
 
         Raises :class:`UnusableSample` if the template cannot render it or if no token has a label.
         """
-        turns = self._with_text_contents(conversation)
-        turns = self._with_arguments(turns)
-        offered = self._offered(tools)
-        self._check_calls_rendered(turns, offered)
+        turns, offered = self.prepared(conversation, tools)
         turns = self._fitting(turns, offered)
         locate = self._by_markers if self.renderer.has_markers else self._by_prefixes
         sample = locate(turns, offered)
@@ -104,6 +101,18 @@ class ChatTemplate:
         if not any(labelled[1:]):
             raise _no_labels(turns)
         return TokenizedSample(sample.tokens, labelled)
+
+    def prepared(
+        self, conversation: list[dict[str, Any]], tools: Any
+    ) -> tuple[list[dict[str, Any]], Any]:
+        """Return a conversation, a list of messages from :func:`turns_of`, and its tools as the template takes them.
+
+        Raises :class:`UnusableSample` if the template would omit the tools or a call of one.
+        """
+        turns = self._with_arguments(self._with_text_contents(conversation))
+        offered = self._offered(tools)
+        self._check_calls_rendered(turns, offered)
+        return turns, offered
 
     def _fitting(self, turns: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
         """Remove the oldest exchanges until the rest has at most *max_tokens* tokens, or one exchange remains.

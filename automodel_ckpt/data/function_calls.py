@@ -78,7 +78,7 @@ def xlam(
         queries, answers, tools = rows.columns(fields)
 
         def conversation(row: int) -> tuple[list[dict[str, Any]], Any]:
-            return _conversation(queries[row], answers[row]), schemas(tools[row])
+            return question_and_calls(queries[row], answers[row]), schemas(tools[row])
 
         return conversations_of(template, rows, conversation)
 
@@ -96,7 +96,11 @@ def xlam(
     )
 
 
-def _conversation(query: Any, answers: Any) -> list[dict[str, Any]]:
+def question_and_calls(query: Any, answers: Any) -> list[dict[str, Any]]:
+    """Make a conversation of a question and the calls that answer it, a list or its JSON text.
+
+    Raises :class:`UnusableSample` for a value that is not a list of calls.
+    """
     calls = parsed(answers)
     if not isinstance(calls, list) or not calls:
         raise UnusableSample(

@@ -49,13 +49,17 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """The generated *text*. *finish* is ``stop`` if the model ended it, and ``length`` at the limit of tokens."""
+    """The generated *text*. *finish* is ``stop`` if the model ended it, and ``length`` at the limit of tokens.
+
+    The *tokens* include the special ones, which are not in the text.
+    """
 
     text: str
     num_prompt_tokens: int
     num_tokens: int
     finish: str
     seconds: float
+    tokens: Sequence[int] = ()
 
 
 class _Callback(TextStreamer):
@@ -117,11 +121,12 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     *,
     synced: bool = False,
+    end: int | None = None,
 ) -> Completion:
     """Generate one completion with ``model.generate``. *on_text* gets the text in parts while it is generated.
 
     The prompt and the completion have at most as many tokens as the model's context. With *synced*, all ranks make as
-    many forward passes as the rank that needs the most.
+    many forward passes as the rank that needs the most. The token *end* ends a completion, as those of the model do.
     """
     tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
     started = time.perf_counter()
@@ -135,6 +140,10 @@ def generate(
         # Beyond it, learned positions are an error, and others are of low quality.
         left = max(1, context - num_before)
         arguments["max_new_tokens"] = min(sampling.max_new_tokens, left)
+    ends = _end_tokens(model)
+    if end is not None:
+        ends.add(end)
+        arguments["eos_token_id"] = sorted(ends)
     output = model.generate(
         **inputs,
         **arguments,
@@ -144,13 +153,14 @@ def generate(
     )
     tokens = output[0, num_before:].tolist()
     text = tokenizer.decode(tokens, skip_special_tokens=True)
-    ended = bool(tokens) and tokens[-1] in _end_tokens(model)
+    ended = bool(tokens) and tokens[-1] in ends
     return Completion(
         text,
         num_prompt_tokens,
         len(tokens),
         "stop" if ended else "length",
         time.perf_counter() - started,
+        tokens,
     )
 
 

@@ -24,7 +24,7 @@ NAMED_LOSS = "val_loss_"
 VALIDATED = "val_"
 """The field of a measure of the main validation set begins with this."""
 BENCHMARK = "eval_"
-"""The field of a metric of the section ``evaluation.harness`` begins with this."""
+"""The field of a metric of the section ``evaluation`` begins with this."""
 _ERROR = "_stderr"
 _STEP_FIELDS = frozenset(
     {"step", "epoch", "timestamp", "loss", "grad_norm", "lr", "tokens", "label_tokens", "samples"}
@@ -138,7 +138,7 @@ class History:
     set_names: tuple[str, ...] = ()
     """The names of validation sets."""
     benchmarks: tuple[str, ...] = ()
-    """The fields in *series* of the metrics of the section ``evaluation.harness``, such as ``eval_hellaswag_acc``."""
+    """The fields in *series* of the metrics of the section ``evaluation``, such as ``eval_hellaswag_acc``."""
     goodput: Goodput | None = None
     """How the time was spent; None for a run of an earlier version."""
 

@@ -16,7 +16,7 @@ class Cadence:
     """The triggers of a run; None disables one.
 
     ``max_time_seconds`` counts from the start of this session. With ``mtbf_seconds``, a mean time between failures, the
-    run chooses how often it saves.
+    run chooses how often it saves. ``bench_every_steps`` has the interval of each benchmark.
     """
 
     max_steps: int | None = None
@@ -30,7 +30,7 @@ class Cadence:
     mtbf_seconds: float | None = None
     has_validation: bool = False
     has_benchmarks: bool = False
-    bench_every_steps: int | None = None
+    bench_every_steps: tuple[int | None, ...] = ()
     early_stopping: StoppingRule | None = None
     stop_after_nonfinite_steps: int | None = None
     on_spike: SpikeRule | None = None
@@ -72,11 +72,11 @@ def due_after(
 ) -> Due:
     """What is due after *step*; *epochs_done* includes an epoch that the step ended. Saved steps are also validated."""
     last = time_is_up or run_is_over(cadence, step, epochs_done)
-    by_steps = _divides(cadence.ckpt_every_steps, step)
-    by_epochs = epoch_ended and _divides(cadence.ckpt_every_epochs, epochs_done)
+    by_steps = divides(cadence.ckpt_every_steps, step)
+    by_epochs = epoch_ended and divides(cadence.ckpt_every_epochs, epochs_done)
     save = last or save_is_wanted or by_steps or by_epochs
-    validate = save or _divides(cadence.val_every_steps, step)
-    benchmarks = last or _divides(cadence.bench_every_steps, step)
+    validate = save or divides(cadence.val_every_steps, step)
+    benchmarks = last or any(divides(every, step) for every in cadence.bench_every_steps)
     return Due(
         validate and cadence.has_validation, save, last, stop, benchmarks and cadence.has_benchmarks
     )
@@ -113,5 +113,6 @@ def planned_end(cadence: Cadence, steps_per_epoch: int | None) -> str:
     return f"num_epochs {num_epochs} will end the run at step {last}{of_steps}{time}"
 
 
-def _divides(every: int | None, count: int) -> bool:
+def divides(every: int | None, count: int) -> bool:
+    """Whether an interval ends at *count*; None is no interval."""
     return every is not None and count % every == 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.training.cadence import Cadence, Due, due_after, run_is_over
+from automodel_ckpt.training.cadence import Cadence, Due, divides, due_after, run_is_over
 from automodel_ckpt.training.early_stopping import EarlyStopping
 from automodel_ckpt.training.save_interval import AutoInterval
 from automodel_ckpt.training.spikes import SpikeDetector
@@ -249,6 +249,10 @@ class StepScheduler:
     def benchmarks_are_missing(self) -> bool:
         """Whether benchmarks are due after the current step; after a resume, because a signal had prevented them."""
         return self.benchmarks_are_due and self.cadence.has_benchmarks
+
+    def benchmark_is_due(self, every_steps: int | None) -> bool:
+        """Whether a benchmark with this interval is due after the current step, or because the run ends."""
+        return self.is_finished() or divides(every_steps, self.step)
 
     def repeat_validation(self) -> None:
         """Make the validation of the current step due again: a stop follows that saves the step without it."""

@@ -144,6 +144,16 @@ QAT = (
     "    _target_: nemo_automodel.components.quantization.qat.QATConfig\n"
     "    quantizer_type: int4_weight_only\n    groupsize: 256\n"
 )
+TOOL_CALLS = """\
+tool_call_eval:
+  _target_: nemo_automodel.components.eval.tool_call_evaluator.ToolCallAccuracyEvaluator
+  dataset_name: org/calls
+  split: train[:128]
+  limit_dataset_samples: 9
+  max_eval_samples: 7
+  max_prompt_tokens: 3584
+"""
+VALIDATION_EVERY_5 = VALIDATION + "step_scheduler:\n  val_every_steps: 5\n"
 PIPELINE = "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: interleaved1f1b\n"
 GROUPS = (
     "optimizer:\n  lr: 1e-4\n  weight_decay: 0.1\n  param_group_overrides:\n"
@@ -205,6 +215,16 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ("qat:\n  fake_quant_after_n_steps: 1\n  qat_config:\n    groupsize: 32\n", "qat", None),
     ("qat: {}\n", "qat", None),
     ("qat:\n  scheme: W8A8\n", "qat.scheme", "W8A8"),
+    (TOOL_CALLS, "evaluation.tool_calls.path", "org/calls"),
+    (TOOL_CALLS, "evaluation.tool_calls.split", "train[:128]"),
+    (TOOL_CALLS, "evaluation.tool_calls.max_samples", None),
+    (TOOL_CALLS.replace("[:128]", ""), "evaluation.tool_calls.max_samples", 9),
+    (TOOL_CALLS, "evaluation.tool_calls.limit", 7),
+    (TOOL_CALLS.replace("max_eval", "#"), "evaluation.tool_calls.limit", None),
+    (TOOL_CALLS, "evaluation.tool_calls.max_prompt_tokens", 3584),
+    (TOOL_CALLS, "evaluation.tool_calls.every_steps", None),
+    (TOOL_CALLS + VALIDATION_EVERY_5, "evaluation.tool_calls.every_steps", 5),
+    ("tool_call_eval: null\n", "evaluation", None),
     ("rng:\n  seed: 1111\n  ranked: true\n", "seed", 1111),
     ("rng:\n  deterministic: true\n", "deterministic", True),
     ("dist_env:\n  backend: nccl\n", "distributed.backend", None),
@@ -989,7 +1009,6 @@ REJECTED = [
         3,
         "Adam without bias correction is not supported",
     ),
-    ("tool_call_eval:\n  max_eval_samples: 3\n", 1, "evaluation of tool calls"),
     ("embedding_row_repair:\n  max_rows: 3\n", 1, "repair of embedding rows"),
     ("comet:\n  project_name: p\n", 1, "the tracker Comet is not supported"),
     ("quantization:\n  load_in_4bit: true\n", 2, "training of quantized weights is not supported"),
@@ -1064,7 +1083,7 @@ def test_a_key_of_a_missing_feature_is_an_error_with_its_line_and_a_hint(
 def test_the_errors_name_the_feature_and_not_what_follows_from_its_absence(tmp_path: Path) -> None:
     text = f"dataset:\n  _target_: {DATA}.llm.mock_prefix_tree.make_trees\n  max_target_len: 3\n"
     with pytest.raises(RecipeError) as error:
-        load(tmp_path, text + "tool_call_eval:\n  max_eval_samples: 3\n")
+        load(tmp_path, text + "comet:\n  project_name: p\n")
     assert len(error.value.problems) == 2
 
 
