@@ -11,9 +11,13 @@ from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.image_conversations import ImageText
 
 
-def test_it_recognizes_held_out_scans_and_finds_the_image_of_each_answer() -> None:
-    # Here, so that workers that collect this test without running it do not import it.
+@pytest.fixture(autouse=True)
+def _needs_sklearn() -> None:
+    """Skip tests without scikit-learn. Workers that only collect them do not import it."""
     pytest.importorskip("sklearn")
+
+
+def test_it_recognizes_held_out_scans_and_finds_the_image_of_each_answer() -> None:
     teacher = digit_means(300)
     images = processor(300)
     data = scans(images, "validation", max_samples=40)
