@@ -27,6 +27,12 @@ _QUANTIZERS = {
     "Int4WeightOnlyQATQuantizer": "int4_weight_only",
 }
 """torchao's classes, and AutoModel's names for them."""
+_MANAGERS = {
+    "FSDP2Manager": "fsdp2",
+    "MegatronFSDPManager": "megatron_fsdp",
+    "DDPManager": "ddp",
+}
+"""Classes that ``distributed._target_`` named, and the strategies that replaced them."""
 _VLM_CLASSES = ("ForImageTextToText", "ForConditionalGeneration", "ForMultimodalLM")
 _VLM_DATA = (".datasets.vlm.", ".datasets.audio.")
 _LOADERS = {"dataloader": "dataset", "validation_dataloader": "validation_dataset"}
@@ -72,7 +78,9 @@ def modernize(root: Node) -> None:
         if section is not None:
             _rename(section, "dataset", root, data)
         _rename(root, f"{data}.train_n_passages", root, f"{data}.n_passages")
-    if root.at("distributed._target_") is not None:
+    manager = root.at("distributed._target_")
+    if manager is not None:
+        _name_strategy(root, manager)
         _move_parallelism(root)
     _rename_quantizer(root)
 
@@ -89,6 +97,12 @@ def _rename_class(target: Node | None) -> None:
     elif _BUILDERS.fullmatch(name):
         name = "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"
     target.value = name
+
+
+def _name_strategy(root: Node, manager: Node) -> None:
+    strategy = _MANAGERS.get(str(manager.value).rpartition(".")[2])
+    if strategy is not None and root.at("distributed.strategy") is None:
+        put(root, "distributed.strategy", Node(strategy, manager.origin))
 
 
 def _move_parallelism(root: Node) -> None:

@@ -129,6 +129,14 @@ def test_a_manager_had_its_pipeline_and_activation_checkpointing_beside_it(tmp_p
     assert config.model.activation_checkpointing is False
 
 
+def test_the_class_of_a_manager_is_the_strategy(tmp_path: Path) -> None:
+    managers = {"fsdp2.FSDP2Manager": "auto", "ddp.DDPManager": "ddp"}
+    managers["megatron_fsdp.MegatronFSDPManager"] = "auto"
+    for name, strategy in managers.items():
+        section = f"distributed:\n  _target_: {NEMO}.components.distributed.{name}\n"
+        assert load(tmp_path, MODEL, ROWS, section).distributed.strategy == strategy
+
+
 def test_a_quantizer_of_torchao_was_named_by_its_class(tmp_path: Path) -> None:
     quantizer = (
         "qat:\n  enabled: true\n  quantizer:\n"
