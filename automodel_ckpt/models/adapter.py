@@ -138,6 +138,9 @@ def copy_saved_modules(model: nn.Module) -> None:
                     # One rank: fsdp2 manages only parameters that it casts, so that the base stays plain.
                     target = target.to_local()
                 target.copy_(source)
+            # Such as the scale of Gemma's embeddings, which no file contains.
+            for copied, buffer in zip(trained.buffers(), original.buffers(), strict=True):
+                copied.copy_(buffer)
 
 
 def widen_trained(model: nn.Module) -> None:

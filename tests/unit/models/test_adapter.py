@@ -5,18 +5,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from automodel_ckpt.checkpoint.module_tensors import adapter_keys
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.adapter import add_adapters
+from automodel_ckpt.models.adapter import add_adapters, copy_saved_modules
 from automodel_ckpt.models.adapter_layers import find_modules
 from automodel_ckpt.models.lora import Lora
+from automodel_ckpt.models.meta_init import InitialValues, allocate, initialise, on_meta
 from automodel_ckpt.models.peft_names import peft_targets
 from automodel_ckpt.models.quantize import quantized_loading
 from automodel_ckpt.recipes.unused_parameters import check_all_trained
@@ -348,3 +350,31 @@ def test_a_quantized_base_is_refused_with_the_reason(
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(RecipeError, match=said):
         quantized_loading("nf4", device=torch.device(device), strategy=strategy, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("saved", ["embed_tokens", "lm_head"])
+def test_trained_copies_of_modules_begin_with_all_values_of_the_base(saved: str) -> None:
+    """The scale of Gemma's embeddings is a buffer that no file contains. With tied weights, both modules are copied."""
+    config = Gemma2Config(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+
+    def build() -> Any:
+        return on_meta(lambda: AutoModelForCausalLM.from_config(config))
+
+    base = build()
+    modules = dict(base.named_modules())
+    lora = Lora(target_modules=["q_proj"], modules_to_save=[saved])
+    model = add_adapters(base, lora, task_type="CAUSAL_LM", num_base_rows=32).model
+    # Memory that was not zero before: what is not copied, is seen.
+    with mock.patch("torch.empty_like", lambda *a, **k: torch.full_like(*a, fill_value=7.0, **k)):
+        allocate(model, torch.device("cpu"))
+    initialise(modules, InitialValues(build(), 0), lambda name, module: lambda key: True)
+    copy_saved_modules(model)
+    tokens = torch.arange(6)[None]
+    with torch.no_grad():
+        adapted = model(input_ids=tokens).logits
+        with model.disable_adapter():
+            expected = model(input_ids=tokens).logits
+    torch.testing.assert_close(adapted, expected)
