@@ -43,7 +43,7 @@ def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
 def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
     """Raise :class:`RecipeError` for an encoder such as BERT, which sees the tokens that it would learn to predict."""
     setting = _setting_of_encoder(config.get_text_config())
-    if auto_class is AutoModelForCausalLM and _is_whole_seq2seq(config):
+    if auto_class is AutoModelForCausalLM and is_whole_seq2seq(config):
         raise RecipeError(
             "this model has an encoder and a decoder, and this recipe trains decoders",
             where="model",
@@ -65,7 +65,7 @@ def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
     )
 
 
-def _is_whole_seq2seq(config: PreTrainedConfig) -> bool:
+def is_whole_seq2seq(config: PreTrainedConfig) -> bool:
     """Whether a configuration is that of files with an encoder and a decoder. BART has a class for the decoder, too."""
     if not config.is_encoder_decoder or type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         return False

@@ -17,6 +17,7 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 _CONFIG = "config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_SEQ2SEQ = "AutoModelForSeq2SeqLM"
 _IMAGE_TEXT = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
 """The constant of transformers that maps types of models to the classes of AutoModelForImageTextToText."""
 
@@ -66,7 +67,7 @@ def computes_embeddings(directory: Path) -> bool:
 
 
 def hf_lines(directory: Path) -> list[str]:
-    """The commands for the Hugging Face files in *directory*: this program, vLLM, transformers.
+    """The commands for the Hugging Face files in *directory*: this program, vLLM (no encoder-decoders), transformers.
 
     Empty if there is no config.json: then no program can load them.
     """
@@ -80,10 +81,12 @@ def hf_lines(directory: Path) -> list[str]:
             f"try it:       {try_command(directory)}",
             f"transformers: AutoModel.from_pretrained({str(directory)!r})",
         ]
+    auto_class = _auto_class(directory)
+    serve = [f"vLLM:         vllm serve {path}"] if auto_class != _SEQ2SEQ else []
     return [
         f"try it:       {try_command(directory)}",
-        f"vLLM:         vllm serve {path}",
-        f"transformers: {_auto_class(directory)}.from_pretrained({str(directory)!r})",
+        *serve,
+        f"transformers: {auto_class}.from_pretrained({str(directory)!r})",
     ]
 
 
@@ -118,6 +121,9 @@ def _auto_class(directory: Path) -> str:
         return "AutoModelForImageTextToText"
     if "audio_config" in config and _has_architecture(config, "ForConditionalGeneration"):
         return "AutoModelForMultimodalLM"
+    # A decoder that was saved alone has another class.
+    if config.get("is_encoder_decoder") is True and not _has_architecture(config, "ForCausalLM"):
+        return _SEQ2SEQ
     return "AutoModelForCausalLM"
 
 
