@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
+from automodel_ckpt.cli.train import main
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.seq2seq import SourceTargetCollator, source_target
 from automodel_ckpt.errors import RecipeError
@@ -174,6 +176,22 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     recipe.close()
     adapter = tmp_path / "run" / "epoch_0_step_2" / "model" / "adapter_config.json"
     assert json.loads(adapter.read_text())["task_type"] == "SEQ_2_SEQ_LM"
+
+
+@pytest.mark.parametrize("name", ["tied", "bart"])
+def test_a_dry_run_estimates_both_parts(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(write(tmp_path, MODELS[name]))
+    found = []
+    for lengths in ((64, 24), (64, 64), (24, 64)):
+        limits = zip(("seq_length", "target_length"), lengths, strict=True)
+        assert (
+            main(["--dry-run", recipe, *(f"--dataset.{key}={each}" for key, each in limits)]) == 0
+        )
+        [(size, unit)] = re.findall(r"activations ([\d.]+) (kB|MB)", capsys.readouterr().out)
+        found.append(float(size) * {"kB": 1, "MB": 1000}[unit])
+    assert found[0] < found[1] > found[2]
 
 
 def test_models_of_the_wrong_kind_are_rejected(tmp_path: Path) -> None:
