@@ -17,16 +17,21 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from automodel_ckpt.config.plugins import build, build_function
 from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.seq2seq import SourceTargetCollator
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.forward import model_without_adapters
+from automodel_ckpt.models.forward import class_and_message, model_without_adapters
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective, Tensors
 from automodel_ckpt.recipes.records import BatchSize
+from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.recipes.unsupported import Unsupported
 from automodel_ckpt.training.loss import in_numpy
 
+_START_HINT = (
+    "set decoder_start_token_id and pad_token_id in model.from_config, or in model.config_overrides"
+)
 _NO_PARTS = "the rows of the encoder and of the decoder cannot be divided among ranks"
 
 
@@ -63,19 +68,68 @@ def shifted(model: Any, labels: torch.Tensor) -> torch.Tensor:
     """The inputs of the decoder [B, T] for *labels* [B, T], as *model* shifts them."""
     inner = model_without_adapters(model)
     shift = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
+    # FSMT writes into its argument.
+    labels = labels.clone()
     if shift is not None:
         return shift(labels=labels)  # type: ignore[no-any-return]
-    # Blenderbot and M2M100 have the function alone.
-    function = getattr(sys.modules[type(inner).__module__], "shift_tokens_right", None)
-    if function is None:
-        raise RecipeError(
-            "this model does not state how the inputs of its decoder follow from the labels",
-            where="model",
-            value=type(inner).__name__,
-            hint="let dataloader.collate_fn return decoder_input_ids",
-        )
     config = inner.config
-    return function(labels, config.pad_token_id, config.decoder_start_token_id)  # type: ignore[no-any-return]
+    # Blenderbot and M2M100 have the function alone. fsdp2 derives a class in another module.
+    for kind in type(inner).__mro__:
+        function = getattr(sys.modules[kind.__module__], "shift_tokens_right", None)
+        if function is not None:
+            return function(labels, config.pad_token_id, config.decoder_start_token_id)  # type: ignore[no-any-return]
+    raise RecipeError(
+        "this model does not state how the inputs of its decoder follow from the labels",
+        where="model",
+        value=type(inner).__name__,
+        hint="let dataloader.collate_fn return decoder_input_ids",
+    )
+
+
+def check_shift(model: Any, config: PreTrainedConfig) -> None:
+    """Raise :class:`RecipeError` if the inputs of the decoder of *model* cannot follow from labels."""
+    token = 1 if getattr(config, "pad_token_id", None) == 0 else 0
+    try:
+        first = int(shifted(model, torch.tensor([[token, token]]))[0, 0])
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise RecipeError(
+            "the inputs of the decoder cannot follow from the labels",
+            where="model",
+            value=class_and_message(error),
+            hint=_START_HINT,
+        ) from error
+    size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    if size is not None and not 0 <= first < size:
+        raise RecipeError(
+            "the decoder starts with a token that is not in its vocabulary",
+            where="model",
+            value=f"token {first} of {size}",
+            hint=_START_HINT,
+        )
+
+
+def check_forward(config: PreTrainedConfig) -> None:
+    """Raise :class:`RecipeError` for a model whose loss differs from that of the next tokens, or depends on the passes
+    before."""
+    ngram = getattr(config, "ngram", 1)
+    if ngram != 1:
+        raise RecipeError(
+            "this model also predicts later tokens at each position, which the recipe seq2seq does not train",
+            where="model",
+            value=f"a {config.model_type} model with ngram: {ngram}",
+            hint="use another model, such as BART",
+        )
+    # NLLB's experts keep the capacity that an evaluation pass computes from its number of tokens.
+    fraction = getattr(config, "moe_eval_capacity_token_fraction", 0)
+    if fraction > 0:
+        raise RecipeError(
+            "evaluation passes of this model change how many tokens its experts accept in training",
+            where="model",
+            value=f"a {config.model_type} model with moe_eval_capacity_token_fraction: {fraction}",
+            hint="set model.config_overrides: {moe_eval_capacity_token_fraction: 0.0}",
+        )
 
 
 def start_token(config: PreTrainedConfig | None) -> int | None:
@@ -130,10 +184,21 @@ class Seq2Seq(LLMFinetune):
                 value=f"a {config.model_type} model",
                 hint="use a model such as T5 or BART; for models with audio see recipe: vlm_finetune",
             )
+        check_forward(config)
         if not hasattr(config, "decoder_start_token_id") and not hasattr(config, "decoder"):
             # T5: the files of the pretrained models state the padding token; a fresh configuration has no value.
             config.decoder_start_token_id = config.pad_token_id
         return config
+
+    def build_trainable(
+        self, config: RecipeConfig | None = None, *, is_trained: bool = True
+    ) -> Trainable:
+        """Build the model, and check that it makes the inputs of its decoder if no ``collate_fn`` of the user does."""
+        trainable = super().build_trainable(config, is_trained=is_trained)
+        if self.config.dataloader.collate_fn is None:
+            assert self.model_config is not None
+            check_shift(trainable.model, self.model_config)
+        return trainable
 
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names."""

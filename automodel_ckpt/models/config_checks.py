@@ -40,6 +40,26 @@ def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
     )
 
 
+def check_layer_drop(config: PreTrainedConfig) -> None:
+    """Raise :class:`RecipeError` for a model that leaves out whole layers at random in training (LayerDrop).
+
+    Each rank would leave out other layers, and wait for the others in the next one.
+    """
+    rates = {}
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        rate = getattr(config, name, None)
+        if rate:
+            rates[name] = rate
+    if rates:
+        zeros = ", ".join(f"{name}: 0.0" for name in rates)
+        raise RecipeError(
+            "this model leaves out layers at random in training (LayerDrop), which is not supported",
+            where="model",
+            value=", ".join(f"{name}: {rate}" for name, rate in rates.items()),
+            hint=f"set model.config_overrides: {{{zeros}}}",
+        )
+
+
 def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
     """Raise :class:`RecipeError` for an encoder such as BERT, which sees the tokens that it would learn to predict."""
     setting = _setting_of_encoder(config.get_text_config())

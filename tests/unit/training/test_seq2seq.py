@@ -12,14 +12,21 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.seq2seq import SourceTargetCollator, source_target
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.seq2seq import Seq2Seq
+from automodel_ckpt.recipes.seq2seq import Seq2Seq, check_shift, shifted
 from tests.support.training import build
 
 T5 = "{model_type: t5, d_model: 16, d_kv: 4, d_ff: 32, num_layers: 1, num_heads: 2, dropout_rate: 0.0%s}"
@@ -212,6 +219,49 @@ def test_models_of_the_wrong_kind_are_rejected(tmp_path: Path) -> None:
         recipe.setup()
     recipe.close()
     assert "recipe: seq2seq" in error.value.problems[0].hint
+
+
+def test_the_inputs_of_the_decoder_leave_the_labels_as_they_are() -> None:
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 9}
+    heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1}
+    labels = torch.tensor([[4, 5, 2, -100]])
+    with torch.device("meta"):
+        m2m = M2M100ForConditionalGeneration(M2M100Config(**sizes, **heads))
+        vocabularies = {"langs": ["a", "b"], "src_vocab_size": 9, "tgt_vocab_size": 9}
+        fsmt = FSMTForConditionalGeneration(FSMTConfig(**sizes, **heads, **vocabularies))
+    # fsdp2 derives a class in a module of torch.
+    m2m.__class__ = type("FSDPM2M100", (type(m2m),), {"__module__": "torch.nn"})
+    assert shifted(m2m, labels).tolist() == [[2, 4, 5, 2]]
+    assert shifted(fsmt, labels).tolist() == [[2, 4, 5, 2]]
+    assert labels.tolist() == [[4, 5, 2, -100]]
+    check_shift(m2m, m2m.config)
+    m2m.config.decoder_start_token_id = 9
+    with pytest.raises(RecipeError, match="a token that is not in its vocabulary"):
+        check_shift(m2m, m2m.config)
+    m2m.config.decoder_start_token_id = None
+    with pytest.raises(RecipeError, match="cannot follow from the labels"):
+        check_shift(m2m, m2m.config)
+
+
+@pytest.mark.parametrize(
+    ("model", "setting"),
+    [
+        ("model_type: m2m_100", "model.config_overrides: {encoder_layerdrop: 0.0"),
+        (
+            "model_type: nllb-moe, encoder_layerdrop: 0, decoder_layerdrop: 0",
+            "model.config_overrides: {moe_eval_capacity",
+        ),
+        ("model_type: prophetnet", "such as BART"),
+    ],
+)
+def test_models_whose_passes_are_not_alike_are_rejected(
+    tmp_path: Path, model: str, setting: str
+) -> None:
+    recipe = build(write(tmp_path, f"{{{model}}}"), recipe_class=Seq2Seq)
+    with pytest.raises(RecipeError) as error:
+        recipe.setup()
+    recipe.close()
+    assert setting in error.value.problems[0].hint
 
 
 @pytest.mark.parametrize(
