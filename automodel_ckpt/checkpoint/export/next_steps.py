@@ -25,8 +25,8 @@ _IMAGE_TEXT = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
 def try_command(directory: Path) -> str:
     """The command that tries the Hugging Face files in *directory*: a conversation if there is a chat template.
 
-    For a model that gives labels to texts, it is a call of transformers' pipeline; for a model of text embeddings, the
-    call that loads them.
+    For an encoder-decoder, it has a source text in place of the beginning of a text. For a model that gives labels to
+    texts, it is a call of transformers' pipeline; for a model of text embeddings, the call that loads them.
     """
     if _is_classifier(directory):
         return f'transformers.pipeline("text-classification", model={str(directory)!r})'
@@ -35,7 +35,8 @@ def try_command(directory: Path) -> str:
         return f"sentence_transformers.SentenceTransformer({str(directory)!r}).encode(['a text'])"
     if _has_chat_template(directory):
         return f"ckpt chat {path}"
-    return f'ckpt generate {path} -p "Once upon a time"'
+    prompt = "a source text" if _is_seq2seq(directory) else "Once upon a time"
+    return f'ckpt generate {path} -p "{prompt}"'
 
 
 def model_files_lines(directory: Path) -> list[str]:
@@ -109,6 +110,13 @@ def modelfile_text(file: Path) -> str:
 
 def _is_classifier(directory: Path) -> bool:
     return _has_architecture(_config(directory), "ForSequenceClassification")
+
+
+def _is_seq2seq(directory: Path) -> bool:
+    """Whether the files are a model with an encoder and a decoder for texts, or adapters of one."""
+    if _read(directory / layout.ADAPTER_CONFIG).get("task_type") == "SEQ_2_SEQ_LM":
+        return True
+    return _auto_class(directory) == _SEQ2SEQ
 
 
 def _auto_class(directory: Path) -> str:

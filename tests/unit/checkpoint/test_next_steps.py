@@ -49,6 +49,8 @@ def test_the_class_that_loads_an_export_is_that_of_its_kind(
     (tmp_path / "config.json").write_text(json.dumps(config))
     lines = hf_lines(tmp_path)
     assert f"transformers: {auto_class}.from_pretrained('{tmp_path}')" in lines
+    prompt = "a source text" if auto_class == "AutoModelForSeq2SeqLM" else "Once upon a time"
+    assert f'try it:       ckpt generate {tmp_path} -p "{prompt}"' in lines
     is_served = any("vllm serve" in line for line in lines)
     assert is_served == (auto_class != "AutoModelForSeq2SeqLM")
 
@@ -62,6 +64,7 @@ def test_the_classes_of_models_with_images_are_those_of_transformers() -> None:
     [
         ("CAUSAL_LM", None, 'ckpt generate {} -p "Once upon a time"'),
         ("CAUSAL_LM", "chat_template.jinja", "ckpt chat {}"),
+        ("SEQ_2_SEQ_LM", None, 'ckpt generate {} -p "a source text"'),
         (None, None, 'ckpt generate {} -p "Once upon a time"'),
         ("SEQ_CLS", None, None),
         ("CAUSAL_LM", "modules.json", None),
