@@ -23,7 +23,6 @@ from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.recipes.decoder_inputs import shifted, start_token
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective, Tensors
-from automodel_ckpt.recipes.records import BatchSize
 from automodel_ckpt.recipes.seq2seq_checks import check_alike, check_forward, check_shift
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.recipes.unsupported import Unsupported
@@ -35,14 +34,17 @@ _NO_PARTS = "the rows of the encoder and of the decoder cannot be divided among 
 class Seq2SeqObjective(Objective):
     """The loss of predicting each token of a target from the source and the tokens of the target before it."""
 
-    def size_of(self, micro_batch: Tensors) -> BatchSize:
-        """Count the labels of *micro_batch*, and its tokens: those of sources, and the labels."""
-        num_labels = int(np.count_nonzero(in_numpy(micro_batch["labels"]) != IGNORE_INDEX))
-        num_tokens = 0
-        if num_labels:
-            mask = micro_batch.get("attention_mask", torch.ones_like(micro_batch["input_ids"]))
-            num_tokens = num_labels + int(np.count_nonzero(in_numpy(mask)))
-        return BatchSize(num_labels, num_labels, num_tokens)
+    def num_labels_of(self, micro_batch: Tensors) -> int:
+        """Count the labels of *micro_batch*, also those of the first positions."""
+        return int(np.count_nonzero(in_numpy(micro_batch["labels"]) != IGNORE_INDEX))
+
+    def num_tokens_of(self, micro_batch: Tensors) -> int:
+        """Count the tokens of the sources of *micro_batch*, and the labels."""
+        mask = micro_batch.get("attention_mask")
+        sources = (
+            micro_batch["input_ids"].numel() if mask is None else np.count_nonzero(in_numpy(mask))
+        )
+        return self.num_labels_of(micro_batch) + int(sources)
 
     def rows_of(self, micro_batch: Tensors) -> Tensors:
         """The rows as the model sees them, with the inputs of the decoder. The labels get a first position without a

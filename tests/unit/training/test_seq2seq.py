@@ -53,6 +53,7 @@ MODELS = {
     "bart": BART,
     "t5gemma": T5GEMMA,
 }
+BUILDER = "automodel_ckpt.data.seq2seq.source_target"
 LLAMA = "{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"
 
 
@@ -76,7 +77,7 @@ tokenizer:
   _target_: automodel_ckpt.data.python_docs.train_tokenizer
   vocab_size: 300
 dataset:
-  _target_: automodel_ckpt.data.seq2seq.source_target
+  _target_: {BUILDER}
   path: {data}
 dataloader:
   shuffle: false
@@ -103,22 +104,30 @@ def test_the_loss_is_that_of_transformers(tmp_path: Path, name: str) -> None:
     recipe = build(
         write(tmp_path, MODELS[name]),
         "--checkpoint.save_consolidated=every",
+        f"--validation_dataset={{_target_: {BUILDER}, path: {tmp_path / 'rows.jsonl'}}}",
         recipe_class=Seq2Seq,
     )
     recipe.setup()
     recipe.run()
-    samples = [recipe.dataloader.dataset[number] for number in range(4, 8)]
+    samples = [recipe.dataloader.dataset[number] for number in range(8)]
     recipe.close()
     export = tmp_path / "run" / "epoch_0_step_1" / "model" / "consolidated"
     model = AutoModelForSeq2SeqLM.from_pretrained(export).eval()
-    total, num_labels = 0.0, 0
+    sums, hits, lengths = [], [], []
     for sample in samples:
         labels = torch.tensor([sample["labels"]])
         with torch.no_grad():
-            mean = model(input_ids=torch.tensor([sample["input_ids"]]), labels=labels).loss
-        total += mean.item() * labels.numel()
-        num_labels += labels.numel()
-    assert losses(tmp_path / "run")[1] == pytest.approx(total / num_labels, rel=1e-6)
+            output = model(input_ids=torch.tensor([sample["input_ids"]]), labels=labels)
+        sums.append(output.loss.item() * labels.numel())
+        hits.append((output.logits.argmax(-1) == labels).sum().item())
+        lengths.append(labels.numel())
+    expected = sum(sums[4:]) / sum(lengths[4:])
+    assert losses(tmp_path / "run")[1] == pytest.approx(expected, rel=1e-6)
+    first, *_ = (tmp_path / "run" / "validation.jsonl").read_text().splitlines()
+    validation = json.loads(first)
+    assert validation["val_loss"] == pytest.approx(sum(sums) / sum(lengths), rel=1e-6)
+    assert validation["val_accuracy"] == pytest.approx(sum(hits) / sum(lengths))
+    assert "val_perplexity" in validation
 
 
 def test_texts_have_limits_and_end_tokens(tmp_path: Path) -> None:
