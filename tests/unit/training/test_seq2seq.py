@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -303,10 +304,50 @@ def test_on_several_ranks_each_trained_parameter_has_a_gradient() -> None:
     check_alike(long, long.config, 8)
 
 
-@pytest.mark.parametrize(
-    "option", ["--packed_sequence.size=16", "--compile.enabled=true", "--distributed.tp_size=2"]
-)
-def test_unsupported_keys_are_rejected(tmp_path: Path, option: str) -> None:
-    recipe = build(write(tmp_path, MODELS["tied"]), option, recipe_class=Seq2Seq)
-    key = option.strip("-").split(".")[0]
-    assert any(problem.where.startswith(key) for problem in recipe.config_problems())
+def test_unsupported_keys_are_rejected(tmp_path: Path) -> None:
+    values = {
+        "model": "{_target_: tests.support.parallel.model_of}",
+        "model.mtp": "{num_depths: 1}",
+        "packed_sequence": "{size: 16}",
+        "model.neftune_alpha": "5",
+        "evaluation": "{harness: {tasks: [some]}}",
+        "distributed.tp_size": "2",
+        "distributed.pp_size": "2",
+        "distributed.cp_size": "2",
+        "compile.enabled": "true",
+    }
+    recipe_file = write(tmp_path, MODELS["tied"])
+    found = set()
+    for key, value in values.items():
+        recipe = build(recipe_file, f"--{key}={value}", recipe_class=Seq2Seq)
+        [problem] = recipe.config_problems()
+        assert problem.where.startswith(key)
+        found.add(problem.where)
+    assert found == {row.key for row in Seq2Seq.unsupported} | {"compile.enabled"}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_argument_of_the_builder_changes_the_samples(tmp_path: Path, streaming: bool) -> None:
+    path = tmp_path / "rows.jsonl"
+    content = [
+        {"source": f"a b {number}", "target": f"c {number}", "other": "d"} for number in range(3)
+    ]
+    path.write_text("\n".join(map(json.dumps, content)))
+    tokenizer = train_tokenizer(300)
+
+    def samples(**arguments: Any) -> list[Any]:
+        found: Any = source_target(tokenizer, str(path), streaming=streaming, **arguments)
+        return [found.prepare(row) for row in found] if streaming else list(found)
+
+    usual = samples()
+    assert usual == list(source_target(tokenizer, str(path)))  # type: ignore[arg-type]
+    changes: list[dict[str, Any]] = [
+        {"source_field": "{{ other }} {{ source }}"},
+        {"target_field": "other"},
+        {"source_prompt": "read: "},
+        {"seq_length": 3, "truncation": "right"},
+        {"target_length": 2, "truncation": "right"},
+        {"max_samples": 2},
+    ]
+    for change in changes:
+        assert samples(**change) != usual, change
