@@ -30,7 +30,7 @@ from automodel_ckpt.models.flop_rates import (
 from automodel_ckpt.models.forward import model_without_adapters
 
 _IGNORE_INDEX = -100
-_CROSS = re.compile(r"(EncDecAttention|encoder_attn|cross_attn|crossattention)\.")
+_CROSS = re.compile(r"(EncDecAttention|encoder_attn|cross_attn|cross_attention|crossattention)\.")
 _KEYS_VALUES = re.compile(r"\.(k|v|k_proj|v_proj|key|value)(\.|$)")
 _QUERIES = re.compile(r"\.(q|q_proj|query)(\.base_layer)?$")
 _NOT_COUNTED = (
