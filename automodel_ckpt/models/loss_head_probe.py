@@ -83,7 +83,8 @@ def _with_transform(head: Head, transform: LogitTransform) -> Head:
 
 
 def _name(model: nn.Module) -> str:
-    return type(model).__name__
+    name: str = class_of(model).__name__
+    return name
 
 
 def adds_bias_to_logits(model: Any) -> bool:
