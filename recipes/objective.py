@@ -97,10 +97,21 @@ class Objective:
 
         All ranks add up these counts before the first backward pass of a step, since they scale the gradient.
         """
-        num_labels = num_label_tokens(micro_batch["labels"])
+        num_labels = self.num_labels_of(micro_batch)
         # A micro-batch without labels weighs nothing; among them are those that only keep a rank in step.
-        num_tokens = _num_tokens(micro_batch) if num_labels else 0
+        num_tokens = self.num_tokens_of(micro_batch) if num_labels else 0
         return BatchSize(num_labels, num_labels, num_tokens)
+
+    def num_labels_of(self, micro_batch: Tensors) -> int:
+        """Count the labels of *micro_batch* that a position predicts: not those of the first positions of rows."""
+        return num_label_tokens(micro_batch["labels"])
+
+    def num_tokens_of(self, micro_batch: Tensors) -> int:
+        """Count the tokens of *micro_batch*, without padding, for the log."""
+        mask = micro_batch.get("attention_mask")
+        return (
+            micro_batch["labels"].numel() if mask is None else int(np.count_nonzero(in_numpy(mask)))
+        )
 
     def flops_of(self, micro_batch: Tensors) -> float:
         """Count the floating-point operations of a training pass over *micro_batch*, for the log; 0 if unknown.
@@ -110,7 +121,7 @@ class Objective:
         count = self.trainable.flop_count
         if count is None or type(self).loss is not Objective.loss:
             return 0.0
-        num_labels = num_label_tokens(micro_batch["labels"])
+        num_labels = self.num_labels_of(micro_batch)
         # Such a micro-batch only keeps this rank in step with the others.
         return count.of(micro_batch, num_labels) if num_labels else 0.0
 
@@ -410,8 +421,3 @@ class ContextCheck:
         where = f"a sample of step {self._scheduler.step + 1}"
         check_context(self._model_config, num_tokens, where)
         self._longest = num_tokens
-
-
-def _num_tokens(micro_batch: Tensors) -> int:
-    mask = micro_batch.get("attention_mask")
-    return micro_batch["labels"].numel() if mask is None else int(np.count_nonzero(in_numpy(mask)))

@@ -6,7 +6,6 @@ position i of the decoder predicts label i. The inputs of the decoder are the la
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -17,13 +16,15 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from automodel_ckpt.config.plugins import build, build_function
 from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.seq2seq import SourceTargetCollator
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.forward import model_without_adapters
+from automodel_ckpt.recipes.decoder_inputs import shifted, start_token
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective, Tensors
-from automodel_ckpt.recipes.records import BatchSize
+from automodel_ckpt.recipes.seq2seq_checks import check_alike, check_forward, check_shift
+from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.recipes.unsupported import Unsupported
 from automodel_ckpt.training.loss import in_numpy
 
@@ -33,14 +34,17 @@ _NO_PARTS = "the rows of the encoder and of the decoder cannot be divided among 
 class Seq2SeqObjective(Objective):
     """The loss of predicting each token of a target from the source and the tokens of the target before it."""
 
-    def size_of(self, micro_batch: Tensors) -> BatchSize:
-        """Count the labels of *micro_batch*, and its tokens: those of sources, and the labels."""
-        num_labels = int(np.count_nonzero(in_numpy(micro_batch["labels"]) != IGNORE_INDEX))
-        num_tokens = 0
-        if num_labels:
-            mask = micro_batch.get("attention_mask", torch.ones_like(micro_batch["input_ids"]))
-            num_tokens = num_labels + int(np.count_nonzero(in_numpy(mask)))
-        return BatchSize(num_labels, num_labels, num_tokens)
+    def num_labels_of(self, micro_batch: Tensors) -> int:
+        """Count the labels of *micro_batch*, also those of the first positions."""
+        return int(np.count_nonzero(in_numpy(micro_batch["labels"]) != IGNORE_INDEX))
+
+    def num_tokens_of(self, micro_batch: Tensors) -> int:
+        """Count the tokens of the sources of *micro_batch*, and the labels."""
+        mask = micro_batch.get("attention_mask")
+        sources = (
+            micro_batch["input_ids"].numel() if mask is None else np.count_nonzero(in_numpy(mask))
+        )
+        return self.num_labels_of(micro_batch) + int(sources)
 
     def rows_of(self, micro_batch: Tensors) -> Tensors:
         """The rows as the model sees them, with the inputs of the decoder. The labels get a first position without a
@@ -57,34 +61,6 @@ class Seq2SeqObjective(Objective):
     def _part_of_row(self, length: int) -> slice:
         # The decoder computes as many positions as there are labels; the first position of rows_of is not one of them.
         return slice(0, length - 1)
-
-
-def shifted(model: Any, labels: torch.Tensor) -> torch.Tensor:
-    """The inputs of the decoder [B, T] for *labels* [B, T], as *model* shifts them."""
-    inner = model_without_adapters(model)
-    shift = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
-    if shift is not None:
-        return shift(labels=labels)  # type: ignore[no-any-return]
-    # Blenderbot and M2M100 have the function alone.
-    function = getattr(sys.modules[type(inner).__module__], "shift_tokens_right", None)
-    if function is None:
-        raise RecipeError(
-            "this model does not state how the inputs of its decoder follow from the labels",
-            where="model",
-            value=type(inner).__name__,
-            hint="let dataloader.collate_fn return decoder_input_ids",
-        )
-    config = inner.config
-    return function(labels, config.pad_token_id, config.decoder_start_token_id)  # type: ignore[no-any-return]
-
-
-def start_token(config: PreTrainedConfig | None) -> int | None:
-    """The token with which the decoder starts; None if the configuration does not state it (mBART: the language)."""
-    token = getattr(config, "decoder_start_token_id", None)
-    if token is None:
-        # T5Gemma.
-        token = getattr(getattr(config, "decoder", None), "bos_token_id", None)
-    return token if isinstance(token, int) else None
 
 
 class Seq2Seq(LLMFinetune):
@@ -130,10 +106,25 @@ class Seq2Seq(LLMFinetune):
                 value=f"a {config.model_type} model",
                 hint="use a model such as T5 or BART; for models with audio see recipe: vlm_finetune",
             )
+        check_forward(config)
         if not hasattr(config, "decoder_start_token_id") and not hasattr(config, "decoder"):
             # T5: the files of the pretrained models state the padding token; a fresh configuration has no value.
             config.decoder_start_token_id = config.pad_token_id
         return config
+
+    def build_trainable(
+        self, config: RecipeConfig | None = None, *, is_trained: bool = True
+    ) -> Trainable:
+        """Build the model, and check that ranks can train it, and that it makes the inputs of its decoder if no
+        ``collate_fn`` of the user does."""
+        trainable = super().build_trainable(config, is_trained=is_trained)
+        assert self.model_config is not None
+        if self.layout.dp_size > 1:
+            multiple = self.config.dataloader.pad_to_multiple_of
+            check_alike(trainable.model, self.model_config, multiple)
+        if self.config.dataloader.collate_fn is None:
+            check_shift(trainable.model, self.model_config)
+        return trainable
 
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names."""

@@ -19,6 +19,7 @@ from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.model_layers import decoder_layers
 from automodel_ckpt.models.activation_memory import check_offload
 from automodel_ckpt.models.adapter import Adapted
+from automodel_ckpt.models.encoder_decoder_flops import EncoderDecoderFlops
 from automodel_ckpt.models.fake_quantization import FakeQuantization
 from automodel_ckpt.models.flop_count import FlopCount, count_flops
 from automodel_ckpt.models.forward import accepts_use_cache
@@ -90,7 +91,7 @@ class Trainable:
     """Whether the model has a classification head, which its pretrained files may lack."""
     other_head: tuple[str, ...] = ()
     """Names of tensors in which exports and the pretrained files differ because they have different heads."""
-    flop_count: FlopCount | None = None
+    flop_count: FlopCount | EncoderDecoderFlops | None = None
     """The operations of a training step of the complete model; None if they are unknown."""
     summary: str = ""
     """The class and size of the model and how ranks share it, for the log."""

@@ -19,12 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXT, ADAPTERS, IMAGES = (
+TEXT, ADAPTERS, IMAGES, SUMMARIES = (
     str(ROOT / "examples" / name)
     for name in (
         "llm_finetune/tiny_llama_python_docs.yaml",
         "llm_finetune/tiny_llama_lora.yaml",
         "vlm_finetune/tiny_digits.yaml",
+        "seq2seq/tiny_summaries.yaml",
     )
 )
 _TEXT_SIZES = {
@@ -40,6 +41,11 @@ _IMAGE_SIZES = {
     "vision_config.hidden_size": 256,
     "vision_config.num_hidden_layers": 4,
 }
+_BART = (
+    "{model_type: bart, d_model: 512, encoder_layers: 4, decoder_layers: 4, encoder_attention_heads: 8,"
+    " decoder_attention_heads: 8, encoder_ffn_dim: 2048, decoder_ffn_dim: 2048, max_position_embeddings: 256}"
+)
+_T5 = "{model_type: t5, d_model: 512, d_kv: 64, d_ff: 2048, num_layers: 4, num_heads: 8}"
 LARGER = [
     *(f"--model.from_config.{k}={v}" for k, v in _TEXT_SIZES.items()),
     "--tokenizer.vocab_size=4096",
@@ -47,6 +53,14 @@ LARGER = [
 LARGER_IMAGES = [
     *(f"--model.from_config.{k}={v}" for k, v in _IMAGE_SIZES.items()),
     "--step_scheduler.local_batch_size=8",
+]
+# Most texts are longer, so that rows are full.
+LARGER_SUMMARIES = [
+    "--tokenizer.vocab_size=4096",
+    "--dataset.seq_length=24",
+    "--dataset.target_length=12",
+    "--step_scheduler.local_batch_size=64",
+    "--step_scheduler.global_batch_size=128",
 ]
 TWO = ["--nproc-per-node=2"]
 SHORT = [
@@ -71,6 +85,8 @@ CASES = {
     "tp": [*TWO, TEXT, *LARGER, "--distributed.tp_size=2"],
     "lora": [ADAPTERS, *LARGER],
     "vlm": [IMAGES, *LARGER_IMAGES],
+    "bart": [SUMMARIES, f"--model.from_config={_BART}", *LARGER_SUMMARIES],
+    "t5": [SUMMARIES, f"--model.from_config={_T5}", *LARGER_SUMMARIES],
     "vlm-fsdp2": [*TWO, IMAGES, *LARGER_IMAGES],
 }
 UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}

@@ -119,6 +119,7 @@ _OWN_DATASETS = Group(
             "python_docs.judged_docstrings",
             "python_docs.documents",
             "python_docs.description_pairs",
+            "python_docs.summaries",
             "digits.scans",
         )
     ),

@@ -85,7 +85,7 @@ SAMPLE_KINDS: tuple[SampleKind, ...] = (
     SampleKind(
         "pairs of a source and a target text",
         ("seq2seq",),
-        ("seq2seq.source_target",),
+        ("seq2seq.source_target", "python_docs.summaries"),
     ),
     SampleKind(
         "texts with the names of their labels",

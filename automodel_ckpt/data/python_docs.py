@@ -2,7 +2,8 @@
 
 :func:`language_modeling` is the language reference as shown by ``help()``; :func:`docstring_pairs` asks for the
 docstring of a function or class of the standard library, and :func:`description_pairs` for the function or class that a
-docstring describes; :func:`preferences` prefers its first paragraph to the same words in another order;
+docstring describes; :func:`summaries` writes the first paragraph of a docstring for a signature; :func:`preferences`
+prefers its first paragraph to the same words in another order;
 :func:`documents` writes both kinds of text to files. All of them depend on the version of the interpreter. About a
 tenth of the documents (topics of the reference, modules of the library), chosen by a hash of their names, is the
 validation split. Prepared data is kept in ``$AUTOMODEL_CKPT_CACHE``, else ``~/.cache/automodel_ckpt``.
@@ -37,6 +38,7 @@ from automodel_ckpt.data.python_library import (
 )
 from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples import identity, prepared
+from automodel_ckpt.data.seq2seq import SourceTargetDataset, SourceTargetStream, source_target
 from automodel_ckpt.data.text import text
 from automodel_ckpt.data.text_pairs import TextTruncation, encoder_of
 from automodel_ckpt.data.token_arrays import TokenDocuments, TokenWindows
@@ -302,6 +304,43 @@ def description_pairs(
         key = (*key, pair_template)
     dataset = prepared("python_docs-description_pairs", key, tokenizer, build)
     return dataset.reported(f"description_pairs ({split})", seq_length, max_samples)
+
+
+def summaries(
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int = 64,
+    target_length: int = 32,
+    split: str = "train",
+    source_prompt: str = "",
+    start_token_id: int | None = None,
+    max_samples: int | None = None,
+) -> SourceTargetDataset | SourceTargetStream:
+    """Write sources and targets to a file in the cache, once, and read it as your own data are read.
+
+    The source is the signature of a function or class of the standard library, and the target the first paragraph of
+    its docstring. Sources of more than *seq_length* and targets of more than *target_length* tokens are truncated.
+    *source_prompt* is written before each source. The recipe supplies *start_token_id*.
+    """
+    require_choice("split", split, ("train", "validation"))
+
+    def write_lines(directory: Path) -> None:
+        lines = []
+        for pair in library_pairs(split):
+            texts = {"source": pair.prompt.rstrip(), "target": _paragraph(pair)}
+            lines.append(json.dumps(texts) + "\n")
+        (directory / "summaries.jsonl").write_text("".join(lines))
+
+    directory = cached("python_docs-summaries", (library_digest(), split), write_lines)
+    return source_target(
+        tokenizer,
+        str(directory / "summaries.jsonl"),
+        seq_length,
+        target_length,
+        source_prompt=source_prompt,
+        truncation="right",
+        start_token_id=start_token_id,
+        max_samples=max_samples,
+    )
 
 
 def _train(vocab_size: int) -> PreTrainedTokenizerFast:

@@ -11,18 +11,28 @@ from torch import nn
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model, none inside of another.
 
-    These are the modules of the classes in ``_no_split_modules``, or else the elements of the longest ModuleList.
+    These are the modules of the classes in ``_no_split_modules``, or else the elements of the longest ModuleList; of an
+    encoder-decoder, those of both of its parts.
     """
     modules = list(model.modules())
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in modules if type(module).__name__ in names]
     if not layers:
-        lists = [list(module) for module in modules if isinstance(module, nn.ModuleList)]
-        layers = max(lists, key=len, default=[])
+        for part in _parts(model):
+            lists = [list(module) for module in part.modules() if isinstance(module, nn.ModuleList)]
+            longest: list[nn.Module] = max(lists, key=len, default=[])
+            layers += longest
     inner: set[int] = set()
     for layer in layers:
         inner.update(id(part) for part in layer.modules() if part is not layer)
     return [layer for layer in layers if id(layer) not in inner]
+
+
+def _parts(model: Any) -> list[nn.Module]:
+    """The encoder and the decoder of *model*; *model* itself if it is no encoder-decoder of transformers."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) is not True:
+        return [model]
+    return [model.get_encoder(), model.get_decoder()]
 
 
 def untied_layers(model: nn.Module) -> list[nn.Module]:

@@ -40,10 +40,30 @@ def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
     )
 
 
+def check_layer_drop(config: PreTrainedConfig) -> None:
+    """Raise :class:`RecipeError` for a model that leaves out whole layers at random in training (LayerDrop).
+
+    Each rank would leave out other layers, and wait for the others in the next one.
+    """
+    rates = {}
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        rate = getattr(config, name, None)
+        if rate:
+            rates[name] = rate
+    if rates:
+        zeros = ", ".join(f"{name}: 0.0" for name in rates)
+        raise RecipeError(
+            "this model leaves out layers at random in training (LayerDrop), which is not supported",
+            where="model",
+            value=", ".join(f"{name}: {rate}" for name, rate in rates.items()),
+            hint=f"set model.config_overrides: {{{zeros}}}",
+        )
+
+
 def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
     """Raise :class:`RecipeError` for an encoder such as BERT, which sees the tokens that it would learn to predict."""
     setting = _setting_of_encoder(config.get_text_config())
-    if auto_class is AutoModelForCausalLM and _is_whole_seq2seq(config):
+    if auto_class is AutoModelForCausalLM and is_whole_seq2seq(config):
         raise RecipeError(
             "this model has an encoder and a decoder, and this recipe trains decoders",
             where="model",
@@ -65,7 +85,7 @@ def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
     )
 
 
-def _is_whole_seq2seq(config: PreTrainedConfig) -> bool:
+def is_whole_seq2seq(config: PreTrainedConfig) -> bool:
     """Whether a configuration is that of files with an encoder and a decoder. BART has a class for the decoder, too."""
     if not config.is_encoder_decoder or type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         return False

@@ -27,6 +27,17 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from automodel_ckpt.models.config_values import config_of_layer, layer_configs
+from automodel_ckpt.models.encoder_decoder_flops import EncoderDecoderFlops, count_encoder_decoder
+from automodel_ckpt.models.flop_rates import (
+    Lengths,
+    Pairs,
+    attention_operations,
+    has_trained_weight,
+    is_attention,
+    layer_kinds,
+    product_operations,
+    window_of,
+)
 from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.mtp import mtp_of
 from automodel_ckpt.models.vision import part_of
@@ -39,10 +50,6 @@ _OF_AUDIO = re.compile("feature|audio")
 _IN_BLOCK = re.compile(r"\.\d+\.")
 _QUERIES = ("q_proj", "query", "q", "wq")
 _FUSED_QUERIES = ("qkv", "qkv_proj")
-
-_Lengths = np.ndarray[Any, Any]
-Pairs = tuple[tuple[int, int | None], ...]
-"""Operations per pair of a query and a key, with the largest number of keys of a query; None: all of the document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +76,20 @@ class ImageFlops:
             return None
         num_tokens = int(np.count_nonzero(micro_batch["input_ids"].numpy() == self.token_id))
         products = self.per_patch * int(lengths.sum()) + self.per_token * num_tokens
-        return products + _attention(lengths, self.pairs)
+        return products + attention_operations(lengths, self.pairs)
 
     def _patches_of_images(
         self, pixels: torch.Tensor, micro_batch: Mapping[str, torch.Tensor]
-    ) -> _Lengths | None:
+    ) -> Lengths | None:
         """The number of patches of each image, or of each frame of a video."""
         if "image_grid_thw" in micro_batch:
             frames, heights, widths = micro_batch["image_grid_thw"].numpy().T
-            patches: _Lengths = np.repeat(heights * widths, frames)
+            patches: Lengths = np.repeat(heights * widths, frames)
             return patches
         if "image_position_ids" in micro_batch:
             # [images, patches, 2], negative where there is no patch.
             has_patch = micro_batch["image_position_ids"].numpy()[..., 0] >= 0
-            of_images: _Lengths = np.count_nonzero(has_patch, axis=-1)
+            of_images: Lengths = np.count_nonzero(has_patch, axis=-1)
             return of_images.reshape(-1)
         if pixels.dim() < 4:
             return None
@@ -112,14 +119,14 @@ class FlopCount:
             return 0.0
         lengths = document_lengths(micro_batch)
         total = self.per_token * int(lengths.sum()) + self.per_label * num_labels
-        total += _attention(lengths, self.pairs)
+        total += attention_operations(lengths, self.pairs)
         if self.images is None:
             return float(total)
         of_images = self.images.of(micro_batch)
         return 0.0 if of_images is None else total + of_images
 
 
-def document_lengths(micro_batch: Mapping[str, torch.Tensor]) -> _Lengths:
+def document_lengths(micro_batch: Mapping[str, torch.Tensor]) -> Lengths:
     """The lengths of the documents of a micro-batch, without padding: rows, or the samples of packed rows."""
     labels, mask = micro_batch["labels"], micro_batch.get("attention_mask")
     positions = micro_batch.get("position_ids")
@@ -127,24 +134,17 @@ def document_lengths(micro_batch: Mapping[str, torch.Tensor]) -> _Lengths:
         is_token = np.ones(labels.shape, dtype=np.bool_) if mask is None else mask.numpy() != 0
         starts = np.flatnonzero((positions.numpy() == 0)[is_token])
         ends = np.append(starts[1:], np.count_nonzero(is_token))
-        lengths: _Lengths = ends - starts
+        lengths: Lengths = ends - starts
         return lengths
     if mask is None:
         return np.full(labels.shape[0], labels.shape[1], dtype=np.int64)
-    of_rows: _Lengths = np.count_nonzero(mask.numpy(), axis=1)
+    of_rows: Lengths = np.count_nonzero(mask.numpy(), axis=1)
     return of_rows
 
 
-def _attention(lengths: _Lengths, pairs: Pairs) -> int:
-    """The operations of attention in documents of *lengths*."""
-    total = 0
-    for per_pair, window in pairs:
-        num_keys = lengths if window is None else np.minimum(lengths, window)
-        total += per_pair * int(np.dot(lengths, num_keys))
-    return total
-
-
-def count_flops(model: nn.Module, layers: Sequence[nn.Module]) -> FlopCount | None:
+def count_flops(
+    model: nn.Module, layers: Sequence[nn.Module]
+) -> FlopCount | EncoderDecoderFlops | None:
     """Count the operations of an unsharded transformers *model* from its modules; no tensor is read.
 
     *layers* are its repeated blocks. Returns None for a model without a configuration of transformers, and for one
@@ -154,8 +154,7 @@ def count_flops(model: nn.Module, layers: Sequence[nn.Module]) -> FlopCount | No
     if not hasattr(config, "get_text_config"):
         return None
     if getattr(config, "is_encoder_decoder", False):
-        # Its two parts have rows of different lengths.
-        return None
+        return count_encoder_decoder(model, layers)
     walk = _Walk(model, layers, config.get_text_config())
     text_pairs = walk.text_pairs()
     if walk.is_unknown or text_pairs is None:
@@ -230,9 +229,9 @@ class _Walk:
             per_pair = _operations_per_pair(layer)
             if per_pair is None:
                 return None
-            if _is_attention(kind):
+            if is_attention(kind):
                 passes = 3 if has_gradient else 1
-                found[_window(layer, kind)] += per_pair * passes * num_calls
+                found[window_of(layer, kind)] += per_pair * passes * num_calls
         return tuple((per_pair, window) for window, per_pair in found.items())
 
     def _kinds_of_layers(self) -> list[tuple[str, int]]:
@@ -241,10 +240,10 @@ class _Walk:
         if self._mtp is not None:
             for depth in self._mtp.depths:
                 config: Any = depth.decoder.config  # type: ignore[union-attr]
-                kinds = _layer_types(config, config.num_hidden_layers)
+                kinds = layer_kinds(config, config.num_hidden_layers)
                 of_mtp += [(kind, self._num_calls[id(depth)]) for kind in kinds]
         num_layers = len(self._text_gradients) - len(of_mtp)
-        of_model = [(kind, 1) for kind in _layer_types(self._text_config, num_layers)]
+        of_model = [(kind, 1) for kind in layer_kinds(self._text_config, num_layers)]
         return [*of_model[:num_layers], *of_mtp]
 
     def _calls_of_modules(self) -> dict[int, int]:
@@ -278,14 +277,16 @@ class _Walk:
         """Count a vision tower; returns whether any parameter of it is trained."""
         is_trained = False
         for name, module in modules:
-            is_trained = is_trained or _is_trained(module)
+            is_trained = is_trained or has_trained_weight(module)
             is_in_block = _IN_BLOCK.search(name) is not None
             if not is_in_block and "patch" not in name:
                 # A pooling head, which a language model does not use.
                 continue
             size = self._size(name, module)
             # The first layer of a tower: pixels have no gradient.
-            self.per_patch += _operations(module, size, has_gradient=is_trained and is_in_block)
+            self.per_patch += product_operations(
+                module, size, has_gradient=is_trained and is_in_block
+            )
             if is_in_block and isinstance(module, nn.Linear) and ".lora_" not in name:
                 self._note_queries(name, module)
         self._tower_has_gradient = is_trained
@@ -306,8 +307,8 @@ class _Walk:
             size = self._size(name, module)
             if not size and not isinstance(module, nn.Embedding):
                 size = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
-            self.per_image_token += _operations(module, size, has_gradient=is_trained)
-            is_trained = is_trained or _is_trained(module)
+            self.per_image_token += product_operations(module, size, has_gradient=is_trained)
+            is_trained = is_trained or has_trained_weight(module)
         return is_trained
 
     def _count_text(self, modules: Sequence[tuple[str, nn.Module]], is_trained: bool) -> None:
@@ -319,7 +320,7 @@ class _Walk:
                 layer_of[id(module)] = number
         for _, module in modules:
             if isinstance(module, nn.Embedding) and id(module) not in layer_of:
-                is_trained = is_trained or _is_trained(module)
+                is_trained = is_trained or has_trained_weight(module)
         for layer in text_layers:
             is_trained = is_trained or any(p.requires_grad for p in layer.parameters())
             self._text_gradients.append(is_trained)
@@ -327,7 +328,7 @@ class _Walk:
             size = self._size(name, module)
             position = layer_of.get(id(module))
             has_gradient = is_trained if position is None else self._text_gradients[position]
-            operations = _operations(module, size, has_gradient=has_gradient)
+            operations = product_operations(module, size, has_gradient=has_gradient)
             operations *= self._num_calls.get(id(module), 1)
             if id(module) in self._head:
                 self.per_label += operations
@@ -385,16 +386,6 @@ def _operations_per_pair(layer: Any) -> int | None:
     return operations
 
 
-def _operations(module: nn.Module, size: int, *, has_gradient: bool) -> int:
-    """The operations for *size* multiplications: forward, gradient of the weight, and gradient of the input."""
-    passes = 1 + has_gradient + (size > 0 and _is_trained(module))
-    return 2 * size * passes
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-
-
 def _first_number(config: Any, names: Iterable[str]) -> int | None:
     """The first of the values *names* that is a positive number; of the first layer, where layers differ."""
     for name in names:
@@ -402,32 +393,3 @@ def _first_number(config: Any, names: Iterable[str]) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
-
-
-def _layer_types(text: Any, num_layers: int) -> Sequence[str]:
-    """The kind of each decoder layer, as the configuration names it."""
-    for name in ("layer_types", "layers_block_type"):
-        kinds = getattr(text, name, None)
-        if kinds:
-            return list(kinds)
-    found = []
-    for number in range(num_layers):
-        layer = config_of_layer(text, number)
-        window = getattr(layer, "sliding_window", None)
-        is_windowed = window and getattr(layer, "use_sliding_window", True)
-        found.append("sliding_attention" if is_windowed else "full_attention")
-    return found
-
-
-def _is_attention(kind: str) -> bool:
-    """Whether a layer of this *kind* compares all pairs of positions: not a linear attention or state-space layer."""
-    return "attention" in kind and "linear" not in kind
-
-
-def _window(text: Any, kind: str) -> int | None:
-    """The largest number of keys of a query in a layer of this *kind*; None: no limit."""
-    name = "attention_chunk_size" if "chunked" in kind else "sliding_window"
-    if "sliding" not in kind and "chunked" not in kind:
-        return None
-    size = getattr(text, name, None)
-    return size if isinstance(size, int) else None

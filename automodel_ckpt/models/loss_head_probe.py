@@ -45,8 +45,7 @@ def install_loss_head(
         return None
     tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or weight.device)
     inner = model_without_adapters(model)
-    if getattr(inner, "final_logits_bias", None) is not None:
-        # BART and its relatives: a bias of all tokens, which the output layer does not have.
+    if adds_bias_to_logits(inner):
         log.info("computing the loss from full logits: %s adds a bias to its logits", _name(model))
         return None
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
@@ -84,7 +83,13 @@ def _with_transform(head: Head, transform: LogitTransform) -> Head:
 
 
 def _name(model: nn.Module) -> str:
-    return type(model).__name__
+    name: str = class_of(model).__name__
+    return name
+
+
+def adds_bias_to_logits(model: Any) -> bool:
+    """Whether *model* adds a bias of all tokens that its output layer does not have: BART and its relatives."""
+    return getattr(model, "final_logits_bias", None) is not None
 
 
 def output_layer(model: Any) -> nn.Module | None:

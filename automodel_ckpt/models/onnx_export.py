@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.models.config_checks import is_whole_seq2seq
 
 INPUTS = ("input_ids", "attention_mask")
 OUTPUT = "logits"
@@ -98,6 +99,10 @@ def export_to_onnx(directory: Path, target: Path, dtype: str) -> None:
 def _load(directory: Path, dtype: str) -> Any:
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        if is_whole_seq2seq(config):
+            # transformers would load the decoder alone.
+            raise ValueError(f"a {config.model_type} model has an encoder and a decoder")
         # Fused attention has kernels that the exporter does not know.
         model = load(directory, dtype=dtype, attn_implementation="eager", local_files_only=True)
     except (ValueError, OSError, KeyError) as error:

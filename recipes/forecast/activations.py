@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -10,6 +10,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS, peak_bytes
+from automodel_ckpt.models.loss_head_probe import adds_bias_to_logits
 from automodel_ckpt.models.mtp import mtp_of
 from automodel_ckpt.recipes.forecast.image_memory import image_bytes
 from automodel_ckpt.recipes.forecast.micro_batch import micro_batch_shape
@@ -52,13 +53,14 @@ def estimate_activations(recipe: Recipe) -> Activations | None:
     is_sequence_parallel = recipe.config.distributed.sequence_parallel
     num_parts = layout.num_row_parts(sequence_parallel=is_sequence_parallel)
     tokens_per_row = -(-batch.tokens_per_row // num_parts)
-    trace = trace_of(recipe, batch.rows, tokens_per_row)
+    trace = trace_of(recipe, replace(batch, tokens_per_row=tokens_per_row))
     if trace is None:
         return None
     of_images = image_bytes(recipe.model, batch.images) if batch.images else 0
     if of_images is None:
         return None
-    head = _head_memory(recipe, batch.rows * tokens_per_row)
+    # A model with targets has no parts of rows.
+    head = _head_memory(recipe, batch.rows * (batch.targets_per_row or tokens_per_row))
     num_batches = num_in_progress(recipe.config, layout.sizes)
     # On a CPU, short-lived tensors leave holes in the heap between long-lived ones (tools/bench_forecast.py).
     factor = _BLOCKS if layout.device.type == "cuda" else _HEAP
@@ -114,12 +116,14 @@ def _head_memory(recipe: Recipe, num_positions: int) -> HeadMemory:
     if is_trained and not is_fully_sharded(recipe.config, recipe.layout):
         # With shards, it is among the gathered tensors.
         gradient = nbytes([head.weight])
-    layers = mtp_of(model_without_adapters(recipe.model))
+    model = model_without_adapters(recipe.model)
+    layers = mtp_of(model)
     if layers is not None:
         num_positions *= 1 + layers.num_depths
     num_logits = num_positions * head.out_features
     device_type = recipe.layout.device.type
-    if device_type == "cpu" and _SMALL_LOGITS * num_logits <= CHUNK_ELEMENTS["cpu"]:
+    is_small = device_type == "cpu" and _SMALL_LOGITS * num_logits <= CHUNK_ELEMENTS["cpu"]
+    if is_small or adds_bias_to_logits(model):
         # The logarithms of probabilities, their gradient, and that of the logits, in float32.
         return HeadMemory(3 * 4 * num_logits + gradient, gradient)
     chunks = peak_bytes(

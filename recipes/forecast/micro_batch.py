@@ -28,10 +28,14 @@ _OF_TEXT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchShape:
-    """The rows of a micro-batch, the tokens of a row, and the inputs other than tokens, by name (images)."""
+    """The rows of a micro-batch, the tokens of a row, and the inputs other than tokens, by name (images).
+
+    Rows of an encoder-decoder have the tokens of a source, and *targets_per_row* tokens of a target.
+    """
 
     rows: int
     tokens_per_row: int
+    targets_per_row: int | None = None
     images: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -40,9 +44,6 @@ def micro_batch_shape(recipe: Recipe) -> MicroBatchShape | None:
 
     It is that of the first micro-batch if samples have images, or a length that the recipe does not determine.
     """
-    if getattr(recipe.model_config, "is_encoder_decoder", False):
-        # Rows of the encoder and of the decoder have different lengths.
-        return None
     full = _full_micro_batch(recipe)
     if full is not None and not hasattr(recipe, "processor"):
         return full
@@ -52,6 +53,7 @@ def micro_batch_shape(recipe: Recipe) -> MicroBatchShape | None:
         samples = [loader.dataset[number] for number in range(size)]
         batch = loader.collate_fn(samples)
         rows, length = batch["input_ids"].shape
+        targets = batch["labels"].shape[1] if _has_targets(recipe) else None
     except Exception as error:  # a stream, or samples that only a user's collate_fn understands
         log.debug("the first samples make no micro-batch: %r", error)
         return full
@@ -59,11 +61,23 @@ def micro_batch_shape(recipe: Recipe) -> MicroBatchShape | None:
         # The batch has a row per sample; the model gets packs.
         rows, length = full.rows, full.tokens_per_row
     images = {name: value for name, value in batch.items() if name not in _OF_TEXT}
-    return MicroBatchShape(rows, length, images)
+    return MicroBatchShape(rows, length, targets, images)
 
 
 def _full_micro_batch(recipe: Recipe) -> MicroBatchShape | None:
     """A full micro-batch without images; None if the recipe does not determine the length of samples."""
     packed, rows = recipe.config.packed_sequence, recipe.config.step_scheduler.local_batch_size
-    length = packed.size if packed is not None else recipe.config.dataset.kwargs.get("seq_length")
-    return None if length is None else MicroBatchShape(rows, int(length))
+    arguments = recipe.config.dataset.kwargs
+    length = packed.size if packed is not None else arguments.get("seq_length")
+    if length is None:
+        return None
+    targets = None
+    if _has_targets(recipe):
+        limit = arguments.get("target_length")
+        targets = int(length if limit is None else limit)
+    return MicroBatchShape(rows, int(length), targets)
+
+
+def _has_targets(recipe: Recipe) -> bool:
+    """Whether the model has a decoder whose rows have another length than those of its encoder."""
+    return bool(getattr(recipe.model_config, "is_encoder_decoder", False))

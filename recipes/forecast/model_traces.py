@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from automodel_ckpt.models.activation_memory import HostActivations
 from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.mtp import MultiTokenPrediction, mtp_of
+from automodel_ckpt.recipes.forecast.micro_batch import MicroBatchShape
 from automodel_ckpt.recipes.forecast.step_trace import StepTrace, traced_step
 from automodel_ckpt.recipes.model.sections import activation_mode, is_fully_sharded
 from automodel_ckpt.recipes.precision import compute_dtype
@@ -26,19 +29,20 @@ _traces: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], StepTrace | 
 """The traces of a model by (rows, tokens per row, what else changes a trace); None: it cannot be traced."""
 
 
-def trace_of(recipe: Recipe, rows: int, length: int) -> StepTrace | None:
-    """The trace of a step with *rows* of *length* tokens; None for a model whose forward pass needs values.
+def trace_of(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
+    """The trace of a step with the rows of *batch*, without images; None for a model whose forward pass needs values.
 
     Two numbers of rows are traced for a length, and others computed from these.
     """
+    rows, lengths = batch.rows, (batch.tokens_per_row, batch.targets_per_row)
     known = _traces.setdefault(recipe.model, {})
     is_sharded = is_fully_sharded(recipe.config, recipe.layout)
-    kind = (length, activation_mode(recipe.config.model), is_sharded)
+    kind = (lengths, activation_mode(recipe.config.model), is_sharded)
     if (rows, *kind) in known:
         return known[rows, *kind]
     others = {key[0]: trace for key, trace in known.items() if key[1:] == kind}
     if len(others) < _NUM_TRACED:
-        known[rows, *kind] = found = _traced(recipe, rows, length)
+        known[rows, *kind] = found = _traced(recipe, batch)
         return found
     first, second = others
     start, end = others[first], others[second]
@@ -47,23 +51,27 @@ def trace_of(recipe: Recipe, rows: int, length: int) -> StepTrace | None:
     return start.between(end, (rows - first) / (second - first))
 
 
-def _traced(recipe: Recipe, rows: int, length: int) -> StepTrace | None:
+def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
     backbone = _traced_part(recipe.model)
-    tokens = {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
+    tokens = {"input_ids": torch.zeros(batch.rows, batch.tokens_per_row, dtype=torch.long)}
+    if batch.targets_per_row is not None:
+        targets = torch.zeros(batch.rows, batch.targets_per_row, dtype=torch.long)
+        tokens["decoder_input_ids"] = targets
     dtype = compute_dtype(recipe.config.distributed)
     is_autocast = dtype is not None and not is_fully_sharded(recipe.config, recipe.layout)
     host = None
     if activation_mode(recipe.config.model) == "offload":
         host = HostActivations(torch.device("cpu"))
     try:
-        return traced_step(
-            backbone,
-            tokens,
-            recipe.trainable.forward_options,
-            dtype=dtype,
-            is_autocast=is_autocast,
-            host=host,
-        )
+        with _without_output_layer(backbone):
+            return traced_step(
+                backbone,
+                tokens,
+                recipe.trainable.forward_options,
+                dtype=dtype,
+                is_autocast=is_autocast,
+                host=host,
+            )
     except Exception as error:
         log.debug("the activations cannot be traced: %r", error)
         return None
@@ -77,6 +85,20 @@ def _traced_part(model: Any) -> nn.Module:
     if layers is None or layers in set(backbone.modules()):
         return backbone
     return _WithDepths(backbone, layers)
+
+
+@contextmanager
+def _without_output_layer(backbone: Any) -> Iterator[None]:
+    """Let *backbone* return its last hidden states if it has an output layer: T5 has no backbone without it."""
+    head = getattr(backbone, "get_output_embeddings", lambda: None)()
+    if head is None:
+        yield
+        return
+    vars(head)["forward"] = lambda hidden: hidden
+    try:
+        yield
+    finally:
+        del vars(head)["forward"]
 
 
 class _WithDepths(nn.Module):

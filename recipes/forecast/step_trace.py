@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
@@ -130,9 +131,19 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    dropout: float = 0.0,
+    position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' signature that keeps no attention weights, as flash attention on any device."""
+    """Attention of transformers' signature that keeps no attention weights, as flash attention on any device.
+
+    With a trained bias of each pair of positions (T5), no flash attention computes the gradients, so weights are kept.
+    """
+    if position_bias is not None:
+        # The sum with the mask is as large as the weights of all rows.
+        bias = position_bias + query.new_zeros(len(query), 1, 1, 1)
+        output = F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scaling)
+        return output.transpose(1, 2).contiguous(), None
     output, _weights = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, True, scale=scaling
     )

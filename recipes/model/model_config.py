@@ -14,7 +14,12 @@ from automodel_ckpt.distributed.context_parallel import check_context_heads
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.distributed.tensor_parallel import check_heads
-from automodel_ckpt.models.config_checks import check_context, check_task, check_vocabulary
+from automodel_ckpt.models.config_checks import (
+    check_context,
+    check_layer_drop,
+    check_task,
+    check_vocabulary,
+)
 from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.config_values import context_length, layer_configs
 from automodel_ckpt.models.vocabulary import set_size, wanted_size
@@ -42,6 +47,7 @@ def read_model_config(
         auto_class=auto_class,
     )
     check_task(found, auto_class)
+    check_layer_drop(found)
     size = wanted_size(section.vocab_size, tokenizer)
     if size is not None and section.from_config is not None:
         set_size(found, size)

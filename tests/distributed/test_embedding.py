@@ -13,9 +13,9 @@ from automodel_ckpt.recipes.embedding import EmbeddingFinetune
 from automodel_ckpt.recipes.embedding_pairs import PairsOverRanks, Parts
 from automodel_ckpt.training.contrastive import contrastive_losses
 from tests.support import pair_recipes, ranks
+from tests.support.like_one_process import Way, check_killed_run, check_like_one_process
 from tests.support.parallel import layout_here
 from tests.support.preference import TENSOR_PARALLEL
-from tests.support.training import killed_after, steps_of, train
 
 LORA = ("--peft.r=4", "--peft.dropout=0.0", "--optimizer.lr=0.01")
 METRICS = ("val_loss", "val_accuracy", "val_mrr", "val_recall_at_10")
@@ -55,14 +55,11 @@ def test_ranks_train_like_one_process(
     tmp_path: Path, kind: str, common: tuple[str, ...], ways: tuple[str, ...]
 ) -> None:
     # The third global batch has one pair, so that a rank has none of it.
-    common = (*BATCH, "--dataset.max_samples=25", *common)
+    both = (*BATCH, "--dataset.max_samples=25", *common)
     recipe = pair_recipes.write_embedding(tmp_path, kind, 1)
     whole = "--step_scheduler.local_batch_size=12"
-    expected = run(recipe, "one", 1, whole, *common)
-    assert len(expected) == 8 + len(METRICS)
-    ranks.run_each([training(recipe, name, *common, *WAYS[name]) for name in ways], 2)
-    for name in ways:
-        assert logged(tmp_path / name) == pytest.approx(expected, rel=1e-4), name
+    chosen = {name: Way(WAYS[name], both) for name in ways}
+    check_like_one_process(recipe, training, logged, chosen, whole)
 
 
 INTERRUPTED = (
@@ -78,15 +75,7 @@ INTERRUPTED = (
 def test_a_killed_run_continues_exactly_with_asynchronous_saves(tmp_path: Path) -> None:
     recipe = pair_recipes.write_embedding(tmp_path, "bert", 1)
     # Accumulated, so that each step draws the numbers of its dropout twice.
-    arguments = (*INTERRUPTED, "--checkpoint.is_async")
-    killed = (*arguments, f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}")
-    dying = partial(train, recipe, recipe_class=killed_after(5, recipe_class=EmbeddingFinetune))
-    ended = ranks.outcomes(dying, 2, *killed, init=False)
-    assert -9 in [outcome.exitcode for outcome in ended]
-    both = [training(recipe, name, *arguments) for name in ("killed", "whole")]
-    resumed, whole = ranks.run_each(both, 2)
-    assert resumed == whole
-    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+    check_killed_run(recipe, training, EmbeddingFinetune, *INTERRUPTED, "--checkpoint.is_async")
 
 
 def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:

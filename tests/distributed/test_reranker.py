@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.recipes.reranker import Reranker
-from tests.support import pair_recipes, ranks
+from tests.support import pair_recipes
+from tests.support.like_one_process import Way, check_killed_run, check_like_one_process
 from tests.support.preference import TENSOR_PARALLEL
-from tests.support.training import killed_after, steps_of, train
 
 TEMPLATE = "--reranker.template=find {{ query }} ba {{ document }}"
 WAYS: dict[str, tuple[str, ...]] = {
@@ -37,13 +37,11 @@ def test_ranks_train_like_one_process(
     tmp_path: Path, kind: str, common: tuple[str, ...], ways: tuple[str, ...]
 ) -> None:
     # The third global batch has one query, so that a rank has none of it.
-    batch = ("--step_scheduler.global_batch_size=12", "--dataset.max_samples=25")
+    both = ("--step_scheduler.global_batch_size=12", "--dataset.max_samples=25", *common)
     recipe = pair_recipes.write_reranker(tmp_path, kind)
     whole = "--step_scheduler.local_batch_size=12"
-    ranks.run(training(recipe, "one", *batch, whole, *common), 1, init=False)
-    ranks.run_each([training(recipe, name, *batch, *common, *WAYS[name]) for name in ways], 2)
-    for name in ways:
-        assert logged(tmp_path / name) == pytest.approx(logged(tmp_path / "one"), rel=1e-4), name
+    chosen = {name: Way(WAYS[name], both) for name in ways}
+    check_like_one_process(recipe, training, logged, chosen, whole)
 
 
 def test_a_killed_run_continues_exactly(tmp_path: Path) -> None:
@@ -54,11 +52,4 @@ def test_a_killed_run_continues_exactly(tmp_path: Path) -> None:
         "--step_scheduler.ckpt_every_steps=2",
         "--model.config_overrides={hidden_dropout_prob: 0.2, attention_probs_dropout_prob: 0.1}",
     )
-    killed = (*arguments, f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}")
-    dying = partial(train, recipe, recipe_class=killed_after(5, recipe_class=Reranker))
-    ended = ranks.outcomes(dying, 2, *killed, init=False)
-    assert -9 in [outcome.exitcode for outcome in ended]
-    both = [training(recipe, name, *arguments) for name in ("killed", "whole")]
-    resumed, whole = ranks.run_each(both, 2)
-    assert resumed == whole
-    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+    check_killed_run(recipe, training, Reranker, *arguments)

@@ -31,7 +31,15 @@ _SAME_DATA = ("label_tokens", "sample_ids")
 """Fields of a step that do not depend on the number of ranks."""
 _COUNTS = {"num_equal", "num_unread"}
 """What `ckpt diff` reports of tensors that are equal."""
-_BY_RANK = ('dropout": 0.1', "dropout: 0.1", "neftune", '"micro_batch"', "gpt2", "bert")
+_BY_RANK = (
+    'dropout": 0.1',
+    'dropout_rate": 0.1',
+    "dropout: 0.1",
+    "neftune",
+    '"micro_batch"',
+    "gpt2",
+    "bert",
+)
 """What gives each rank random numbers or negatives of its own. The configurations of GPT-2 and BERT have dropout."""
 _SHOWN_CHARACTERS = 1500
 

@@ -293,6 +293,38 @@ def _add_embeddings(some: _Some) -> None:
     some.maybe(0.3, "embedding.pooling", "cls", "last")
 
 
+_T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+_BART = {
+    "model_type": "bart",
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+}
+
+
+def _add_sources_and_targets(some: _Some) -> None:
+    dropout = some.numbers.choice([0.0, 0.1])
+    gated = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    some.always(
+        "model",
+        {"from_config": {**_T5, "dropout_rate": dropout}},
+        {"from_config": {**_T5, **gated, "dropout_rate": dropout}},
+        {"from_config": {**_BART, "dropout": dropout}},
+    )
+    _add_adapters(some)
+    if "peft.target_modules" in some.options and "d_kv" in json.dumps(some.options["model"]):
+        some.always("peft.target_modules", ["q", "v"], "all-linear")
+    some.always("dataset.seq_length", 32, 64)
+    some.maybe(0.5, "dataset.target_length", 16)
+    some.maybe(0.2, "dataset.source_prompt", "explain: ")
+    some.maybe(0.2, "generation", {"prompts": ["def ", "class "], "max_new_tokens": 3})
+
+
 def _add_images(some: _Some) -> None:
     _add_adapters(some)
     some.maybe(0.3, "packed_sequence.size", 128)
@@ -313,6 +345,7 @@ KINDS: dict[str, tuple[str, Callable[[_Some], None]]] = {
     "distill": ("distill/tiny_distill.yaml", _add_distillation),
     "sequence_classification": ("classification/tiny_topics.yaml", _add_classes),
     "embedding": ("embedding/tiny_pairs.yaml", _add_embeddings),
+    "seq2seq": ("seq2seq/tiny_summaries.yaml", _add_sources_and_targets),
     "vlm_finetune": ("vlm_finetune/tiny_digits.yaml", _add_images),
     "vlm_distill": ("distill/tiny_vlm_distill.yaml", _add_image_distillation),
 }

@@ -17,6 +17,7 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 _CONFIG = "config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_SEQ2SEQ = "AutoModelForSeq2SeqLM"
 _IMAGE_TEXT = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
 """The constant of transformers that maps types of models to the classes of AutoModelForImageTextToText."""
 
@@ -24,8 +25,8 @@ _IMAGE_TEXT = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
 def try_command(directory: Path) -> str:
     """The command that tries the Hugging Face files in *directory*: a conversation if there is a chat template.
 
-    For a model that gives labels to texts, it is a call of transformers' pipeline; for a model of text embeddings, the
-    call that loads them.
+    For an encoder-decoder, it has a source text in place of the beginning of a text. For a model that gives labels to
+    texts, it is a call of transformers' pipeline; for a model of text embeddings, the call that loads them.
     """
     if _is_classifier(directory):
         return f'transformers.pipeline("text-classification", model={str(directory)!r})'
@@ -34,7 +35,8 @@ def try_command(directory: Path) -> str:
         return f"sentence_transformers.SentenceTransformer({str(directory)!r}).encode(['a text'])"
     if _has_chat_template(directory):
         return f"ckpt chat {path}"
-    return f'ckpt generate {path} -p "Once upon a time"'
+    prompt = "a source text" if _is_seq2seq(directory) else "Once upon a time"
+    return f'ckpt generate {path} -p "{prompt}"'
 
 
 def model_files_lines(directory: Path) -> list[str]:
@@ -66,7 +68,7 @@ def computes_embeddings(directory: Path) -> bool:
 
 
 def hf_lines(directory: Path) -> list[str]:
-    """The commands for the Hugging Face files in *directory*: this program, vLLM, transformers.
+    """The commands for the Hugging Face files in *directory*: this program, vLLM (no encoder-decoders), transformers.
 
     Empty if there is no config.json: then no program can load them.
     """
@@ -80,10 +82,12 @@ def hf_lines(directory: Path) -> list[str]:
             f"try it:       {try_command(directory)}",
             f"transformers: AutoModel.from_pretrained({str(directory)!r})",
         ]
+    auto_class = _auto_class(directory)
+    serve = [f"vLLM:         vllm serve {path}"] if auto_class != _SEQ2SEQ else []
     return [
         f"try it:       {try_command(directory)}",
-        f"vLLM:         vllm serve {path}",
-        f"transformers: {_auto_class(directory)}.from_pretrained({str(directory)!r})",
+        *serve,
+        f"transformers: {auto_class}.from_pretrained({str(directory)!r})",
     ]
 
 
@@ -108,6 +112,13 @@ def _is_classifier(directory: Path) -> bool:
     return _has_architecture(_config(directory), "ForSequenceClassification")
 
 
+def _is_seq2seq(directory: Path) -> bool:
+    """Whether the files are a model with an encoder and a decoder for texts, or adapters of one."""
+    if _read(directory / layout.ADAPTER_CONFIG).get("task_type") == "SEQ_2_SEQ_LM":
+        return True
+    return _auto_class(directory) == _SEQ2SEQ
+
+
 def _auto_class(directory: Path) -> str:
     """The class of transformers that loads a model which generates text."""
     config = _config(directory)
@@ -118,6 +129,9 @@ def _auto_class(directory: Path) -> str:
         return "AutoModelForImageTextToText"
     if "audio_config" in config and _has_architecture(config, "ForConditionalGeneration"):
         return "AutoModelForMultimodalLM"
+    # A decoder that was saved alone has another class.
+    if config.get("is_encoder_decoder") is True and not _has_architecture(config, "ForCausalLM"):
+        return _SEQ2SEQ
     return "AutoModelForCausalLM"
 
 

@@ -33,13 +33,26 @@ from automodel_ckpt.checkpoint.export.next_steps import (
             "AutoModelForMultimodalLM",
         ),
         ({}, "AutoModelForCausalLM"),
+        (
+            {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+            "AutoModelForSeq2SeqLM",
+        ),
+        (
+            {"architectures": ["MarianForCausalLM"], "is_encoder_decoder": True},
+            "AutoModelForCausalLM",
+        ),
     ],
 )
 def test_the_class_that_loads_an_export_is_that_of_its_kind(
     tmp_path: Path, config: dict[str, Any], auto_class: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert f"transformers: {auto_class}.from_pretrained('{tmp_path}')" in hf_lines(tmp_path)
+    lines = hf_lines(tmp_path)
+    assert f"transformers: {auto_class}.from_pretrained('{tmp_path}')" in lines
+    prompt = "a source text" if auto_class == "AutoModelForSeq2SeqLM" else "Once upon a time"
+    assert f'try it:       ckpt generate {tmp_path} -p "{prompt}"' in lines
+    is_served = any("vllm serve" in line for line in lines)
+    assert is_served == (auto_class != "AutoModelForSeq2SeqLM")
 
 
 def test_the_classes_of_models_with_images_are_those_of_transformers() -> None:
@@ -51,6 +64,7 @@ def test_the_classes_of_models_with_images_are_those_of_transformers() -> None:
     [
         ("CAUSAL_LM", None, 'ckpt generate {} -p "Once upon a time"'),
         ("CAUSAL_LM", "chat_template.jinja", "ckpt chat {}"),
+        ("SEQ_2_SEQ_LM", None, 'ckpt generate {} -p "a source text"'),
         (None, None, 'ckpt generate {} -p "Once upon a time"'),
         ("SEQ_CLS", None, None),
         ("CAUSAL_LM", "modules.json", None),

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import BartConfig
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.targets.onnx import export_onnx
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
+from automodel_ckpt.models.onnx_export import export_to_onnx
 from tests.support.llamas import llama_checkpoint
 
 Capture = pytest.CaptureFixture[str]
@@ -91,6 +93,14 @@ def test_without_the_packages_it_says_how_to_get_them(
     (tmp_path / "c").mkdir()
     assert main(["export", str(tmp_path / "c"), "--to", "onnx"]) == 2
     assert "automodel_ckpt[onnx]" in capsys.readouterr().err
+
+
+def test_an_encoder_decoder_is_not_exported_without_its_encoder(tmp_path: Path) -> None:
+    config = BartConfig(architectures=["BartForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointUnusable, match="only causal language models") as error:
+        export_to_onnx(tmp_path, tmp_path / "model.onnx", "float32")
+    assert "an encoder and a decoder" in str(error.value)
 
 
 @pytest.mark.skipif(

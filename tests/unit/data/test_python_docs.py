@@ -12,7 +12,13 @@ from transformers import AutoTokenizer
 
 from automodel_ckpt.data import python_docs
 from automodel_ckpt.data.packing import PackedDataset
-from automodel_ckpt.data.python_docs import docstring_pairs, language_modeling, train_tokenizer
+from automodel_ckpt.data.python_docs import (
+    docstring_pairs,
+    language_modeling,
+    summaries,
+    train_tokenizer,
+)
+from automodel_ckpt.data.python_library import library_pairs
 from automodel_ckpt.data.tokenized import TokenizedDataset
 from automodel_ckpt.errors import RecipeError
 from tests.support.command_server import CommandServer
@@ -218,3 +224,21 @@ def test_a_vocabulary_that_cannot_hold_all_bytes_is_refused() -> None:
 def test_another_tokenizer_has_other_prepared_samples(tokenizer: Any) -> None:
     other = train_tokenizer(300)
     assert language_modeling(other, 64)[0] != language_modeling(tokenizer, 64)[0]
+
+
+def test_summaries_are_signatures_with_the_first_paragraphs(tokenizer: Any) -> None:
+    dataset: Any = summaries(tokenizer, split="validation", source_prompt="explain: ")
+    texts = {}
+    for number in range(len(dataset)):
+        sample = dataset[number]
+        assert len(sample["input_ids"]) <= 64
+        assert sample["labels"][-1] == tokenizer.eos_token_id
+        source = tokenizer.decode(sample["input_ids"], skip_special_tokens=True)
+        texts[source] = tokenizer.decode(sample["labels"], skip_special_tokens=True)
+    # Whole sources, with whole targets.
+    pairs = [pair for pair in library_pairs("validation") if len(pair.docstring) < 40]
+    found = [texts.get(f"explain: {pair.prompt.rstrip()}") for pair in pairs]
+    expected = [" ".join(pair.docstring.split("\n\n")[0].split()) for pair in pairs]
+    same = [text == other for text, other in zip(found, expected, strict=True) if text is not None]
+    assert len(same) > 20
+    assert all(same)

@@ -14,7 +14,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    LlamaConfig,
+    MarianConfig,
+    MarianMTModel,
+)
 from transformers.utils.hub import cached_file
 
 from automodel_ckpt.distributed.model_layers import decoder_layers, untied_layers
@@ -266,6 +274,12 @@ def test_the_decoder_layers_are_found_by_class_or_as_the_longest_list() -> None:
     )
     assert decoder_layers(plain) == list(plain["many"])  # type: ignore[arg-type]
     assert decoder_layers(torch.nn.Linear(2, 2)) == []
+    # A model with two parts that does not name the classes of its layers.
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2}
+    with torch.device("meta"):
+        marian = MarianMTModel(MarianConfig(**sizes, pad_token_id=0))  # type: ignore[arg-type]
+    parts = marian.get_encoder(), marian.get_decoder()
+    assert decoder_layers(marian) == [*parts[0].layers, *parts[1].layers]  # type: ignore[misc]
 
 
 def test_a_block_that_is_tied_to_what_is_outside_of_it_is_not_sharded_on_its_own() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,28 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    LongT5Config,
+    LongT5ForConditionalGeneration,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+)
 
+from automodel_ckpt.cli.train import main
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.seq2seq import SourceTargetCollator, source_target
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.freezing import freeze
+from automodel_ckpt.recipes.decoder_inputs import shifted
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.seq2seq import Seq2Seq
+from automodel_ckpt.recipes.seq2seq_checks import check_alike, check_shift
 from tests.support.training import build
 
 T5 = "{model_type: t5, d_model: 16, d_kv: 4, d_ff: 32, num_layers: 1, num_heads: 2, dropout_rate: 0.0%s}"
@@ -37,6 +54,7 @@ MODELS = {
     "bart": BART,
     "t5gemma": T5GEMMA,
 }
+BUILDER = "automodel_ckpt.data.seq2seq.source_target"
 LLAMA = "{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"
 
 
@@ -60,7 +78,7 @@ tokenizer:
   _target_: automodel_ckpt.data.python_docs.train_tokenizer
   vocab_size: 300
 dataset:
-  _target_: automodel_ckpt.data.seq2seq.source_target
+  _target_: {BUILDER}
   path: {data}
 dataloader:
   shuffle: false
@@ -87,22 +105,30 @@ def test_the_loss_is_that_of_transformers(tmp_path: Path, name: str) -> None:
     recipe = build(
         write(tmp_path, MODELS[name]),
         "--checkpoint.save_consolidated=every",
+        f"--validation_dataset={{_target_: {BUILDER}, path: {tmp_path / 'rows.jsonl'}}}",
         recipe_class=Seq2Seq,
     )
     recipe.setup()
     recipe.run()
-    samples = [recipe.dataloader.dataset[number] for number in range(4, 8)]
+    samples = [recipe.dataloader.dataset[number] for number in range(8)]
     recipe.close()
     export = tmp_path / "run" / "epoch_0_step_1" / "model" / "consolidated"
     model = AutoModelForSeq2SeqLM.from_pretrained(export).eval()
-    total, num_labels = 0.0, 0
+    sums, hits, lengths = [], [], []
     for sample in samples:
         labels = torch.tensor([sample["labels"]])
         with torch.no_grad():
-            mean = model(input_ids=torch.tensor([sample["input_ids"]]), labels=labels).loss
-        total += mean.item() * labels.numel()
-        num_labels += labels.numel()
-    assert losses(tmp_path / "run")[1] == pytest.approx(total / num_labels, rel=1e-6)
+            output = model(input_ids=torch.tensor([sample["input_ids"]]), labels=labels)
+        sums.append(output.loss.item() * labels.numel())
+        hits.append((output.logits.argmax(-1) == labels).sum().item())
+        lengths.append(labels.numel())
+    expected = sum(sums[4:]) / sum(lengths[4:])
+    assert losses(tmp_path / "run")[1] == pytest.approx(expected, rel=1e-6)
+    first, *_ = (tmp_path / "run" / "validation.jsonl").read_text().splitlines()
+    validation = json.loads(first)
+    assert validation["val_loss"] == pytest.approx(sum(sums) / sum(lengths), rel=1e-6)
+    assert validation["val_accuracy"] == pytest.approx(sum(hits) / sum(lengths))
+    assert "val_perplexity" in validation
 
 
 def test_texts_have_limits_and_end_tokens(tmp_path: Path) -> None:
@@ -176,6 +202,25 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     assert json.loads(adapter.read_text())["task_type"] == "SEQ_2_SEQ_LM"
 
 
+@pytest.mark.parametrize("name", ["tied", "bart"])
+def test_a_dry_run_estimates_both_parts(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(write(tmp_path, MODELS[name]))
+    found = []
+    for lengths in ((64, 24), (64, 64), (24, 64)):
+        limits = zip(("seq_length", "target_length"), lengths, strict=True)
+        assert (
+            main(["--dry-run", recipe, *(f"--dataset.{key}={each}" for key, each in limits)]) == 0
+        )
+        report = capsys.readouterr().out
+        if "activations unknown" in report:
+            pytest.skip("layers of BART compare a random number with LayerDrop's rate in 5.17")
+        [(size, unit)] = re.findall(r"activations ([\d.]+) (kB|MB)", report)
+        found.append(float(size) * {"kB": 1, "MB": 1000}[unit])
+    assert found[0] < found[1] > found[2]
+
+
 def test_models_of_the_wrong_kind_are_rejected(tmp_path: Path) -> None:
     recipe = build(write(tmp_path, LLAMA), recipe_class=Seq2Seq)
     with pytest.raises(RecipeError, match="does not support this kind of model") as error:
@@ -196,10 +241,113 @@ def test_models_of_the_wrong_kind_are_rejected(tmp_path: Path) -> None:
     assert "recipe: seq2seq" in error.value.problems[0].hint
 
 
+def test_the_inputs_of_the_decoder_leave_the_labels_as_they_are() -> None:
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 9}
+    heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1}
+    labels = torch.tensor([[4, 5, 2, -100]])
+    with torch.device("meta"):
+        m2m = M2M100ForConditionalGeneration(M2M100Config(**sizes, **heads))
+        vocabularies = {"langs": ["a", "b"], "src_vocab_size": 9, "tgt_vocab_size": 9}
+        fsmt = FSMTForConditionalGeneration(FSMTConfig(**sizes, **heads, **vocabularies))
+    # fsdp2 derives a class in a module of torch.
+    m2m.__class__ = type("FSDPM2M100", (type(m2m),), {"__module__": "torch.nn"})
+    assert shifted(m2m, labels).tolist() == [[2, 4, 5, 2]]
+    assert shifted(fsmt, labels).tolist() == [[2, 4, 5, 2]]
+    assert labels.tolist() == [[4, 5, 2, -100]]
+    check_shift(m2m, m2m.config)
+    m2m.config.decoder_start_token_id = 9
+    with pytest.raises(RecipeError, match="a token that is not in its vocabulary"):
+        check_shift(m2m, m2m.config)
+    m2m.config.decoder_start_token_id = None
+    with pytest.raises(RecipeError, match="cannot follow from the labels"):
+        check_shift(m2m, m2m.config)
+
+
 @pytest.mark.parametrize(
-    "option", ["--packed_sequence.size=16", "--compile.enabled=true", "--distributed.tp_size=2"]
+    ("model", "setting"),
+    [
+        ("model_type: m2m_100", "model.config_overrides: {encoder_layerdrop: 0.0"),
+        (
+            "model_type: nllb-moe, encoder_layerdrop: 0, decoder_layerdrop: 0",
+            "model.config_overrides: {moe_eval_capacity",
+        ),
+        ("model_type: prophetnet", "such as BART"),
+    ],
 )
-def test_unsupported_keys_are_rejected(tmp_path: Path, option: str) -> None:
-    recipe = build(write(tmp_path, MODELS["tied"]), option, recipe_class=Seq2Seq)
-    key = option.strip("-").split(".")[0]
-    assert any(problem.where.startswith(key) for problem in recipe.config_problems())
+def test_models_whose_passes_are_not_alike_are_rejected(
+    tmp_path: Path, model: str, setting: str
+) -> None:
+    recipe = build(write(tmp_path, f"{{{model}}}"), recipe_class=Seq2Seq)
+    with pytest.raises(RecipeError) as error:
+        recipe.setup()
+    recipe.close()
+    assert setting in error.value.problems[0].hint
+
+
+def test_on_several_ranks_each_trained_parameter_has_a_gradient() -> None:
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 2, "vocab_size": 9}
+    sparse = {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    with torch.device("meta"):
+        switch = SwitchTransformersForConditionalGeneration(
+            SwitchTransformersConfig(**sizes, **sparse)
+        )
+        long = LongT5ForConditionalGeneration(
+            LongT5Config(**sizes, encoder_attention_type="transient-global", global_block_size=4)
+        )
+    with pytest.raises(RecipeError, match="experts of this model"):
+        check_alike(switch, switch.config, None)
+    freeze(switch, ["*.experts.*"])
+    check_alike(switch, switch.config, None)
+    for multiple in (None, 2):
+        with pytest.raises(RecipeError, match="pad_to_multiple_of: 4"):
+            check_alike(long, long.config, multiple)
+    check_alike(long, long.config, 8)
+
+
+def test_unsupported_keys_are_rejected(tmp_path: Path) -> None:
+    values = {
+        "model": "{_target_: tests.support.parallel.model_of}",
+        "model.mtp": "{num_depths: 1}",
+        "packed_sequence": "{size: 16}",
+        "model.neftune_alpha": "5",
+        "evaluation": "{harness: {tasks: [some]}}",
+        "distributed.tp_size": "2",
+        "distributed.pp_size": "2",
+        "distributed.cp_size": "2",
+        "compile.enabled": "true",
+    }
+    recipe_file = write(tmp_path, MODELS["tied"])
+    found = set()
+    for key, value in values.items():
+        recipe = build(recipe_file, f"--{key}={value}", recipe_class=Seq2Seq)
+        [problem] = recipe.config_problems()
+        assert problem.where.startswith(key)
+        found.add(problem.where)
+    assert found == {row.key for row in Seq2Seq.unsupported} | {"compile.enabled"}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_argument_of_the_builder_changes_the_samples(tmp_path: Path, streaming: bool) -> None:
+    path = tmp_path / "rows.jsonl"
+    content = [
+        {"source": f"a b {number}", "target": f"c {number}", "other": "d"} for number in range(3)
+    ]
+    path.write_text("\n".join(map(json.dumps, content)))
+    tokenizer = train_tokenizer(300)
+
+    def samples(**arguments: Any) -> list[Any]:
+        found: Any = source_target(tokenizer, str(path), streaming=streaming, **arguments)
+        return [found.prepare(row) for row in found] if streaming else list(found)
+
+    usual = samples()
+    assert usual == list(source_target(tokenizer, str(path)))  # type: ignore[arg-type]
+    changes: list[dict[str, Any]] = [
+        {"source_field": "{{ other }} {{ source }}"},
+        {"target_field": "other"},
+        {"source_prompt": "read: "},
+        {"seq_length": 3, "truncation": "right"},
+        {"target_length": 2, "truncation": "right"},
+        {"max_samples": 2},
+    ]
+    for change in changes:
+        assert samples(**change) != usual, change

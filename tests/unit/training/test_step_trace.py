@@ -69,6 +69,25 @@ def test_the_traced_peak_is_that_of_the_tensors_of_a_real_step(kind: str) -> Non
     assert counted(model_on("cpu", kind), 2) == pytest.approx(both, rel=0.01)
 
 
+def test_the_weights_of_attention_with_a_trained_bias_are_traced() -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**sizes, vocab_size=100, decoder_start_token_id=0)
+    ids = INPUTS["input_ids"] % 100
+    inputs = {"input_ids": ids, "decoder_input_ids": ids[:, :64]}
+    with torch.device("meta"):
+        trace = traced_step(AutoModel.from_config(config), inputs, OPTIONS)
+    live = LiveBytes()
+    model = AutoModel.from_config(config).train()
+    for parameter in model.parameters():
+        live.exclude(parameter)
+    mask = torch.ones_like(ids)
+    mask[0, -1] = 0
+    with live:
+        output = model(**inputs, attention_mask=mask, **OPTIONS)
+    assert live.current == pytest.approx(trace.after_forward, rel=0.03)
+    assert output[0].requires_grad
+
+
 def test_autocast_and_casts_of_parameters_are_traced() -> None:
     trace = traced("plain", dtype=torch.bfloat16, is_autocast=True)
     real = counted(model_on("cpu", "plain"), 1, autocast=True)

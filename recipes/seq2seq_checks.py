@@ -1,0 +1,94 @@
+"""What the recipe ``seq2seq`` requires of a model: its loss, the inputs of its decoder, gradients on all ranks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.forward import class_and_message
+from automodel_ckpt.recipes.decoder_inputs import shifted
+
+_ONE_EXPERT = re.compile(r"\.experts\.(expert_)?\d+\.")
+_START_HINT = (
+    "set decoder_start_token_id and pad_token_id in model.from_config, or in model.config_overrides"
+)
+
+
+def check_forward(config: PreTrainedConfig) -> None:
+    """Raise :class:`RecipeError` for a model whose loss differs from that of the next tokens, or depends on the passes
+    before."""
+    ngram = getattr(config, "ngram", 1)
+    if ngram != 1:
+        raise RecipeError(
+            "this model also predicts later tokens at each position, which the recipe seq2seq does not train",
+            where="model",
+            value=f"a {config.model_type} model with ngram: {ngram}",
+            hint="use another model, such as BART",
+        )
+    # NLLB's experts keep the capacity that an evaluation pass computes from its number of tokens.
+    fraction = getattr(config, "moe_eval_capacity_token_fraction", 0)
+    if fraction > 0:
+        raise RecipeError(
+            "evaluation passes of this model change how many tokens its experts accept in training",
+            where="model",
+            value=f"a {config.model_type} model with moe_eval_capacity_token_fraction: {fraction}",
+            hint="set model.config_overrides: {moe_eval_capacity_token_fraction: 0.0}",
+        )
+
+
+def check_shift(model: Any, config: PreTrainedConfig) -> None:
+    """Raise :class:`RecipeError` if the inputs of the decoder of *model* cannot follow from labels."""
+    token = 1 if getattr(config, "pad_token_id", None) == 0 else 0
+    try:
+        first = int(shifted(model, torch.tensor([[token, token]]))[0, 0])
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise RecipeError(
+            "the inputs of the decoder cannot follow from the labels",
+            where="model",
+            value=class_and_message(error),
+            hint=_START_HINT,
+        ) from error
+    size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    if size is not None and not 0 <= first < size:
+        raise RecipeError(
+            "the decoder starts with a token that is not in its vocabulary",
+            where="model",
+            value=f"token {first} of {size}",
+            hint=_START_HINT,
+        )
+
+
+def check_alike(model: nn.Module, config: PreTrainedConfig, multiple: int | None) -> None:
+    """Raise :class:`RecipeError` if a trained parameter may have a gradient on one of several ranks but not on all.
+
+    Their collectives would not fit together. *multiple* divides the number of tokens of each source.
+    """
+    experts = [
+        name
+        for name, parameter in model.named_parameters()
+        if _ONE_EXPERT.search(name) and parameter.requires_grad
+    ]
+    if experts:
+        raise RecipeError(
+            "experts of this model that no token of a rank chooses have no gradient there, and other ranks would wait",
+            where="model",
+            value=f"a {config.model_type} model; {len(experts)} trained parameters, such as {experts[0]}",
+            hint="train it on one rank, or freeze its experts: model.freeze: ['*.experts.*']",
+        )
+    size = 1
+    if getattr(config, "encoder_attention_type", None) == "transient-global":
+        size = config.global_block_size
+    if size > 1 and (multiple is None or multiple % size):
+        raise RecipeError(
+            "parameters of this model have no gradient on a rank whose sources are short, and other ranks would wait",
+            where="dataloader.pad_to_multiple_of",
+            value=f"{multiple}; a {config.model_type} model with global_block_size: {size}",
+            hint=f"set dataloader.pad_to_multiple_of: {size}",
+        )
