@@ -27,6 +27,7 @@ CASES: dict[str, Path] = {
     "kto": EXAMPLES / "preference" / "tiny_kto.yaml",
     "reward": EXAMPLES / "preference" / "tiny_reward.yaml",
     "distill": EXAMPLES / "distill" / "tiny_distill.yaml",
+    "seq2seq": EXAMPLES / "seq2seq" / "tiny_summaries.yaml",
 }
 AUDIO = """\
 recipe: vlm_finetune
