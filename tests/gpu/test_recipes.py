@@ -29,6 +29,11 @@ CASES: dict[str, Path] = {
     "distill": EXAMPLES / "distill" / "tiny_distill.yaml",
     "seq2seq": EXAMPLES / "seq2seq" / "tiny_summaries.yaml",
 }
+DROPOUTS = {
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "bart": ("dropout", "attention_dropout", "activation_dropout"),
+}
+"""The keys of models whose default is to train with dropout."""
 AUDIO = """\
 recipe: vlm_finetune
 model:
@@ -63,7 +68,7 @@ def test_each_kind_of_training_has_the_losses_of_the_cpu(
 
 
 def for_comparison(recipe: Path) -> dict[str, Any]:
-    """The sections of a recipe, without what needs a validation, and without BERT's dropout."""
+    """The sections of a recipe, without what needs a validation, and without dropout."""
     sections: dict[str, Any] = yaml.safe_load(recipe.read_text())
     for name in ("validation_dataset", "validation_datasets"):
         sections.pop(name, None)
@@ -73,11 +78,8 @@ def for_comparison(recipe: Path) -> dict[str, Any]:
     ):
         for key in keys:
             sections.get(section, {}).pop(key, None)
-    if sections["model"]["from_config"]["model_type"] == "bert":
-        sections["model"]["from_config"] |= {
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-        }
+    model = sections["model"]["from_config"]
+    model |= dict.fromkeys(DROPOUTS.get(model["model_type"], ()), 0.0)
     return sections
 
 
