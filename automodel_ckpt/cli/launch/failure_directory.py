@@ -143,8 +143,10 @@ class FailureDirectory:
 
     def last_attempt(self) -> int:
         """Return the number of the last attempt in which a rank has started; -1 if there is none."""
-        paths = self.directory.glob("attempt_*")
-        return max((int(path.name.removeprefix("attempt_")) for path in paths), default=-1)
+        # Ranks that end before they register leave no file, but the launcher may have written one.
+        paths = self.directory.glob("attempt_*/rank_*")
+        numbers = (int(path.parent.name.removeprefix("attempt_")) for path in paths)
+        return max(numbers, default=-1)
 
     def record_signal(self, number: int) -> None:
         """Record that the launcher received a signal. Called in its signal handler."""

@@ -76,6 +76,15 @@ def test_a_rank_of_several_nodes_connects_when_all_nodes_have_forked_theirs(tmp_
     assert not waiting.is_alive()
 
 
+def test_an_attempt_whose_ranks_ended_before_they_registered_does_not_count(tmp_path: Path) -> None:
+    directory = FailureDirectory(tmp_path)
+    directory.register_process(0, 0)
+    directory.attempt = 1
+    directory.mark_forked()
+    # The launcher reports how the ranks of the last attempt ended.
+    assert directory.last_attempt() == 0
+
+
 def test_a_rank_does_not_wait_forever_for_one_that_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
