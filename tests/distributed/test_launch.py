@@ -623,9 +623,10 @@ def test_a_machine_that_joins_or_goes_restarts_the_others(start: Start) -> None:
     )
     first = start("train_until_stopped", *rendezvous, ranks=1).wait_for("training_0")
     second = start("train_until_stopped", *rendezvous, ranks=1).wait_for("training_1")
-    starts = len(first.note("training_0"))
+    # The rank of the other node can begin before this one's.
+    wait_until(lambda: len(first.note("training_0")) == 2, 60)
     second.process.kill()
-    wait_until(lambda: len(first.note("training_0")) > starts, 60)
+    wait_until(lambda: len(first.note("training_0")) > 2, 60)
     first.process.terminate()
     done = first.wait()
     assert done.code == 75
