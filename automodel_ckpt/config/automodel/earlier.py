@@ -38,7 +38,7 @@ _VLM_DATA = (".datasets.vlm.", ".datasets.audio.")
 _LOADERS = {"dataloader": "dataset", "validation_dataloader": "validation_dataset"}
 _PIPELINE = "distributed.pipeline"
 _CHECKPOINTING = "activation_checkpointing"
-_OF_PARALLELIZERS = ("parallelizer", "parallelize_fn", "autopipeline")
+_PLACES_OF_CHECKPOINTING = ("parallelizer", "parallelize_fn", "autopipeline", _PIPELINE)
 
 
 def class_without_recipe(root: Node) -> str | None:
@@ -110,13 +110,10 @@ def _move_parallelism(root: Node) -> None:
     if root.at(_PIPELINE) is None:
         _rename(root, "autopipeline", root, _PIPELINE)
         _remove(root, f"{_PIPELINE}._target_")
-    for name in _OF_PARALLELIZERS:
-        node = _remove(root, f"{name}.{_CHECKPOINTING}")
+    for place in _PLACES_OF_CHECKPOINTING:
+        node = _remove(root, f"{place}.{_CHECKPOINTING}")
         if node is not None and is_true(node):
             put(root, f"distributed.{_CHECKPOINTING}", node)
-    node = _remove(root, f"{_PIPELINE}.{_CHECKPOINTING}")
-    if node is not None and is_true(node):
-        put(root, f"distributed.{_CHECKPOINTING}", node)
 
 
 def _rename_quantizer(root: Node) -> None:
