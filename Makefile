@@ -25,8 +25,8 @@ RECIPES_ARGS ?=
 PART ?=
 GPU_ARGS ?=
 QUICK_TESTS := tests/unit/config tests/unit/data tests/unit/models tests/unit/distributed tests/unit/cli
-# Their image processors need torchvision with the oldest transformers, and its wheels need torch with CUDA.
-QUICK_TESTS += $(patsubst %,--ignore=%,tests/unit/data/test_vlm.py tests/unit/models/test_vision.py tests/unit/models/test_processor.py tests/unit/models/test_image_rows.py)
+# Their processors of images need torchvision with the oldest transformers, and its wheels need torch with CUDA.
+QUICK_TESTS += $(patsubst %,--ignore=%,tests/unit/data/test_vlm.py tests/unit/data/test_audio.py tests/unit/models/test_vision.py tests/unit/models/test_processor.py tests/unit/models/test_image_rows.py)
 
 # Each file's tests in one process: those of a module share what its fixtures make. Many tests wait for processes that
 # sleep, hang or time out, so that four processes keep two cores busy.
