@@ -164,9 +164,9 @@ def collators(section: Section) -> None:
         if target is None or found is None:
             continue
         if found["name"] in _PAIR_COLLATORS and _is_embedding(section):
-            _collator(loader, collate)
+            _pair_collator(collate, is_training=name == "dataloader")
         elif found["name"] == "CrossEncoderCollator" and _is_reranker(section):
-            _joint_collator(loader, collate)
+            _joint_collator(collate, is_training=name == "dataloader")
         elif found["name"] in (
             "ProcessorMethodCollator",
             "make_vision_collator_from_processor_method",
@@ -175,16 +175,24 @@ def collators(section: Section) -> None:
                 "_target_", target, _TEXT_ONLY, "use BiEncoderCollator, and a model of texts"
             )
             loader.take("collate_fn")
+            continue
+        else:
+            continue
+        multiple = collate.take("pad_to_multiple_of")
+        if multiple is not None and name == "dataloader":
+            loader.put("pad_to_multiple_of", multiple)
+        if collate.node is not None and not collate.node.value:
+            loader.take("collate_fn")
 
 
-def _collator(loader: Section, collate: Section) -> None:
+def _pair_collator(collate: Section, *, is_training: bool) -> None:
+    """Translate the collator of queries and documents, each with an instruction before it or none."""
     has_instructions = is_true(collate.peek("use_dataset_instruction"))
     if not has_instructions:
         # The collator then ignores what the data set adds.
         data = collate.work.source.at(f"{collate.to}.use_dataset_instruction")
         if data is not None:
             data.value = "false"
-    is_training = loader.path == "dataloader"
     for name, prompt in (("query_prefix", "query_prompt"), ("passage_prefix", "document_prompt")):
         node = collate.take(name)
         if node is None:
@@ -194,9 +202,6 @@ def _collator(loader: Section, collate: Section) -> None:
         else:
             text = Node(f"{node.value} ", node.origin, quoted=True)
             replace(collate, to="embedding").put(prompt, text, was=name)
-    multiple = collate.take("pad_to_multiple_of")
-    if multiple is not None and is_training:
-        loader.put("pad_to_multiple_of", multiple)
     apply_rows(
         (
             Key("q_max_len", "query_length", default="512"),
@@ -205,16 +210,13 @@ def _collator(loader: Section, collate: Section) -> None:
         ),
         collate,
     )
-    if collate.node is not None and not collate.node.value:
-        loader.take("collate_fn")
 
 
-def _joint_collator(loader: Section, collate: Section) -> None:
+def _joint_collator(collate: Section, *, is_training: bool) -> None:
     """Translate the collator of queries with documents, which has no instructions."""
     data = collate.work.source.at(f"{collate.to}.use_dataset_instruction")
     if data is not None:
         data.value = "false"
-    is_training = loader.path == "dataloader"
     given = collate.take("prompt_template")
     if is_training:
         template = given or Node(_TEMPLATE, AUTOMODEL_DEFAULT)
@@ -224,15 +226,10 @@ def _joint_collator(loader: Section, collate: Section) -> None:
         )
     elif given is not None:
         collate.no_effect("prompt_template", given)
-    multiple = collate.take("pad_to_multiple_of")
-    if multiple is not None and is_training:
-        loader.put("pad_to_multiple_of", multiple)
     apply_rows(
         (Key("rerank_max_length", "seq_length"), NoEffect("_target_", "padding", "return_tensors")),
         collate,
     )
-    if collate.node is not None and not collate.node.value:
-        loader.take("collate_fn")
 
 
 def _sources(section: Section) -> None:
