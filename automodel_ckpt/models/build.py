@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub_access import explained
@@ -77,7 +77,7 @@ def build_model(
             options["dtype"] = fresh_dtype(config, dtype)
             # from_config changes the configuration that it is given.
             with importing_code(options["trust_remote_code"]):
-                model: nn.Module = auto_class.from_config(copy.deepcopy(config), **options)
+                model: PreTrainedModel = auto_class.from_config(copy.deepcopy(config), **options)
         else:
             options["dtype"] = "auto" if dtype == "auto" else getattr(torch, dtype)
             # transformers' own error would not name all tensors; differences are checked below.
@@ -107,10 +107,12 @@ def build_model(
         verdict.check_allowed("model.from_pretrained", from_pretrained, "model")
         verdict.log_differences(f"{from_pretrained} and the model")
         note_untied(model, from_pretrained)
-        if dtype != "auto" and not loading:
-            cast_to(model, getattr(torch, dtype))
+        if not loading:
+            # Routers that the model keeps in float32 are cast in any case, as in a model that is read in parts.
+            cast_to(model, model.dtype if dtype == "auto" else getattr(torch, dtype))
     # from_pretrained returns models in evaluation mode, without dropout.
-    return model.train()
+    model.train()
+    return model
 
 
 @contextmanager
@@ -169,7 +171,7 @@ def fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
 
 def _read_model(
     auto_class: Any, name: str, options: Mapping[str, Any]
-) -> tuple[nn.Module, dict[str, Any]]:
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Read the model, and return it with the arguments of :meth:`Verdict.of_differences`."""
     with _quiet(*_NOISY), _bars_on_terminals_only():
         model, info = auto_class.from_pretrained(name, output_loading_info=True, **options)

@@ -100,7 +100,7 @@ class PretrainedFiles:
             raise NotDeferrable("its files cannot be fetched, or are no safetensors")
         if dtype == "auto" and not isinstance(config.dtype, torch.dtype):
             raise NotDeferrable("its configuration has no dtype")
-        keep_buffers_in_float32(model)
+        keep_in_float32(model)
         try:
             self._tensors: Tensors = open_weights(directory).modules[MODEL]
         except (CheckpointUnusable, OSError, KeyError) as error:
@@ -281,18 +281,20 @@ def _present_fqns(
     return present
 
 
-def keep_buffers_in_float32(model: Any) -> None:
-    """Give the buffers on the meta device that the model keeps in float32 that dtype, as ``from_pretrained`` does.
+def keep_in_float32(model: Any) -> None:
+    """Give the parameters and buffers on the meta device that the model keeps in float32 that dtype.
 
-    Raises :class:`NotDeferrable` if it keeps parameters in float32 beside others: fsdp2 cannot shard these together.
+    ``from_pretrained`` does the same. Routers are cast: see :func:`~automodel_ckpt.models.quantize.stays_in_float32`.
     """
     kept: set[str] = set()
     if model.dtype in (torch.float16, torch.bfloat16):
         kept |= set(model._keep_in_fp32_modules_strict or ())
     if model.dtype == torch.float16:
         kept |= set(model._keep_in_fp32_modules or ())
-    if any(stays_in_float32(name, kept) for name, _ in model.named_parameters()):
-        raise NotDeferrable("parts of it stay in float32")
+    for name, parameter in model.named_parameters():
+        if stays_in_float32(name, kept):
+            # The parameter stays the same object, so that ties are kept.
+            parameter.data = parameter.data.float()
     patterns = [re.compile(re.escape(name).replace(r"\*", ".*")) for name in kept]
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
