@@ -16,6 +16,7 @@ import importlib
 import json
 import logging
 import random
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Literal, cast
@@ -279,31 +280,65 @@ def description_pairs(
     document_prompt: str = "",
     pair_template: str | None = None,
     max_samples: int | None = None,
+    num_negatives: int = 0,
 ) -> TokenizedDataset:
-    """Make a pair of texts of each docstring in the standard library, for the recipe ``embedding``.
+    """Make a pair of texts of each docstring in the standard library, for the recipes ``embedding`` and ``reranker``.
 
-    The query is the first paragraph of the docstring, and its document the signature of the function or class. A text
-    of more than *seq_length* tokens is truncated. The recipe supplies the prompts from its section ``embedding``.
+    The query is the first paragraph of the docstring, and its document the signature of the function or class. The
+    signatures of the *num_negatives* functions and classes that follow it in the library are its negative documents. A
+    text of more than *seq_length* tokens is truncated. The recipe ``embedding`` supplies the prompts, and ``reranker``
+    the template, from the sections of these names.
     """
 
     def build() -> TokenizedDataset:
         pairs = library_pairs(split)
+        signatures = [pair.prompt.rstrip() for pair in pairs]
         texts = []
-        for pair in pairs:
+        for number, pair in enumerate(pairs):
             description = pair.docstring.split("\n\n", 1)[0]
-            texts.append([query_prompt + description, document_prompt + pair.prompt.rstrip()])
+            documents = _with_following(signatures, number, num_negatives)
+            texts.append(
+                [
+                    query_prompt + description,
+                    *(document_prompt + document for document in documents),
+                ]
+            )
         encoder = encoder_of(tokenizer, seq_length, "right", pair_template)
         samples = encoder.samples(texts, lambda number: pairs[number].where)
         policy = TextTruncation("right", seq_length)
         return policy.apply_to_all(samples, lambda number: pairs[number].where)
 
     require_choice("split", split, ("train", "validation"))
+    if num_negatives < 0:
+        raise RecipeError(
+            "num_negatives must be at least 0",
+            where="dataset.num_negatives",
+            value=num_negatives,
+            hint="0 makes pairs without negative documents",
+        )
     key: tuple[object, ...] = (library_digest(), seq_length, split, query_prompt, document_prompt)
+    # Keys of earlier versions have no template and no negatives.
     if pair_template is not None:
-        # Keys of earlier versions have no template.
         key = (*key, pair_template)
+    if num_negatives:
+        key = (*key, "negatives", num_negatives)
     dataset = prepared("python_docs-description_pairs", key, tokenizer, build)
     return dataset.reported(f"description_pairs ({split})", seq_length, max_samples)
+
+
+def _with_following(signatures: Sequence[str], number: int, num_others: int) -> list[str]:
+    """The signature of this *number*, and up to *num_others* that differ, which follow it; after the last, the first.
+
+    Functions of a module follow each other, so that they are similar.
+    """
+    found = [signatures[number]]
+    for offset in range(1, len(signatures)):
+        if len(found) > num_others:
+            break
+        other = signatures[(number + offset) % len(signatures)]
+        if other not in found:
+            found.append(other)
+    return found
 
 
 def summaries(

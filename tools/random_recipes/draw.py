@@ -134,7 +134,7 @@ class _Some:
 
 
 def _add_schedule(some: _Some, kind: str) -> None:
-    rows = {"embedding": 4, "vlm_finetune": 2, "vlm_distill": 2}.get(kind, 1)
+    rows = {"embedding": 4, "reranker": 2, "vlm_finetune": 2, "vlm_distill": 2}.get(kind, 1)
     some.always("step_scheduler.max_steps", STEPS)
     some.always("step_scheduler.num_epochs", None)
     some.always("step_scheduler.ckpt_every_steps", 2)
@@ -293,6 +293,19 @@ def _add_embeddings(some: _Some) -> None:
     some.maybe(0.3, "embedding.pooling", "cls", "last")
 
 
+def _add_lists(some: _Some) -> None:
+    some.always("recipe", "reranker")
+    some.always("embedding", None)
+    some.always("reranker.template", "{{ query }} => {{ document }}")
+    some.maybe(0.3, "reranker.temperature", 0.5)
+    if some.numbers.random() < 0.5:
+        _add_decoder(some, CLASSIFIERS)
+        some.maybe(0.3, "reranker.attention", "bidirectional")
+    _add_adapters(some)
+    some.always("dataset.num_negatives", 1, 3)
+    some.always("validation_dataset.num_negatives", 2)
+
+
 _T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 _BART = {
     "model_type": "bart",
@@ -345,6 +358,7 @@ KINDS: dict[str, tuple[str, Callable[[_Some], None]]] = {
     "distill": ("distill/tiny_distill.yaml", _add_distillation),
     "sequence_classification": ("classification/tiny_topics.yaml", _add_classes),
     "embedding": ("embedding/tiny_pairs.yaml", _add_embeddings),
+    "reranker": ("embedding/tiny_pairs.yaml", _add_lists),
     "seq2seq": ("seq2seq/tiny_summaries.yaml", _add_sources_and_targets),
     "vlm_finetune": ("vlm_finetune/tiny_digits.yaml", _add_images),
     "vlm_distill": ("distill/tiny_vlm_distill.yaml", _add_image_distillation),

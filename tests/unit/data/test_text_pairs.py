@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,24 @@ def test_descriptions_of_functions_are_paired_with_their_signatures() -> None:
     assert query.startswith("q: ")
     assert tokenizer.decode(sample["input_ids"][starts[1] :]).startswith(("def ", "class "))
     assert len(dataset) == 5
+
+
+def test_descriptions_have_signatures_of_other_functions_as_negatives() -> None:
+    tokenizer = python_docs.train_tokenizer(600)
+    dataset = python_docs.description_pairs(
+        tokenizer, 64, "validation", max_samples=40, num_negatives=3
+    )
+    first_documents: list[str] = []
+    lists: list[list[str]] = []
+    for number in range(len(dataset)):
+        sample = dataset[number]
+        starts = [n for n, label in enumerate(sample["labels"]) if label == IGNORE_INDEX]
+        bounds = [*starts[1:], None]
+        texts = [tokenizer.decode(sample["input_ids"][slice(*each)]) for each in pairwise(bounds)]
+        lists.append(texts)
+        first_documents.append(texts[0])
+    assert {len(texts) for texts in lists} == {4}
+    # Truncated texts can be equal.
+    assert lists[0][1:] == first_documents[1:4]
+    with pytest.raises(RecipeError, match="num_negatives must be at least 0"):
+        python_docs.description_pairs(tokenizer, 64, "validation", num_negatives=-1)
