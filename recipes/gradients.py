@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import gradient_sync
+from automodel_ckpt.distributed.unused_gradients import UnusedGradients
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.forward_time import ForwardTimer
 from automodel_ckpt.recipes.objective import Objective
@@ -45,6 +46,9 @@ class GradientAccumulation:
         self._layout = layout
         self._rng = rng
         self._keeps_on_device = keeps_on_device
+        self._unused = UnusedGradients(
+            self._model, layout.gloo_group, in_stages=self._stage is not None
+        )
         self._overwrites_outputs = objective.trainable.overwrites_outputs
         self._copied: dict[int, torch.Tensor] = {}
         self.metrics: dict[str, float | torch.Tensor] = {}
@@ -78,6 +82,7 @@ class GradientAccumulation:
             results.append(result)
         # References would keep the gradients after the optimizer's step.
         self._copied = {}
+        self._unused.remove()
         # After all backward passes: elsewhere than on a GPU, float() waits for the value.
         self._sum_metrics(results)
         return sum_losses([result.loss.detach() for result in results])

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from automodel_ckpt.config.plugins import build, build_function
@@ -119,7 +120,7 @@ class Seq2Seq(LLMFinetune):
         ``collate_fn`` of the user does."""
         trainable = super().build_trainable(config, is_trained=is_trained)
         assert self.model_config is not None
-        if self.layout.dp_size > 1:
+        if isinstance(trainable.model, DistributedDataParallel):
             multiple = self.config.dataloader.pad_to_multiple_of
             check_alike(trainable.model, self.model_config, multiple)
         if self.config.dataloader.collate_fn is None:

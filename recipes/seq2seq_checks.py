@@ -68,7 +68,8 @@ def check_shift(model: Any, config: PreTrainedConfig) -> None:
 def check_alike(model: nn.Module, config: PreTrainedConfig, multiple: int | None) -> None:
     """Raise :class:`RecipeError` if a trained parameter may have a gradient on one of several ranks but not on all.
 
-    Their collectives would not fit together. *multiple* divides the number of tokens of each source.
+    ddp would wait for it (fsdp2 does not: :mod:`automodel_ckpt.distributed.unused_gradients`). *multiple* divides the
+    number of tokens of each source.
     """
     experts = [
         name
@@ -80,7 +81,7 @@ def check_alike(model: nn.Module, config: PreTrainedConfig, multiple: int | None
             "experts of this model that no token of a rank chooses have no gradient there, and other ranks would wait",
             where="model",
             value=f"a {config.model_type} model; {len(experts)} trained parameters, such as {experts[0]}",
-            hint="train it on one rank, or freeze its experts: model.freeze: ['*.experts.*']",
+            hint="set distributed.strategy: fsdp2, or freeze its experts: model.freeze: ['*.experts.*']",
         )
     size = 1
     if getattr(config, "encoder_attention_type", None) == "transient-global":
@@ -90,5 +91,5 @@ def check_alike(model: nn.Module, config: PreTrainedConfig, multiple: int | None
             "parameters of this model have no gradient on a rank whose sources are short, and other ranks would wait",
             where="dataloader.pad_to_multiple_of",
             value=f"{multiple}; a {config.model_type} model with global_block_size: {size}",
-            hint=f"set dataloader.pad_to_multiple_of: {size}",
+            hint=f"set dataloader.pad_to_multiple_of: {size}, or distributed.strategy: fsdp2",
         )

@@ -71,6 +71,15 @@ def sum_over_ranks(group: dist.ProcessGroup | None, *values: float) -> list[floa
     return sums
 
 
+def on_any_rank(group: dist.ProcessGroup | None, flags: Sequence[bool]) -> list[bool]:
+    """Whether each of *flags* is true on a rank; equal on all ranks, which pass equally many."""
+    if size(group) == 1:
+        return list(flags)
+    vector = torch.tensor(flags, dtype=torch.uint8)
+    dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
+    return [value > 0 for value in vector.tolist()]
+
+
 def on_all_ranks(group: dist.ProcessGroup | None, holds: bool) -> bool:
     """Whether *holds* is true on every rank; equal on all ranks."""
     return sum_over_ranks(group, holds)[0] == size(group)

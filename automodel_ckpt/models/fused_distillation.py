@@ -401,7 +401,7 @@ class _LinearDistillation(torch.autograd.Function):
 
 
 class _ModuleDistillation(torch.autograd.Function):
-    """The same loss as :class:`_LinearDistillation`, for an output layer of any kind.
+    """The loss of :class:`_LinearDistillation`, for an output layer of any kind.
 
     Autograd computes the gradients chunk by chunk in the forward pass. In the backward pass, as with activation
     checkpointing, the teacher's weights would no longer be gathered.

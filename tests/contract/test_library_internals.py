@@ -80,6 +80,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "_training_state": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
     "_pre_forward_hook_handle": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
     "_forward_pre_hooks": "torch.nn.Module",
+    "_unsharded_param": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
     "_all_gather_result": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_subclasses": "torch",
     # Module paths whose functions compute this rank's part of a DTensor, and end data loader workers.

@@ -20,9 +20,17 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("model", ["tied", "bart"])
+SWITCH = MODELS["tied"].replace(
+    "model_type: t5",
+    "model_type: switch_transformers, num_experts: 4, num_sparse_encoder_layers: 1,"
+    " num_sparse_decoder_layers: 1, router_jitter_noise: 0.0",
+)
+"""A model that calls only the experts that a token of the micro-batch chooses."""
+
+
+@pytest.mark.parametrize("model", ["tied", "bart", "switch"])
 def test_ranks_train_like_one_process(tmp_path: Path, model: str) -> None:
-    recipe = write(tmp_path, MODELS[model])
+    recipe = write(tmp_path, MODELS.get(model, SWITCH))
     ways = {"fsdp2": Way(WAYS["fsdp2"], (STEPS,))}
     if model == "tied":
         ways["ddp"] = Way(WAYS["ddp"], (STEPS,))
