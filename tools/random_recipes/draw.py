@@ -307,6 +307,15 @@ def _add_lists(some: _Some) -> None:
 
 
 _T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+_SWITCH = {
+    **_T5,
+    "model_type": "switch_transformers",
+    "num_experts": 4,
+    "num_sparse_encoder_layers": 1,
+    "num_sparse_decoder_layers": 1,
+    "router_jitter_noise": 0.0,
+}
+"""A model that calls only the experts that a token of the micro-batch chooses."""
 _BART = {
     "model_type": "bart",
     "d_model": 32,
@@ -328,6 +337,7 @@ def _add_sources_and_targets(some: _Some) -> None:
         {"from_config": {**_T5, "dropout_rate": dropout}},
         {"from_config": {**_T5, **gated, "dropout_rate": dropout}},
         {"from_config": {**_BART, "dropout": dropout}},
+        {"from_config": {**_SWITCH, "dropout_rate": dropout}},
     )
     _add_adapters(some)
     if "peft.target_modules" in some.options and "d_kv" in json.dumps(some.options["model"]):
