@@ -27,15 +27,12 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from automodel_ckpt.models.document_kernels import (
-    BlockRows,
-    CumulativeLengths,
-    Kernel,
-    Request,
-    installed_kernels,
-)
+from automodel_ckpt.models.document_kernels import installed_kernels
 from automodel_ckpt.models.documents import Documents, documents_of
+from automodel_ckpt.models.flex_kernel import BlockRows
 from automodel_ckpt.models.forward import attention_of, logits_of, side_effect_free
+from automodel_ckpt.models.kernel_request import Kernel, Request
+from automodel_ckpt.models.length_kernels import CumulativeLengths
 from automodel_ckpt.models.packing_probe import probe_rows
 
 log = logging.getLogger(__name__)

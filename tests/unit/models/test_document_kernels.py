@@ -24,20 +24,12 @@ from automodel_ckpt.models.attention import (
     validate_kernel,
 )
 from automodel_ckpt.models.compiling import compile_layers
-from automodel_ckpt.models.document_kernels import (
-    KERNELS,
-    FlashKernel,
-    FlexKernel,
-    Kernel,
-    Request,
-    SdpaKernel,
-    VarlenKernel,
-    block_rows,
-    cumulative_lengths,
-    installed_kernels,
-    preferred_kernels,
-)
+from automodel_ckpt.models.document_kernels import KERNELS, installed_kernels, preferred_kernels
 from automodel_ckpt.models.documents import Documents
+from automodel_ckpt.models.flex_kernel import FlexKernel, block_rows
+from automodel_ckpt.models.kernel_request import Kernel, Request
+from automodel_ckpt.models.length_kernels import FlashKernel, VarlenKernel, cumulative_lengths
+from automodel_ckpt.models.sdpa_kernel import SdpaKernel
 from tests.unit.models.test_packing_probe import build, loss_and_gradients, samples
 
 pytestmark = [
@@ -225,7 +217,7 @@ def test_varlen_attn_of_the_installed_torch_has_one_of_the_known_signatures() ->
     names = list(inspect.signature(varlen_attn).parameters)
     known = (varlen_2_10, varlen_2_11, varlen_2_13)
     assert names in [list(inspect.signature(each).parameters) for each in known], (
-        "read models/document_kernels.py again: torch changed varlen_attn"
+        "read models/length_kernels.py again: torch changed varlen_attn"
     )
 
 

@@ -152,8 +152,9 @@ def attention(device: str, length: int) -> Figures:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from automodel_ckpt.models.document_kernels import Request, installed_kernels
+    from automodel_ckpt.models.document_kernels import installed_kernels
     from automodel_ckpt.models.documents import Documents
+    from automodel_ckpt.models.kernel_request import Request
 
     dtype = torch.bfloat16
     q, k, v = (
