@@ -6,34 +6,29 @@ Facts about the formats are from AutoModel's source, revision 36044ad3d: ``retri
 
 from __future__ import annotations
 
-import json
 import random
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.files import LOADERS, digest, kind_of
+from automodel_ckpt.data.retrieval_sources import (
+    WHERE,
+    Corpus,
+    RowTable,
+    open_source,
+)
 from automodel_ckpt.data.rows import Rows
 from automodel_ckpt.data.samples import samples_of_rows
-from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.text_pairs import PairReader, TextTruncation, encoder_of
 from automodel_ckpt.data.tokenized import TokenizedDataset
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.hub_access import explained
 
-_HUB = "hf://"
-_WHERE = "dataset.sources"
-_METADATA = "merlin_metadata.json"
-_HUB_METADATA = "dataset_metadata.json"
-_TEXTS = "TextQADataset"
 _FIELDS = ("query", "positive", "negatives")
-_INLINE = (".jsonl", ".csv", ".tsv", ".parquet")
 
 
 def retrieval(
@@ -102,50 +97,20 @@ class _Entry:
             hint = "write a path, hf://ORG/NAME/SUBSET, or {path: SOURCE, num_samples: 1000}"
             raise RecipeError(
                 "this is no source of retrieval data",
-                where=_WHERE,
+                where=WHERE,
                 value=str(given)[:80],
                 hint=hint,
             )
         return cls(given["path"], count)
 
 
-class _RowTable(Protocol):
-    """Rows that are read one by one."""
-
-    @property
-    def num_rows(self) -> int: ...
-    def row(self, number: int) -> dict[str, Any]: ...
-    def place(self, row: int) -> str: ...
-
-
-@dataclass
-class _Corpus:
-    """Documents by their ids, and what is written before queries and documents."""
-
-    documents: Source
-    instructions: tuple[str, str] = ("", "")
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        self.documents.require(["id", "text"])
-        return {str(name): number for number, name in enumerate(self.documents.values("id"))}
-
-    def text(self, name: str, where: str) -> Any:
-        number = self._numbers.get(name)
-        if number is None:
-            hint = "add the document to the corpus, or remove this row"
-            what = f"the corpus {self.documents.path} has no document with this id"
-            raise RecipeError(what, where=where, value=name, hint=hint)
-        return self.documents.row(number)["text"]
-
-
 @dataclass(frozen=True)
 class _Part:
     """The rows of a source, of which *chosen* are used, with their corpora by name ("": of all rows; none: inline)."""
 
-    rows: _RowTable
+    rows: RowTable
     chosen: Sequence[int]
-    corpora: Mapping[str, _Corpus] = field(default_factory=dict)
+    corpora: Mapping[str, Corpus] = field(default_factory=dict)
 
     def texts(self, number: int, num_negatives: int, *, has_instructions: bool) -> dict[str, Any]:
         """The texts of row *number*. Raises :class:`RecipeError` for a row that lacks one."""
@@ -172,7 +137,7 @@ class _Part:
             documents = [_after(before_document, text) for text in documents]
         return {"query": query, "positive": documents[0], "negatives": documents[1:]}
 
-    def _corpus_of(self, row: Mapping[str, Any], where: str) -> _Corpus | None:
+    def _corpus_of(self, row: Mapping[str, Any], where: str) -> Corpus | None:
         if not self.corpora or "" in self.corpora:
             return self.corpora.get("")
         name = str(row.get("corpus_id"))
@@ -188,7 +153,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _text_of(document: Any, corpus: _Corpus | None, where: str) -> Any:
+def _text_of(document: Any, corpus: Corpus | None, where: str) -> Any:
     """The text of a document, which is named by its id if there is a *corpus*."""
     is_mapping = isinstance(document, Mapping)
     if corpus is None or (is_mapping and document.get("text")):
@@ -219,7 +184,7 @@ class RetrievalRows(Rows):
         self._num_negatives = num_negatives
         self._seed = seed
         self._has_instructions = has_instructions
-        self._opened = [(entry, _opened(entry.path, has_instructions)) for entry in entries]
+        self.open_source = [(entry, open_source(entry.path, has_instructions)) for entry in entries]
         # Fields of the same rows are read one after another.
         self._last_range: tuple[int, int] | None = None
         self._last_texts: list[dict[str, Any]] = []
@@ -227,14 +192,14 @@ class RetrievalRows(Rows):
     def fingerprint(self) -> str:
         """A text that changes with the texts. Raises :class:`RecipeError` if they cannot be read."""
         parts = [f"{self._num_negatives} {self._seed} {self._has_instructions}"]
-        for entry, opened in self._opened:
+        for entry, opened in self.open_source:
             parts += [f"{entry.num_samples}", *opened.fingerprints()]
         return "\n".join(parts)
 
     @cached_property
     def _parts(self) -> list[_Part]:
         parts = []
-        for entry, opened in self._opened:
+        for entry, opened in self.open_source:
             rows = opened.rows()
             chosen: Sequence[int] = range(rows.num_rows)
             if entry.num_samples is not None and entry.num_samples < len(chosen):
@@ -277,192 +242,3 @@ class RetrievalRows(Rows):
         index = bisect_right(self._ends, number)
         part = self._parts[index]
         return part, part.chosen[number - (self._ends[index] - len(part.chosen))]
-
-
-class _Opened(Protocol):
-    """A source that is there; its rows have not been read yet."""
-
-    def fingerprints(self) -> Iterator[str]: ...
-    def rows(self) -> _RowTable: ...
-    def corpora(self) -> Mapping[str, _Corpus]: ...
-
-
-def _opened(path: str, has_instructions: bool) -> _Opened:
-    if path.startswith(_HUB):
-        return _OfHub(path, has_instructions)
-    kind = kind_of(Path(path))
-    if kind in _INLINE:
-        return _Inline(Source.of(path))
-    if kind == ".json":
-        return _WithCorpora.read(Path(path).expanduser())
-    raise RecipeError(
-        "this is no source of retrieval data",
-        where=_WHERE,
-        value=path,
-        hint="name a .json file with a corpus, a .jsonl file with texts, or hf://ORG/NAME/SUBSET",
-    )
-
-
-@dataclass(frozen=True)
-class _Inline:
-    """A file whose rows contain the documents."""
-
-    source: Source
-
-    def fingerprints(self) -> Iterator[str]:
-        yield self.source.fingerprint()
-
-    def rows(self) -> _RowTable:
-        self.source.require(["pos_doc"])
-        return self.source
-
-    def corpora(self) -> Mapping[str, _Corpus]:
-        return {}
-
-
-class _OfHub:
-    """A subset of a data set of the Hub, with a second one for the documents."""
-
-    def __init__(self, path: str, has_instructions: bool) -> None:
-        repo, _, subset = path.removeprefix(_HUB).strip("/").partition("/")
-        name, _, subset = subset.partition("/")
-        if not repo or not name or not subset:
-            hint = "write hf://ORG/NAME/SUBSET; list the subsets that you need as several sources"
-            raise RecipeError("the source has no subset", where=_WHERE, value=path, hint=hint)
-        self._repo, self._subset = f"{repo}/{name}", subset
-        self._queries = Source.of(self._repo, subset)
-        instructions = ("", "")
-        if has_instructions:
-            instructions = _instructions_in(self._metadata())
-        self._corpus = _Corpus(Source.of(self._repo, f"{subset}_corpus"), instructions)
-
-    def _metadata(self) -> Mapping[str, Any]:
-        from huggingface_hub import hf_hub_download
-
-        name = f"{self._subset}/{_HUB_METADATA}"
-        try:
-            path = hf_hub_download(self._repo, name, repo_type="dataset")
-        except Exception as error:  # each version of the library has its own exceptions
-            known = explained(error, self._repo, _WHERE, "dataset")
-            raise known or _without_metadata(f"{self._repo}/{name}") from error
-        return _mapping_in(Path(path))
-
-    def fingerprints(self) -> Iterator[str]:
-        yield self._queries.fingerprint()
-        yield self._corpus.documents.fingerprint()
-        yield repr(self._corpus.instructions)
-
-    def rows(self) -> _RowTable:
-        self._queries.require(["question", "pos_doc"])
-        return self._queries
-
-    def corpora(self) -> Mapping[str, _Corpus]:
-        return {"": self._corpus}
-
-
-@dataclass(frozen=True)
-class _JsonRows:
-    """The list ``data`` of a JSON file."""
-
-    path: Path
-    content: Sequence[Any]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.content)
-
-    def row(self, number: int) -> dict[str, Any]:
-        row = self.content[number]
-        if not isinstance(row, dict):
-            hint = "correct or remove it"
-            where = self.place(number)
-            raise RecipeError("a row is no mapping", where=where, value=str(row)[:80], hint=hint)
-        return row
-
-    def place(self, row: int) -> str:
-        return f"{self.path}, row {row} of data"
-
-
-@dataclass(frozen=True)
-class _WithCorpora:
-    """A JSON file with rows, and directories with the documents of the rows."""
-
-    content: _JsonRows
-    of_rows: Mapping[str, _Corpus]
-
-    @classmethod
-    def read(cls, path: Path) -> _WithCorpora:
-        found = _mapping_in(path)
-        listed, rows = found.get("corpus"), found.get("data")
-        listed = [listed] if isinstance(listed, Mapping) else listed
-        if not isinstance(listed, list) or not isinstance(rows, list):
-            hint = (
-                "the file needs a list corpus with paths of directories, and a list data with rows"
-            )
-            value = ", ".join(found)
-            raise RecipeError("the file has no corpus", where=str(path), value=value, hint=hint)
-        corpora = {}
-        for each in listed:
-            # An absolute path replaces that of the file.
-            directory = path.parent / str(each["path"] if isinstance(each, Mapping) else each)
-            metadata = _mapping_in(directory / _METADATA)
-            if metadata.get("class") != _TEXTS:
-                raise RecipeError(
-                    "only corpora of texts are supported",
-                    where=str(directory / _METADATA),
-                    value=metadata.get("class"),
-                    hint=f"use a corpus of the class {_TEXTS}, with the fields id and text",
-                )
-            documents = Source.of(_files_in(directory))
-            corpora[str(metadata.get("corpus_id"))] = _Corpus(documents, _instructions_in(metadata))
-        return cls(_JsonRows(path, rows), corpora)
-
-    def fingerprints(self) -> Iterator[str]:
-        yield digest(self.content.path)
-        for name, corpus in self.of_rows.items():
-            yield f"{name} {corpus.documents.fingerprint()} {corpus.instructions!r}"
-
-    def rows(self) -> _RowTable:
-        return self.content
-
-    def corpora(self) -> Mapping[str, _Corpus]:
-        return self.of_rows
-
-
-def _files_in(directory: Path) -> list[str]:
-    """The data files of a corpus: those of the split train, if their names have splits."""
-    files = []
-    for path in sorted(directory.rglob("*")):
-        if kind_of(path) in LOADERS and path.name != _METADATA and path.is_file():
-            files.append(str(path))
-    of_train = [path for path in files if Path(path).name.startswith("train")]
-    if not files:
-        hint = "add a file with the fields id and text, such as train.parquet"
-        raise RecipeError("a corpus has no files", where=str(directory), value="", hint=hint)
-    return of_train or files
-
-
-def _instructions_in(metadata: Mapping[str, Any]) -> tuple[str, str]:
-    return str(metadata.get("query_instruction", "")), str(metadata.get("passage_instruction", ""))
-
-
-def _mapping_in(path: Path) -> Mapping[str, Any]:
-    """The content of a JSON file. Raises :class:`RecipeError` if it cannot be read, or is no mapping."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        if isinstance(error, FileNotFoundError) and path.name == _METADATA:
-            raise _without_metadata(str(path)) from error
-        hint = "correct the file, or name another one"
-        raise RecipeError(
-            "the file cannot be read", where=str(path), value=str(error)[:120], hint=hint
-        ) from error
-    if not isinstance(content, dict):
-        hint = "name a .jsonl file for rows that contain their documents"
-        raise RecipeError("the file is no mapping", where=str(path), value="a list", hint=hint)
-    return content
-
-
-def _without_metadata(where: str) -> RecipeError:
-    hint = f'write {_METADATA}: {{"class": "{_TEXTS}", "corpus_id": NAME}}'
-    return RecipeError("the corpus has no metadata", where=where, value="", hint=hint)
