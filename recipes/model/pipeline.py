@@ -31,11 +31,11 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.forward import last_layer_output
 from automodel_ckpt.models.pipeline_stage import (
     LocalStages,
-    PassThrough,
     has_tied_ends,
     keep_stages,
     stages_of,
 )
+from automodel_ckpt.models.stage_stand_ins import PassThrough
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -23,7 +23,7 @@ from automodel_ckpt.distributed.parallelize import compute_context, parallelize
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.activation_memory import HostActivations
 from automodel_ckpt.models.compiling import compile_layers, num_row_widths
-from automodel_ckpt.models.pipeline_stage import check_stages
+from automodel_ckpt.models.stage_division import check_stages
 from automodel_ckpt.recipes.model.cuda_graphs import has_cuda_graphs, marking_steps
 from automodel_ckpt.recipes.model.deferred_model import DeferredModel
 from automodel_ckpt.recipes.model.pipeline import PipelineStage, log_idle_share, split_stages
