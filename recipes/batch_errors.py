@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.data.loader import GlobalBatch
-from automodel_ckpt.distributed.tensor_parallel import check_plan_support
+from automodel_ckpt.distributed.tensor_plan import check_plan_support
 from automodel_ckpt.models.vocabulary import check_token_ids, num_embeddings
 from automodel_ckpt.recipes.out_of_memory import Situation, reporting_out_of_memory
 from automodel_ckpt.recipes.pending_steps import PendingSteps

@@ -27,7 +27,8 @@ from automodel_ckpt.distributed.fixed_buckets import FixedBucketsDDP
 from automodel_ckpt.distributed.mesh import RankLayout, build_mesh, data_mesh
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.model_layers import separate_ends, untied_layers
-from automodel_ckpt.distributed.tensor_parallel import Plan, apply_plan, plan_for
+from automodel_ckpt.distributed.tensor_parallel import apply_plan
+from automodel_ckpt.distributed.tensor_plan import Plan, plan_for
 from automodel_ckpt.errors import RecipeError
 
 _DEFERS = "_defers_gradient_sync"

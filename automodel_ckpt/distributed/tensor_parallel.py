@@ -1,23 +1,15 @@
-"""Tensor parallelism: validate a plan of module names and styles, and apply it with torch's parallelize_module.
-
-A plan maps module names, in which ``*`` matches one component (a layer's number), to the name of a style, as in the
-``base_model_tp_plan`` of transformers' configurations, or to one of torch's own ``ParallelStyle`` objects.
-"""
+"""Tensor parallelism: apply a plan of module names and styles with torch's parallelize_module."""
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
     PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
@@ -25,341 +17,21 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.distributed.replicated_style import (
+    Replicated,
+    own_parameters,
+    used_by_parent,
+)
+from automodel_ckpt.distributed.tensor_plan import base_and_prefix, with_adapters
+from automodel_ckpt.errors import RecipeError
 
 # FSDP2 warns that an in-place operation on the gathered logits, a view of the collective's result, would lose
 # gradients. Nothing modifies them in place.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
-Plan = Mapping[str, "str | ParallelStyle"]
 _WHERE = "distributed.tp_size"
 
-_PEFT_PREFIX = "base_model.model."
 _BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-
-
-class Replicated(ParallelStyle):
-    """The style of a module whose own parameters are replicated and applied to plain tensors.
-
-    The parameters become DTensors like all others, because optimizers and norms do not accept a mixture, but the module
-    computes with their local values. With *partial*, each rank applies them only to some heads or positions, so their
-    gradients are summed over the ranks.
-    """
-
-    def __init__(self, *, partial: bool = False) -> None:
-        self._partial = partial
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        group = device_mesh.get_group()
-        replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
-        owners = [module, *_used_by_parent(module)]
-        for owner, name, parameter in _own_parameters(owners):
-            if isinstance(parameter, DTensor):
-                continue
-            replicated = distribute_tensor(
-                parameter, device_mesh, [Replicate()], src_data_rank=self.src_data_rank
-            )
-            new = nn.Parameter(replicated, requires_grad=parameter.requires_grad)
-            owner.register_parameter(name, new)
-
-        def sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
-            # A hook must not modify its argument (torch's documentation of register_hook).
-            total = gradient.clone()
-            dist.all_reduce(total, group=group)
-            return total
-
-        def use_local_tensors(module: nn.Module, _: Any) -> None:
-            for owner, name, parameter in _own_parameters(owners):
-                if not isinstance(parameter, DTensor):
-                    continue
-                replaced.append((owner, name, parameter))
-                local = parameter.to_local()
-                if self._partial and local.requires_grad:
-                    local.register_hook(sum_over_ranks)  # type: ignore[no-untyped-call]
-                # nn.Module's setattr rejects a tensor that is not a Parameter, and a Parameter would be a new leaf
-                # without a gradient path to the DTensor.
-                owner._parameters[name] = local  # type: ignore[assignment]
-
-        def restore_parameters(module: nn.Module, *_: Any) -> None:
-            for owner, name, parameter in replaced:
-                owner._parameters[name] = parameter
-            replaced.clear()
-
-        module.register_forward_pre_hook(use_local_tensors)
-        # always_call: an error in the forward pass must not leave plain tensors behind.
-        module.register_forward_hook(restore_parameters, always_call=True)
-        return module
-
-
-def _used_by_parent(module: nn.Module) -> list[nn.Module]:
-    """The children of *module* whose parameters its forward pass uses without calling the children.
-
-    A ParameterDict is never called. Layers with a state (Mamba) pass the weight of their convolution to a kernel.
-    """
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return []
-    kinds = (nn.ParameterDict, nn.Conv1d)
-    return [child for child in module.children() if isinstance(child, kinds)]
-
-
-def _own_parameters(owners: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """(module, name in it, parameter) of each parameter that belongs to one of *owners* directly."""
-    found = []
-    for owner in owners:
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                found.append((owner, name, parameter))
-    return found
-
-
-_STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "replicated_with_grad_allreduce": lambda: Replicated(partial=True),
-    "replicate": Replicated,
-}
-_SPLIT = {"colwise": "out_features", "rowwise": "in_features"}
-
-
-def check_plan_support(error: Exception, tp_size: int) -> None:
-    """Explain an *error* of a forward or backward pass that is due to the tensor parallel plan.
-
-    Raises :class:`RecipeError` in that case; otherwise, returns and leaves *error* to the caller.
-    """
-    # torch has no exception class for this.
-    if tp_size == 1 or "mixed torch.Tensor and DTensor" not in str(error):
-        return
-    raise RecipeError(
-        "the code of this model does not support its tensor parallel plan: it uses parameters of layers without "
-        "calling them",
-        where=_WHERE,
-        value=f"{tp_size}; {str(error).splitlines()[0][:160]}",
-        hint="remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan",
-    ) from error
-
-
-def check_heads(config: Any, tp_size: int) -> None:
-    """Validate that tp_size divides the numbers of heads in a configuration of transformers.
-
-    Raises :class:`RecipeError` otherwise.
-    """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads: dict[str, int] = {}
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        count = getattr(text, name, None)
-        if isinstance(count, int) and count > 0:
-            heads[name] = count
-    uneven = [f"{name} {count}" for name, count in heads.items() if count % tp_size]
-    if uneven:
-        fitting = []
-        for size in range(1, tp_size):
-            if all(count % size == 0 for count in heads.values()):
-                fitting.append(size)
-        raise RecipeError(
-            "the number of attention heads is not divisible by tp_size",
-            where=_WHERE,
-            value=f"{tp_size}; the model has {', '.join(uneven)}",
-            hint=f"set it to {max(fitting)}"
-            + (", and shard with fsdp2" if max(fitting) == 1 else ""),
-        )
-
-
-def plan_for(model: nn.Module, given: Plan | None, tp_size: int) -> dict[str, ParallelStyle]:
-    """The style of each module by its name, from the *given* plan or else the plan of the model.
-
-    Plans name the modules of the base. In a model with adapters, these names have a prefix, and the style of an adapted
-    module is expanded to styles for its base layer and its adapter.
-
-    Raises :class:`RecipeError` for a model without a plan, unknown styles, names that match nothing, experts, and
-    layers that cannot be sharded into *tp_size* equal parts.
-    """
-    base, prefix = _base_and_prefix(model)
-    if given is not None:
-        given = {name.removeprefix(prefix): style for name, style in given.items()}
-    expanded: dict[str, ParallelStyle] = {}
-    for name, style in _plan_for_base(base, given, tp_size).items():
-        for part, part_style in _with_adapters(base, name, style).items():
-            expanded[prefix + part] = part_style
-    return expanded
-
-
-def _base_and_prefix(model: nn.Module) -> tuple[Any, str]:
-    """The model without adapters, and the prefix that its module names have in *model*."""
-    get_base_model: Any = getattr(model, "get_base_model", None)
-    if get_base_model is None:
-        return model, ""
-    return get_base_model(), _PEFT_PREFIX
-
-
-def _with_adapters(base: nn.Module, name: str, style: ParallelStyle) -> dict[str, ParallelStyle]:
-    """The styles of the modules that peft puts into the module *name*; only its *style* if it has no adapter.
-
-    One of an adapter's two matrices, lora_A [r, in] and lora_B [out, r], is sharded like the base layer: lora_B if the
-    base is sharded by rows (colwise), lora_A if by columns (rowwise). The other matrix is replicated.
-    """
-    module = base.get_submodule(name)
-    if hasattr(module, "original_module") and hasattr(module, "modules_to_save"):
-        copies = [f"{name}.modules_to_save.{key}" for key in module.modules_to_save]  # type: ignore[union-attr]
-        return dict.fromkeys([f"{name}.original_module", *copies], style)
-    if not hasattr(module, "base_layer") or not hasattr(module, "lora_A"):
-        return {name: style}
-    styles: dict[str, ParallelStyle] = {f"{name}.base_layer": style}
-    for key in module.lora_A:  # type: ignore[union-attr]
-        first, second = f"{name}.lora_A.{key}", f"{name}.lora_B.{key}"
-        if isinstance(style, ColwiseParallel):
-            styles |= {first: Replicated(), second: style}
-        elif isinstance(style, RowwiseParallel):
-            # Along the sequence each rank applies lora_B to its own positions.
-            along_the_sequence = any(isinstance(layout, Shard) for layout in style.output_layouts)
-            styles |= {first: style, second: Replicated(partial=along_the_sequence)}
-        else:
-            styles |= {first: style, second: style}
-    return styles
-
-
-def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[str, ParallelStyle]:
-    plan: Plan = given if given is not None else getattr(model, "tp_plan", None) or {}
-    found = dict(_matches(plan, (name for name, _ in model.named_modules())))
-    if not found:
-        raise RecipeError(
-            "this model has no tensor parallel plan",
-            where=_WHERE,
-            value=f"{tp_size}, with {type(model).__name__}",
-            hint="remove tp_size (fsdp2 shards any model), or write a plan and set distributed.tp_plan",
-        )
-    of_parameters = dict(_matches(plan, (name for name, _ in model.named_parameters())))
-    # Before the general checks, which would report the experts' styles as unsupported.
-    if experts := _experts(model, found, of_parameters):
-        raise RecipeError(
-            "tensor parallelism cannot shard the experts of this model, although its plan requires it",
-            where=_WHERE,
-            value=f"{tp_size}; {_first_of(experts)}",
-            hint="remove tp_size (fsdp2 shards experts too), or write a plan for distributed.tp_plan without them",
-        )
-    problems = [
-        *_unmatched(given or {}, model),
-        *_unknown(found, of_parameters),
-        *_uneven(model, found, tp_size),
-    ]
-    if problems:
-        raise RecipeError.all_of(problems)
-    styles = {}
-    for name, style in found.items():
-        styles[name] = _STYLES[style]() if isinstance(style, str) else style
-    for name in _activations(model, found):
-        # Without it, each rank would train the parameters with the gradients of its own columns.
-        styles.setdefault(name, Replicated(partial=True))
-    return styles
-
-
-def _activations(model: nn.Module, found: Plan) -> Iterator[str]:
-    """The names of activation functions with parameters (xIELU of Apertus) that see a rank's columns only.
-
-    transformers' plans leave them out.
-    """
-    cut = {name.rpartition(".")[0] for name, style in found.items() if _is_colwise(style)}
-    for name, module in model.named_modules():
-        parent, _, own_name = name.rpartition(".")
-        is_activation = own_name in ("act_fn", "act", "activation_fn")
-        if is_activation and parent in cut and _own_parameters([module]):
-            yield name
-
-
-def _is_colwise(style: str | ParallelStyle) -> bool:
-    """Whether a layer of this style returns a rank's columns."""
-    return style == "colwise" or isinstance(style, ColwiseParallel)
-
-
-def _first_of(names: Sequence[str]) -> str:
-    """The first name, and how many more there are."""
-    if len(names) == 1:
-        return names[0]
-    return f"{names[0]} and {len(names) - 1} more"
-
-
-def _matches(plan: Plan, names: Iterable[str]) -> Iterator[tuple[str, str | ParallelStyle]]:
-    """The pairs (name, style) of the names that a pattern of the plan matches."""
-    patterns = {_compiled(pattern): style for pattern, style in plan.items()}
-    for name in names:
-        for pattern, style in patterns.items():
-            if pattern.fullmatch(name):
-                yield name, style
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-
-
-def _unmatched(given: Plan, model: nn.Module) -> Iterator[Problem]:
-    names = [name for name, _ in model.named_modules()]
-    for pattern in given:
-        expression = _compiled(pattern)
-        if not any(expression.fullmatch(name) for name in names):
-            hint = "use the names of model.named_modules(), with * for a layer's number"
-            yield Problem(
-                "the plan matches no module of the model", "distributed.tp_plan", pattern, hint
-            )
-
-
-def _experts(model: nn.Module, found: Plan, of_parameters: Plan) -> list[str]:
-    """Modules and parameters with a style that are experts: several matrices in one parameter [experts, out, in]."""
-    stacked = set()
-    modules = set()
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 3:
-            module, _, _ = name.rpartition(".")
-            stacked.add(name)
-            modules.add(module)
-    in_modules = [name for name in found if name in modules]
-    in_parameters = [name for name in of_parameters if name in stacked]
-    return in_modules + in_parameters
-
-
-def _unknown(found: Plan, of_parameters: Plan) -> Iterator[Problem]:
-    """Report styles that this module does not support, and styles of parameters instead of modules."""
-    for name in of_parameters:
-        hint = f"use the module, {name.rpartition('.')[0]}"
-        yield Problem(
-            "the tensor parallel plan names a parameter instead of a module", _WHERE, name, hint
-        )
-    unknown: dict[str, list[str]] = {}
-    for name, style in found.items():
-        if isinstance(style, str) and style not in _STYLES:
-            unknown.setdefault(style, []).append(name)
-    for style, names in sorted(unknown.items()):
-        yield Problem(
-            f"the tensor parallel plan uses an unsupported style, {style!r}",
-            _WHERE,
-            _first_of(names),
-            "remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan that gives modules "
-            f"the styles {', '.join(_STYLES)}",
-        )
-
-
-def _uneven(model: nn.Module, found: Plan, tp_size: int) -> Iterator[Problem]:
-    """Report the first layer whose size is not a multiple of *tp_size*.
-
-    The next layer treats a rank's part of the output as complete, so all parts must have one size.
-    """
-    for name, style in found.items():
-        attribute = _SPLIT.get(style) if isinstance(style, str) else None
-        if attribute is None:
-            continue
-        size = getattr(model.get_submodule(name), attribute, 0)
-        if size % tp_size:
-            yield Problem(
-                "a layer cannot be sharded evenly",
-                _WHERE,
-                f"{tp_size}; {name} has {attribute} {size}",
-                f"set it to a divisor of {size}",
-            )
-            return
 
 
 def apply_plan(
@@ -377,10 +49,10 @@ def apply_plan(
     """
     styles = dict(plan)
     if sequence_parallel:
-        base, prefix = _base_and_prefix(model)
+        base, prefix = base_and_prefix(model)
         # Replicated layers of an adapter compute with plain tensors.
         for name, style in _along_the_sequence(base, local_inputs=base is not model).items():
-            for part, part_style in _with_adapters(base, name, style).items():
+            for part, part_style in with_adapters(base, name, style).items():
                 styles[prefix + part] = part_style
     # Recorded now: parallelize_module creates one parameter per name and so breaks ties without a
     # message.
@@ -393,7 +65,7 @@ def apply_plan(
     for module in model.modules():
         if isinstance(module, nn.ParameterDict):
             continue
-        own = _own_parameters([module, *_used_by_parent(module)])
+        own = own_parameters([module, *used_by_parent(module)])
         # Optimizers and norms do not accept a mixture of DTensors and plain tensors.
         if any(not isinstance(parameter, DTensor) for _, _, parameter in own):
             Replicated()._apply(module, mesh)

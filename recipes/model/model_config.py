@@ -13,7 +13,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.context_parallel import check_context_heads
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes
-from automodel_ckpt.distributed.tensor_parallel import check_heads
+from automodel_ckpt.distributed.tensor_plan import check_heads
 from automodel_ckpt.models.config_checks import (
     check_context,
     check_layer_drop,

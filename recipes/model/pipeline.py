@@ -26,7 +26,7 @@ from automodel_ckpt.distributed.pipeline import (
     TiedEnds,
     idle_share,
 )
-from automodel_ckpt.distributed.tensor_parallel import Plan, plan_for
+from automodel_ckpt.distributed.tensor_plan import Plan, plan_for
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.forward import last_layer_output
 from automodel_ckpt.models.pipeline_stage import (

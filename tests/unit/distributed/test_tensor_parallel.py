@@ -17,12 +17,8 @@ from transformers import (
 )
 
 from automodel_ckpt.distributed.context_parallel import check_context_parallel
-from automodel_ckpt.distributed.tensor_parallel import (
-    apply_plan,
-    check_heads,
-    check_plan_support,
-    plan_for,
-)
+from automodel_ckpt.distributed.tensor_parallel import apply_plan
+from automodel_ckpt.distributed.tensor_plan import check_heads, check_plan_support, plan_for
 from automodel_ckpt.errors import RecipeError
 from tests.support.parallel import config_of
 
