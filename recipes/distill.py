@@ -29,12 +29,12 @@ from automodel_ckpt.data.teacher_targets import (
     TargetedDataset,
 )
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.fused_distillation import (
-    Distillation,
+from automodel_ckpt.models.distillation_targets import (
     DistillationWeights,
     TeacherTargets,
     TopTargets,
 )
+from automodel_ckpt.models.fused_distillation import Distillation
 from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective, Tensors

@@ -27,8 +27,9 @@ from automodel_ckpt.distributed.parallelize import gather_root, reshard
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.config_checks import check_task
 from automodel_ckpt.models.config_reading import load_model_config
+from automodel_ckpt.models.distillation_targets import LogitTargets
 from automodel_ckpt.models.forward import logits_of
-from automodel_ckpt.models.fused_distillation import CapturedHidden, LogitTargets
+from automodel_ckpt.models.fused_distillation import CapturedHidden
 from automodel_ckpt.models.repository import RepositoryOptions, base_directory
 from automodel_ckpt.models.vocabulary import wanted_size
 from automodel_ckpt.recipes.model.model_config import text_tokenizer

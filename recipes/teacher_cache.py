@@ -34,7 +34,8 @@ from automodel_ckpt.distributed.agree import (
 )
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.fused_distillation import rows_of_chunk, top_of
+from automodel_ckpt.models.distillation_targets import top_of
+from automodel_ckpt.models.fused_distillation import rows_of_chunk
 from automodel_ckpt.recipes.teacher import Teacher, with_numbered_labels
 from automodel_ckpt.units import counted
 from automodel_ckpt.user_cache import cache_directory

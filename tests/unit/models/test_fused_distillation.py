@@ -13,15 +13,14 @@ import torch.nn.functional as F
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models import fused_cross_entropy
-from automodel_ckpt.models.fused_distillation import (
-    Distillation,
+from automodel_ckpt.models.distillation_targets import (
     DistillationWeights,
     LogitTargets,
     TopTargets,
     log_softmax_,
-    rows_of_chunk,
     top_of,
 )
+from automodel_ckpt.models.fused_distillation import Distillation, rows_of_chunk
 from automodel_ckpt.models.loss_inputs import Labeled, LayerCall, LogitTransform, VocabularyPart
 from automodel_ckpt.models.token_hits import TokenHits
 from tests.support import ranks
