@@ -43,7 +43,8 @@ class UnusedGradients:
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup | None, *, in_stages: bool = False
     ) -> None:
-        """*group* are all ranks: one rank changes nothing. With *in_stages*, they have different parameters."""
+        """*group* are all ranks: one rank changes nothing. With *in_stages*, they have different parameters, and cannot
+        agree on those that none has used: a model is changed only if :func:`may_vary`."""
         self._group = group
         self._must_agree = not in_stages
         self._may_vary = may_vary(model)
@@ -51,7 +52,7 @@ class UnusedGradients:
         """fsdp2's descriptions of the trained parameters, in the same order on all ranks."""
         self._is_used: list[bool] = []
         """Whether a backward pass on this rank has reached each of them since :meth:`remove` was called."""
-        if agree.size(group) == 1:
+        if agree.size(group) == 1 or (in_stages and not self._may_vary):
             return
         for module in model.modules():
             if isinstance(module, FSDPModule):
