@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import logging
 import os
 import pickle
 import sys
@@ -23,6 +22,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.error_texts import first_line
 from automodel_ckpt.models.quantize import cast_to, dequantized
+from automodel_ckpt.models.quiet_loggers import quiet
 from automodel_ckpt.models.repository import (
     RepositoryOptions,
     base_directory,
@@ -173,7 +173,7 @@ def _read_model(
     auto_class: Any, name: str, options: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Read the model, and return it with the arguments of :meth:`Verdict.of_differences`."""
-    with _quiet(*_NOISY), _bars_on_terminals_only():
+    with quiet(*_NOISY), _bars_on_terminals_only():
         model, info = auto_class.from_pretrained(name, output_loading_info=True, **options)
     misshapen = {fqn: (tuple(there), tuple(here)) for fqn, there, here in info["mismatched_keys"]}
     missing = set(info["missing_keys"]) - misshapen.keys()
@@ -182,18 +182,6 @@ def _read_model(
         "unexpected": info["unexpected_keys"],
         "misshapen": misshapen,
     }
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    levels = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.quiet_loggers import quiet
 
 EXTRA = "automodel_ckpt[eval]"
 _CLOSEST = 3
+_LIBRARY_LOGGER = "lm_eval"
+"""It warns about every model in memory."""
 _BOOTSTRAP_ITERATIONS = 100
 """For the standard errors of metrics that have no formula. The library's default of 100,000 takes minutes."""
 
@@ -81,7 +83,7 @@ def check_tasks(given: HarnessTasks, where: str) -> Any:
             hint="name a directory with task files (YAML) of lm-evaluation-harness",
         )
     include = None if given.include_path is None else str(given.include_path)
-    with _quiet(), _reporting(where, str(include)):
+    with quiet(_LIBRARY_LOGGER), _reporting(where, str(include)):
         index = TaskManager(include_path=include, include_defaults=False)
         # The library has thousands of task files, which take many seconds to read.
         if not set(given.tasks) <= set(index.all_tasks):
@@ -107,7 +109,7 @@ def check_data(given: HarnessTasks, index: Any, where: str) -> None:
     """
     from lm_eval.tasks import get_task_dict
 
-    with _quiet(), _reporting(where, ", ".join(given.tasks)):
+    with quiet(_LIBRARY_LOGGER), _reporting(where, ", ".join(given.tasks)):
         get_task_dict(list(given.tasks), index)
 
 
@@ -129,7 +131,7 @@ def run_tasks(
     """
     from lm_eval.evaluator import simple_evaluate
 
-    with _quiet(), _reporting("lm-evaluation-harness", ", ".join(given.tasks)):
+    with quiet(_LIBRARY_LOGGER), _reporting("lm-evaluation-harness", ", ".join(given.tasks)):
         adapter = _adapter(before_forward)(
             pretrained=model,
             tokenizer=tokenizer,
@@ -202,15 +204,3 @@ def _reporting(where: str, tasks: str) -> Iterator[None]:
             value=f"{tasks}: {type(error).__name__}: {lines[0][:300]}",
             hint="check the task files; the data of the library's tasks is downloaded from the Hugging Face Hub",
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out the library's messages below errors: it warns about every model in memory."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -22,6 +22,7 @@ from transformers.utils.hub import HF_MODULES_CACHE, cached_file
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.quiet_loggers import quiet
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -207,7 +208,9 @@ def from_library_first(
     if repository.revision is not None:
         options["revision"] = repository.revision
     try:
-        return from_pretrained(name, trust_remote_code=False, **options)
+        # For a model that transformers does not include, it warns that the config has another type than its base class.
+        with quiet("transformers.configuration_utils"):
+            return from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:
         if not repository.runs_code:
             raise
