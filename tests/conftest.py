@@ -162,12 +162,17 @@ def _forget_commands() -> None:
 
 
 def _seed_generators() -> None:
-    """Seed the generators of Python, and of numpy and torch where they are imported."""
+    """Seed the generators of Python, and of numpy and torch where they are imported.
+
+    Without a GPU, ``torch.manual_seed`` would keep a stack trace for each kind of accelerator.
+    """
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        on_gpu = torch.cuda.is_available()
+        (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from automodel_ckpt.config.extends import directory_of, read_with_bases
 from automodel_ckpt.config.key_references import resolve_keys
 from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.references import is_reference
-from automodel_ckpt.config.registry import is_name, registered
+from automodel_ckpt.config.registry import is_name, is_own, registered
 from automodel_ckpt.config.sample_kinds import sample_problems
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import closest, join
@@ -223,8 +223,10 @@ def _check_recipe_name(root: Node, problems: list[Problem]) -> bool:
     node = root.at("recipe")
     if node is None or not isinstance(node.value, str) or is_reference(node.value) or node.is_null:
         return False
-    names = registered()
     name = node.value
+    if is_own(name):
+        return False
+    names = registered()
     if is_name(name) and name not in names:
         meant = _KINDS_ELSEWHERE.get(name.lower()) or closest(name, names)
         hint = f"known recipes: {', '.join(names)}; or use package.module.Class or file.py:Class"

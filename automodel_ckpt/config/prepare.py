@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from automodel_ckpt.config.load import LoadedRecipe
-from automodel_ckpt.config.registry import registered
+from automodel_ckpt.config.registry import target_of
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import closest
 from automodel_ckpt.config.target_checks import check_targets
@@ -61,7 +61,7 @@ def resolve_recipe(name: str, trust: Trust, folder: Path = Path()) -> type[Any]:
     if match := _FILE.fullmatch(name):
         found = _from_file(folder, match["path"], match["name"], trust)
     else:
-        dotted = registered().get(name, name).replace(":", ".")
+        dotted = (target_of(name) or name).replace(":", ".")
         found = resolve(dotted, trust, "recipe")
     methods = ("setup", "run", "close")
     has_methods = all(callable(getattr(found, method, None)) for method in methods)

@@ -29,6 +29,14 @@ def registered() -> dict[str, str]:
     return {entry.name: entry.value for entry in entry_points(group=GROUP)} | _OWN
 
 
+def target_of(name: str) -> str | None:
+    """``module:Class`` of a registered name; None for other names.
+
+    The metadata of the installed packages is read only for a name that is not of this package.
+    """
+    return _OWN.get(name) or registered().get(name)
+
+
 def own_classes() -> list[str]:
     """List the dotted names of the classes of this package's recipes."""
     return [target.replace(":", ".") for target in _OWN.values()]
