@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import urllib.request
@@ -11,8 +12,8 @@ from typing import Any
 from unittest import mock
 
 import s3fs  # type: ignore[import-untyped]
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import make_server
+from moto.moto_server.werkzeug_app import create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
 from werkzeug.wrappers import Request, Response
 
 from tests.support.fault_proxy import FaultProxy, fault_proxy
@@ -24,14 +25,26 @@ Fault = Callable[[Request], Response | None]
 """Returns the reply to a request instead of the store, or None; it may also raise, which resets the connection."""
 
 
+class _WithoutLog(WSGIRequestHandler):
+    def log_request(self, *_: Any) -> None:
+        """Write no line for each request."""
+
+
+@functools.cache
+def _application(service: str) -> Any:
+    """Return one application for all stores; moto's dispatcher would search its modules at each request."""
+    return create_backend_app(service)
+
+
 class ObjectStore:
     """A store with one bucket. *fault* is asked before each request, and *requests* counts them by method."""
 
     def __init__(self) -> None:
         self.fault: Fault | None = None
         self.requests: list[tuple[str, str]] = []
-        self._app: Any = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server("127.0.0.1", 0, self._reply, threaded=True)
+        self._server = make_server(
+            "127.0.0.1", 0, self._reply, threaded=True, request_handler=_WithoutLog
+        )
         self._thread = threading.Thread(target=serve, args=(self._server,), daemon=True)
         self._thread.start()
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
@@ -51,7 +64,8 @@ class ObjectStore:
             # The body must be read, or the client sees a reset connection instead of the reply.
             request.get_data()
             return fault(environ, start_response)
-        return self._app(environ, start_response)
+        is_reset = request.path.startswith("/moto-api")
+        return _application("moto_api" if is_reset else "s3")(environ, start_response)
 
     def close(self) -> None:
         self._server.shutdown()
