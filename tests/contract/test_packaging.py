@@ -230,6 +230,8 @@ def offline_environment(directory: Path) -> dict[str, str]:
         "PIP_NO_DEPS": "1",
         "PIP_NO_BUILD_ISOLATION": "0",
         "PIP_QUIET": "1",
+        # Python compiles the modules that it imports.
+        "PIP_NO_COMPILE": "1",
         "HOME": str(directory / "home"),
         "PATH": f"{shims(directory / 'shims')}:/usr/bin:/bin",
         "EMPTY": str(directory / "empty"),
