@@ -8,7 +8,7 @@ import os
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import s3fs  # type: ignore[import-untyped]
@@ -31,7 +31,7 @@ class _WithoutLog(WSGIRequestHandler):
 
 
 @functools.cache
-def _application(service: str) -> Any:
+def _application(service: Literal["moto_api", "s3"]) -> Any:
     """Return one application for all stores; moto's dispatcher would search its modules at each request."""
     return create_backend_app(service)
 
