@@ -109,7 +109,7 @@ def build_model(
         note_untied(model, from_pretrained)
         if not loading:
             # Routers that the model keeps in float32 are cast in any case, as in a model that is read in parts.
-            cast_to(model, model.dtype if dtype == "auto" else getattr(torch, dtype))
+            cast_to(model, _type_read(model) if dtype == "auto" else getattr(torch, dtype))
     # from_pretrained returns models in evaluation mode, without dropout.
     model.train()
     return model
@@ -167,6 +167,13 @@ def fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
     if dtype != "auto":
         return getattr(torch, dtype)  # type: ignore[no-any-return]
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def _type_read(model: PreTrainedModel) -> torch.dtype:
+    """The type in which ``from_pretrained`` read *model* with the dtype ``auto``, apart from what stays in float32."""
+    # model.dtype is that of the first parameter, which may be one that stays in float32.
+    found = model.config.dtype
+    return found if isinstance(found, torch.dtype) else model.dtype
 
 
 def _read_model(
