@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.recipes.model.deferred_model import DeferredModel, build_deferred
@@ -28,12 +35,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def built(base: str, dtype: Any, needs_values: str) -> DeferredModel:
+def built(
+    base: str, dtype: Any, needs_values: str, auto_class: Any = AutoModelForCausalLM
+) -> DeferredModel:
     return build_deferred(
         ModelConfig(from_pretrained=base, dtype=dtype),
         AutoConfig.from_pretrained(base),
         base=base,
-        auto_class=AutoModelForCausalLM,
+        auto_class=auto_class,
         seed=1,
         group=None,
         needs_values=needs_values,
@@ -49,7 +58,8 @@ def test_a_bias_that_is_not_trained_stays_in_float32(
     model = deferred.model
     if deferred.materialise is not None:
         deferred.materialise(model, torch.device("cpu"))
-    assert (deferred.materialise is None) == bool(needs_values)
+    if needs_values:
+        assert deferred.materialise is None
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
     others = [name for name, each in model.named_parameters() if each.dtype != torch.bfloat16]
     assert frozen == others == [BIAS]
@@ -57,3 +67,17 @@ def test_a_bias_that_is_not_trained_stays_in_float32(
     read = AutoModelForCausalLM.from_pretrained(base, dtype="auto").state_dict()
     for name, value in model.state_dict().items():
         assert torch.equal(value, read[name].to(value.dtype)), name
+
+
+def test_parameters_that_stay_in_float32_are_read_in_parts(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).half().save_pretrained(tmp_path)
+    deferred = built(str(tmp_path), "float16", "", AutoModelForSeq2SeqLM)
+    assert deferred.materialise is not None
+    deferred.materialise(deferred.model, torch.device("cpu"))
+    read = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16).state_dict()
+    for name, value in deferred.model.state_dict().items():
+        assert value.dtype == read[name].dtype, name
+        assert torch.equal(value, read[name]), name
+    of_output = deferred.model.get_parameter("encoder.block.0.layer.1.DenseReluDense.wo.weight")
+    assert of_output.dtype == torch.float32
