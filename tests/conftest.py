@@ -188,6 +188,9 @@ def _own_environment() -> Iterator[None]:
     with kept_logging():
         yield
     _forget_commands()
-    for name in os.environ.keys() - before.keys():
+    after = dict(os.environ)
+    if after == before:
+        return
+    for name in after.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
