@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from automodel_ckpt.config.plugins import build, build_function
@@ -24,7 +23,7 @@ from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.recipes.decoder_inputs import shifted, start_token
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective, Tensors
-from automodel_ckpt.recipes.seq2seq_checks import check_alike, check_forward, check_shift
+from automodel_ckpt.recipes.seq2seq_checks import check_forward, check_shift
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.recipes.unsupported import Unsupported
 from automodel_ckpt.training.loss import in_numpy
@@ -116,13 +115,9 @@ class Seq2Seq(LLMFinetune):
     def build_trainable(
         self, config: RecipeConfig | None = None, *, is_trained: bool = True
     ) -> Trainable:
-        """Build the model, and check that ranks can train it, and that it makes the inputs of its decoder if no
-        ``collate_fn`` of the user does."""
+        """Build the model, and check that it makes the inputs of its decoder if no ``collate_fn`` of the user does."""
         trainable = super().build_trainable(config, is_trained=is_trained)
         assert self.model_config is not None
-        if isinstance(trainable.model, DistributedDataParallel):
-            multiple = self.config.dataloader.pad_to_multiple_of
-            check_alike(trainable.model, self.model_config, multiple)
         if self.config.dataloader.collate_fn is None:
             check_shift(trainable.model, self.model_config)
         return trainable

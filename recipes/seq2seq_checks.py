@@ -1,19 +1,16 @@
-"""What the recipe ``seq2seq`` requires of a model: its loss, the inputs of its decoder, gradients on all ranks."""
+"""What the recipe ``seq2seq`` requires of a model: its loss, and the inputs of its decoder."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.forward import class_and_message
 from automodel_ckpt.recipes.decoder_inputs import shifted
 
-_ONE_EXPERT = re.compile(r"\.experts\.(expert_)?\d+\.")
 _START_HINT = (
     "set decoder_start_token_id and pad_token_id in model.from_config, or in model.config_overrides"
 )
@@ -62,34 +59,4 @@ def check_shift(model: Any, config: PreTrainedConfig) -> None:
             where="model",
             value=f"token {first} of {size}",
             hint=_START_HINT,
-        )
-
-
-def check_alike(model: nn.Module, config: PreTrainedConfig, multiple: int | None) -> None:
-    """Raise :class:`RecipeError` if a trained parameter may have a gradient on one of several ranks but not on all.
-
-    ddp would wait for it (fsdp2 does not: :mod:`automodel_ckpt.distributed.unused_gradients`). *multiple* divides the
-    number of tokens of each source.
-    """
-    experts = [
-        name
-        for name, parameter in model.named_parameters()
-        if _ONE_EXPERT.search(name) and parameter.requires_grad
-    ]
-    if experts:
-        raise RecipeError(
-            "experts of this model that no token of a rank chooses have no gradient there, and other ranks would wait",
-            where="model",
-            value=f"a {config.model_type} model; {len(experts)} trained parameters, such as {experts[0]}",
-            hint="set distributed.strategy: fsdp2, or freeze its experts: model.freeze: ['*.experts.*']",
-        )
-    size = 1
-    if getattr(config, "encoder_attention_type", None) == "transient-global":
-        size = config.global_block_size
-    if size > 1 and (multiple is None or multiple % size):
-        raise RecipeError(
-            "parameters of this model have no gradient on a rank whose sources are short, and other ranks would wait",
-            where="dataloader.pad_to_multiple_of",
-            value=f"{multiple}; a {config.model_type} model with global_block_size: {size}",
-            hint=f"set dataloader.pad_to_multiple_of: {size}, or distributed.strategy: fsdp2",
         )

@@ -21,10 +21,10 @@ _NUM_SHOWN = 5
 def check_all_trained(model: nn.Module, *, has_adapters: bool, is_error: bool) -> None:
     """Look for parameters of *model* that need a gradient and have none after the first step's backward passes.
 
-    Raises :class:`RecipeError` with *is_error*, and with ddp, which reduces no gradient if one is missing. Otherwise
-    logs a warning: a later batch may use them.
+    Raises :class:`RecipeError` with *is_error*, and with ddp, which waits for each gradient of a model whose parameters
+    are known to be used for each batch. Otherwise logs a warning: a later batch may use them.
     """
-    is_ddp = isinstance(model, DistributedDataParallel)
+    waits_for_all = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
     name_of = _adapted_module if has_adapters else str
     used: set[str] = set()
     unused: dict[str, None] = {}
@@ -36,7 +36,7 @@ def check_all_trained(model: nn.Module, *, has_adapters: bool, is_error: bool) -
     if not unused:
         return
     problem = _problem([*unused], used, has_adapters=has_adapters)
-    if is_ddp:
+    if waits_for_all:
         hint = f"{problem.hint}; if some do, set distributed.strategy fsdp2"
         raise RecipeError.all_of([replace(problem, hint=hint)])
     if is_error:

@@ -29,6 +29,7 @@ from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.model_layers import separate_ends, untied_layers
 from automodel_ckpt.distributed.tensor_parallel import apply_plan
 from automodel_ckpt.distributed.tensor_plan import Plan, plan_for
+from automodel_ckpt.distributed.unused_gradients import may_vary
 from automodel_ckpt.errors import RecipeError
 
 _DEFERS = "_defers_gradient_sync"
@@ -111,7 +112,13 @@ def parallelize(
         device_ids = [layout.device] if layout.device.type == "cuda" else None
         # Views save a copy of all gradients, but detach_() fails on them (torch's documentation of
         # DDP).
-        return FixedBucketsDDP(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        return FixedBucketsDDP(
+            model,
+            device_ids=device_ids,
+            gradient_as_bucket_view=True,
+            # DDP then looks for unused parameters in each step. Otherwise, it would wait for their gradients.
+            find_unused_parameters=may_vary(model),
+        )
     return model
 
 

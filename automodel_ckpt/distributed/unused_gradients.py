@@ -1,4 +1,4 @@
-"""Gradients of parameters that only some ranks use, such as experts that get no token elsewhere, with fsdp2."""
+"""Gradients of parameters that only some ranks use in a step, such as experts that get no token elsewhere."""
 
 from __future__ import annotations
 

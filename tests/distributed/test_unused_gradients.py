@@ -1,4 +1,4 @@
-"""Parameters that only some ranks use in a step, with fsdp2: the gradients are those of one process."""
+"""Parameters that only some ranks use in a step: the gradients are those of one process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from automodel_ckpt.checkpoint.module_tensors import unwrap
 from tests.support import ranks
 from tests.support.training import MODEL, RECIPE, build, write_recipe
 
@@ -73,7 +74,7 @@ def trained(recipe_file: Path, *options: str) -> tuple[dict[str, torch.Tensor], 
         recipe.setup()
         recipe.run()
         weights = {}
-        for name, value in recipe.model.state_dict().items():
+        for name, value in unwrap(recipe.model).state_dict().items():
             weights[name] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
         return weights, list(used_by_step)
     finally:
@@ -93,6 +94,7 @@ def test_experts_that_one_rank_does_not_use_get_the_gradient_of_the_others(tmp_p
         training(recipe, fsdp2, small),
         training(recipe, fsdp2, small, "--distributed.reshard_after_forward=false"),
         training(recipe, fsdp2, small, "--distributed.defer_gradient_sync=true"),
+        training(recipe, "--distributed.strategy=ddp", small),
     ]
     for (weights, used_by_first), (_, used_by_second) in ranks.run_each(ways, 2):
         assert used_by_first != used_by_second
