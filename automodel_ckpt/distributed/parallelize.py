@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from automodel_ckpt.distributed.tensor_parallel import apply_plan
 from automodel_ckpt.distributed.tensor_plan import Plan, plan_for
 from automodel_ckpt.distributed.unused_gradients import may_vary
 from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger("automodel_ckpt")
 
 _DEFERS = "_defers_gradient_sync"
 """The attribute of a model sharded by fsdp2 with the value of ``defer_gradient_sync``."""
@@ -110,6 +113,12 @@ def parallelize(
     # DDP only reduces gradients, and raises for a model without any (a frozen reference model).
     if strategy == "ddp" and _is_trained(model):
         device_ids = [layout.device] if layout.device.type == "cuda" else None
+        varies = may_vary(model)
+        if varies:
+            log.info(
+                "batches may use different parameters of this model: ddp looks for unused ones in each step, "
+                "and warns once if the first step has none"
+            )
         # Views save a copy of all gradients, but detach_() fails on them (torch's documentation of
         # DDP).
         return FixedBucketsDDP(
@@ -117,7 +126,7 @@ def parallelize(
             device_ids=device_ids,
             gradient_as_bucket_view=True,
             # DDP then looks for unused parameters in each step. Otherwise, it would wait for their gradients.
-            find_unused_parameters=may_vary(model),
+            find_unused_parameters=varies,
         )
     return model
 
