@@ -68,7 +68,10 @@ demo: $(STAMP)  ## train, kill, resume, export: about three minutes
 demo-vlm: $(STAMP)  ## train a small LLaVA to read digits, and ask its export: a few minutes
 	@$(BIN)/python tools/demo_vlm.py
 
-test: $(STAMP)  ## every test, offline, about ten minutes on two cores
+test: $(STAMP)  ## the tests, offline, about ten minutes on two cores
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "not further" $(WORKERS) $(PYTEST_ARGS)
+
+test-all: $(STAMP)  ## the tests of `make test`, with further cases of some: a minute more
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q $(WORKERS) $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.ready  ## every test with the lowest versions that pyproject.toml allows: needs a registry once

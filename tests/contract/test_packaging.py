@@ -238,7 +238,7 @@ def offline_environment(directory: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("form", ["clone", "wheel", "git"])
+@pytest.mark.parametrize("form", ["clone", "wheel", pytest.param("git", marks=pytest.mark.further)])
 def test_after_the_readmes_lines_the_commands_run_in_an_empty_directory(
     form: str, built: Built, tmp_path: Path
 ) -> None:

@@ -82,7 +82,10 @@ EXACT: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", EXACT)
+@pytest.mark.parametrize(
+    "case",
+    ["full", pytest.param("adapters on two ranks", marks=pytest.mark.further), "precomputed"],
+)
 def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, case: str) -> None:
     num_ranks, options = EXACT[case]
     recipe = write_run(tmp_path, "dpo")

@@ -47,7 +47,9 @@ def run(recipe: Path, name: str, num_ranks: int, *overrides: str) -> list[float]
     [
         ("bert", (), ("fsdp2", "ddp", "ddp_accumulated")),
         ("bert", ("--embedding.negatives=own",), ("ddp_accumulated",)),
-        ("llama", ("--embedding.attention=bidirectional",), ("tp",)),
+        pytest.param(
+            "llama", ("--embedding.attention=bidirectional",), ("tp",), marks=pytest.mark.further
+        ),
         ("llama", LORA, ("tp",)),
     ],
 )

@@ -144,7 +144,12 @@ def test_ranks_whose_experts_get_no_token_have_gradients_of_zeros(implementation
             4,
             ("--distributed.ep_size=2", "--model.activation_checkpointing=selective"),
         ),
-        ("gpt_oss", 4, ("--distributed.ep_size=2", "--distributed.dp_replicate_size=2")),
+        pytest.param(
+            "gpt_oss",
+            4,
+            ("--distributed.ep_size=2", "--distributed.dp_replicate_size=2"),
+            marks=pytest.mark.further,
+        ),
         (
             "mixtral",
             2,

@@ -172,7 +172,7 @@ SLEEPS, SUSPENDED = "12", "21"
     ("program", "hangs"),
     [
         ("ckpt-train", [SLEEPS, SUSPENDED]),
-        ("torchrun ckpt-train", [SUSPENDED]),
+        pytest.param("torchrun ckpt-train", [SUSPENDED], marks=pytest.mark.further),
         ("torchrun train()", [SLEEPS]),
     ],
 )

@@ -62,7 +62,8 @@ class Watched(LLMFinetune):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_ranks"), [("single", 1), ("single", 2), ("ddp", 2), ("fsdp2", 2)]
+    ("strategy", "num_ranks"),
+    [("single", 1), pytest.param("single", 2, marks=pytest.mark.further), ("ddp", 2), ("fsdp2", 2)],
 )
 def test_each_strategy_computes_in_bfloat16_and_keeps_float32(
     tmp_path: Path, strategy: str, num_ranks: int, capfd: pytest.CaptureFixture[str]

@@ -86,7 +86,9 @@ SGD = (
     ("num_ranks", "options", "peft"),
     [
         (2, INTERLEAVED, True),
-        (4, (*INTERLEAVED, "--distributed.cp_size=2"), False),
+        pytest.param(
+            4, (*INTERLEAVED, "--distributed.cp_size=2"), False, marks=pytest.mark.further
+        ),
     ],
 )
 def test_several_stages_on_a_rank_divided_rows_and_adapters_log_what_one_rank_does(

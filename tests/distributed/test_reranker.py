@@ -29,7 +29,12 @@ logged = partial(pair_recipes.logged, count="queries", metrics=METRICS)
     ("kind", "common", "ways"),
     [
         ("bert", (), ("ddp",)),
-        ("llama", (TEMPLATE, "--reranker.attention=bidirectional"), ("tp",)),
+        pytest.param(
+            "llama",
+            (TEMPLATE, "--reranker.attention=bidirectional"),
+            ("tp",),
+            marks=pytest.mark.further,
+        ),
         ("llama", (TEMPLATE, "--peft={r: 4, target_modules: all-linear}"), ("fsdp2",)),
     ],
 )

@@ -106,6 +106,7 @@ def test_the_ranks_and_the_micro_batches_change_nothing(recipe: Path) -> None:
     assert steps["lora"][3]["loss"] != steps["one"][3]["loss"]
 
 
+@pytest.mark.further
 def test_a_killed_run_continues_exactly_and_on_two_ranks_as_well(recipe: Path) -> None:
     options = (*SHORT, "--checkpoint.is_async=true", "--step_scheduler.ckpt_every_steps=2", LORA)
     half = ("--step_scheduler.local_batch_size=2",)

@@ -45,7 +45,7 @@ RANKS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 GROUPS = [
     ("llama", False, ("fsdp2", "tp")),
-    ("llama", True, ("fsdp2",)),
+    pytest.param("llama", True, ("fsdp2",), marks=pytest.mark.further),
     ("bert", True, ("ddp",)),
 ]
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12], [9, 8, 7, 6, 5, 0, 0, 0]])

@@ -196,7 +196,9 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize("case", KILLED)
+@pytest.mark.parametrize(
+    "case", ["cached", pytest.param("adapters in packs", marks=pytest.mark.further)]
+)
 def test_a_killed_run_continues_exactly(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -470,7 +470,7 @@ def rows_of(*lengths: int) -> dict[str, torch.Tensor]:
 ROWS = [(9, 7), (4, 4, 8), (1, 2, 3, 10), (16,), (2, 2, 2, 2, 2, 2, 2, 2), (1, 15)]
 
 
-@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize("is_recomputed", [pytest.param(False, marks=pytest.mark.further), True])
 def test_compiled_layers_are_not_compiled_again_for_other_documents(is_recomputed: bool) -> None:
     model = build("llama", "sdpa").to(torch.bfloat16)
     kernel = VarlenKernel(opaque_varlen, "cpu")
