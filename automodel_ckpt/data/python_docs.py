@@ -296,13 +296,9 @@ def description_pairs(
         texts = []
         for number, pair in enumerate(pairs):
             description = pair.docstring.split("\n\n", 1)[0]
-            documents = _with_following(signatures, number, num_negatives)
-            texts.append(
-                [
-                    query_prompt + description,
-                    *(document_prompt + document for document in documents),
-                ]
-            )
+            found = _with_following(signatures, number, num_negatives)
+            documents = [document_prompt + signature for signature in found]
+            texts.append([query_prompt + description, *documents])
         encoder = encoder_of(tokenizer, seq_length, "right", pair_template)
         samples = encoder.samples(texts, lambda number: pairs[number].where)
         policy = TextTruncation("right", seq_length)

@@ -117,7 +117,7 @@ def parallelize(
         if varies:
             log.info(
                 "batches may use different parameters of this model: ddp looks for unused ones in each step, "
-                "and warns once if the first step has none"
+                "and torch warns once if the first step has none"
             )
         # Views save a copy of all gradients, but detach_() fails on them (torch's documentation of
         # DDP).

@@ -32,6 +32,7 @@ _COLLATOR = re.compile(
     r"nemo_automodel\.components\.datasets\.llm\.(retrieval_collator\.)?(?P<name>\w+)"
 )
 _PAIR_COLLATORS = ("BiEncoderCollator", "RetrievalBiencoderCollator")
+_IMAGE_COLLATORS = ("ProcessorMethodCollator", "make_vision_collator_from_processor_method")
 """The second name is that of the releases up to 0.3."""
 _POOLINGS = {"avg": "mean", "mean": "mean", "cls": "cls", "last": "last"}
 _TEXT_ONLY = "embeddings of images are not supported"
@@ -157,6 +158,7 @@ def collators(section: Section) -> None:
     if not _is_embedding(section) and not _is_reranker(section):
         return
     for name, data in (("dataloader", "dataset"), ("validation_dataloader", "validation_dataset")):
+        is_training = name == "dataloader"
         loader = section.inner(name)
         collate = loader.inner("collate_fn", to=data)
         target = collate.peek("_target_")
@@ -164,22 +166,18 @@ def collators(section: Section) -> None:
         if target is None or found is None:
             continue
         if found["name"] in _PAIR_COLLATORS and _is_embedding(section):
-            _pair_collator(collate, is_training=name == "dataloader")
+            _pair_collator(collate, is_training=is_training)
         elif found["name"] == "CrossEncoderCollator" and _is_reranker(section):
-            _joint_collator(collate, is_training=name == "dataloader")
-        elif found["name"] in (
-            "ProcessorMethodCollator",
-            "make_vision_collator_from_processor_method",
-        ):
-            collate.reject(
-                "_target_", target, _TEXT_ONLY, "use BiEncoderCollator, and a model of texts"
-            )
-            loader.take("collate_fn")
-            continue
+            _joint_collator(collate, is_training=is_training)
         else:
+            if found["name"] in _IMAGE_COLLATORS:
+                collate.reject(
+                    "_target_", target, _TEXT_ONLY, "use BiEncoderCollator, and a model of texts"
+                )
+                loader.take("collate_fn")
             continue
         multiple = collate.take("pad_to_multiple_of")
-        if multiple is not None and name == "dataloader":
+        if multiple is not None and is_training:
             loader.put("pad_to_multiple_of", multiple)
         if collate.node is not None and not collate.node.value:
             loader.take("collate_fn")
