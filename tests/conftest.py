@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import random
 import shlex
@@ -101,6 +102,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     # Thousands of collected tests stay until the end: a full collection of garbage need not visit them.
     gc.freeze()
+    # Ranks and other processes that tests fork must not collect what earlier tests left in cycles.
+    importlib.import_module("automodel_ckpt.forks").freeze_in_forked_processes()
     if IS_WORKER:
         huge_pages.collapse()
     torch = sys.modules.get("torch")

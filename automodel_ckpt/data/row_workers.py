@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import itertools
 import logging
 import multiprocessing
@@ -20,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar, cast
+
+from automodel_ckpt.forks import freeze_in_forked_processes
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ def _workers(
     # Threads of the tokenizers library do not survive a fork, and each worker has one core.
     os.environ[_PARALLELISM] = "false"
     _function = function
+    freeze_in_forked_processes()
     context = multiprocessing.get_context("fork")
     workers = ProcessPoolExecutor(num_workers, context, _begin_worker, (os.getpid(),))
     try:
@@ -126,7 +128,7 @@ def _workers(
 
 
 def _begin_worker(parent: int) -> None:
-    """Leave signals to the parent, end with it, and share its objects."""
+    """Leave signals to the parent, and end with it."""
     # Ctrl-C and a scheduler's signals reach all processes. The parent handles them, and ends the workers.
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
@@ -136,5 +138,3 @@ def _begin_worker(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    # A collection would copy the memory pages of the parent's objects, and could free what belongs to a GPU.
-    gc.freeze()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from automodel_ckpt.errors import AutomodelError
+from automodel_ckpt.forks import freeze_in_forked_processes
 
 WORKER_END_SECONDS = 1.0
 """How long a worker process may take to end before it is killed."""
@@ -24,6 +25,7 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
     an exception: workers that are forked later would inherit it and fail. Raises :class:`AutomodelError` if a worker
     dies.
     """
+    freeze_in_forked_processes()
     # Patch for torch 2.10 to 2.13: without this mark, torch installs a handler of SIGCHLD that raises an error when a
     # worker dies, at whatever the main thread is doing, for example in a save. The code that waits for the worker's
     # batch notices the death in any case.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import resource
@@ -221,7 +220,6 @@ def run(reader: Callable[[], int], root: Path, *, forbidden: Sequence[str] = ())
             )  # of threads of this process: the child takes none of their locks
             child = os.fork()
         if child == 0:
-            gc.freeze()  # what other tests left in this process is not the child's to end: that may abort it
             os.close(read_end)
             _child(reader, root, forbidden, write_end, output.fileno())
         os.close(write_end)

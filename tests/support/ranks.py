@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -225,7 +224,6 @@ def _rank(
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's is the parent's
     # Shortly before the parent kills this rank: where it waits is in the captured standard error.
     faulthandler.dump_traceback_later(max(1.0, timeout - 2), file=2)
-    gc.freeze()  # or each full collection would search what the parent has, and copy its pages
     os.environ.update(environment)
     torch.set_num_threads(1)
     outcome = Outcome(exitcode=0)

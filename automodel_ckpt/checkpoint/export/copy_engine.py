@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from automodel_ckpt.checkpoint.export.output import Clonable, Output
 from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, block_of
 from automodel_ckpt.checkpoint.slices import Slice, intersection, row_major_boxes
 from automodel_ckpt.errors import SaveFailed
+from automodel_ckpt.forks import freeze_in_forked_processes
 
 # A block can be read from up to four times its bytes: F64 cast to BF16.
 _SCRATCH_BYTES = 4 * BLOCK_BYTES
@@ -61,6 +61,7 @@ class Workers:
             return [function(share, self.num_threads) for share in shares]
         import multiprocessing
 
+        freeze_in_forked_processes()
         context = multiprocessing.get_context("fork")
         try:
             with ProcessPoolExecutor(len(shares), context, _begin_worker) as executor:
@@ -77,9 +78,6 @@ class Workers:
 
 def _begin_worker() -> None:
     """Have the kernel kill this worker when its parent dies: it would wait for work forever (PR_SET_PDEATHSIG)."""
-    # What the parent left in cycles must not be destroyed here: destructors of process groups wait for threads that do
-    # not exist in a forked process.
-    gc.freeze()
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
 
 

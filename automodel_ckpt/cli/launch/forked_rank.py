@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import signal
 import threading
@@ -102,9 +101,6 @@ def launched_rank(
 
     Returns its exit code, or exits; the docstring of this module describes when.
     """
-    # What the launcher left in cycles must not be destroyed here: destructors of stores and process groups wait for
-    # threads that do not exist in a forked process, or abort it.
-    gc.freeze()
     _die_with(launcher)
     attempt, rank = failure_dir.attempt, this_rank()
     # Importing the packages, which the launcher does once, is a part of the first start.

@@ -17,6 +17,7 @@ from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
 from automodel_ckpt.cli.launch.node_resources import set_allocator
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.forks import freeze_in_forked_processes
 from automodel_ckpt.units import counted
 
 NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
@@ -65,6 +66,7 @@ def import_before_forks(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
         with without_initializing_cuda():
             return prepare()
 
+    freeze_in_forked_processes()
     return import_recipe(prepare_without_cuda)
 
 

@@ -2,52 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NoReturn
 
 import pytest
 
 from automodel_ckpt.cli.launch import forked_rank
 from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
-
-
-class Cycle:
-    """Garbage with a destructor, as a process group whose threads do not exist in a forked process."""
-
-    def __init__(self, destroyed: Path) -> None:
-        self.itself = self
-        self.destroyed = destroyed
-
-    def __del__(self) -> None:
-        self.destroyed.write_text(str(os.getpid()))
-
-
-def test_a_rank_does_not_destroy_what_its_launcher_left_in_cycles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def collect_and_end(_launcher: int) -> NoReturn:
-        gc.collect()
-        os._exit(0)
-
-    monkeypatch.setattr(forked_rank, "_die_with", collect_and_end)
-    anything: Any = SimpleNamespace()
-    gc.disable()
-    try:
-        Cycle(tmp_path / "destroyed")
-        child = os.fork()
-        if child == 0:
-            forked_rank.launched_rank(anything, anything, anything, os.getppid())
-        assert os.waitpid(child, 0)[1] == 0
-        assert not (tmp_path / "destroyed").exists()
-        gc.collect()
-        assert (tmp_path / "destroyed").read_text() == str(os.getpid())
-    finally:
-        gc.enable()
 
 
 def test_a_rank_connects_when_all_ranks_of_its_node_have_been_forked(tmp_path: Path) -> None:
