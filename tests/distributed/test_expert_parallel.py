@@ -139,10 +139,11 @@ def test_ranks_whose_experts_get_no_token_have_gradients_of_zeros(implementation
 @pytest.mark.parametrize(
     ("family", "num_ranks", "sizes"),
     [
-        (
+        pytest.param(
             "qwen3_moe",
             4,
             ("--distributed.ep_size=2", "--model.activation_checkpointing=selective"),
+            marks=pytest.mark.further,
         ),
         pytest.param(
             "gpt_oss",

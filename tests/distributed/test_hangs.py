@@ -173,7 +173,7 @@ SLEEPS, SUSPENDED = "12", "21"
     [
         ("ckpt-train", [SLEEPS, SUSPENDED]),
         pytest.param("torchrun ckpt-train", [SUSPENDED], marks=pytest.mark.further),
-        ("torchrun train()", [SLEEPS]),
+        pytest.param("torchrun train()", [SLEEPS], marks=pytest.mark.further),
     ],
 )
 def test_the_ranks_of_one_node_restart(

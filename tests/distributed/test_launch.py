@@ -275,7 +275,12 @@ def test_a_restart_does_not_wait_for_a_rank_that_has_nothing_to_do(start: Start,
 
 
 @pytest.mark.parametrize(
-    "case", ["killed_once", "killed_while_starting", "killed_beside_a_busy_rank"]
+    "case",
+    [
+        "killed_once",
+        "killed_while_starting",
+        pytest.param("killed_beside_a_busy_rank", marks=pytest.mark.further),
+    ],
 )
 def test_a_restart_does_not_wait_for_ranks_of_other_machines(start: Start, case: str) -> None:
     rendezvous = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id x".split()
@@ -511,7 +516,11 @@ def test_two_machines_meet_at_a_master(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "codes"), [(["--max-restarts", "1"], [0, 0]), (["--max-restarts", "0"], [0, 1])]
+    ("flags", "codes"),
+    [
+        (["--max-restarts", "1"], [0, 0]),
+        pytest.param(["--max-restarts", "0"], [0, 1], marks=pytest.mark.further),
+    ],
 )
 def test_a_machine_that_is_done_waits_for_no_machine_whose_rank_was_killed(
     start: Start, flags: list[str], codes: list[int]

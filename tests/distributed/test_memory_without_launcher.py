@@ -60,7 +60,12 @@ def kept_steps(directory: Path) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize(
-    "failure", ["raise 1", pytest.param("raise 0", marks=pytest.mark.further), "kill 0"]
+    "failure",
+    [
+        pytest.param("raise 1", marks=pytest.mark.further),
+        pytest.param("raise 0", marks=pytest.mark.further),
+        "kill 0",
+    ],
 )
 def test_torchrun_without_a_restart_leaves_the_newest_step_on_disk_and_no_memory(
     directory: Path, commands: CommandServer, failure: str

@@ -13,7 +13,7 @@ from tools.crash import losses
 from tools.crash.trainer import Trainer
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.further), True])
 def test_a_start_continues_from_the_newest_complete_save(tmp_path: Path, is_async: bool) -> None:
     (tmp_path / "run" / "step_9").mkdir(parents=True)
     assert ranks.run(lambda: trained(tmp_path, 5, is_async), 1) == [5]
