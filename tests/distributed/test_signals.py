@@ -188,6 +188,10 @@ def test_a_rank_that_was_stopped_is_told_of_once() -> None:
     assert warning.startswith(f"warning: rank 1 (process {peer.pid}) is suspended")
 
 
+def test_without_registered_ranks_none_is_suspended() -> None:
+    assert list(suspended.suspension_warnings({}, 0, Counter())) == []
+
+
 def test_a_rank_in_the_models_collectives_ends_soon_after_its_peer_was_killed(
     tmp_path: Path,
 ) -> None:

@@ -100,7 +100,9 @@ class CommandServer:
     def end(self) -> None:
         """End it, whichever process has started it."""
         if self._process_id.exists():
-            os.kill(int(self._process_id.read_text()), signal.SIGKILL)
+            # It has ended where its imports failed.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(self._process_id.read_text()), signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
 

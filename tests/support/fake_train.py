@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -229,8 +230,11 @@ def _wait_in_agent(seconds: float) -> None:
     """Let torch's agent wait *seconds* for its ranks to end before it kills them, not 30."""
     agent = importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
     processes = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
-    agent.LocalElasticAgent._shutdown.__defaults__ = (signal.SIGTERM, seconds)
-    processes.PContext.close.__defaults__ = (None, seconds)
+    for function in (agent.LocalElasticAgent._shutdown, processes.PContext.close):
+        # torch 2.10 and 2.11 have the timeout in close() only.
+        names = list(inspect.signature(function).parameters)
+        if names[-1] == "timeout":
+            function.__defaults__ = (*function.__defaults__[:-1], seconds)
 
 
 def main() -> int:

@@ -40,7 +40,8 @@ def suspension_warnings(
     for peer in num_polls.keys() - suspended:
         del num_polls[peer]
     num_polls.update(suspended)
-    if rank != min(processes.keys() - suspended):
+    # There is none after a launcher with an error has removed its directory.
+    if rank != min(processes.keys() - suspended, default=None):
         return
     for peer in suspended:
         if num_polls[peer] == SUSPENDED_POLLS:
