@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -150,6 +152,38 @@ class MemorySaves:
             if self._is_rank0 or (self.nodes is not None and self.nodes.is_leader):
                 self._remove_all_but(None if base is None else base.path.name)
 
+    def check_space(self, state: Mapping[str, Any]) -> None:
+        """Save nothing to memory, with a warning, if the node of rank 0 has too little for checkpoints of *state*.
+
+        Called before the first step. Collective.
+        """
+        checkpointer = self._checkpointer
+        if checkpointer is None:
+            return
+        doing = "estimating the size of a checkpoint in memory"
+        try:
+            checkpointer.call_on_rank0(doing, partial(self._check_fits, checkpointer, state))
+        except SaveFailed as failure:
+            self._give_up(failure, "no")
+
+    def _check_fits(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
+        """Raise :class:`SaveFailed` if this node has too little memory for its parts of checkpoints of *state*."""
+        forecast = checkpointer.forecast(state)
+        share = 1.0 if self.nodes is None else self.nodes.share
+        # The checkpoint before is removed when the next one is complete.
+        num_new = 1 if checkpoint_names(self.directory) else 2
+        needed = num_new * int(forecast.nbytes * share)
+        if needed <= forecast.free_bytes:
+            return
+        free = size_text(forecast.free_bytes)
+        raise SaveFailed(
+            "there is too little space for them",
+            where=str(self.directory),
+            value=f"two at a time need about {size_text(2 * forecast.nbytes * share)}, {free} are free",
+            hint="enlarge this tmpfs (docker run --shm-size), set checkpoint.memory.directory to another one, or "
+            "remove checkpoint.memory",
+        )
+
     def _remove_all_but(self, kept: str | None) -> None:
         # Someone may have removed it, as systemd does at the end of a session. The next save reports that.
         if not self.directory.is_dir():
@@ -179,21 +213,21 @@ class MemorySaves:
             self._disk.set_aside_abandoned()
         started = time.monotonic()
         # The failure of an earlier save is raised before the present step is saved.
-        for _ in range(2):
-            if self._saved(save):
+        for outcome in ("and the present step is saved in its place", "and the next one is saved"):
+            if self._saved(save, outcome):
                 break
         if self._is_auto:
             self._adapt(step, started, time.monotonic() - started)
         self._next_step = step + self._every_steps
 
-    def _saved(self, save: SaveState) -> bool:
-        """Call *save*; returns False if it failed and can be repeated."""
+    def _saved(self, save: SaveState, outcome: str) -> bool:
+        """Call *save*; returns False if it failed and can be repeated. *outcome* is what the warning says then."""
         checkpointer = self._checkpointer
         assert checkpointer is not None
         try:
             save(checkpointer)
         except (SaveFailed, LeaseLost) as failure:
-            self._note_failure(failure, "and the present step is saved in its place")
+            self._note_failure(failure, outcome)
             return self._checkpointer is None
         # The return of a second save in a row shows that the first one was published.
         if not self._last_failed:
@@ -227,14 +261,16 @@ class MemorySaves:
         # Clocks differ between ranks, and is_due() has a collective, which all of them must enter at the same step.
         self._every_steps = agree.broadcast_object(self._group, every_steps)
 
-    def _give_up(self, failure: AutomodelError) -> None:
+    def _give_up(self, failure: AutomodelError, count: str = "no more") -> None:
+        """Continue without checkpoints in memory; the warning says that there are *count*."""
         checkpointer, self._checkpointer = self._checkpointer, None
         assert checkpointer is not None
         self._gave_up = True
         self._disk.use_memory(None)
         if self._is_rank0:
             log.warning(
-                "no more checkpoints in memory, the run continues with those on disk: %s",
+                "%s checkpoints in memory, the run continues with those on disk: %s",
+                count,
                 text_while_running(failure),
             )
         checkpointer.close()

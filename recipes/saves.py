@@ -123,12 +123,14 @@ class Saves:
     # ---------------------------------------------------------------- before the first step
 
     def check_space(self, state: Mapping[str, Any], steps_per_epoch: int | None) -> None:
-        """Check that a checkpoint fits on the disk, and warn if the disk cannot hold all that the run will keep.
+        """Check that a checkpoint fits on the disk and in memory; warn if the disk cannot hold all that the run keeps.
 
         *steps_per_epoch* is None for a stream. Raises :class:`SaveFailed` if ``on_save_failure`` is ``stop``.
         """
         if self.checkpointer is None or self._scheduler.is_finished():
             return
+        if self.memory is not None:
+            self.memory.check_space(state)
         try:
             forecast = self.checkpointer.check_disk_space(state)
         except SaveFailed as failure:

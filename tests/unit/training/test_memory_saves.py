@@ -17,6 +17,7 @@ from automodel_ckpt.checkpoint import Checkpointer, commit
 from automodel_ckpt.checkpoint.failures import REPAIR, RESUME, text_while_running
 from automodel_ckpt.checkpoint.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.checkpoint.saving import disk_space
 from automodel_ckpt.checkpoint.saving.background import Upload
 from automodel_ckpt.config.sections.checkpoint import CheckpointConfig, MemoryConfig
 from automodel_ckpt.errors import LeaseLost, SaveFailed
@@ -217,6 +218,32 @@ def test_a_failure_ends_the_copies_with_a_warning(
     assert not every_third.saves.directory.exists() and every_third.saves.checkpointer is None
 
 
+def test_too_little_memory_for_two_checkpoints_is_reported_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = {"model": nn.Linear(2, 2)}
+    run = Run(tmp_path, every_steps=1)
+    checkpointer = run.saves.checkpointer
+    assert checkpointer is not None
+    nbytes = checkpointer.forecast(model).nbytes
+    with caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(disk_space, "free_bytes", lambda _path: 2 * nbytes)
+        run.saves.check_space(model)
+        run.step(1)
+        run.saves.finish_save()
+        # The one of step 1 is there already.
+        monkeypatch.setattr(disk_space, "free_bytes", lambda _path: nbytes)
+        run.saves.check_space(model)
+        assert run.in_memory == [1] and not caplog.records
+        monkeypatch.setattr(disk_space, "free_bytes", lambda _path: nbytes - 1)
+        run.saves.check_space(model)
+    assert "no checkpoints in memory" in caplog.text and "--shm-size" in caplog.text
+    assert not run.saves.directory.exists()
+    run.step(2)
+    assert run.saved == [1]
+    run.close()
+
+
 def test_after_a_failure_the_present_step_is_saved_and_after_three_in_a_row_none(
     every_third: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,7 +262,8 @@ def test_after_a_failure_the_present_step_is_saved_and_after_three_in_a_row_none
         every_third.saves.save(9, save)
         assert every_third.saves.checkpointer is not None
         every_third.saves.save(12, save)
-    assert caplog.text.count("saved in its place") == 3
+    assert caplog.text.count("saved in its place") == 2
+    assert caplog.text.count("and the next one is saved") == 1
     outcomes = iter([False] * 3)
     every_third.saves.save(15, save)
     assert every_third.saves.checkpointer is None
