@@ -93,7 +93,7 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._profiler = profile(
+        profiler = profile(
             activities=activities,
             schedule=schedule(
                 wait=0, warmup=settings.warmup_steps, active=settings.num_steps, repeat=1
@@ -102,8 +102,12 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
             record_shapes=settings.record_shapes,
             with_stack=settings.with_stack,
             profile_memory=settings.memory,
+            # There is one cycle. Without this, torch 2.11 warns on each rank that those before it are discarded.
+            acc_events=True,
         )
-        self._profiler.start()
+        profiler.start()
+        # Only now: torch crashes if it stops a profiler that has not started.
+        self._profiler = profiler
 
     def _stop(self) -> None:
         profiler, self._profiler = self._profiler, None
