@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from automodel_ckpt.checkpoint.layout import ADAPTER_MODEL_CONFIG
 from automodel_ckpt.hub.bundle import Bundle
 
 _CLASSES = {
@@ -39,14 +40,24 @@ def snippet(
 
 def _transformers(bundle: Bundle, place: str, auto_class: str, base: str | None) -> Iterator[str]:
     preprocessor = _preprocessor(bundle)
-    names = ", ".join(filter(None, (auto_class, preprocessor)))
+    # The head of a classifier is among the adapter's weights. Its size is in this config, not in that of the base.
+    has_config = bundle.is_adapter and ADAPTER_MODEL_CONFIG in bundle.files
+    config = "AutoConfig" if has_config else None
+    names = ", ".join(filter(None, (config, auto_class, preprocessor)))
+    if has_config:
+        yield "from huggingface_hub import hf_hub_download"
     if bundle.is_adapter:
         yield "from peft import PeftModel"
     yield f"from transformers import {names}"
     yield ""
     if bundle.is_adapter:
-        origin = base or "the directory or name of the base model"
-        yield f'base = {auto_class}.from_pretrained("{origin}")'
+        origin = f'"{base or "the directory or name of the base model"}"'
+        if has_config:
+            repository, *revision = place.split(", ", 1)
+            words = ", ".join((repository, f'"{ADAPTER_MODEL_CONFIG}"', *revision))
+            yield f"config = AutoConfig.from_pretrained(hf_hub_download({words}))"
+            origin += ", config=config"
+        yield f"base = {auto_class}.from_pretrained({origin})"
         yield f"model = PeftModel.from_pretrained(base, {place})"
     else:
         yield f"model = {auto_class}.from_pretrained({place})"

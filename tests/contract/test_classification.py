@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import (
     AutoConfig,
-    AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     pipeline,
@@ -18,9 +18,11 @@ from transformers import (
 from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.hub.bundle import Bundle
+from automodel_ckpt.hub.snippets import snippet
 from tests.support.command_server import CommandServer
 
-LABELS = ("json", "tarfile")
+LABELS = ("json", "tarfile", "zipfile")
 RECIPE = """\
 recipe: sequence_classification
 model: {from_pretrained: base}
@@ -94,16 +96,34 @@ def test_samples_are_shown_with_their_labels(
     assert "LlamaForSequenceClassification" in capsys.readouterr().out
 
 
+def loaded_as_the_model_card_says(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run the code of the model card of an adapter, with its directory in place of the repository."""
+    files = {path.name: path for path in adapter.iterdir()}
+    bundle = Bundle(adapter, files, None, is_adapter=True)
+    lines = snippet(bundle, "org/tiny", "v1", "text-classification", "base")
+    code = "\n".join(line for line in lines if not line.startswith("```"))
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda repo, name, revision: f"{repo}/{name}"
+    )
+    namespace: dict[str, Any] = {}
+    exec(code.replace("org/tiny", str(adapter)), namespace)
+    return namespace["model"]
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
 def test_adapters_with_a_new_head_load_and_are_merged(
-    recipe: str, commands: CommandServer, capsys: pytest.CaptureFixture[str]
+    recipe: str,
+    commands: CommandServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done = commands.run("ckpt-train", recipe, "--peft.r=2")
+    labels = f"--classification.labels=[{', '.join(LABELS)}]"
+    done = commands.run("ckpt-train", recipe, "--peft.r=2", labels)
     assert done.returncode == 0, done.stderr
     adapter = Path("checkpoints/LATEST/model")
     config = AutoConfig.from_pretrained(adapter / "model_config.json")
     assert config.id2label == dict(enumerate(LABELS))
-    adapted = AutoModelForSequenceClassification.from_pretrained(adapter, config=config)
+    adapted = loaded_as_the_model_card_says(adapter, monkeypatch)
     texts = ["Open an archive.", "Decode a document."]
     # The checkpoint's tokenizer has the end token as its pad token.
     one = pipeline("text-classification", model=adapted, tokenizer=str(adapter))
