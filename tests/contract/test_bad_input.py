@@ -107,6 +107,11 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ],
     ),
     (
+        "recipe: distill\ndistill:\n  kd_ratio: 0.3\n",
+        [],
+        ["distill.teacher.from_pretrained is missing", "recipe.yaml:"],
+    ),
+    (
         "step_scheduler:\n  on_spike: {loss_factor: 1}\n",
         [],
         ["step_scheduler.on_spike.loss_factor must be more than 1"],
