@@ -159,7 +159,7 @@ def with_backbone(config: RecipeConfig, model_config: PreTrainedConfig | None) -
 
     * Tensors of a head are not used: those without the prefix of the backbone, if other tensors have it.
     * A pooler, a layer that BERT has after the encoder, is not part of an embedding. It is frozen, because it gets no
-      gradient, for which ddp would wait. Files may lack it, and exports contain it unchanged.
+      gradient, for which ddp would wait, and gets no adapters. Files may lack it, and exports contain it unchanged.
     """
     section = config.model
     if not isinstance(section, ModelConfig) or model_config is None:
@@ -176,6 +176,9 @@ def with_backbone(config: RecipeConfig, model_config: PreTrainedConfig | None) -
             freeze_if_present=[*section.freeze_if_present, _POOLER],
             allow_missing=[*section.allow_missing, _POOLER],
         )
+        if config.peft is not None:
+            excluded = [*config.peft.exclude_if_present, _POOLER]
+            config = replace(config, peft=replace(config.peft, exclude_if_present=excluded))
     return replace(config, model=section)
 
 

@@ -107,8 +107,8 @@ class Objective:
         return num_label_tokens(micro_batch["labels"])
 
     def num_tokens_of(self, micro_batch: Tensors) -> int:
-        """Count the tokens of *micro_batch*, without padding, for the log."""
-        mask = micro_batch.get("attention_mask")
+        """Count the tokens of *micro_batch*, without padding, for the log and the router's loss."""
+        mask = micro_batch.get(IS_TOKEN, micro_batch.get("attention_mask"))
         return (
             micro_batch["labels"].numel() if mask is None else int(np.count_nonzero(in_numpy(mask)))
         )

@@ -29,6 +29,7 @@ from automodel_ckpt.models.position_losses import PositionLosses
 from automodel_ckpt.models.repository import check_revision
 from automodel_ckpt.recipes.init_from import start_from
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.model.sections import naming_keys
 from automodel_ckpt.recipes.objective import Objective, Tensors
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.recipes.unsupported import Unsupported
@@ -204,7 +205,13 @@ class PreferenceFinetune(LLMFinetune):
             check_revision(name, revision, f"{key}_revision", key)
             other = replace(section, from_pretrained=name, from_config=None, revision=revision)
             config = replace(config, model=other, peft=None)
-            return Reference(self.build_trainable(config, is_trained=False))
+            names = {
+                "model": key,
+                "model.from_pretrained": key,
+                "model.revision": f"{key}_revision",
+            }
+            with naming_keys(lambda where: names.get(where, where)):
+                return Reference(self.build_trainable(config, is_trained=False))
         reference = Reference(self.build_trainable(is_trained=False))
         self._start_reference(reference)
         return reference

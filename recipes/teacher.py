@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from automodel_ckpt.models.fused_distillation import CapturedHidden
 from automodel_ckpt.models.repository import RepositoryOptions, base_directory
 from automodel_ckpt.models.vocabulary import wanted_size
 from automodel_ckpt.recipes.model.model_config import text_tokenizer
+from automodel_ckpt.recipes.model.sections import naming_keys
 from automodel_ckpt.recipes.repository import repository_options
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.loss import in_numpy, labelled_positions
@@ -208,19 +209,13 @@ def _require_equal(student: Any, teacher: Any, name: str) -> None:
     )
 
 
-@contextmanager
-def naming_the_teacher() -> Iterator[None]:
+def naming_the_teacher() -> AbstractContextManager[None]:
     """Let errors about the section ``model`` name ``distill.teacher``: it is built as a model of the recipe."""
-    try:
-        yield
-    except RecipeError as error:
-        problems = []
-        for problem in error.problems:
-            where = problem.where
-            if where == "model" or where.startswith("model."):
-                where = KEY + where.removeprefix("model")
-            problems.append(replace(problem, where=where))
-        raise type(error).all_of(problems) from error
+    return naming_keys(
+        lambda where: (
+            f"{KEY}{where.removeprefix('model')}" if f"{where}.".startswith("model.") else where
+        )
+    )
 
 
 def identity_of(config: RecipeConfig) -> str:

@@ -176,9 +176,9 @@ class Binder:
         full_key = join(key, field.name)
         default = default_of(field)
         node = section.value.get(field.name)
-        if node is None:
-            # A mandatory plug-in has a Target as its default, whose name is missing.
-            is_required = getattr(default, "_target_", default) == MISSING
+        # A mandatory plug-in has a Target as its default, whose name is missing, and a mandatory section its dataclass.
+        is_required = getattr(default, "_target_", default) == MISSING
+        if node is None or (is_required and node.value == MISSING):
             if is_required:
                 hint = f"add {full_key}: {describe(members(annotation))}"
                 self.note(f"{full_key} is missing", section, "", hint)
@@ -187,7 +187,12 @@ class Binder:
             section.value[field.name] = node
         elif isinstance(default, list | tuple):
             _replace_items(node, node_of(default))
+        num_before = len(self.problems)
         value = self.value(annotation, node, full_key)
+        if node.origin == DEFAULT != section.origin:
+            # What a section lacks that was left out is missing from the one around it.
+            for number, problem in enumerate(self.problems[num_before:], num_before):
+                self.problems[number] = dataclasses.replace(problem, where=section.origin)
         if value is INVALID or value is None:
             return value
         broken = [rule for rule in field.metadata.get("rules", ()) if not rule.accepts(value)]

@@ -26,6 +26,7 @@ from automodel_ckpt.data.media import (
     sampling_rate_of,
     usual_media,
 )
+from automodel_ckpt.data.packing import IS_TOKEN
 from automodel_ckpt.data.templates import bound_chat_templates
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.units import counted
@@ -47,8 +48,9 @@ class ImageTextCollator:
     shapes of other tensors depend on the model. Labels are on the assistant's text, never on *image_token_ids*, the
     tokens of images and audio. A micro-batch without images, or without audio, gets an additional row with a blank one
     and no label, because every rank has to run the same towers: those of *media*, the kinds that the data may have
-    (None: images, or audio if the processor takes no images). Raises :class:`RecipeError` for samples that are too
-    long, that the processor rejects, or of whose audio it would use only a part.
+    (None: images, or audio if the processor takes no images). The mask IS_TOKEN then leaves out its tokens. Raises
+    :class:`RecipeError` for samples that are too long, that the processor rejects, or of whose audio it would use only
+    a part.
     """
 
     def __init__(
@@ -108,7 +110,11 @@ class ImageTextCollator:
             is_labeled = torch.tensor(flags, dtype=torch.bool)
             token_ids = batch["input_ids"][number, : len(flags)]
             labels[number, : len(flags)][is_labeled] = token_ids[is_labeled]
-        return self._truncated({**batch, "labels": labels}, samples, lengths)
+        batch["labels"] = labels
+        is_blank = torch.tensor([sample is self.blank for sample in samples])
+        if is_blank.any():
+            batch[IS_TOKEN] = (batch["attention_mask"] != 0) & ~is_blank[:, None]
+        return self._truncated(batch, samples, lengths)
 
     def _check_media(self, has_kind: Mapping[str, bool], samples: Sequence[ImageText]) -> None:
         """Raise :class:`RecipeError` for media that other micro-batches get no blank one of."""

@@ -185,7 +185,8 @@ class ImageRowLayout:
                 arranged[name] = tensor
         is_empty = taken < 0
         if self.marks_tokens and bool(is_empty.any()):
-            arranged[IS_TOKEN] = torch.from_numpy(~is_empty)
+            # The mask of a batch leaves out further positions.
+            arranged.setdefault(IS_TOKEN, torch.from_numpy(~is_empty))
         return arranged
 
     def _rows(self, pack_ids: list[int]) -> list[list[int]]:

@@ -20,7 +20,11 @@ from automodel_ckpt.errors import RecipeError
 
 _Lengths = npt.NDArray[np.int64]
 IS_TOKEN = "is_token"  # noqa: S105
-"""Key of a mask [B, T] that shows which positions of a row have a token. Such rows have no attention mask."""
+"""Key of a mask [B, T] that shows which positions of a row have a token that counts.
+
+Rows of several samples have it in place of an attention mask. Beside one, it leaves out further tokens: those of blank
+images. It is no argument of models.
+"""
 _ROWS_OF_TOKENS = {"input_ids", "attention_mask", "labels", "position_ids"}
 
 

@@ -175,6 +175,10 @@ class TokenizedDataset(SampleArrays):
             skipped = f"{left_out} more" if cut else counted(left_out, self.noun)
             were, they_are = ("was", "it is") if left_out == 1 else ("were", "they are")
             reason = f"because no label remained or {they_are} too long"
+            if self.group_size > 1:
+                reason = (
+                    f"because both answers are equal, no label remained, or {they_are} too long"
+                )
             parts.append(f"{skipped} {were} skipped {reason}")
         if parts:
             log.warning("%s: %s", what, ", ".join(parts))

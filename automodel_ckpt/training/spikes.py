@@ -16,9 +16,10 @@ from automodel_ckpt.errors import CheckpointUnusable
 class SpikeRule:
     """A step is a spike if its loss or gradient norm is not finite, or exceeds the median of the last *window* steps.
 
-    The limit is *loss_factor* or *grad_norm_factor* times the median; None: no limit. The run then goes back by
-    *rollback* steps and leaves out the next *skip* batches, in addition to those of earlier spikes. It ends after
-    *max_rollbacks*.
+    The limit is *loss_factor* or *grad_norm_factor* times the median; None: no limit. A median below zero, which some
+    losses have, may be exceeded by factor - 1 times its size; a median of zero states no scale, so there is no limit.
+    The run then goes back by *rollback* steps and leaves out the next *skip* batches, in addition to those of earlier
+    spikes. It ends after *max_rollbacks*.
     """
 
     loss_factor: float | None
@@ -66,11 +67,9 @@ class SpikeDetector:
                 continue
             if not math.isfinite(value):
                 return Spike(step, f"the {name} is {value}")
-            if len(values) == rule.window and value > factor * median(values):
+            if len(values) == rule.window and (limit := _exceeded(value, median(values), factor)):
                 return Spike(
-                    step,
-                    f"the {name} {value:.4g} is above {factor:g} times the median {median(values):.4g} "
-                    f"of {rule.window} steps",
+                    step, f"the {name} {value:.4g} is above {limit} of {rule.window} steps"
                 )
         # Without a limit, a value may be infinite or NaN, which no checkpoint may contain.
         if rule.loss_factor is not None:
@@ -133,6 +132,15 @@ class SpikeDetector:
             self.leave_out(state["skip_after"], self.rule.skip)
         self._losses = deque(state["losses"], self.rule.window)
         self._grad_norms = deque(state["grad_norms"], self.rule.window)
+
+
+def _exceeded(value: float, middle: float, factor: float) -> str:
+    """The limit that *value* is above, in words; empty if it is not. *middle* is the median of the values before."""
+    if middle > 0:
+        return f"{factor:g} times the median {middle:.4g}" if value > factor * middle else ""
+    # Twice a negative median is below it, so that an improvement would exceed it.
+    limit = middle - (factor - 1) * middle
+    return f"{limit:.4g}, the limit at the median {middle:.4g}" if value > limit and middle else ""
 
 
 def _check_plausible(state: Any) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema import RecipeConfig
@@ -11,6 +14,7 @@ from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.parallelize import Parallelism
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.precision import compute_dtype
 
 
@@ -57,3 +61,16 @@ def num_micro_batches(config: RecipeConfig, dp_size: int) -> int:
 def is_fully_sharded(config: RecipeConfig, layout: RankLayout) -> bool:
     """Whether fsdp2 shards the parameters."""
     return choose_strategy(config.distributed.strategy, layout.sizes) == "fsdp2"
+
+
+@contextmanager
+def naming_keys(rename: Callable[[str], str]) -> Iterator[None]:
+    """Let errors name the keys of a second model, which is built like the one of the section ``model``.
+
+    *rename* returns the key of the recipe for the key in an error.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        problems = [replace(each, where=rename(each.where)) for each in error.problems]
+        raise type(error).all_of(problems) from error

@@ -106,6 +106,16 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
             ":7",
         ],
     ),
+    (
+        "recipe: distill\ndistill:\n  kd_ratio: 0.3\n",
+        [],
+        ["distill.teacher.from_pretrained is missing", "recipe.yaml:"],
+    ),
+    (
+        "step_scheduler:\n  on_spike: {loss_factor: 1}\n",
+        [],
+        ["step_scheduler.on_spike.loss_factor must be more than 1"],
+    ),
     ("clip_grad_norm: 0\n", [], ["clip_grad_norm must be more than 0"]),
     # A relation of two keys is not checked with a value that breaks a rule.
     ("", ["--step_scheduler.local_batch_size=0"], ["local_batch_size must be 1 or more"]),

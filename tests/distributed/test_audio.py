@@ -205,6 +205,23 @@ def test_adapters_on_the_language_model_of_whole_omni_files(
     assert own_loss(adapted.eval(), tmp_path, processor, [0, 1, 4]) < before
 
 
+def test_blank_audio_does_not_enter_the_loss_of_routers(tmp_path: Path) -> None:
+    """One conversation of the global batch has no audio; alone in a micro-batch, it gets a row with a blank one."""
+    recipe = prepare(tmp_path, "qwen3_omni")
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    config["text_config"] |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
+    options = ("--dataset.max_samples=5", "--step_scheduler.global_batch_size=5")
+    logged = []
+    for size in (1, 5):
+        local = f"--step_scheduler.local_batch_size={size}"
+        train(recipe, f"run{size}", local, *options, "--step_scheduler.max_steps=1")
+        [step] = steps_of(tmp_path / f"run{size}")
+        logged.append([float.fromhex(step[name]) for name in ("aux_loss", "grad_norm")])
+        logged[-1].append(step["tokens"])
+    assert logged[0] == pytest.approx(logged[1], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig
 
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import RecipeError
@@ -166,6 +166,12 @@ def test_a_named_reference_is_another_model(tmp_path: Path) -> None:
     model.save_pretrained(other)
     record = first_step(tmp_path, f"--dpo.reference={other}")
     assert record["loss"] != pytest.approx(math.log(2), abs=1e-2)
+    for wrong, what in (("missing", "no such directory"), ("other", "this model is an encoder")):
+        if wrong == "other":
+            BertConfig().save_pretrained(other)
+        with pytest.raises(RecipeError, match=what) as raised:
+            first_step(tmp_path, f"--dpo.reference={tmp_path / wrong}")
+        assert raised.value.problems[0].where == "dpo.reference"
 
 
 def test_precompute_keeps_scores_in_a_cache_that_is_not_trusted_blindly(

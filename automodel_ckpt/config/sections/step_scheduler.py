@@ -26,6 +26,7 @@ STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 KNOWN_SIGNALS = Rule(
     lambda names: set(names) <= set(STOP_SIGNALS), f"a list out of {', '.join(STOP_SIGNALS)}"
 )
+ABOVE_1 = Rule(lambda factor: 1 < factor < math.inf, "more than 1")
 DURATION = Rule(
     lambda text: parse_duration(text) is not None, "a number of seconds above 0, or HH:MM:SS"
 )
@@ -65,9 +66,10 @@ class OnSpikeConfig:
     skip: int | None = setting(None, AT_LEAST_1)
     """Batches that are then left out, in addition to those of earlier spikes; null: as many as rollback, so that the
     last one is that of the spike."""
-    loss_factor: float | None = setting(2.0, POSITIVE)
-    """A loss above this times the median of the window is a spike; null: no limit."""
-    grad_norm_factor: float | None = setting(10.0, POSITIVE)
+    loss_factor: float | None = setting(2.0, ABOVE_1)
+    """A loss above this times the median of the window is a spike; null: no limit, for losses that approach or cross
+    zero (DPO's robust and hinge)."""
+    grad_norm_factor: float | None = setting(10.0, ABOVE_1)
     """A gradient norm above this times the median of the window is a spike; null: no limit."""
     window: int = setting(50, AT_LEAST_2)
     """Number of steps before, of which the median is taken. There is no limit until the first window is full."""

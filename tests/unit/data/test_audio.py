@@ -26,6 +26,7 @@ from automodel_ckpt.data.audio_files import duration_of, open_audio
 from automodel_ckpt.data.audio_limit import AudioLimit
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.messages import UnusableSample
+from automodel_ckpt.data.packing import IS_TOKEN
 from automodel_ckpt.data.transcripts import normalized
 from automodel_ckpt.data.vlm import conversations, transcripts
 from automodel_ckpt.distributed.model_layers import decoder_layers
@@ -205,6 +206,8 @@ def test_only_what_the_assistant_says_has_labels(family: str, processors: Any, d
     batch = collate([samples[4], samples[9]])
     assert labeled_texts(processor, batch) == ["It is red</s>", "It is green</s>", ""]
     assert "input_features" in batch and "pixel_values" not in batch
+    assert torch.equal(batch[IS_TOKEN][:2], batch["attention_mask"][:2] != 0)
+    assert not batch[IS_TOKEN][2].any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

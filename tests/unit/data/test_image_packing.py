@@ -89,6 +89,10 @@ def test_a_blank_image_is_added_to_the_shortest_row(collate: ImageTextCollator) 
     # The third sample has the image, with which the vision tower runs.
     assert collated([first, second])[PACK_IDS].tolist() == [0, 1, 0]
     assert collated([second, first])[PACK_IDS].tolist() == [0, 1, 1]
+    # Its tokens do not count, nor does the padding of rows.
+    for marks_tokens in (True, False):
+        rows = ImageRowLayout(multiple=64, marks_tokens=marks_tokens)(collated([first, second]))
+        assert rows[IS_TOKEN].sum(1).tolist() == lengths
 
 
 def test_lengths_are_counted_once_for_the_same_data_and_processor(

@@ -33,6 +33,33 @@ def test_a_value_above_its_limit_is_a_spike_once_the_window_is_full() -> None:
     assert spike is not None and "the gradient norm 10.5 is above 10 times" in spike.reason
 
 
+@pytest.mark.parametrize(
+    ("median", "factor", "ordinary", "spike"),
+    [
+        (-4.0, 2.0, (-9.0, -4.0, -0.1), 0.1),
+        (-4.0, 3.0, (-1.0, 4.0), 4.1),
+        (0.0, 2.0, (1e-9, 1e9), None),
+    ],
+)
+def test_the_loss_of_a_window_can_be_negative_or_zero(
+    median: float, factor: float, ordinary: tuple[float, ...], spike: float | None
+) -> None:
+    """Robust DPO's falls below zero, and hinge's reaches zero."""
+    rule = replace(RULE, loss_factor=factor)
+    for loss in ordinary:
+        detector = SpikeDetector(rule)
+        for step in range(1, 5):
+            detector.note(step, median, 1.0)
+        assert detector.note(5, loss, 1.0) is None
+    if spike is not None:
+        detector = SpikeDetector(rule)
+        for step in range(1, 5):
+            detector.note(step, median, 1.0)
+        found = detector.note(5, spike, 1.0)
+        assert found is not None
+        assert found.reason.endswith(f", the limit at the median {median:g} of 4 steps")
+
+
 def test_a_value_that_is_not_finite_is_a_spike_from_the_first_step() -> None:
     for loss, norm in ((math.nan, 1.0), (1.0, math.inf)):
         assert SpikeDetector(RULE).note(1, loss, norm) is not None
