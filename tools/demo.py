@@ -7,6 +7,7 @@ should be.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -325,7 +326,10 @@ def activation() -> str:
     return shlex.quote(str(script))
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("demo.py", description=__doc__, formatter_class=raw)
+    parser.parse_args(arguments)
     start = time.monotonic()
     say(f"You can run every line that starts with $ yourself, in {ROOT}.")
     prepare()
@@ -342,4 +346,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

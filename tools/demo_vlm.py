@@ -2,13 +2,14 @@
 
 What is asked is the export alone, by plain transformers in a process that cannot import this package. Nothing is
 downloaded. What is written stays in runs/demo_vlm (or DEMO_DIRECTORY). Exits with 1 when fewer than 60 % of the answers
-(or DEMO_WANTED, a fraction) are right; chance is 10%. Further arguments go to ckpt-train:
+(or DEMO_WANTED, a fraction) are right; chance is 10%. Further arguments go to ckpt-train, and have to let it train:
 
     DEMO_WANTED=0.2 python tools/demo_vlm.py --nproc-per-node=1 --step_scheduler.max_steps 120
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -56,12 +57,17 @@ print(json.dumps(answers))
 
 
 def main(arguments: list[str]) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "demo_vlm.py", description=__doc__, formatter_class=raw, allow_abbrev=False
+    )
+    _, passed_on = parser.parse_known_args(arguments)
     started = time.monotonic()
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.chdir(ROOT)
     shutil.rmtree(RUNS, ignore_errors=True)
-    train(arguments)
+    train(passed_on)
     export = (RUNS / "checkpoints" / "LATEST").resolve() / "model" / "consolidated"
     paths, expected = write_scans(RUNS / "scans")
     answers = ask(export, paths)
@@ -84,6 +90,8 @@ def train(arguments: list[str]) -> None:
     print(f"$ ckpt-train {shlex.join([RECIPE, *options])}", flush=True)
     if code := subprocess.run([*launch, RECIPE, *options], check=False).returncode:
         sys.exit(f"demo failed: training ended with exit code {code}")
+    if not (RUNS / "checkpoints" / "LATEST").exists():
+        sys.exit("demo failed: ckpt-train did not train with these arguments")
 
 
 def write_scans(directory: Path) -> tuple[list[Path], list[str]]:

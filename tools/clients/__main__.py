@@ -13,11 +13,13 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.convert.open import open_source
 from tools.clients.environments import TORCH, Environment, own_variables, python_of
 from tools.interop.page import section_of
 
@@ -113,7 +115,7 @@ def _job(work: Path) -> Path:
 
 
 def _ask(name: str, client: Client, job: Path, work: Path) -> dict[str, Any]:
-    """The client's versions and checks; one that cannot be installed or ends with an error is a failed check."""
+    """Return the client's versions and checks. Any exception is a failed check, so that the others are still asked."""
     print(f"{name}:", flush=True)
     result, said = work / f"{name}.json", HOME / f"{name}.log"
     try:
@@ -123,11 +125,13 @@ def _ask(name: str, client: Client, job: Path, work: Path) -> dict[str, Any]:
             answer: dict[str, Any] = json.loads(result.read_text())
             if name == "automodel":
                 answer["checks"] += _read_theirs(python, work / "theirs", output)
-    except (subprocess.SubprocessError, OSError, ValueError) as error:
-        text = f"{type(error).__name__}: {error}"[:300]
+    except Exception as error:
+        with open(said, "a") as output:
+            traceback.print_exc(file=output)
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         answer = {
             "versions": {},
-            "checks": [[name, "can be installed and started", f"{text} (see {said})", False]],
+            "checks": [[name, "its checks end", f"{text} (see {said})", False]],
         }
     for program, version in answer["versions"].items():
         print(f"  {program} {version}")
@@ -160,7 +164,10 @@ def _read_theirs(python: Path, directory: Path, output: Any) -> list[list[Any]]:
     checks: list[list[Any]] = []
     for form in ("safetensors", "torch_save"):
         exported = consolidate(
-            directory / form / "epoch_0_step_1", directory / f"out_{form}", log=lambda text: None
+            directory / form / "epoch_0_step_1",
+            directory / f"out_{form}",
+            log=lambda text: None,
+            opener=open_source,
         )
         found = {
             name: t

@@ -22,7 +22,9 @@ from automodel_ckpt.checkpoint.manifest import Manifest
 from tools.random_recipes.draw import MOST_RANKS, STEPS, Recipe, store_of
 
 TIMEOUT_SECONDS = 600
-"""A start that takes longer is reported as one that hangs."""
+"""A start that prints nothing for as long is reported as one that hangs, also on a machine with other work."""
+_MOST_TIMEOUTS = 6
+"""A start that takes this many times longer is reported as well."""
 STOPPED = 75
 REJECTED = 2
 _TIMES = {"timestamp", "tps", "tps_per_gpu", "mem", "seconds", "mfu"}
@@ -399,11 +401,17 @@ def _start(command: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _wait(process: subprocess.Popen[str]) -> Ended:
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        # Its ranks have the session of the process.
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        return Ended(None, output)
-    return Ended(process.returncode, output)
+    num_printed = 0
+    for _ in range(_MOST_TIMEOUTS):
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired as expired:
+            num_before, num_printed = num_printed, len(expired.output or b"")
+            if num_printed == num_before:
+                break
+        else:
+            return Ended(process.returncode, output)
+    # Its ranks have the session of the process.
+    os.killpg(process.pid, signal.SIGKILL)
+    output, _ = process.communicate()
+    return Ended(None, output)
