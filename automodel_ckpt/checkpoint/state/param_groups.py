@@ -97,7 +97,9 @@ def match_groups(
 ) -> GroupMatch:
     """Match the groups of the optimizer *name*: FQNs of the *saved* ones in *tree*, and of those that are *here*.
 
-    Parameters whose FQN starts with one of *absent* are on one side only and do not count.
+    Parameters whose FQN starts with one of *absent* are on one side only and do not count. Nor do saved ones that are
+    not trained here and have no state, while others have: they had no gradient, so nothing is lost. Programs that give
+    an optimizer all parameters save frozen ones so.
     """
     group_of: dict[str, int] = {}
     for number, group in enumerate(saved):
@@ -123,12 +125,29 @@ def match_groups(
         # any number does.
         sources.append(found[0] if found else 0)
     trained = {fqn for group in here for fqn in group}
+    left_out = {fqn for group in saved for fqn in _without(group, absent) if fqn not in trained}
+    left_out -= _without_state(name, tree, left_out)
     for number, group in enumerate(saved):
-        not_trained = [fqn for fqn in _without(group, absent) if fqn not in trained]
+        not_trained = [fqn for fqn in group if fqn in left_out]
         if not_trained:
             reason = f"trained {not_trained[0]}, which is not trained here"
             mismatched.append(f"- {name}.param_groups.{number}: {reason}")
     return GroupMatch(name, tuple(sources), len(saved), tuple(mismatched))
+
+
+def _without_state(name: str, tree: Tree, fqns: set[str]) -> set[str]:
+    """Those of *fqns* for which the optimizer *name* has no tensors in *tree*. None of them if it has no tensors."""
+    if not fqns:
+        return set()
+    prefix = f"{name}.state."
+    keys = [key.removeprefix(prefix) for key in tree.tensors if key.startswith(prefix)]
+    found: set[str] = set()
+    for key in keys:
+        # The entries of a state may be nested: the FQN is any part of the key that ends before a dot.
+        while key and key not in fqns:
+            key = key.rpartition(".")[0]
+        found.add(key)
+    return fqns - found if keys else set()
 
 
 def _empty_group(number: int, group: Sequence[str], saved: Sequence[Sequence[str]]) -> int | None:

@@ -15,6 +15,7 @@ import torch
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.saving import forecast
+from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.state.optimizer_state import forms_in, load_read_state
 from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -355,6 +356,24 @@ def test_groups_are_matched_by_their_parameters_and_each_mismatch_is_named() -> 
     new = matched(["a", "b"], ["c"], ["d"], ["new.x"], absent=("new.",))
     assert (new.sources, new.mismatched) == ((0, 1, 2, None), ())
     assert new.new_groups == ("optimizer.param_groups.3.",)
+
+
+def test_a_frozen_parameter_without_state_need_not_be_trained_here() -> None:
+    saved = [["a", "b.x"], ["c"]]
+    names = ("a.exp_avg", "b.x.quantized.scale", "bc.exp_avg")
+    keys = [f"optimizer.state.{name}" for name in names]
+    tree = Tree("dcp", {key: Tensor(key, "F32", (1,), ()) for key in keys}, {})
+
+    def mismatched(*here: list[str], tree: Tree = tree) -> tuple[str, ...]:
+        return match_groups("optimizer", saved, here, tree).mismatched
+
+    # c is in the optimizer and has no state, as a weight that had no gradient.
+    assert mismatched(["a", "b.x"]) == ()
+    (reason,) = mismatched(["a"], ["c"])
+    assert "trained b.x, which is not trained here" in reason
+    # An optimizer without any state, such as SGD without momentum, shows nothing.
+    (reason,) = mismatched(["a", "b.x"], tree=Tree("dcp", {}, {}))
+    assert "trained c, which is not trained here" in reason
 
 
 def test_options_of_group_1_are_not_those_of_group_10() -> None:
