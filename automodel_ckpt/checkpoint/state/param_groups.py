@@ -7,6 +7,7 @@ the resumed run continues exactly.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,10 @@ _PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
 )
 """Entries of the LR schedulers of torch that hold one value for each parameter group."""
+DIVIDED = "with different options"
+"""In the reason of a group here whose parameters were in several saved groups."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_MAX_PATTERNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,11 @@ def match_groups(
             mismatched.append(f"+ {name}.param_groups.{number}: {reason}")
         elif not _have_equal_options(name, tree, found):
             numbers = " and ".join(map(str, found))
-            reason = f"saved as groups {numbers} with different options"
+            of_groups: list[str] = []
+            for source in found:
+                members = [fqn for fqn in present if group_of.get(fqn) == source]
+                of_groups.append(f"{source}: {_patterns(members)}")
+            reason = f"saved as groups {numbers} {DIVIDED} ({'; '.join(of_groups)})"
             mismatched.append(f"~ {name}.param_groups.{number}: {reason}")
         # If none was found, the group is in *mismatched*, which is raised before values are read:
         # any number does.
@@ -174,6 +183,14 @@ def _options(name: str, tree: Tree, number: int) -> dict[str, object]:
             # Some sources have no digests: without one, nothing shows that two values are equal.
             found[key.removeprefix(prefix)] = blob.digest or blob
     return found
+
+
+def _patterns(fqns: Iterable[str]) -> str:
+    """Describe parameters by few globs, without the attribute of their module: ``layers.*.norm.weight``."""
+    globs = dict.fromkeys(_NUMBER.sub("*", fqn.partition(".")[2] or fqn) for fqn in fqns)
+    first = list(globs)[:_MAX_PATTERNS]
+    more = [f"{len(globs) - len(first)} more"] if len(globs) > len(first) else []
+    return ", ".join([*first, *more])
 
 
 def _without(group: Sequence[str], absent: tuple[str, ...]) -> list[str]:
