@@ -454,6 +454,7 @@ class TrainingLoop:
             self.model,
             has_adapters=self.config.peft is not None,
             is_error=self.rejects_unused_parameters,
+            is_resumed=self.saves.resumed is not None,
         )
 
     def clip_gradients(self) -> Number:

@@ -18,11 +18,16 @@ log = logging.getLogger("automodel_ckpt")
 _NUM_SHOWN = 5
 
 
-def check_all_trained(model: nn.Module, *, has_adapters: bool, is_error: bool) -> None:
+def check_all_trained(
+    model: nn.Module, *, has_adapters: bool, is_error: bool, is_resumed: bool = False
+) -> None:
     """Look for parameters of *model* that need a gradient and have none after the first step's backward passes.
 
     Raises :class:`RecipeError` with *is_error*, and with ddp, which waits for each gradient of a model whose parameters
     are known to be used for each batch. Otherwise logs a warning: a later batch may use them.
+
+    With *is_resumed*, it is an error only with ddp: the checkpoint, which another program may have written, has these
+    parameters among those that are trained, and would not match a recipe that leaves them out.
     """
     waits_for_all = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
     name_of = _adapted_module if has_adapters else str
@@ -39,7 +44,10 @@ def check_all_trained(model: nn.Module, *, has_adapters: bool, is_error: bool) -
     if waits_for_all:
         hint = f"{problem.hint}; if some do, set distributed.strategy fsdp2"
         raise RecipeError.all_of([replace(problem, hint=hint)])
-    if is_error:
+    if is_resumed:
+        hint = "the checkpoint has them among the trained ones, so they stay as they are"
+        problem = replace(problem, hint=hint)
+    elif is_error:
         raise RecipeError.all_of([problem])
     log.warning("%s: %s; %s", problem.what, problem.value, problem.hint)
 

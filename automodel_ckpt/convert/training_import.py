@@ -60,6 +60,9 @@ _TRANSFERRED = (
     "initial_lr",
 )
 
+# What OneCycleLR (torch 2.13) adds to the parameter groups. The schedules of recipes do not have it.
+_CYCLE = ("max_lr", "min_lr", "max_momentum", "base_momentum")
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingImport:
@@ -90,9 +93,11 @@ class TrainingImport:
         optimizer = self.state.optimizer
         if optimizer is not None:
             entries = sorted({entry for each in optimizer.tensors.values() for entry in each})
-            found.append(
-                f"optimizer ({counted(len(optimizer.tensors), 'parameter')}: {', '.join(entries)})"
-            )
+            moments = "without moments"
+            if entries:
+                number = counted(len(optimizer.tensors), "parameter")
+                moments = f"{number}: {', '.join(entries)}"
+            found.append(f"optimizer ({moments})")
         if self.schedule is not None:
             found.append(
                 f"learning-rate schedule (after {counted(self.schedule['last_epoch'], 'step')})"
@@ -234,8 +239,11 @@ def _schedule(state: TrainingState, step: int) -> dict[str, Any] | None:
 def _base_rates(
     scheduler: Mapping[str, Any], groups: tuple[ParameterGroup, ...]
 ) -> list[float] | None:
-    """Return the peak rate of each group: ``initial_lr`` of its options, or ``base_lrs`` of the scheduler."""
-    rates = [group.options.get("initial_lr") for group in groups]
+    """Return the peak rate of each group: ``initial_lr`` of its options, or ``base_lrs`` of the scheduler.
+
+    Under OneCycleLR (torch 2.13), ``initial_lr`` is the rate of the first step, and ``max_lr`` the peak.
+    """
+    rates = [group.options.get("max_lr", group.options.get("initial_lr")) for group in groups]
     stated = scheduler.get("base_lrs")
     if None in rates and isinstance(stated, list | tuple) and len(stated) == len(groups):
         rates = list(stated)
@@ -243,7 +251,7 @@ def _base_rates(
     for rate in rates:
         if type(rate) not in (int, float):
             return None
-        found.append(float(rate))  # type: ignore[arg-type]
+        found.append(float(rate))
     return found
 
 
@@ -282,6 +290,7 @@ def _counters(planned: TrainingImport) -> dict[str, Any]:
 def _tree(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> DescribedTree:
     entries_of_all = {entry for entries in optimizer.tensors.values() for entry in entries}
     is_adam = "exp_avg" in entries_of_all and entries_of_all <= _ADAM_ENTRIES
+    is_adam = is_adam and not any(_is_another_class(group.options) for group in optimizer.groups)
     stored: dict[KeyPath, Tensor] = {}
     numbers: dict[KeyPath, float] = {}
     for name, entries in optimizer.tensors.items():
@@ -295,6 +304,8 @@ def _tree(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> Desc
         options = dict(group.options)
         if is_adam:
             options = _adam_options(group.options)
+        for option in _CYCLE:
+            options.pop(option, None)
         if schedule is not None:
             options["initial_lr"] = schedule["base_lrs"][number]
         else:
@@ -307,6 +318,14 @@ def _tree(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> Desc
         objects[SCHEDULE,] = (dict(schedule),)
     directory = layout.state_directory(OPTIMIZER)
     return DescribedTree(OPTIMIZER, directory, optimizer.root, stored, numbers, objects)
+
+
+def _is_another_class(options: Mapping[str, Any]) -> bool:
+    """Whether a parameter group is one of torch.optim, but not of Adam: NAdam and RAdam have moments of its names.
+
+    All classes of torch.optim (2.13) with such moments have ``differentiable``, and only Adam and AdamW ``amsgrad``.
+    """
+    return "differentiable" in options and "amsgrad" not in options
 
 
 def _adam_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -208,6 +208,11 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ["both shard the sequence"],
     ),
     (
+        "kto:\n  desirable_weight: 0\n  undesirable_weight: 0\n",
+        ["--recipe=kto"],
+        ["with both weights 0, the loss is 0 and nothing is trained", "recipe.yaml:7"],
+    ),
+    (
         "distributed:\n  cpu_offload: true\n  backend: nccl\n",
         [],
         ["cpu_offload needs a backend that also reduces CPU tensors", "cpu:gloo"],

@@ -11,6 +11,7 @@ from typing import Any
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.formats.reading import differences
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest
+from automodel_ckpt.checkpoint.state.param_groups import DIVIDED
 from automodel_ckpt.checkpoint.tree import Tree
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import counted
@@ -44,6 +45,11 @@ def check_differences(
     hints = ["resume with the recipe that wrote it (its config.yaml is in the checkpoint)"]
     if item.kind == "optimizer":
         lines = _by_entry(item.name, lines)
+        if any(DIVIDED in line for line in lines):
+            hints.append(
+                f"give the recipe the saved groups: {item.name}.no_decay lists the parameters without weight decay, "
+                f"and {item.name}.groups those with other options"
+            )
         allow = f"--checkpoint.allow_missing_state '[{item.name}]'"
         hints.append(f"continue with new state of the optimizer, and the saved weights: {allow}")
     if types := _only_types(lines):

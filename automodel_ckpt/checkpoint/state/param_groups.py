@@ -7,6 +7,7 @@ the resumed run continues exactly.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,10 @@ _PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
 )
 """Entries of the LR schedulers of torch that hold one value for each parameter group."""
+DIVIDED = "with different options"
+"""In the reason of a group here whose parameters were in several saved groups."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_MAX_PATTERNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,9 @@ def match_groups(
 ) -> GroupMatch:
     """Match the groups of the optimizer *name*: FQNs of the *saved* ones in *tree*, and of those that are *here*.
 
-    Parameters whose FQN starts with one of *absent* are on one side only and do not count.
+    Parameters whose FQN starts with one of *absent* are on one side only and do not count. Nor do saved ones that are
+    not trained here and have no state, while others have: they had no gradient, so nothing is lost. Programs that give
+    an optimizer all parameters save frozen ones so.
     """
     group_of: dict[str, int] = {}
     for number, group in enumerate(saved):
@@ -117,18 +124,39 @@ def match_groups(
             mismatched.append(f"+ {name}.param_groups.{number}: {reason}")
         elif not _have_equal_options(name, tree, found):
             numbers = " and ".join(map(str, found))
-            reason = f"saved as groups {numbers} with different options"
+            of_groups: list[str] = []
+            for source in found:
+                members = [fqn for fqn in present if group_of.get(fqn) == source]
+                of_groups.append(f"{source}: {_patterns(members)}")
+            reason = f"saved as groups {numbers} {DIVIDED} ({'; '.join(of_groups)})"
             mismatched.append(f"~ {name}.param_groups.{number}: {reason}")
         # If none was found, the group is in *mismatched*, which is raised before values are read:
         # any number does.
         sources.append(found[0] if found else 0)
     trained = {fqn for group in here for fqn in group}
+    left_out = {fqn for group in saved for fqn in _without(group, absent) if fqn not in trained}
+    left_out -= _without_state(name, tree, left_out)
     for number, group in enumerate(saved):
-        not_trained = [fqn for fqn in _without(group, absent) if fqn not in trained]
+        not_trained = [fqn for fqn in group if fqn in left_out]
         if not_trained:
             reason = f"trained {not_trained[0]}, which is not trained here"
             mismatched.append(f"- {name}.param_groups.{number}: {reason}")
     return GroupMatch(name, tuple(sources), len(saved), tuple(mismatched))
+
+
+def _without_state(name: str, tree: Tree, fqns: set[str]) -> set[str]:
+    """Those of *fqns* for which the optimizer *name* has no tensors in *tree*. None of them if it has no tensors."""
+    if not fqns:
+        return set()
+    prefix = f"{name}.state."
+    keys = [key.removeprefix(prefix) for key in tree.tensors if key.startswith(prefix)]
+    found: set[str] = set()
+    for key in keys:
+        # The entries of a state may be nested: the FQN is any part of the key that ends before a dot.
+        while key and key not in fqns:
+            key = key.rpartition(".")[0]
+        found.add(key)
+    return fqns - found if keys else set()
 
 
 def _empty_group(number: int, group: Sequence[str], saved: Sequence[Sequence[str]]) -> int | None:
@@ -155,6 +183,14 @@ def _options(name: str, tree: Tree, number: int) -> dict[str, object]:
             # Some sources have no digests: without one, nothing shows that two values are equal.
             found[key.removeprefix(prefix)] = blob.digest or blob
     return found
+
+
+def _patterns(fqns: Iterable[str]) -> str:
+    """Describe parameters by few globs, without the attribute of their module: ``layers.*.norm.weight``."""
+    globs = dict.fromkeys(_NUMBER.sub("*", fqn.partition(".")[2] or fqn) for fqn in fqns)
+    first = list(globs)[:_MAX_PATTERNS]
+    more = [f"{len(globs) - len(first)} more"] if len(globs) > len(first) else []
+    return ", ".join([*first, *more])
 
 
 def _without(group: Sequence[str], absent: tuple[str, ...]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from automodel_ckpt.config.rules import FINITE, NOT_EMPTY, POSITIVE, Condition, setting
+from automodel_ckpt.config.rules import FINITE, NOT_EMPTY, POSITIVE, Condition, Relation, setting
 
 
 @dataclass
@@ -23,6 +23,14 @@ class KTOConfig:
     reference_revision: str | None = setting(None, NOT_EMPTY)
     """Branch, tag or commit of the Hub name in reference; null: the main branch."""
 
+    relations: ClassVar[tuple[Relation, ...]] = (
+        Relation(
+            ("desirable_weight", "undesirable_weight"),
+            lambda kto: kto.desirable_weight > 0 or kto.undesirable_weight > 0,
+            "with both weights 0, the loss is 0 and nothing is trained",
+            "set one of them to more than 0, such as the default 1.0",
+        ),
+    )
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
             ("reference_revision",),

@@ -15,6 +15,7 @@ import torch
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.saving import forecast
+from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.state.optimizer_state import forms_in, load_read_state
 from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -344,7 +345,7 @@ def test_groups_are_matched_by_their_parameters_and_each_mismatch_is_named() -> 
     split = matched(["b"], ["d", "c"], ["a"])
     assert (split.sources, split.mismatched) == ((0, 1, 0), ())
     assert matched(["a", "b", "c"], ["d"]).mismatched == (
-        "~ optimizer.param_groups.0: saved as groups 0 and 1 with different options",
+        "~ optimizer.param_groups.0: saved as groups 0 and 1 with different options (0: a, b; 1: c)",
     )
     assert matched(["a", "b"], ["c"], ["d"], ["e"]).mismatched == (
         "+ optimizer.param_groups.3: trains e, which was not trained",
@@ -355,6 +356,33 @@ def test_groups_are_matched_by_their_parameters_and_each_mismatch_is_named() -> 
     new = matched(["a", "b"], ["c"], ["d"], ["new.x"], absent=("new.",))
     assert (new.sources, new.mismatched) == ((0, 1, 2, None), ())
     assert new.new_groups == ("optimizer.param_groups.3.",)
+
+
+def test_groups_that_were_divided_are_described_by_patterns_for_the_recipe() -> None:
+    norms = [f"model.visual.blocks.{number}.norm1.weight" for number in range(30)]
+    saved = [[*norms, "model.visual.ln_q.weight"], ["model.norm.weight"]]
+    tree = group_tree({"weight_decay": "1"}, {"weight_decay": "2"})
+    (line,) = match_groups("optimizer", saved, [[*saved[0], *saved[1]]], tree).mismatched
+    patterns = "(0: visual.blocks.*.norm1.weight, visual.ln_q.weight; 1: norm.weight)"
+    assert line.endswith(f"with different options {patterns}")
+
+
+def test_a_frozen_parameter_without_state_need_not_be_trained_here() -> None:
+    saved = [["a", "b.x"], ["c"]]
+    names = ("a.exp_avg", "b.x.quantized.scale", "bc.exp_avg")
+    keys = [f"optimizer.state.{name}" for name in names]
+    tree = Tree("dcp", {key: Tensor(key, "F32", (1,), ()) for key in keys}, {})
+
+    def mismatched(*here: list[str], tree: Tree = tree) -> tuple[str, ...]:
+        return match_groups("optimizer", saved, here, tree).mismatched
+
+    # c is in the optimizer and has no state, as a weight that had no gradient.
+    assert mismatched(["a", "b.x"]) == ()
+    (reason,) = mismatched(["a"], ["c"])
+    assert "trained b.x, which is not trained here" in reason
+    # An optimizer without any state, such as SGD without momentum, shows nothing.
+    (reason,) = mismatched(["a", "b.x"], tree=Tree("dcp", {}, {}))
+    assert "trained c, which is not trained here" in reason
 
 
 def test_options_of_group_1_are_not_those_of_group_10() -> None:
