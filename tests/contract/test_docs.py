@@ -30,6 +30,8 @@ from tools import make_reference
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
+LONGER = {"audio", "logging-and-plots", "multi-gpu", "optimizer", "preference", "pretrain"}
+"""The guides that take seconds, and whose commands other tests have with other data: `make test-all` follows them."""
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RECIPE_FILES = {".yaml", ".sbatch"}
 VALIDATION = re.compile(
@@ -77,7 +79,14 @@ def _fewer(steps: re.Match[str]) -> str:
     return f"{steps[1]}: {min(int(steps[2]), MOST_STEPS[steps[1]])}"
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.further] if page.stem in LONGER else [])
+        for page in GUIDES
+    ],
+    ids=lambda page: page.stem,
+)
 def test_a_guide_can_be_followed(page: Path, tmp_path: Path, commands: CommandServer) -> None:
     prepare(page, tmp_path)
     shims = commands.on_path(BIN)

@@ -245,7 +245,9 @@ def test_torch_reads_the_directories_as_they_are(runs: Any, name: str) -> None:
     assert all(torch.equal(value, expected[name][fqn]) for fqn, value in model.items())
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "torch_save", "table"])
+@pytest.mark.parametrize(
+    "name", ["fsdp2", pytest.param("torch_save", marks=pytest.mark.further), "table"]
+)
 def test_a_flipped_bit_is_found_once_and_named(runs: Any, name: str, tmp_path: Path) -> None:
     root, _ = runs
     path = tmp_path / "copy"

@@ -257,7 +257,7 @@ def test_a_larger_max_steps_goes_on_and_says_what_it_does_to_the_rate(
     assert saved(tmp_path / "run") == ["epoch_0_step_5", "epoch_0_step_6", "epoch_1_step_9"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.further), 2])
 def test_a_signal_to_one_rank_saves_once_on_all_and_the_same_command_goes_on(
     tmp_path: Path, num_ranks: int
 ) -> None:

@@ -130,7 +130,14 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        "safetensors",
+        "hf",
+        *(pytest.param(form, marks=pytest.mark.further) for form in ("torch_save", "adapter")),
+    ],
+)
 def test_many_saves_under_a_fast_optimizer_hold_the_state_of_their_call_and_take_no_more_memory(
     tmp_path: Path, form: str
 ) -> None:

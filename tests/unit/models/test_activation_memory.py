@@ -216,7 +216,9 @@ def test_a_copy_of_a_selective_model_computes_with_its_own_weights() -> None:
     assert trained(other, None)[0] != trained(model, None)[0]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["full", *(pytest.param(mode, marks=pytest.mark.further) for mode in MODES[1:])]
+)
 def test_compiled_layers_recompute_too(mode: str) -> None:
     expected_loss, expected = trained(model_with(None), None)
     model = model_with(mode)
