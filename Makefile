@@ -25,9 +25,9 @@ RECIPES_ARGS ?=
 PART ?=
 GPU_ARGS ?=
 QUICK_TESTS := tests/unit/config tests/unit/data tests/unit/models tests/unit/distributed tests/unit/cli tests/unit/hub
-# What the guide for classifiers says: an older transformers loads adapters differently.
+# Older versions of transformers load the adapters of classifiers differently.
 QUICK_TESTS += tests/contract/test_classification.py
-# Their processors of images need torchvision with the oldest transformers, and its wheels need torch with CUDA.
+# The processors of images in these tests need torchvision with the oldest transformers, and its wheels need torch with CUDA.
 QUICK_TESTS += $(patsubst %,--ignore=%,tests/unit/data/test_vlm.py tests/unit/data/test_audio.py tests/unit/models/test_vision.py tests/unit/models/test_processor.py tests/unit/models/test_image_rows.py)
 
 # Each file's tests in one process: those of a module share what its fixtures make. Many tests wait for processes that
@@ -79,7 +79,7 @@ test-all: $(STAMP)  ## the tests of `make test`, with further cases of some: a m
 test-oldest: $(OLDEST)/.ready  ## every test with the lowest versions that pyproject.toml allows: needs a registry once
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -q $(WORKERS) $(PYTEST_ARGS)
 
-test-oldest-quick: $(QUICK)/.ready  ## unit tests with the lowest versions of all but torch: three minutes
+test-oldest-quick: $(QUICK)/.ready  ## unit tests, and those of classifiers, with the lowest versions of all but torch: four minutes
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(QUICK)/bin/python -m pytest -q $(WORKERS) $(QUICK_TESTS)
 
 test-newest: $(NEWEST)/.ready  ## every test with the newest versions that pyproject.toml allows: needs a registry once

@@ -177,7 +177,7 @@ class MemorySaves:
             return
         free = size_text(forecast.free_bytes)
         raise SaveFailed(
-            "there is too little space for them",
+            "there is too little space for checkpoints in memory",
             where=str(self.directory),
             value=f"two at a time need about {size_text(2 * forecast.nbytes * share)}, {free} are free",
             hint="enlarge this tmpfs (docker run --shm-size), set checkpoint.memory.directory to another one, or "

@@ -211,11 +211,13 @@ def _require_equal(student: Any, teacher: Any, name: str) -> None:
 
 def naming_the_teacher() -> AbstractContextManager[None]:
     """Let errors about the section ``model`` name ``distill.teacher``: it is built as a model of the recipe."""
-    return naming_keys(
-        lambda where: (
-            f"{KEY}{where.removeprefix('model')}" if f"{where}.".startswith("model.") else where
-        )
-    )
+
+    def rename(where: str) -> str:
+        if where == "model" or where.startswith("model."):
+            return KEY + where.removeprefix("model")
+        return where
+
+    return naming_keys(rename)
 
 
 def identity_of(config: RecipeConfig) -> str:

@@ -189,7 +189,7 @@ class Binder:
             _replace_items(node, node_of(default))
         num_before = len(self.problems)
         value = self.value(annotation, node, full_key)
-        if node.origin == DEFAULT != section.origin:
+        if node.origin == DEFAULT and section.origin != DEFAULT:
             # What a section lacks that was left out is missing from the one around it.
             for number, problem in enumerate(self.problems[num_before:], num_before):
                 self.problems[number] = dataclasses.replace(problem, where=section.origin)

@@ -136,11 +136,15 @@ class SpikeDetector:
 
 def _exceeded(value: float, middle: float, factor: float) -> str:
     """The limit that *value* is above, in words; empty if it is not. *middle* is the median of the values before."""
-    if middle > 0:
-        return f"{factor:g} times the median {middle:.4g}" if value > factor * middle else ""
+    if middle == 0:
+        return ""
     # Twice a negative median is below it, so that an improvement would exceed it.
-    limit = middle - (factor - 1) * middle
-    return f"{limit:.4g}, the limit at the median {middle:.4g}" if value > limit and middle else ""
+    limit = middle + (factor - 1) * abs(middle)
+    if value <= limit:
+        return ""
+    if middle > 0:
+        return f"{factor:g} times the median {middle:.4g}"
+    return f"{limit:.4g}, the limit at the median {middle:.4g}"
 
 
 def _check_plausible(state: Any) -> None:

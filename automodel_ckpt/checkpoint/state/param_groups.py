@@ -145,7 +145,7 @@ def match_groups(
 
 
 def _without_state(name: str, tree: Tree, fqns: set[str]) -> set[str]:
-    """Those of *fqns* for which the optimizer *name* has no tensors in *tree*. None of them if it has no tensors."""
+    """Return those of *fqns* for which the optimizer *name* has no tensors in *tree*; none if it has no tensors."""
     if not fqns:
         return set()
     prefix = f"{name}.state."

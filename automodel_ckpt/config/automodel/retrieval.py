@@ -32,8 +32,8 @@ _COLLATOR = re.compile(
     r"nemo_automodel\.components\.datasets\.llm\.(retrieval_collator\.)?(?P<name>\w+)"
 )
 _PAIR_COLLATORS = ("BiEncoderCollator", "RetrievalBiencoderCollator")
-_IMAGE_COLLATORS = ("ProcessorMethodCollator", "make_vision_collator_from_processor_method")
 """The second name is that of the releases up to 0.3."""
+_IMAGE_COLLATORS = ("ProcessorMethodCollator", "make_vision_collator_from_processor_method")
 _POOLINGS = {"avg": "mean", "mean": "mean", "cls": "cls", "last": "last"}
 _TEXT_ONLY = "embeddings of images are not supported"
 _GRADIENTS = "documents of other ranks get gradients, too"
