@@ -17,6 +17,8 @@ from automodel_ckpt.models.activation_memory import checkpoint_activations
 from automodel_ckpt.models.adapter import Adapted, widen_trained
 from automodel_ckpt.models.fp8 import convert_to_fp8
 from automodel_ckpt.models.freezing import freeze
+from automodel_ckpt.models.fused_adapters import fuse_adapters
+from automodel_ckpt.models.fused_norms import fuse_norms
 from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.quantize import check_not_quantized
 from automodel_ckpt.models.repository import base_directory
@@ -32,7 +34,7 @@ from automodel_ckpt.recipes.model.deferred_model import DeferredModel
 from automodel_ckpt.recipes.model.model_config import text_tokenizer
 from automodel_ckpt.recipes.model.pretrained_files import layout_in_files
 from automodel_ckpt.recipes.model.request import ModelRequest
-from automodel_ckpt.recipes.model.sections import activation_mode
+from automodel_ckpt.recipes.model.sections import activation_mode, fuses_layers
 from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
@@ -84,6 +86,8 @@ def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel
         if names.rows:
             # Each rank stores its own experts; with this, all ranks know the names of all experts.
             record_complete_tensors(model)
+    if fuses_layers(request.config, request.layout.device.type):
+        _fuse_layers(deferred.model, activation_mode(section))
     if not request.is_trained:
         _freeze_all(deferred.model)
     elif section.activation_checkpointing:
@@ -141,6 +145,19 @@ def _with_adapters(
     if request.keeps_masters:
         widen_trained(adapted.model)
     return adapted
+
+
+def _fuse_layers(model: nn.Module, mode: str) -> None:
+    """Let layers of *model* compute with fewer kernels. *mode* is which activations are recomputed."""
+    num_norms = fuse_norms(model)
+    # Selective recomputation keeps results of matrix products, which must not be changed in place.
+    num_adapters = fuse_adapters(model) if mode != "selective" else 0
+    if num_norms or num_adapters:
+        log.info(
+            "kernels are fused in %s and %s (model.fused_layers)",
+            counted(num_norms, "RMS normalization"),
+            counted(num_adapters, "layer with an adapter", "layers with an adapter"),
+        )
 
 
 def _recompute_activations(request: ModelRequest, model: nn.Module, mode: str) -> None:

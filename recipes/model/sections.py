@@ -38,6 +38,18 @@ def activation_mode(section: ModelConfig | Target) -> str:
     return "full" if given else ""
 
 
+def fuses_layers(config: RecipeConfig, device_type: str) -> bool:
+    """Whether layers compute with fewer kernels than transformers' and peft's modules.
+
+    torch.compile fuses more, and less well around functions that it cannot divide.
+    """
+    section = config.model
+    given = section.fused_layers if isinstance(section, ModelConfig) else False
+    if given == "auto":
+        return device_type == "cuda" and not config.compile.enabled
+    return bool(given)
+
+
 def balancing_scope(section: ModelConfig | Target) -> str:
     """Over what the router's load is balanced: ``global_batch`` or ``micro_batch``; empty: it is not."""
     given = section.router_aux_loss if isinstance(section, ModelConfig) else True

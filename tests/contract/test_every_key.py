@@ -204,7 +204,7 @@ def model(it: Subject) -> Any:
         if getattr(module, "gradient_checkpointing", False)
     ]
     return (
-        type(made).__name__,
+        [type(module) for module in made.modules()],
         parameters,
         recomputed,
         getattr(made, "config", None) and made.config._attn_implementation,
@@ -810,6 +810,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "model.config_overrides": Observed(model, "{hidden_size: 16}"),
     "model.dtype": Observed(model, "bfloat16"),
     "model.attn_implementation": Observed(model, "eager"),
+    "model.fused_layers": Observed(model, "true"),
     "model.freeze": Observed(model, "['*embed_tokens*']"),
     "model.freeze_if_present": Observed(model, "['*embed_tokens*', audio_tower]"),
     "model.activation_checkpointing": Observed(model, "true"),

@@ -31,6 +31,8 @@ PRIVATE_NAMES: dict[str, str] = {
     "_untyped_storage": "torch.storage.TypedStorage",
     # Fused and grouped operations of torch, and the hooks of its optimizers.
     "_fused_adamw_": "torch",
+    "_fused_rms_norm": "torch.ops.aten",
+    "_fused_rms_norm_backward": "torch.ops.aten",
     "_foreach_add_": "torch",
     "_foreach_copy_": "torch",
     "_foreach_div_": "torch",

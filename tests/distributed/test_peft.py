@@ -56,6 +56,8 @@ VARIANTS = {
         "--peft.use_rslora",
         "--peft.modules_to_save=[embed_tokens]",
         "--peft.bias=all",
+        "--peft.dropout=0",
+        "--model.fused_layers",
         "--checkpoint.is_async",
     ),
 }
@@ -155,12 +157,12 @@ def test_the_export_loads_with_peft_without_missing_or_unexpected_keys_and_with_
     for name, directory in directories.items():
         (run,) = (directory / "whole").glob("epoch_*_step_4")
         adapter = run / "model" if name == "tied embedding" else run / "model" / "consolidated"
-        assert_loads_with_peft(
-            adapter, torch.load(directory / "whole" / "logits.pt", weights_only=True)
-        )
+        logits = torch.load(directory / "whole" / "logits.pt", weights_only=True)
+        # Fused layers round in other places.
+        assert_loads_with_peft(adapter, logits, 2e-5 if name == "tied embedding" else 0.0)
 
 
-def assert_loads_with_peft(directory: Path, logits: torch.Tensor) -> None:
+def assert_loads_with_peft(directory: Path, logits: torch.Tensor, tolerance: float) -> None:
     from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
 
     model = AutoPeftModelForCausalLM.from_pretrained(directory)
@@ -170,7 +172,8 @@ def assert_loads_with_peft(directory: Path, logits: torch.Tensor) -> None:
     assert held.keys() == stored.keys()
     assert all(torch.equal(held[key], stored[key]) for key in held)
     with torch.no_grad():
-        assert torch.equal(model.eval()(input_ids=TOKENS).logits, logits)
+        found = model.eval()(input_ids=TOKENS).logits
+    torch.testing.assert_close(found, logits, rtol=tolerance, atol=tolerance)
 
 
 def test_base_and_adapter_are_merged_into_a_model_that_transformers_alone_loads(

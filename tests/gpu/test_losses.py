@@ -56,6 +56,7 @@ CASES = {
     "one sample in each micro-batch": Case({"step_scheduler": {"local_batch_size": 1}}),
     "no accumulation": Case({"step_scheduler": {"local_batch_size": 4}}),
     "rows padded to a multiple": Case({"dataloader": {"pad_to_multiple_of": 16}}),
+    "layers of transformers": Case({"model": {"fused_layers": False}}),
     "compiled": Case(COMPILED),
     "compiled, reduce-overhead": Case(
         {"compile": {"enabled": True, "mode": "reduce-overhead"}}, only_gpu=True

@@ -57,6 +57,9 @@ class ModelConfig:
     (peft) on a GPU is kept in 16 bits."""
     attn_implementation: str | None = None
     """Attention implementation: eager, sdpa, flash_attention_2, ...; null lets transformers choose."""
+    fused_layers: Literal["auto"] | bool = "auto"
+    """Compute RMS normalizations in one kernel, and add LoRA adapters in the matrix product; auto: on a GPU without
+    compile."""
     freeze: list[str] = field(default_factory=list)
     """Parameters to freeze: vision_tower, audio_tower, projector, language_model, or globs as '*.embed_tokens.*'."""
     freeze_if_present: list[str] = field(default_factory=list)

@@ -12,6 +12,7 @@ from tools.gpu.shapes import LLAMA_8B, Work, flops_per_token, work_of
 from tools.gpu.steps import base_of
 
 VARIANTS: dict[str, Mapping[str, Any]] = {
+    "layers of transformers and peft": {"model": {"fused_layers": False}},
     "packed": {"packed_sequence": {"size": 4096}},
     "selective checkpointing": {"model": {"activation_checkpointing": "selective"}},
     "full checkpointing": {"model": {"activation_checkpointing": "full"}},

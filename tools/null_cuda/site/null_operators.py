@@ -206,6 +206,21 @@ for base, fn in (("mm", torch.mm), ("addmm", torch.mm), ("bmm", torch.bmm), ("ba
         if hasattr(getattr(torch.ops.aten, base), o):
             dtype_mm(f"{base}.{o}", fn, o.endswith("out"))
 
+
+def rms_norm_backward(gradient, inputs, shape, inverse, weight, wanted):
+    """The gradients of an RMS normalization of the last dimension, for which the CPU has no operator."""
+    slope = cpu(gradient).float()
+    scaled = cpu(inputs).float() * cpu(inverse)
+    weighted = slope * cpu(weight).float()
+    projection = (weighted * scaled).mean(-1, keepdim=True)
+    of_inputs = (weighted - scaled * projection) * cpu(inverse)
+    of_weight = (slope * scaled).flatten(0, -2).sum(0)
+    found = zip((of_inputs, of_weight), (inputs, weight), wanted, strict=True)
+    return tuple(gpu(g.to(x.dtype), x.device) if is_wanted else None for g, x, is_wanted in found)
+
+
+LIB.impl("aten::_fused_rms_norm_backward", rms_norm_backward, "CUDA")
+
 for name, fn in (
     ("_scaled_dot_product_flash_attention", null_attention.flash_of_batch),
     ("_scaled_dot_product_flash_attention_backward", null_attention.flash_of_batch_backward),

@@ -1,0 +1,130 @@
+"""Linear layers with a LoRA adapter that add the adapter's product where the base's product is, on a GPU.
+
+peft computes ``base(x) + B(A(x)) * scaling``. Scaling and addition read and write tensors of the size of the output,
+which is much larger than A(x): for the layers of an 8B model, a quarter of the memory traffic beside matrix products.
+Here, a matrix product adds B(A(x)) * scaling to the base's output in place, and the backward pass adds the gradients of
+the input in the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def fuse_adapters(model: nn.Module) -> int:
+    """Let the linear layers of *model* with an adapter add its product in place; returns their number.
+
+    The modules stay in place, with their names and parameters. A layer computes as peft does where something else is
+    asked of it: dropout, DoRA, a trained or quantized base, several data types, DTensors, hooks.
+    """
+    # peft is imported only where a recipe has adapters.
+    from peft.tuners.lora.layer import Linear
+
+    layers = [module for module in model.modules() if type(module) is Linear]
+    for layer in layers:
+        layer.__class__ = _fused_class(Linear)  # type: ignore[assignment]
+    return len(layers)
+
+
+@functools.cache
+def _fused_class(adapted: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of peft's class of *adapted* linear layers, with the same name."""
+
+    def forward(layer: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = None if args or kwargs else _only_adapter(layer)
+        if name is None or not _fits(layer, name, inputs):
+            return adapted.forward(layer, inputs, *args, **kwargs)
+        base = layer.base_layer
+        down, up = layer.lora_A[name], layer.lora_B[name]
+        return _Product.apply(  # type: ignore[no-untyped-call]
+            inputs, base.weight, base.bias, down.weight, up.weight, layer.scaling[name]
+        )
+
+    names = {
+        "forward": forward,
+        "__module__": adapted.__module__,
+        "__qualname__": adapted.__qualname__,
+        "__doc__": adapted.__doc__,
+    }
+    return type(adapted.__name__, (adapted,), names)
+
+
+def _only_adapter(layer: Any) -> str | None:
+    """The name of the only adapter that *layer* applies, if it is a plain product; else None."""
+    if layer.disable_adapters or layer.merged:
+        return None
+    active = layer.active_adapters
+    if len(active) != 1 or active[0] not in layer.lora_A or active[0] in layer.lora_variant:
+        return None
+    name: str = active[0]
+    dropout = layer.lora_dropout[name]
+    is_dropped = layer.training and getattr(dropout, "p", 0.0) > 0
+    return None if is_dropped else name
+
+
+def _fits(layer: Any, name: str, inputs: torch.Tensor) -> bool:
+    """Whether the products of *layer* can be computed together: plain linear layers in the dtype of *inputs*."""
+    if isinstance(inputs, DTensor) or torch.is_autocast_enabled(inputs.device.type):
+        return False
+    base = layer.base_layer
+    if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
+        return False
+    if layer.lora_B[name].bias is not None:
+        return False
+    for linear in (base, layer.lora_A[name], layer.lora_B[name]):
+        if type(linear) is not nn.Linear or "forward" in vars(linear):
+            return False
+        if any(getattr(linear, hooks) for hooks in _HOOKS):
+            return False
+        if isinstance(linear.weight, DTensor) or linear.weight.dtype != inputs.dtype:
+            return False
+    return True
+
+
+class _Product(torch.autograd.Function):
+    """``x W' + b + scaling (x A') B'`` with a frozen W [out, in] and b [out], and A [r, in] and B [out, r]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        narrow = rows @ down.t()
+        product = F.linear(rows, weight, bias)
+        product.addmm_(narrow, up.t(), alpha=scaling)
+        ctx.save_for_backward(rows, weight, down, up, narrow)
+        ctx.scaling = scaling
+        ctx.shape = inputs.shape
+        return product.view(*inputs.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, down, up, narrow = ctx.saved_tensors
+        gradient = gradient.reshape(-1, gradient.shape[-1])
+        # [rows, r], and so small beside the others.
+        of_narrow = (gradient @ up).mul_(ctx.scaling)
+        of_inputs = of_down = of_up = None
+        if ctx.needs_input_grad[0]:
+            product = gradient @ weight
+            of_inputs = product.addmm_(of_narrow, down).view(ctx.shape)
+        if ctx.needs_input_grad[3]:
+            of_down = of_narrow.t() @ rows
+        if ctx.needs_input_grad[4]:
+            of_up = (gradient.t() @ narrow).mul_(ctx.scaling)
+        return of_inputs, None, None, of_down, of_up, None

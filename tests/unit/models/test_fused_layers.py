@@ -1,0 +1,255 @@
+"""RMS normalizations and adapters with fewer kernels: the same outputs and gradients, and less memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.sections.model import ModelConfig
+from automodel_ckpt.models.fused_adapters import _Product, fuse_adapters
+from automodel_ckpt.models.fused_norms import _RmsNorm, fuse_norms
+from automodel_ckpt.recipes.model.sections import fuses_layers
+from tests.unit.models.test_packing_probe import build, loss_and_gradients
+
+pytestmark = [
+    # peft's own use.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
+]
+
+TOKENS = (torch.arange(40) * 7 + 3).view(2, 20) % 97
+ROWS = {"input_ids": TOKENS, "labels": TOKENS}
+
+
+def adapted(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A small model with adapters that change its outputs, and norms whose weights are not one."""
+    generator = torch.Generator().manual_seed(0)
+    model = build("llama", "sdpa").to(dtype)
+    settings = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **options}
+    model = get_peft_model(model, LoraConfig(**settings), autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.05, generator=generator)
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+    return model.train()
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Bytes that the backward pass of *model* needs, beside its parameters."""
+    parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    found: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        kept.append(model(**ROWS).loss)
+    return sum(found.values())
+
+
+# ---------------------------------------------------------------- normalizations
+
+
+@pytest.mark.parametrize(
+    ("build_norm", "is_fused"),
+    [
+        (lambda: LlamaRMSNorm(8, 1e-6), True),
+        (lambda: GptOssRMSNorm(8, 1e-5), True),
+        (lambda: T5LayerNorm(8), True),
+        (lambda: nn.RMSNorm(8, eps=1e-5), True),
+        # Its weight is an offset from one.
+        (lambda: GemmaRMSNorm(8), False),
+        # It subtracts the mean.
+        (lambda: nn.LayerNorm(8, bias=False), False),
+        (lambda: nn.LayerNorm(8), False),
+        (lambda: nn.BatchNorm1d(8), False),
+    ],
+    ids=["Llama", "GPT-OSS", "T5", "torch", "Gemma", "mean", "bias", "batch"],
+)
+def test_a_normalization_is_recognized_by_what_it_computes(
+    build_norm: Callable[[], nn.Module], is_fused: bool
+) -> None:
+    plain = build_norm()
+    fused = copy.deepcopy(plain)
+    assert fuse_norms(nn.ModuleList([fused])) == int(is_fused)
+    assert isinstance(fused, type(plain)) and type(fused).__name__ == type(plain).__name__
+    inputs = torch.randn(4, 8)
+    torch.testing.assert_close(fused(inputs), plain(inputs))
+
+
+def test_an_epsilon_that_is_added_elsewhere_is_noticed() -> None:
+    class Other(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            norm = hidden_states.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon
+            return self.weight * hidden_states / norm
+
+    assert fuse_norms(Other(8, 1e-5)) == 0
+
+
+def test_a_normalization_on_the_meta_device_is_recognized() -> None:
+    with torch.device("meta"):
+        norm = LlamaRMSNorm(8)
+    assert fuse_norms(norm) == 1
+    assert norm(torch.empty(2, 8, device="meta")).shape == (2, 8)
+
+
+def test_a_gate_and_another_dtype_are_left_to_the_module() -> None:
+    gated = Qwen3NextRMSNormGated(8)
+    plain = copy.deepcopy(gated)
+    fuse_norms(gated)
+    inputs, gate = torch.randn(4, 8), torch.randn(4, 8)
+    torch.testing.assert_close(gated(inputs, gate), plain(inputs, gate))
+    norm = LlamaRMSNorm(8)
+    fuse_norms(norm)
+    # A weight in float32 makes the result float32, as in transformers.
+    assert norm(inputs.bfloat16()).dtype == torch.float32
+
+
+def test_the_gradients_of_a_normalization_are_right() -> None:
+    inputs = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(8, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda *given: _RmsNorm.apply(*given, 1e-3), (inputs, weight))
+    weight.requires_grad_(False)
+    torch.autograd.gradcheck(lambda given: _RmsNorm.apply(given, weight, 1e-3), (inputs,))
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def test_the_gradients_of_an_adapted_layer_are_right() -> None:
+    def random(*shape: int, is_trained: bool = True) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=is_trained)
+
+    weight, bias = random(6, 8, is_trained=False), random(6, is_trained=False)
+    inputs, down, up = random(2, 3, 8), random(2, 8), random(6, 2)
+    for given_bias in (bias, None):
+        torch.autograd.gradcheck(
+            lambda x, a, b, given=given_bias: _Product.apply(x, weight, given, a, b, 1.7),
+            (inputs, down, up),
+        )
+    inputs.requires_grad_(False)
+    torch.autograd.gradcheck(
+        lambda a, b: _Product.apply(inputs, weight, bias, a, b, 1.7), (down, up)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "is_fused"),
+    [
+        ({}, True),
+        ({"rank_pattern": {"q_proj": 2}, "use_rslora": True}, True),
+        ({"lora_dropout": 0.5}, False),
+        ({"use_dora": True}, False),
+        ({"bias": "all"}, True),
+        ({"lora_bias": True}, False),
+    ],
+    ids=["plain", "ranks", "dropout", "DoRA", "trained bias", "bias of B"],
+)
+def test_each_kind_of_adapter_computes_what_peft_computes(
+    options: dict[str, Any], is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = adapted(**options)
+    fused = copy.deepcopy(plain)
+    names = list(fused.state_dict())
+    assert fuse_adapters(fused) == 14
+    assert list(fused.state_dict()) == names
+    num_calls = 0
+    apply = _Product.apply
+
+    def counted(*given: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return apply(*given)
+
+    monkeypatch.setattr(_Product, "apply", counted)
+    fuse_norms(fused)
+    results = []
+    for model in (plain, fused):
+        torch.manual_seed(0)
+        results.append(loss_and_gradients(model, ROWS))
+    assert num_calls == (14 if is_fused else 0)
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_layers_with_hooks_or_changed_parts_are_left_to_peft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = adapted()
+    fuse_adapters(model)
+    expected = model(**ROWS).logits
+
+    def fails(*_: Any) -> None:
+        raise AssertionError("computed together")
+
+    monkeypatch.setattr(_Product, "apply", fails)
+    called = []
+    layers = [each for each in model.modules() if hasattr(each, "lora_A")]
+    for number, layer in enumerate(layers):
+        if number % 2:
+            layer.base_layer.register_forward_hook(lambda *_: called.append(1))
+        else:
+            inner = layer.base_layer.forward
+            layer.base_layer.forward = lambda x, inner=inner: (called.append(1), inner(x))[1]
+    torch.testing.assert_close(model(**ROWS).logits, expected)
+    assert len(called) == len(layers)
+
+
+def test_a_disabled_adapter_leaves_the_base() -> None:
+    model = adapted()
+    with model.disable_adapter():
+        expected = model(**ROWS).logits
+    fuse_adapters(model)
+    with model.disable_adapter():
+        assert torch.equal(model(**ROWS).logits, expected)
+    assert not torch.allclose(model(**ROWS).logits, expected)
+
+
+# ---------------------------------------------------------------- models
+
+
+def gradient_of(model: nn.Module) -> torch.Tensor:
+    _, gradients = loss_and_gradients(model, ROWS)
+    return torch.cat([each.flatten().double() for each in gradients])
+
+
+def test_a_model_in_16_bits_is_no_less_exact_and_keeps_less() -> None:
+    exact = gradient_of(adapted().double())
+    plain = adapted(torch.bfloat16)
+    fused = copy.deepcopy(plain)
+    assert fuse_norms(fused) == 5
+    fuse_adapters(fused)
+    # A copy of a model is fused too.
+    error = (gradient_of(copy.deepcopy(fused)) - exact).norm()
+    assert error < 1.05 * (gradient_of(plain) - exact).norm()
+    assert kept_bytes(fused) < 0.9 * kept_bytes(plain)
+
+
+def test_they_are_fused_on_a_gpu_unless_layers_are_compiled() -> None:
+    config = RecipeConfig(model=ModelConfig(from_config={"model_type": "llama"}))
+    model = config.model
+    assert isinstance(model, ModelConfig)
+    assert fuses_layers(config, "cuda") and not fuses_layers(config, "cpu")
+    config.compile.enabled = True
+    assert not fuses_layers(config, "cuda")
+    model.fused_layers = True
+    assert fuses_layers(config, "cuda") and fuses_layers(config, "cpu")
+    model.fused_layers = False
+    assert not fuses_layers(config, "cuda")
