@@ -130,8 +130,8 @@ $(TRITON)/.ready: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --target $(TRITON) --no-deps "triton>=3.7"
 	@touch $@
 
-kernels: $(TRITON)/.ready  ## the Triton kernels of the loss head, interpreted on the CPU and compiled for GPUs: a minute
-	@TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/models/test_loss_kernels.py
+kernels: $(TRITON)/.ready  ## the Triton kernels, interpreted on the CPU and compiled for GPUs: a minute
+	@TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/models/test_loss_kernels.py tests/unit/models/test_gate_kernels.py
 
 # Without $(STAMP): the machine may have no network (tools/gpu/README.md).
 gpu:  ## tests and measurements on one GPU, 30 minutes; a part alone: make gpu PART=lora

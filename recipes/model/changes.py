@@ -18,6 +18,7 @@ from automodel_ckpt.models.adapter import Adapted, widen_trained
 from automodel_ckpt.models.fp8 import convert_to_fp8
 from automodel_ckpt.models.freezing import freeze
 from automodel_ckpt.models.fused_adapters import fuse_adapters
+from automodel_ckpt.models.fused_gates import fuse_gates
 from automodel_ckpt.models.fused_norms import fuse_norms
 from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.quantize import check_not_quantized
@@ -149,15 +150,15 @@ def _with_adapters(
 
 def _fuse_layers(model: nn.Module, mode: str) -> None:
     """Let layers of *model* compute with fewer kernels. *mode* is which activations are recomputed."""
-    num_norms = fuse_norms(model)
-    # Selective recomputation keeps results of matrix products, which must not be changed in place.
-    num_adapters = fuse_adapters(model) if mode != "selective" else 0
-    if num_norms or num_adapters:
-        log.info(
-            "kernels are fused in %s and %s (model.fused_layers)",
-            counted(num_norms, "RMS normalization"),
-            counted(num_adapters, "layer with an adapter", "layers with an adapter"),
-        )
+    numbers = {
+        "RMS normalization": fuse_norms(model),
+        "gated layer": fuse_gates(model),
+        # Selective recomputation keeps results of matrix products, which must not be changed in place.
+        "adapter": fuse_adapters(model) if mode != "selective" else 0,
+    }
+    found = [counted(number, noun) for noun, number in numbers.items() if number]
+    if found:
+        log.info("kernels are fused in %s (model.fused_layers)", ", ".join(found))
 
 
 def _recompute_activations(request: ModelRequest, model: nn.Module, mode: str) -> None:

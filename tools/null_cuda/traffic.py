@@ -8,7 +8,7 @@ bare loop, this program with the layers of transformers and peft, and this progr
 layers are the bytes of a layer.
 
 Each tensor counts once per operator that reads or writes it. Matrix products and attention are counted separately:
-their time depends on operations, not on bytes. Not counted: kernels of Triton, and what caches save.
+their time depends on operations, not on bytes. Not counted: the kernels of the loss head, and what caches save.
 """
 
 from __future__ import annotations
@@ -58,27 +58,50 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes: Counter[str] = Counter()
+        self.is_counting = False
+
+    def note(self, name: str, tensors: Any) -> None:
+        """Count all CUDA tensors in *tensors* for an operator."""
+        for leaf in tree_leaves(tensors):
+            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+                self.nbytes[name] += leaf.numel() * leaf.element_size()
+
+    def count_calls(self, module: Any, *names: str) -> None:
+        """Count the tensors of functions of *module* that call kernels of Triton, which torch does not know."""
+        for name in names:
+            function = getattr(module, name)
+
+            def call(*args: Any, function: Any = function, name: str = name) -> Any:
+                output = function(*args)
+                if self.is_counting:
+                    self.note(f"triton {name}", (args, output))
+                return output
+
+            setattr(module, name, call)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         if func.is_view or any(word in name for word in NO_BYTES):
             return output
-        for leaf in tree_leaves((args, kwargs, output)):
-            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                self.nbytes[name] += leaf.numel() * leaf.element_size()
+        self.note(name, (args, kwargs, output))
         return output
 
 
 def counted(program: str, num_layers: int) -> dict[str, int]:
     """Bytes of a step by operator. Runs a few steps in this process."""
+    from automodel_ckpt.models import gate_kernels
+
     mode = Traffic()
+    mode.count_calls(gate_kernels, "product", "gradients")
 
     def on_step() -> None:
         done = len(CLOCK.ends)
         if done == COUNTED_STEP - 1:
+            mode.is_counting = True
             mode.__enter__()  # type: ignore[no-untyped-call]
         if done == COUNTED_STEP:
+            mode.is_counting = False
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     CLOCK.on_step = on_step
@@ -143,6 +166,8 @@ def main() -> None:
         )
         if options.operators:
             for name, size in sorted(layer.items(), key=lambda item: -item[1]):
+                if size < 1:
+                    break
                 print(f"      {name:42} {size:7,.1f}")
 
 

@@ -1,4 +1,4 @@
-"""RMS normalizations and adapters with fewer kernels: the same outputs and gradients, and less memory."""
+"""RMS normalizations, gated layers and adapters with fewer kernels: the same outputs and gradients, and less memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import LlamaConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.models.fused_adapters import _Product, fuse_adapters
+from automodel_ckpt.models.fused_gates import _GatedProduct, fuse_gates
 from automodel_ckpt.models.fused_norms import _RmsNorm, fuse_norms
 from automodel_ckpt.recipes.model.sections import fuses_layers
 from tests.unit.models.test_packing_probe import build, loss_and_gradients
@@ -131,6 +133,39 @@ def test_the_gradients_of_a_normalization_are_right() -> None:
     torch.autograd.gradcheck(lambda given: _RmsNorm.apply(given, weight, 1e-3), (inputs,))
 
 
+# ---------------------------------------------------------------- gated layers
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_fused"), [("llama", 2), ("qwen3", 2), ("gemma3_text", 0)]
+)
+def test_a_gated_layer_is_recognized_by_what_it_computes(model_type: str, num_fused: int) -> None:
+    plain = build(model_type, "sdpa")
+    fused = copy.deepcopy(plain)
+    assert fuse_gates(fused) == num_fused
+    torch.testing.assert_close(
+        loss_and_gradients(fused, ROWS), loss_and_gradients(plain, ROWS), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_another_activation_or_a_scaled_product_is_noticed() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, hidden_act="gelu")
+    assert fuse_gates(LlamaMLP(config)) == 0
+
+    class Scaled(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 0.5
+
+    config = LlamaConfig(**sizes)
+    assert fuse_gates(Scaled(config)) == 0 and fuse_gates(LlamaMLP(config)) == 1
+
+
+def test_the_gradients_of_a_gated_product_are_right() -> None:
+    factors = [torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    torch.autograd.gradcheck(_GatedProduct.apply, factors)
+
+
 # ---------------------------------------------------------------- adapters
 
 
@@ -234,12 +269,12 @@ def test_a_model_in_16_bits_is_no_less_exact_and_keeps_less() -> None:
     exact = gradient_of(adapted().double())
     plain = adapted(torch.bfloat16)
     fused = copy.deepcopy(plain)
-    assert fuse_norms(fused) == 5
+    assert fuse_norms(fused) == 5 and fuse_gates(fused) == 2
     fuse_adapters(fused)
     # A copy of a model is fused too.
     error = (gradient_of(copy.deepcopy(fused)) - exact).norm()
     assert error < 1.05 * (gradient_of(plain) - exact).norm()
-    assert kept_bytes(fused) < 0.9 * kept_bytes(plain)
+    assert kept_bytes(fused) < 0.85 * kept_bytes(plain)
 
 
 def test_they_are_fused_on_a_gpu_unless_layers_are_compiled() -> None:

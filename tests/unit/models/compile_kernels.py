@@ -1,0 +1,59 @@
+"""Compile the Triton kernels to machine code for sm_80 and sm_90, without a GPU. A script of the test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from automodel_ckpt.models import gate_kernels, loss_kernels
+
+TYPES = {
+    "labels": "*i64",
+    "errors": "*bf16",
+    "scale": "fp32",
+    "cap": "fp32",
+    "z_coefficient": "fp32",
+}
+IN_16_BITS = ("gate", "up", "product", "gradient", "of_gate", "of_up")
+INTEGERS = ("num_rows", "num_elements", "num_columns", "first", "logits_stride", "errors_stride")
+CONSTANTS = {"HAS_CAP": True, "HAS_Z_LOSS": True, "WITH_ERRORS": True}
+KERNELS = {
+    loss_kernels: (loss_kernels._losses_and_errors, loss_kernels._statistics, loss_kernels._errors),
+    gate_kernels: (gate_kernels._product, gate_kernels._gradients),
+}
+
+
+def source_of(kernel: Any, block: int) -> ASTSource:
+    types: dict[str, str] = {}
+    for name in kernel.arg_names:
+        if name in CONSTANTS or name == "BLOCK":
+            types[name] = "constexpr"
+        elif name in IN_16_BITS:
+            types[name] = "*bf16"
+        elif name in INTEGERS:
+            types[name] = "i32"
+        else:
+            types[name] = TYPES.get(name, "*fp32")
+    constants: dict[str, int] = {"BLOCK": block}
+    constants |= {name: value for name, value in CONSTANTS.items() if name in types}
+    return ASTSource(fn=kernel, signature=types, constexprs=constants)
+
+
+def main() -> None:
+    num_compiled = 0
+    for module, kernels in KERNELS.items():
+        for kernel in kernels:
+            for capability in (80, 90):
+                compiled = triton.compile(
+                    source_of(kernel, module._BLOCK),
+                    target=GPUTarget("cuda", capability, 32),
+                    options={"num_warps": module._WARPS},
+                )
+                num_compiled += bool(compiled.asm["cubin"])
+    print(num_compiled, "kernels")
+
+
+main()
