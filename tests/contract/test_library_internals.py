@@ -82,6 +82,11 @@ PRIVATE_NAMES: dict[str, str] = {
     "_forward_pre_hooks": "torch.nn.Module",
     "_unsharded_param": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
     "_all_gather_result": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    # A group of fsdp2 whose parameters have several types.
+    "_init_mp_dtypes": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_orig_dtype": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_reduce_dtype": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_sharded_state": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_subclasses": "torch",
     # Module paths whose functions compute this rank's part of a DTensor, and end data loader workers.
     "_utils": "torch.distributed.tensor",
