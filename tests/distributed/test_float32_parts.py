@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
 
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
 from automodel_ckpt.models.float32_parts import float32_names
 from tests.support import ranks
 from tests.support.parallel import VOCABULARY, global_batch, layout_here, train_steps
+from tests.support.training import EXPORT, RECIPE, train, write_recipe
 
 ROUTER = "model.layers.1.mlp.gate.weight"
 
@@ -169,3 +175,64 @@ def ernie() -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["in full", "LoRA"])
+def test_a_run_continues_exactly_and_its_export_has_the_types_of_the_base(
+    adapters: bool, tmp_path: Path
+) -> None:
+    _, _, rest = RECIPE.partition("dataset:")
+    base = tmp_path / "base"
+    mixture(base)
+    peft = "peft: {r: 2, target_modules: [q_proj, v_proj]}\n" if adapters else ""
+    model = f"model: {{from_pretrained: {base}, dtype: bfloat16}}\n"
+    recipe = write_recipe(tmp_path, f"seed: 7\n{model}{peft}dataset:{rest}")
+    mixed = [] if not adapters else ["--distributed.mixed_precision=bfloat16"]
+    ports = [ranks.free_port() for _ in range(3)]
+
+    def runs() -> list[dict[str, str]]:
+        found = []
+        for port, (name, last) in zip(
+            ports, [("whole", 3), ("parts", 2), ("parts", 3)], strict=True
+        ):
+            os.environ["MASTER_PORT"] = str(port)
+            place = f"--checkpoint.checkpoint_dir={tmp_path / name}"
+            steps = (f"--step_scheduler.max_steps={last}", "--lr_scheduler=null")
+            found.append(train(recipe, place, *steps, *mixed, EXPORT))
+        return found
+
+    for whole, _, continued in ranks.run(runs, 2, init=False, timeout=150):
+        assert continued == whole
+    exported = tmp_path / "whole/epoch_0_step_3/model/consolidated"
+    if adapters:
+        exported = tmp_path / "merged"
+        assert main(["export", str(tmp_path / "whole"), "--merge", "--output", str(exported)]) == 0
+    (file,) = exported.glob("*.safetensors")
+    before, after = load_file(base / "model.safetensors"), load_file(file)
+    types = {name: value.dtype for name, value in before.items()}
+    assert {name: value.dtype for name, value in after.items()} == types
+    assert types[ROUTER] == torch.float32
+    read = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16)
+    assert read.get_parameter(ROUTER).dtype == torch.float32
+    assert torch.equal(after[ROUTER], before[ROUTER]) == adapters
+
+
+def mixture(directory: Path) -> None:
+    """A mixture in bfloat16 with its tokenizer, whose routers transformers keeps in float32."""
+    config = AutoConfig.for_model(
+        "ernie4_5_moe",
+        vocab_size=304,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        moe_num_experts=4,
+        moe_intermediate_size=8,
+        moe_k=2,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    read = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    read.save_pretrained(directory)
+    train_tokenizer(vocab_size=300).save_pretrained(directory)
