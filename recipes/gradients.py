@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.data.loader import GlobalBatch
+from automodel_ckpt.distributed.call_order import check_call_order
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import gradient_sync
 from automodel_ckpt.distributed.unused_gradients import UnusedGradients
@@ -49,6 +50,8 @@ class GradientAccumulation:
         self._unused = UnusedGradients(
             self._model, layout.gloo_group, in_stages=self._stage is not None
         )
+        if self._stage is None:
+            check_call_order(self._model, layout.gloo_group)
         self._overwrites_outputs = objective.trainable.overwrites_outputs
         self._copied: dict[int, torch.Tensor] = {}
         self.metrics: dict[str, float | torch.Tensor] = {}

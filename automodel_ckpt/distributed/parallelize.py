@@ -121,8 +121,7 @@ def parallelize(
         varies = may_vary(model)
         if varies:
             log.info(
-                "batches may use different parameters of this model: ddp looks for unused ones in each step, "
-                "and torch warns once if the first step has none"
+                "batches may use different parameters of this model: ddp looks for unused ones in each step"
             )
         # Views save a copy of all gradients, but detach_() fails on them (torch's documentation of
         # DDP).

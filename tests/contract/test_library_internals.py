@@ -56,6 +56,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "_check_lora_target_modules_mamba": "peft.tuners.tuners_utils",
     # Replicas whose gradients have the same buckets in every step.
     "_push_all_rebuilt_params": "torch.distributed.Reducer",
+    "_post_forward": "torch.nn.parallel.DistributedDataParallel",
     "_rebuild_buckets": "torch.distributed.Reducer",
     # Modules that selective activation checkpointing does not record.
     "_disable_current_modes": "torch.utils._python_dispatch",
