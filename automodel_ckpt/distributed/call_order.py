@@ -40,21 +40,23 @@ class _CallOrder:
         self._rank, self._before, self._next = rank, (rank - 1) % size, (rank + 1) % size
         self._names: list[str] = []
         for name, module in model.named_modules():
-            if isinstance(module, FSDPModule) and module is not model:
-                number = len(self._names)
-                self._names.append(name)
-                # Before fsdp2's hook, which gathers.
-                module.register_forward_pre_hook(self._hook(number), prepend=True)
+            if isinstance(module, FSDPModule) and name:
+                self._watch(name, module)  # type: ignore[arg-type]
         model.register_forward_hook(self._hook(_END))
 
+    def _watch(self, name: str, module: nn.Module) -> None:
+        number = len(self._names)
+        self._names.append(name)
+        # Before fsdp2's hook, which gathers.
+        module.register_forward_pre_hook(self._hook(number), prepend=True)
+
     def _hook(self, number: int) -> Any:
-        @torch.compiler.disable
         def compare(*_: Any) -> None:
             # A backward pass calls layers again whose activations it recomputes.
             if torch.is_grad_enabled() and not is_bw():
                 self._compare(number)
 
-        return compare
+        return torch.compiler.disable(compare)  # type: ignore[no-untyped-call]
 
     def _compare(self, number: int) -> None:
         mine, theirs = torch.tensor([number]), torch.empty(1, dtype=torch.int64)

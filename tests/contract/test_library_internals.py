@@ -157,6 +157,7 @@ SHARED_WITH_OWN_CODE = {
     "_optimizer_step_post_hooks",
     "_optimizer_step_pre_hooks",
     "_parameters",
+    "_post_forward",
     "_parse",
     "_training_state",
     "_workers",
