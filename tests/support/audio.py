@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import wave
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -263,9 +264,12 @@ FAMILIES = {
     "qwen3_omni": qwen3_omni,
     "glm_asr": glm_asr,
     "qwen3_asr": qwen3_asr,
-    "granite_speech": granite_speech,
-    "phi4_multimodal": phi4_multimodal,
 }
+# The feature extractor of Granite Speech needs torchaudio, and the image processor of Phi-4 torchvision.
+if find_spec("torchaudio") is not None:
+    FAMILIES["granite_speech"] = granite_speech
+if find_spec("torchvision") is not None:
+    FAMILIES["phi4_multimodal"] = phi4_multimodal
 if "gemma4" in vision.FAMILIES:
     FAMILIES["gemma4"] = gemma4
 
