@@ -51,20 +51,18 @@ class RunningStatistics:
         buffers: list[torch.Tensor] = []
         for layer in self._layers:
             if layer.training:
-                buffers += [layer.running_mean, layer.running_var]
+                buffers += [layer.get_buffer("running_mean"), layer.get_buffer("running_var")]
         if not buffers:
             return
         together = torch.cat([each.double() for each in buffers])
         dist.broadcast(together, 0)
-        parts = together.split([each.numel() for each in buffers])
+        parts = torch.split(together, [each.numel() for each in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part)
 
 
-def _layers_with_statistics(
-    model: nn.Module,
-) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]:
-    found = []
+def _layers_with_statistics(model: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, _LAYERS) and module.running_mean is not None:
             found.append(module)
