@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import wave
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -180,13 +182,36 @@ def qwen3_asr() -> tuple[Any, Any]:
     return config, processor
 
 
-def granite_speech() -> tuple[Any, Any]:
+def fun_asr_nano() -> tuple[Any, Any]:
+    tokenizer = tokenizer_with("<|AUDIO|>")
+    sounds = transformers.FunAsrNanoFeatureExtractor(feature_size=8)
+    processor = transformers.FunAsrNanoProcessor(
+        sounds, tokenizer, chat_template=_template("<|AUDIO|>"), audio_token="<|AUDIO|>"
+    )
+    tower = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = transformers.FunAsrNanoConfig(
+        audio_config={
+            **tower,
+            "intermediate_size": 48,
+            "num_mel_bins": 8,
+            "num_timestamp_prediction_layers": 1,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        adaptor_config={**tower, "intermediate_size": 8, "projector_hidden_size": 48},
+        text_config={"model_type": "qwen3", **TEXT, "head_dim": 16},
+        audio_token_id=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+    )
+    return config, processor
+
+
+def granite_speech(family: str = "GraniteSpeech") -> tuple[Any, Any]:
     tokenizer = tokenizer_with("<|audio|>")
     sounds = transformers.GraniteSpeechFeatureExtractor()
     processor = transformers.GraniteSpeechProcessor(
         sounds, tokenizer, chat_template=_template("<|audio|>")
     )
-    config = transformers.GraniteSpeechConfig(
+    config = getattr(transformers, f"{family}Config")(
         text_config={"model_type": "granite", **TEXT},
         encoder_config={
             "input_dim": 160,
@@ -258,16 +283,18 @@ def phi4_multimodal() -> tuple[Any, Any]:
     return config, processor
 
 
-FAMILIES = {
+FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen2_audio": qwen2_audio,
     "qwen2_5_omni": qwen2_5_omni,
     "qwen3_omni": qwen3_omni,
     "glm_asr": glm_asr,
     "qwen3_asr": qwen3_asr,
 }
-# The feature extractor of Granite Speech needs torchaudio, and the image processor of Phi-4 torchvision.
+# The feature extractors of Granite Speech and Fun-ASR need torchaudio, and the image processor of Phi-4 torchvision.
 if find_spec("torchaudio") is not None:
     FAMILIES["granite_speech"] = granite_speech
+    FAMILIES["granite_speech_plus"] = partial(granite_speech, "GraniteSpeechPlus")
+    FAMILIES["fun_asr_nano"] = fun_asr_nano
 if find_spec("torchvision") is not None:
     FAMILIES["phi4_multimodal"] = phi4_multimodal
 if "gemma4" in vision.FAMILIES:

@@ -41,7 +41,7 @@ from tests.support.audio import FAMILIES, RATE, tone, write_conversations, write
 
 TONE = tone(440, 0.25)
 AUDIO = {"type": "audio"}
-ONE_AUDIO = ("glm_asr", "qwen3_asr")
+ONE_AUDIO = ("glm_asr", "qwen3_asr", "fun_asr_nano")
 """Families of speech recognition, whose processors take one audio for each text."""
 
 
