@@ -10,8 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.data.loader import GlobalBatch
+from automodel_ckpt.distributed.call_order import check_call_order
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import gradient_sync
+from automodel_ckpt.distributed.running_statistics import RunningStatistics
 from automodel_ckpt.distributed.unused_gradients import UnusedGradients
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.forward_time import ForwardTimer
@@ -49,6 +51,11 @@ class GradientAccumulation:
         self._unused = UnusedGradients(
             self._model, layout.gloo_group, in_stages=self._stage is not None
         )
+        if self._stage is None:
+            check_call_order(self._model, layout.gloo_group)
+        self._statistics: RunningStatistics | None = None
+        if self._stage is None and layout.world_size > 1:
+            self._statistics = RunningStatistics(self._model)
         self._overwrites_outputs = objective.trainable.overwrites_outputs
         self._copied: dict[int, torch.Tensor] = {}
         self.metrics: dict[str, float | torch.Tensor] = {}
@@ -83,6 +90,8 @@ class GradientAccumulation:
         # References would keep the gradients after the optimizer's step.
         self._copied = {}
         self._unused.remove()
+        if self._statistics is not None:
+            self._statistics.equalize()
         # After all backward passes: elsewhere than on a GPU, float() waits for the value.
         self._sum_metrics(results)
         return sum_losses([result.loss.detach() for result in results])

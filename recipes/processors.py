@@ -10,7 +10,7 @@ from typing import Any
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.sections.preprocessor import PROCESSOR_SETTINGS
 from automodel_ckpt.config.trust import trusts_remote_code
-from automodel_ckpt.data.media import media_of
+from automodel_ckpt.data.media import AUDIO, media_of, takes_audio_with_text
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.error_texts import first_line
@@ -84,7 +84,15 @@ def read_from(source: ProcessorSource) -> Any:
 
 def check_processor(processor: Any, where: str) -> Any:
     """Return *processor*, which the key *where* gives. Raises :class:`RecipeError` unless it takes text and media."""
-    if media_of(processor) and hasattr(processor, "tokenizer"):
+    media = media_of(processor)
+    if media == {AUDIO} and not takes_audio_with_text(processor):
+        raise RecipeError(
+            "this processor does not take text and audio in one call",
+            where=where,
+            value=type(processor).__name__,
+            hint="give a function in processor._target_ that returns a subclass with __call__(text, audio, ...)",
+        )
+    if media and hasattr(processor, "tokenizer"):
         return processor
     raise RecipeError(
         "this processor does not take both text and images or audio",

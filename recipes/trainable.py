@@ -17,6 +17,7 @@ from automodel_ckpt.distributed.context_parallel import ContextParallel
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.model_layers import decoder_layers
+from automodel_ckpt.distributed.running_statistics import keep_frozen_statistics
 from automodel_ckpt.models.activation_memory import check_offload
 from automodel_ckpt.models.adapter import Adapted
 from automodel_ckpt.models.encoder_decoder_flops import EncoderDecoderFlops
@@ -173,6 +174,7 @@ def _build(request: ModelRequest) -> Trainable:
     model = changed.deferred.model
     if request.is_trained:
         check_trained_types(model)
+        keep_frozen_statistics(model)
     options = _forward_options(model)
     router = choose_router_settings(request, model)
     if router is None and router_settings(model) is not None:

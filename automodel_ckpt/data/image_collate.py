@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -187,6 +188,39 @@ class ImageTextCollator:
 
     def _call_with(self, samples: Sequence[ImageText]) -> Any:
         """Call the processor with the texts, images and audio of samples."""
+        with_audio = [bool(sample.audios) for sample in samples]
+        try:
+            return self._call_together(samples)
+        except _REJECTIONS:
+            if len(set(with_audio)) < 2:
+                raise
+        # Processors of speech recognition (GLM-ASR, Qwen3-ASR) take texts with one audio each.
+        heard = self._call_together([sample for sample in samples if sample.audios])
+        read = self._call_together([sample for sample in samples if not sample.audios])
+        return self._merged(heard, read, with_audio)
+
+    def _merged(
+        self, heard: Mapping[str, Any], read: Mapping[str, Any], with_audio: Sequence[bool]
+    ) -> dict[str, Any]:
+        """Return the batch of samples of which the processor has prepared those *with_audio* separately."""
+        merged = dict(heard)
+        width = max(heard["input_ids"].shape[1], read["input_ids"].shape[1])
+        order = sorted(range(len(with_audio)), key=lambda number: not with_audio[number])
+        for name, value in read.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.shape != read["input_ids"].shape or name not in heard:
+                raise ValueError(f"samples with and without audio cannot be together ({name})")
+            fill = (self.processor.tokenizer.pad_token_id or 0) if name == "input_ids" else 0
+            rows = value.new_full((len(order), width), fill)
+            first = heard[name]
+            num = len(first)
+            rows[order[:num], : first.shape[1]] = first
+            rows[order[num:], : value.shape[1]] = value
+            merged[name] = rows
+        return merged
+
+    def _call_together(self, samples: Sequence[ImageText]) -> Any:
         texts = [sample.text for sample in samples]
         images = [sample.images for sample in samples]
         audios = [audio for sample in samples for audio in sample.audios]
@@ -202,7 +236,9 @@ class ImageTextCollator:
             "add_special_tokens": self._adds_special_tokens(texts[0]),
         }
         if not audios:
-            return self.processor(text=texts, images=images, return_tensors="pt", **of_text)
+            # Processors of speech recognition require the argument (Qwen3-ASR), and accept texts alone.
+            none = {"audio": None} if self._requires_audio else {}
+            return self.processor(text=texts, images=images, return_tensors="pt", **none, **of_text)
         # Settings of the text must not pad the audio: processors choose how to pad it.
         inputs: dict[str, Any] = {"text": texts, "audio": list(audios)}
         if images is not None:
@@ -213,6 +249,11 @@ class ImageTextCollator:
             text_kwargs=of_text,
             audio_kwargs={"sampling_rate": sampling_rate_of(self.processor)},
         )
+
+    @cached_property
+    def _requires_audio(self) -> bool:
+        parameter = inspect.signature(self.processor.__call__).parameters.get("audio")
+        return parameter is not None and parameter.default is parameter.empty
 
     def _adds_special_tokens(self, text: str) -> bool:
         """Whether the processor has to add special tokens, which is not the case if the template wrote them.

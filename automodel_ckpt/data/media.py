@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 IMAGE = "image"
@@ -30,6 +31,15 @@ def audio_processor_of(processor: Any) -> Any:
         if part is not None and part is not getattr(processor, "image_processor", None):
             return part
     return None
+
+
+def takes_audio_with_text(processor: Any) -> bool:
+    """Whether a processor that converts audio takes it beside texts in one call.
+
+    Voxtral's does it only within its chat template, and Voxtral Realtime's only for a fixed request.
+    """
+    parameters = inspect.signature(processor.__call__).parameters
+    return {"text", "audio"} <= parameters.keys()
 
 
 def sampling_rate_of(processor: Any) -> int:

@@ -8,8 +8,11 @@ that was not interrupted, would round differently.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +26,7 @@ class FixedBucketsDDP(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
+        self._may_warn: bool = self.find_unused_parameters
         # torch has no option for this. DistributedDataParallel.join makes the same two calls where a rank has no step
         # whose order it could take. The second one communicates: all ranks use the order of rank 0.
         self.reducer._push_all_rebuilt_params()
@@ -31,3 +35,39 @@ class FixedBucketsDDP(DistributedDataParallel):
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, expect_sparse_gradient = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return parameters[::-1], expect_sparse_gradient[::-1]
+
+    def _post_forward(self, output: Any) -> Any:
+        """What DistributedDataParallel does, without the warning that it found no unused parameters.
+
+        It recommends to turn the search off, which is on because another batch may not use all of them.
+        """
+        if not self._may_warn or not torch.is_grad_enabled():
+            return super()._post_forward(output)  # type: ignore[no-untyped-call]
+        results: list[Any] = []
+
+        def search() -> None:
+            results.append(super(FixedBucketsDDP, self)._post_forward(output))  # type: ignore[no-untyped-call]
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _PythonWarnings.apply(search)  # type: ignore[no-untyped-call]
+        for each in caught:
+            if _NONE_UNUSED in str(each.message):
+                # torch warns once in a process.
+                self._may_warn = False
+            else:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        (result,) = results
+        return result
+
+
+_NONE_UNUSED = "did not find any unused parameters in the forward pass"
+
+
+class _PythonWarnings(torch.autograd.Function):
+    """Calls a function whose warnings in C++ become warnings of Python: only functions of autograd have that."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None]) -> None:
+        with torch.enable_grad():
+            call()

@@ -1,56 +1,98 @@
-"""The data types of parameters that fsdp2 shards together."""
+"""Parameters of several data types that fsdp2 shards together."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-
-from automodel_ckpt.distributed.model_layers import separate_ends, untied_layers
-from automodel_ckpt.errors import RecipeError
-
-_SHOWN = 3
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 
-def check_group_types(model: nn.Module, ignored: Collection[torch.dtype] = ()) -> None:
-    """Raise :class:`RecipeError` if trained parameters of a group that fsdp2 will make of *model* have different types.
+def divide_groups_by_type(model: nn.Module, float32_names: Collection[str] = ()) -> None:
+    """Let the groups that fsdp2 has made of *model* contain parameters of several types.
 
-    The groups are those of :mod:`.parallelize`, which does not check this, since it also shards models that are only
-    saved and loaded. torch raises an error in the first forward pass. If a probe catches it, the layers of the group
-    get no gradients after it (torch 2.15). Parameters of the types *ignored* belong to no group.
+    fsdp2 gathers a group in one type, and raises an error in the first forward pass if it contains trained parameters
+    of several. The parameters *float32_names* are gathered in the type in which they are stored. Gradients are reduced
+    once for each type. Nothing changes for a group of one type.
     """
-    embeddings, heads = separate_ends(model)
-    grouped: set[nn.Parameter] = set()
-    for module in (*untied_layers(model), *embeddings, *heads, model):
-        group = {name: each for name, each in module.named_parameters() if each not in grouped}
-        grouped.update(group.values())
-        by_type: dict[torch.dtype, list[str]] = defaultdict(list)
-        for name, parameter in group.items():
-            if parameter.requires_grad and parameter.dtype not in ignored:
-                by_type[parameter.dtype].append(name)
-        if len(by_type) > 1:
-            raise _error(type(module).__name__, by_type)
+    kept: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in float32_names:
+            kept.add(id(parameter))
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group: Any = module._get_fsdp_state()._fsdp_param_group
+        if group is None:
+            continue
+        by_type: dict[tuple[torch.dtype, bool], list[Any]] = defaultdict(list)
+        for parameter in group.fsdp_params:
+            sharded = parameter.sharded_param
+            by_type[sharded.dtype, id(sharded) in kept].append(parameter)
+        if len(by_type) > 1 or any(is_kept for _, is_kept in by_type):
+            _DividedGroup(group, by_type)
 
 
-def _error(name: str, by_type: Mapping[torch.dtype, Sequence[str]]) -> RecipeError:
-    usual = max(by_type, key=lambda dtype: len(by_type[dtype]))
-    parts = [f"{_name(usual)} for {len(by_type[usual])}"]
-    patterns: list[str] = []
-    for dtype, names in by_type.items():
-        if dtype != usual:
-            parts.append(f"{_name(dtype)} for {len(names)} ({', '.join(names[:_SHOWN])})")
-            patterns += [f"*.{'.'.join(name.split('.')[-2:])}" for name in names[:_SHOWN]]
-    return RecipeError(
-        "fsdp2 cannot shard trained parameters of different types together",
-        where="model.dtype",
-        value=f"{', '.join(parts)} of the parameters of {name}",
-        hint="set model.dtype to float32 and distributed.mixed_precision to bfloat16, which computes in bfloat16, or "
-        f"freeze the others: --model.freeze='{json.dumps(patterns)}'",
-    )
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """Parameters whose gradients are reduced together, and the types that fsdp2 has for this."""
+
+    parameters: list[Any]
+    original: torch.dtype | None
+    reduced: torch.dtype | None
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+class _DividedGroup:
+    """A group of fsdp2 with parameters of several types. Replaces two methods of the group."""
+
+    def __init__(self, group: Any, by_type: Mapping[tuple[torch.dtype, bool], list[Any]]) -> None:
+        self._group = group
+        self._parts: list[tuple[list[Any], MixedPrecisionPolicy]] = []
+        for (_, is_kept), parameters in by_type.items():
+            policy = MixedPrecisionPolicy() if is_kept else group.mp_policy
+            self._parts.append((parameters, policy))
+        self._reductions: list[_Reduction] = []
+        self._init_types, self._reduce = group._init_mp_dtypes, group.post_backward
+        group._init_mp_dtypes = self._init_types_of_parts
+        group.post_backward = self._reduce_parts
+
+    def _init_types_of_parts(self) -> None:
+        group = self._group
+        everything, policy = group.fsdp_params, group.mp_policy
+        self._reductions = []
+        frozen: list[Any] = []
+        for parameters, part_policy in self._parts:
+            group.fsdp_params, group.mp_policy = parameters, part_policy
+            self._init_types()
+            trained = [each for each in parameters if each.sharded_param.requires_grad]
+            frozen += [each for each in parameters if not each.sharded_param.requires_grad]
+            if trained:
+                reduction = _Reduction(trained, group._orig_dtype, group._reduce_dtype)
+                self._reductions.append(reduction)
+        group.fsdp_params, group.mp_policy = everything, policy
+        # A reduction waits for the one before, so the largest is last.
+        self._reductions.sort(key=_num_elements)
+        if self._reductions:
+            self._reductions[-1].parameters.extend(frozen)
+
+    def _reduce_parts(self, *arguments: Any) -> None:
+        group = self._group
+        everything = group.fsdp_params
+        before = group._sharded_state, group._training_state
+        for reduction in self._reductions:
+            group.fsdp_params = reduction.parameters
+            group._orig_dtype, group._reduce_dtype = reduction.original, reduction.reduced
+            # Each call frees the gathered parameters that it sees, and changes the state of the group.
+            group._sharded_state, group._training_state = before
+            self._reduce(*arguments)
+        group.fsdp_params = everything
+        if not self._reductions:
+            self._reduce(*arguments)
+
+
+def _num_elements(reduction: _Reduction) -> int:
+    return sum(each.sharded_param.numel() for each in reduction.parameters)

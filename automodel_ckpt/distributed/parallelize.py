@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.distributed.expert_parallel import divide_experts, expert_mesh
 from automodel_ckpt.distributed.fixed_buckets import FixedBucketsDDP
+from automodel_ckpt.distributed.group_types import divide_groups_by_type
 from automodel_ckpt.distributed.mesh import RankLayout, build_mesh, data_mesh
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.model_layers import separate_ends, untied_layers
@@ -43,7 +44,10 @@ Materialise = Callable[[nn.Module, torch.device], None]
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """The settings of the recipe besides the sizes. A ``compute_dtype`` of None is the dtype of the parameters."""
+    """The settings of the recipe besides the sizes. A ``compute_dtype`` of None is the dtype of the parameters.
+
+    With fsdp2, the parameters named in ``float32_names`` are computed in their own type.
+    """
 
     strategy: str = "auto"
     reshard_after_forward: bool = True
@@ -52,6 +56,7 @@ class Parallelism:
     defer_gradient_sync: bool = False
     sequence_parallel: bool = False
     tp_plan: Plan | None = None
+    float32_names: frozenset[str] = frozenset()
 
 
 def check_parallelism(how: Parallelism, layout: RankLayout) -> None:
@@ -99,7 +104,7 @@ def parallelize(
     if mesh is not None and strategy == "fsdp2":
         options = _fsdp_options(how)
         if layout.sizes.world == 1 and not how.cpu_offload:
-            options["ignored_params"] = _in_dtype(model, how.compute_dtype)
+            options["ignored_params"] = _not_cast(model, how)
         if layout.sizes.ep > 1:
             _shard_experts(model, layout, options, how)
         _shard(model, data_mesh(mesh), options, how)
@@ -116,8 +121,7 @@ def parallelize(
         varies = may_vary(model)
         if varies:
             log.info(
-                "batches may use different parameters of this model: ddp looks for unused ones in each step, "
-                "and torch warns once if the first step has none"
+                "batches may use different parameters of this model: ddp looks for unused ones in each step"
             )
         # Views save a copy of all gradients, but detach_() fails on them (torch's documentation of
         # DDP).
@@ -150,10 +154,18 @@ def _fsdp_options(how: Parallelism) -> dict[str, Any]:
     }
 
 
-def _in_dtype(model: nn.Module, dtype: torch.dtype | None) -> set[nn.Parameter]:
-    """The parameters that are in *dtype* already. On one rank, fsdp2 has nothing to gather and only casts: copies of
-    these (a frozen base in bfloat16) would cost memory and time."""
-    return {parameter for parameter in model.parameters() if parameter.dtype == dtype}
+def _not_cast(model: nn.Module, how: Parallelism) -> set[nn.Parameter]:
+    """The parameters that are in the compute dtype, and frozen ones that are not computed in it.
+
+    On one rank, fsdp2 has nothing to gather and only casts: copies of these (a frozen base in bfloat16) would cost
+    memory and time.
+    """
+    found: set[nn.Parameter] = set()
+    for name, parameter in model.named_parameters():
+        is_kept = name in how.float32_names and not parameter.requires_grad
+        if is_kept or parameter.dtype == how.compute_dtype:
+            found.add(parameter)
+    return found
 
 
 def _shard_experts(
@@ -181,7 +193,11 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
     # Layers before the root: fully_shard gives the root's group all parameters that no inner group
     # has.
     for layer in untied_layers(model):
-        fully_shard(layer, reshard_after_forward=how.reshard_after_forward, **options)
+        fully_shard(
+            layer,
+            reshard_after_forward=how.reshard_after_forward,
+            **{**options, "mp_policy": _layer_policy(model, options["mp_policy"])},
+        )
     for module in embeddings:
         is_lookup = type(module) is nn.Embedding
         fully_shard(module, reshard_after_forward=how.reshard_after_forward, **options)
@@ -193,8 +209,19 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
     for module in heads:
         fully_shard(module, reshard_after_forward=not is_trained, **options)
     fully_shard(model, reshard_after_forward=not is_trained, **options)
+    divide_groups_by_type(model, how.float32_names)
     setattr(model, _DEFERS, how.defer_gradient_sync)
     _prefetch(model, embeddings, heads)
+
+
+def _layer_policy(model: nn.Module, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The types of a decoder layer: *policy*, but layers of transformers get their inputs as the model computes them.
+
+    Some models give their layers positions or hidden states in float32 although their weights are in bfloat16.
+    """
+    if hasattr(model, "_keep_in_fp32_modules_strict"):
+        return replace(policy, cast_forward_inputs=False)
+    return policy
 
 
 def _prefetch(model: nn.Module, embeddings: list[nn.Module], heads: list[nn.Module]) -> None:

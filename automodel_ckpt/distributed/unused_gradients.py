@@ -122,6 +122,11 @@ def may_vary(model: nn.Module) -> bool:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and _ONE_EXPERT.search(name):
             return True
+    return is_of_unknown_packages(model)
+
+
+def is_of_unknown_packages(model: nn.Module) -> bool:
+    """Whether *model* has modules of packages that are not known: of the user, or of a repository."""
     # fsdp2 and peft derive classes from those of the model.
     classes = {each for module in model.modules() for each in type(module).__mro__}
     packages = {each.__module__.partition(".")[0] for each in classes}

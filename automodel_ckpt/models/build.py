@@ -107,8 +107,7 @@ def build_model(
         verdict.check_allowed("model.from_pretrained", from_pretrained, "model")
         verdict.log_differences(f"{from_pretrained} and the model")
         note_untied(model, from_pretrained)
-        if not loading:
-            # Routers that the model keeps in float32 are cast in any case, as in a model that is read in parts.
+        if not loading and getattr(config, "quantization_config", None) is not None:
             cast_to(model, _type_read(model) if dtype == "auto" else getattr(torch, dtype))
     # from_pretrained returns models in evaluation mode, without dropout.
     model.train()

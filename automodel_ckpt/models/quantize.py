@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Collection
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.float32_parts import float32_pattern
 from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
@@ -94,38 +94,21 @@ def cast_to(model: nn.Module, dtype: torch.dtype) -> None:
 
     transformers leaves those of quantized files in the type of the files. What a model keeps in float32 stays.
     """
-    for other, number in cast_parameters(model, dtype).items():
+    kept = float32_pattern(model, dtype)
+    found: Counter[torch.dtype] = Counter()
+    for name, parameter in model.named_parameters():
+        stays = parameter.dtype == torch.float32 and kept is not None and kept.search(name)
+        if parameter.dtype in _ORDINARY and parameter.dtype != dtype and not stays:
+            found[parameter.dtype] += 1
+            # The parameter stays the same object, so that ties are kept.
+            parameter.data = parameter.data.to(dtype)
+    for other, number in found.items():
         log.info(
             "casting %s from %s to %s (model.dtype)",
             counted(number, "parameter"),
             _name(other),
             _name(dtype),
         )
-
-
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> Counter[torch.dtype]:
-    """Do what :func:`cast_to` does without a message; count the parameters of each type that were cast."""
-    kept = {
-        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
-        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
-    }
-    found: Counter[torch.dtype] = Counter()
-    for name, parameter in model.named_parameters():
-        stays = parameter.dtype == torch.float32 and stays_in_float32(name, kept)
-        if parameter.dtype in _ORDINARY and parameter.dtype != dtype and not stays:
-            found[parameter.dtype] += 1
-            # The parameter stays the same object, so that ties are kept.
-            parameter.data = parameter.data.to(dtype)
-    return found
-
-
-def stays_in_float32(name: str, kept: Collection[str]) -> bool:
-    """Whether a parameter is in a module that its model keeps in float32: one of its names is in *kept*.
-
-    Routers (``gate.weight`` since transformers 5.24) are not kept: they compute in float32 whatever the type of their
-    weights, and fsdp2 shards only equal types together.
-    """
-    return any(part in kept for part in name.split("."))
 
 
 def check_not_quantized(model: nn.Module) -> None:

@@ -29,7 +29,6 @@ from automodel_ckpt.models.model_files import fetched_directory
 from automodel_ckpt.models.mtp import add_mtp
 from automodel_ckpt.models.mtp_families import MtpPlan, patterns_in_files
 from automodel_ckpt.models.multimodal_class import other_parts_in_files
-from automodel_ckpt.models.quantize import cast_parameters
 from automodel_ckpt.models.repository import importing_code
 from automodel_ckpt.models.vocabulary import set_size
 from automodel_ckpt.recipes.model.mtp_files import fill_mtp
@@ -226,9 +225,7 @@ def _on_meta(
 
     def build() -> Any:
         with importing_code(options["trust_remote_code"]):
-            made = on_meta(lambda: _made(ordinary, auto_class, options, mtp))
-        cast_parameters(made, made.dtype)
-        return made
+            return on_meta(lambda: _made(ordinary, auto_class, options, mtp))
 
     try:
         # Built twice: InitialValues needs one that nothing else changes, and the model is

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -31,12 +30,13 @@ from automodel_ckpt.checkpoint.state.quantized_tensors import (
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.models.build import fresh_dtype
+from automodel_ckpt.models.float32_parts import float32_pattern
 from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in
 from automodel_ckpt.models.model_files import fetched_directory
 from automodel_ckpt.models.mtp import copies_in_files, is_of_mtp, mtp_of, with_mtp_names
 from automodel_ckpt.models.mtp_families import patterns_in_files
 from automodel_ckpt.models.multimodal_class import other_parts_in_files
-from automodel_ckpt.models.quantize import stays_in_float32
 from automodel_ckpt.models.task_head import HeadDifferences, head_differences
 from automodel_ckpt.models.vocabulary import log_resized, vocabulary_names
 from automodel_ckpt.models.weight_matching import (
@@ -100,7 +100,8 @@ class PretrainedFiles:
             raise NotDeferrable("its files cannot be fetched, or are no safetensors")
         if dtype == "auto" and not isinstance(config.dtype, torch.dtype):
             raise NotDeferrable("its configuration has no dtype")
-        keep_in_float32(model)
+        # model.dtype is that of the first parameter, which may be one that the class creates in float32.
+        keep_in_float32(model, fresh_dtype(config, dtype or "float32"))
         try:
             self._tensors: Tensors = open_weights(directory).modules[MODEL]
         except (CheckpointUnusable, OSError, KeyError) as error:
@@ -281,23 +282,19 @@ def _present_fqns(
     return present
 
 
-def keep_in_float32(model: Any) -> None:
-    """Give the parameters and buffers on the meta device that the model keeps in float32 that dtype.
+def keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Give the parameters and buffers on the meta device that a model of type *dtype* keeps in float32 that type.
 
-    ``from_pretrained`` does the same. Routers are cast: see :func:`~automodel_ckpt.models.quantize.stays_in_float32`.
+    ``from_pretrained`` does the same.
     """
-    kept: set[str] = set()
-    if model.dtype in (torch.float16, torch.bfloat16):
-        kept |= set(model._keep_in_fp32_modules_strict or ())
-    if model.dtype == torch.float16:
-        kept |= set(model._keep_in_fp32_modules or ())
+    pattern = float32_pattern(model, dtype)
+    if pattern is None:
+        return
     for name, parameter in model.named_parameters():
-        if stays_in_float32(name, kept):
+        if pattern.search(name):
             # The parameter stays the same object, so that ties are kept.
             parameter.data = parameter.data.float()
-    patterns = [re.compile(re.escape(name).replace(r"\*", ".*")) for name in kept]
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            full = f"{module_name}.{name}"
-            if buffer is not None and any(pattern.search(full) for pattern in patterns):
+            if buffer is not None and pattern.search(f"{module_name}.{name}"):
                 module._buffers[name] = buffer.float()

@@ -15,7 +15,6 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import CompileConfig
 from automodel_ckpt.distributed.context_parallel import check_context_parallel
 from automodel_ckpt.distributed.expert_parallel import check_experts
-from automodel_ckpt.distributed.group_types import check_group_types
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.model_layers import decoder_layers
@@ -23,6 +22,7 @@ from automodel_ckpt.distributed.parallelize import compute_context, parallelize
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.activation_memory import HostActivations
 from automodel_ckpt.models.compiling import compile_layers, num_row_widths
+from automodel_ckpt.models.float32_parts import float32_names
 from automodel_ckpt.models.stage_division import check_stages
 from automodel_ckpt.recipes.model.cuda_graphs import has_cuda_graphs, marking_steps
 from automodel_ckpt.recipes.model.deferred_model import DeferredModel
@@ -60,7 +60,6 @@ def check_mesh(request: ModelRequest, model: nn.Module) -> None:
 
 def shard_for_training(request: ModelRequest, deferred: DeferredModel) -> Sharded:
     """Shard a model for training. Its forward pass offloads activations and uses CUDA graphs as the recipe states."""
-    _check_types(deferred.model, request.config, request.layout)
     sharded = shard(deferred, request.config, request.layout)
     compute = sharded.compute
     if request.offloads_activations:
@@ -68,16 +67,6 @@ def shard_for_training(request: ModelRequest, deferred: DeferredModel) -> Sharde
     if has_cuda_graphs(request.config, request.layout):
         compute = marking_steps(compute)
     return replace(sharded, compute=compute)
-
-
-def _check_types(model: nn.Module, config: RecipeConfig, layout: RankLayout) -> None:
-    """Raise :class:`RecipeError` if fsdp2 cannot train the parameters of *model* together."""
-    how = parallelism(config.distributed)
-    if choose_strategy(how.strategy, layout.sizes) != "fsdp2":
-        return
-    # On one rank, parameters in the compute dtype are not sharded.
-    is_alone = layout.sizes.world == 1 and not how.cpu_offload
-    check_group_types(model, [how.compute_dtype] if is_alone and how.compute_dtype else [])
 
 
 def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> Sharded:
@@ -89,6 +78,7 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
     model, section = deferred.model, config.distributed
     plan = build(section.tp_plan, model=model) if section.tp_plan is not None else None
     how = replace(parallelism(section), tp_plan=plan)
+    how = replace(how, float32_names=float32_names(model, how.compute_dtype))
     strategy = choose_strategy(how.strategy, layout.sizes)
     compute = compute_context(strategy, layout.device, how.compute_dtype)
     stages = None

@@ -58,6 +58,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "_check_lora_target_modules_mamba": "peft.tuners.tuners_utils",
     # Replicas whose gradients have the same buckets in every step.
     "_push_all_rebuilt_params": "torch.distributed.Reducer",
+    "_post_forward": "torch.nn.parallel.DistributedDataParallel",
     "_rebuild_buckets": "torch.distributed.Reducer",
     # Modules that selective activation checkpointing does not record.
     "_disable_current_modes": "torch.utils._python_dispatch",
@@ -84,6 +85,11 @@ PRIVATE_NAMES: dict[str, str] = {
     "_forward_pre_hooks": "torch.nn.Module",
     "_unsharded_param": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
     "_all_gather_result": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    # A group of fsdp2 whose parameters have several types.
+    "_init_mp_dtypes": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_orig_dtype": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_reduce_dtype": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_sharded_state": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_subclasses": "torch",
     # Module paths whose functions compute this rank's part of a DTensor, and end data loader workers.
     "_utils": "torch.distributed.tensor",
@@ -153,6 +159,7 @@ SHARED_WITH_OWN_CODE = {
     "_optimizer_step_post_hooks",
     "_optimizer_step_pre_hooks",
     "_parameters",
+    "_post_forward",
     "_parse",
     "_training_state",
     "_workers",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import wave
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +134,169 @@ def gemma4() -> tuple[Any, Any]:
     return config, processor
 
 
-FAMILIES = {"qwen2_audio": qwen2_audio, "qwen2_5_omni": qwen2_5_omni, "qwen3_omni": qwen3_omni}
+def _template(audio_token: str, image_token: str = "") -> str:
+    """A chat template with these tokens for audio and images."""
+    start, end = AUDIO_TEMPLATE.index("<|audio_bos|>"), AUDIO_TEMPLATE.index("{% elif")
+    template = AUDIO_TEMPLATE[:start] + audio_token + AUDIO_TEMPLATE[end:]
+    return template.replace("<|vision_bos|><|IMAGE|><|vision_eos|>", image_token)
+
+
+def glm_asr() -> tuple[Any, Any]:
+    tokenizer = tokenizer_with("<|AUDIO|>")
+    sounds = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=2)
+    processor = transformers.GlmAsrProcessor(
+        sounds, tokenizer, chat_template=_template("<|AUDIO|>"), audio_token="<|AUDIO|>"
+    )
+    tower = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = transformers.GlmAsrConfig(
+        audio_config={
+            **tower,
+            "num_attention_heads": 2,
+            "num_mel_bins": 8,
+            "max_position_embeddings": 100,
+        },
+        text_config={"model_type": "llama", **TEXT},
+        audio_token_id=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+    )
+    return config, processor
+
+
+def qwen3_asr() -> tuple[Any, Any]:
+    names = {
+        "audio_token": "<|AUDIO|>",
+        "audio_bos_token": "<|audio_bos|>",
+        "audio_eos_token": "<|audio_eos|>",
+    }
+    tokenizer = tokenizer_with(*names.values(), **names)
+    sounds = transformers.Qwen3ASRFeatureExtractor(feature_size=8)
+    template = _template("<|audio_bos|><|AUDIO|><|audio_eos|>")
+    processor = transformers.Qwen3ASRProcessor(sounds, tokenizer, chat_template=template)
+    audio = {"n_window": 50, "n_window_infer": 100, "downsample_hidden_size": 8, "output_dim": 32}
+    config = transformers.Qwen3ASRConfig(
+        audio_config={**AUDIO, **audio},
+        text_config={"model_type": "qwen3", **TEXT, "head_dim": 16},
+        audio_token_id=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    return config, processor
+
+
+def fun_asr_nano() -> tuple[Any, Any]:
+    tokenizer = tokenizer_with("<|AUDIO|>")
+    sounds = transformers.FunAsrNanoFeatureExtractor(feature_size=8)
+    processor = transformers.FunAsrNanoProcessor(
+        sounds, tokenizer, chat_template=_template("<|AUDIO|>"), audio_token="<|AUDIO|>"
+    )
+    tower = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = transformers.FunAsrNanoConfig(
+        audio_config={
+            **tower,
+            "intermediate_size": 48,
+            "num_mel_bins": 8,
+            "num_timestamp_prediction_layers": 1,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        adaptor_config={**tower, "intermediate_size": 8, "projector_hidden_size": 48},
+        text_config={"model_type": "qwen3", **TEXT, "head_dim": 16},
+        audio_token_id=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+    )
+    return config, processor
+
+
+def granite_speech(family: str = "GraniteSpeech") -> tuple[Any, Any]:
+    tokenizer = tokenizer_with("<|audio|>")
+    sounds = transformers.GraniteSpeechFeatureExtractor()
+    processor = transformers.GraniteSpeechProcessor(
+        sounds, tokenizer, chat_template=_template("<|audio|>")
+    )
+    config = getattr(transformers, f"{family}Config")(
+        text_config={"model_type": "granite", **TEXT},
+        encoder_config={
+            "input_dim": 160,
+            "num_layers": 2,
+            "hidden_dim": 32,
+            "feedforward_mult": 2,
+            "num_heads": 2,
+            "dim_head": 16,
+            "output_dim": 8,
+            "context_size": 20,
+            "max_pos_emb": 32,
+            "dropout": 0.0,
+            "conv_kernel_size": 5,
+        },
+        projector_config={
+            "model_type": "blip_2_qformer",
+            "hidden_size": 32,
+            "encoder_hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 48,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|audio|>"),
+        has_lora_adapter=False,
+    )
+    return config, processor
+
+
+def phi4_multimodal() -> tuple[Any, Any]:
+    names = {"image_token": "<|IMAGE|>", "audio_token": "<|AUDIO|>"}
+    tokenizer = tokenizer_with(*names.values(), **names)
+    image, audio = tokenizer.convert_tokens_to_ids([*names.values()])
+    processor = transformers.Phi4MultimodalProcessor(
+        transformers.Phi4MultimodalImageProcessor(size={"height": 28, "width": 28}, patch_size=14),
+        transformers.Phi4MultimodalFeatureExtractor(feature_size=8),
+        tokenizer,
+        chat_template=_template("<|AUDIO|>", "<|IMAGE|>"),
+    )
+    config = transformers.Phi4MultimodalConfig(
+        **TEXT,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "crop_size": 28,
+            "image_size": 28,
+            "patch_size": 14,
+            "image_token_id": image,
+        },
+        audio_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_blocks": 2,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "input_size": 8,
+            "nemo_conv_channels": 32,
+            "audio_token_id": audio,
+        },
+    )
+    return config, processor
+
+
+FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "qwen2_audio": qwen2_audio,
+    "qwen2_5_omni": qwen2_5_omni,
+    "qwen3_omni": qwen3_omni,
+    "glm_asr": glm_asr,
+    "qwen3_asr": qwen3_asr,
+}
+# The feature extractors of Granite Speech and Fun-ASR need torchaudio, and the image processor of Phi-4 torchvision.
+if find_spec("torchaudio") is not None:
+    FAMILIES["granite_speech"] = granite_speech
+    FAMILIES["granite_speech_plus"] = partial(granite_speech, "GraniteSpeechPlus")
+    FAMILIES["fun_asr_nano"] = fun_asr_nano
+if find_spec("torchvision") is not None:
+    FAMILIES["phi4_multimodal"] = phi4_multimodal
 if "gemma4" in vision.FAMILIES:
     FAMILIES["gemma4"] = gemma4
 

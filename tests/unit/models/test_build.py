@@ -30,9 +30,10 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import _build_errors, build_model
 from automodel_ckpt.models.config_checks import check_context, check_vocabulary
 from automodel_ckpt.models.config_reading import load_model_config
+from automodel_ckpt.models.float32_parts import float32_names
 from automodel_ckpt.models.freezing import freeze
 from automodel_ckpt.models.model_files import fetched_directory, require_local
-from automodel_ckpt.models.quantize import cast_parameters, check_not_quantized
+from automodel_ckpt.models.quantize import cast_to, check_not_quantized
 from automodel_ckpt.models.repository import base_directory
 from tests.support.serving import serve
 
@@ -352,10 +353,34 @@ def test_a_base_whose_weights_stay_quantized_is_refused_for_training_as_a_whole(
         check_not_quantized(model)
 
 
-def test_routers_are_cast_and_other_parts_that_a_model_keeps_in_float32_are_not() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (torch.bfloat16, {"conv.norm.weight", "conv.norm.bias", "attn_hc.base"}),
+        (torch.float16, {"conv.norm.weight", "conv.norm.bias", "attn_hc.base", "wo.weight"}),
+        (torch.float32, set()),
+    ],
+)
+def test_patterns_with_dots_keep_parts_in_float32_as_in_transformers(
+    dtype: torch.dtype, kept: set[str]
+) -> None:
     model: Any = nn.Module()
-    model._keep_in_fp32_modules_strict = ["gate.weight", "dt_bias"]
-    model.gate = nn.Linear(2, 2, bias=False)
-    model.dt_bias = nn.Parameter(torch.ones(2))
-    assert cast_parameters(model, torch.bfloat16) == {torch.float32: 1}
-    assert (model.gate.weight.dtype, model.dt_bias.dtype) == (torch.bfloat16, torch.float32)
+    model._keep_in_fp32_modules_strict = ["conv.n*m", "attn_hc.base"]
+    model._keep_in_fp32_modules = ["wo"]
+    model.conv, model.attn_hc, model.wo = nn.Module(), nn.Module(), nn.Linear(2, 2, bias=False)
+    model.conv.norm, model.conv.up = nn.LayerNorm(2), nn.Linear(2, 2)
+    model.attn_hc.base, model.attn_hc.fn = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    assert float32_names(model, dtype) == kept
+    cast_to(model, dtype)
+    found = {name for name, each in model.named_parameters() if each.dtype == torch.float32}
+    assert dtype == torch.float32 or found == kept
+
+
+def test_names_in_adapters_are_those_of_the_base() -> None:
+    model: Any = nn.Module()
+    model._keep_in_fp32_modules_strict = ["gate.weight", "norm.weight"]
+    model.gate, model.norm = nn.Module(), nn.Module()
+    model.gate.base_layer = nn.Linear(2, 2, bias=False)
+    model.norm.original_module = nn.LayerNorm(2, bias=False)
+    model.norm.modules_to_save = nn.ModuleDict({"default": nn.LayerNorm(2, bias=False)})
+    assert float32_names(model, torch.bfloat16) == {name for name, _ in model.named_parameters()}

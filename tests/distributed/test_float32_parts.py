@@ -1,0 +1,238 @@
+"""Parts that a model keeps in float32: gathered and reduced in float32 beside others in bfloat16."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
+
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
+from automodel_ckpt.models.float32_parts import float32_names
+from tests.support import ranks
+from tests.support.parallel import VOCABULARY, global_batch, layout_here, train_steps
+from tests.support.training import EXPORT, RECIPE, train, write_recipe
+
+ROUTER = "model.layers.1.mlp.gate.weight"
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A mixture of *dtype* whose routers, which are trained, stay in float32. One of its two layers has experts."""
+    config = DeepseekV3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        initializer_range=0.3,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        moe_intermediate_size=8,
+        num_experts_per_tok=2,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    )
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    # As in transformers 5.24.
+    model._keep_in_fp32_modules_strict = {"mlp.gate.weight"}
+    low = low_names(model)
+    for name, parameter in model.named_parameters():
+        if name in low:
+            parameter.data = parameter.data.to(dtype)
+    trained: nn.Module = model.train()
+    return trained
+
+
+def low_names(model: nn.Module) -> set[str]:
+    kept = float32_names(model, torch.bfloat16)
+    assert ROUTER in kept
+    return {name for name, _ in model.named_parameters()} - kept
+
+
+def sharded_steps(how: Parallelism, stored: torch.dtype, **sizes: int) -> list[tuple[float, float]]:
+    layout = layout_here(**sizes)
+    model = parallelize(model_of(stored), layout, how)
+    steps = train_steps(model, layout)
+    gradients = [each.grad for each in model.parameters() if each.requires_grad]
+    assert all(each is None or each.dtype.is_floating_point for each in gradients)
+    return steps
+
+
+def plain_steps(num_parts: int, stored: torch.dtype) -> list[tuple[float, float]]:
+    """(mean loss, gradient norm) of two steps with plain torch on one rank.
+
+    A copy of the weights computes; it is in bfloat16, apart from what stays in float32.
+    """
+    masters, low = model_of(stored), low_names(model_of())
+    trained = [each for each in masters.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=True)
+    steps = []
+    for number in range(2):
+        tokens = global_batch(number)
+        num_labels = tokens[:, 1:].numel()
+        copy = model_of()
+        pairs = list(zip(copy.named_parameters(), masters.parameters(), strict=True))
+        for (name, each), master in pairs:
+            data = master.detach().clone()
+            each.data = data.bfloat16() if name in low else data
+        total = 0.0
+        for part in tokens.chunk(num_parts):
+            logits = copy(input_ids=part, use_cache=False).logits
+            labels = part[:, 1:].flatten()
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
+            (loss / num_labels).backward()
+            total += loss.item()
+            for (_, each), master in pairs:
+                if each.grad is not None:
+                    gradient = each.grad.to(master.dtype)
+                    master.grad = gradient if master.grad is None else master.grad + gradient
+                    each.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((total / num_labels, norm.item()))
+    return steps
+
+
+def mixed(**settings: Any) -> Parallelism:
+    names = float32_names(model_of(), torch.bfloat16)
+    return Parallelism("fsdp2", compute_dtype=torch.bfloat16, float32_names=names, **settings)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings", "sizes"),
+    [
+        (1, {}, {}),
+        (2, {}, {}),
+        pytest.param(2, {"defer_gradient_sync": True}, {}, marks=pytest.mark.further),
+        pytest.param(4, {}, {"dp_replicate_size": 2}, marks=pytest.mark.further),
+    ],
+)
+def test_fsdp2_in_bfloat16_computes_these_parts_in_float32(
+    num_ranks: int, settings: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    expected = plain_steps(2 * num_ranks, torch.float32)
+    found = ranks.run(lambda: sharded_steps(mixed(**settings), torch.float32, **sizes), num_ranks)
+    for each in found:
+        assert each == [pytest.approx(step, rel=1e-6) for step in expected]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_fsdp2_trains_them_beside_weights_in_bfloat16(num_ranks: int) -> None:
+    expected = plain_steps(2 * num_ranks, torch.bfloat16)
+    found = ranks.run(lambda: sharded_steps(Parallelism("fsdp2"), torch.bfloat16), num_ranks)
+    for each in found:
+        # The order of sums in bfloat16 differs.
+        assert each == [pytest.approx(step, rel=2e-3) for step in expected]
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.further)])
+def test_layers_get_positions_in_float32_if_the_model_computes_them_so(num_ranks: int) -> None:
+    """ERNIE's layers compute with sines and cosines in float32, which fsdp2 would round to bfloat16."""
+    plain = {name: each.bfloat16() for name, each in ernie().state_dict().items()}
+    inputs = global_batch(0)
+    expected = ernie()
+    for name, parameter in expected.named_parameters():
+        parameter.data = plain[name]
+    logits = expected(input_ids=inputs, use_cache=False).logits
+
+    def found() -> torch.Tensor:
+        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
+        model = parallelize(ernie(), layout_here(), how)
+        sharded: torch.Tensor = model(input_ids=inputs, use_cache=False).logits.detach()
+        return sharded
+
+    for each in ranks.run(found, num_ranks):
+        assert torch.equal(each, logits)
+
+
+def ernie() -> nn.Module:
+    config = AutoConfig.for_model(
+        "ernie4_5",
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        initializer_range=0.3,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["in full", "LoRA"])
+def test_a_run_continues_exactly_and_its_export_has_the_types_of_the_base(
+    adapters: bool, tmp_path: Path
+) -> None:
+    _, _, rest = RECIPE.partition("dataset:")
+    base = tmp_path / "base"
+    mixture(base)
+    peft = "peft: {r: 2, target_modules: [q_proj, v_proj]}\n" if adapters else ""
+    model = f"model: {{from_pretrained: {base}, dtype: bfloat16}}\n"
+    recipe = write_recipe(tmp_path, f"seed: 7\n{model}{peft}dataset:{rest}")
+    mixed = [] if not adapters else ["--distributed.mixed_precision=bfloat16"]
+    ports = [ranks.free_port() for _ in range(3)]
+
+    def runs() -> list[dict[str, str]]:
+        found = []
+        for port, (name, last) in zip(
+            ports, [("whole", 3), ("parts", 2), ("parts", 3)], strict=True
+        ):
+            os.environ["MASTER_PORT"] = str(port)
+            place = f"--checkpoint.checkpoint_dir={tmp_path / name}"
+            steps = (f"--step_scheduler.max_steps={last}", "--lr_scheduler=null")
+            found.append(train(recipe, place, *steps, *mixed, EXPORT))
+        return found
+
+    for whole, _, continued in ranks.run(runs, 2, init=False, timeout=150):
+        assert continued == whole
+    exported = tmp_path / "whole/epoch_0_step_3/model/consolidated"
+    if adapters:
+        exported = tmp_path / "merged"
+        assert main(["export", str(tmp_path / "whole"), "--merge", "--output", str(exported)]) == 0
+    (file,) = exported.glob("*.safetensors")
+    before, after = load_file(base / "model.safetensors"), load_file(file)
+    types = {name: value.dtype for name, value in before.items()}
+    assert {name: value.dtype for name, value in after.items()} == types
+    assert types[ROUTER] == torch.float32
+    read = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16)
+    assert read.get_parameter(ROUTER).dtype == torch.float32
+    assert torch.equal(after[ROUTER], before[ROUTER]) == adapters
+
+
+def mixture(directory: Path) -> None:
+    """A mixture in bfloat16 with its tokenizer, whose routers transformers keeps in float32."""
+    config = AutoConfig.for_model(
+        "ernie4_5_moe",
+        vocab_size=304,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        moe_num_experts=4,
+        moe_intermediate_size=8,
+        moe_k=2,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    read = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    read.save_pretrained(directory)
+    train_tokenizer(vocab_size=300).save_pretrained(directory)
