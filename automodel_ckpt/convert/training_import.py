@@ -98,6 +98,8 @@ class TrainingImport:
                 number = counted(len(optimizer.tensors), "parameter")
                 moments = f"{number}: {', '.join(entries)}"
             found.append(f"optimizer ({moments})")
+            if optimizer.names_from:
+                found.append(f"names of its parameters {optimizer.names_from}")
         if self.schedule is not None:
             found.append(
                 f"learning-rate schedule (after {counted(self.schedule['last_epoch'], 'step')})"
