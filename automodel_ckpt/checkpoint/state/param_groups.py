@@ -18,6 +18,10 @@ _PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
 )
 """Entries of the LR schedulers of torch that hold one value for each parameter group."""
+CYCLE = "one_cycle"
+"""Key in the state of an imported schedule: what OneCycleLR (torch 2.13) had added to each parameter group. Only a
+recipe with this class uses it; other schedules have none of these options."""
+CYCLE_OPTIONS = ("max_lr", "min_lr", "max_momentum", "base_momentum")
 DIVIDED = "with different options"
 """In the reason of a group here whose parameters were in several saved groups."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -77,7 +81,7 @@ class GroupMatch:
 
         A group whose parameters are all new keeps what *scheduler* has for it.
         """
-        state = dict(saved)
+        state = {key: value for key, value in saved.items() if key != CYCLE}
         for key, value in saved.items():
             here: Any = getattr(scheduler, key, None)
             if key in _PER_GROUP:
