@@ -17,25 +17,15 @@ from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.convert.source_files import (
-    check_links,
+    check_links_of_weights,
     side_files_of,
     unusable,
     without_unused_code,
 )
 from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.registry import detect, detect_run, formats_in
-from automodel_ckpt.convert.sources.torch_files import BIN_INDEX
 from automodel_ckpt.errors import CheckpointUnusable
 
-_WEIGHT_FILES = (
-    ".safetensors",
-    ".distcp",
-    ".bin",
-    layout.HF_INDEX,
-    BIN_INDEX,
-    layout.DCP_METADATA,
-    layout.EXPORT_MANIFEST,
-)
 _OLD_ADAPTER = "adapter_model.bin"
 _PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
 # State that NeMo AutoModel saves beside the model.
@@ -182,7 +172,7 @@ def _located(source: Path) -> tuple[Path, Format]:
 def _importable(directory: Path) -> Format | None:
     """Return the format of a directory with weights; None if there are none. Raises :class:`CheckpointUnusable`."""
     # Before detect(), which follows links: they must not lead out of the directory.
-    check_links(directory, lambda file: file.endswith(_WEIGHT_FILES))
+    check_links_of_weights(directory)
     return detect(directory, follow_links=True, readable_only=True)
 
 

@@ -59,11 +59,11 @@ class HuggingFaceFiles(Format):
         else:
             _check_numbers(path, names)
         tensors, files = _tensors_in_files(path, names, export, follow_links)
-        # An index may list a tied name that has no tensor, which transformers accepts. Weights that fill a model
-        # (follow_links) are compared with the model's names later; without that comparison it is an error here.
-        if weight_map is not None and not follow_links:
-            _check_index(path, weight_map, files)
         source = source_of_files(path, names, tensors, export, follow_links=follow_links)
+        # An index may list a tied name that has no tensor, which transformers accepts. Weights that fill a model are
+        # compared with the model's names later; other callers compare the index.
+        misplaced = [fqn for fqn, name in (weight_map or {}).items() if files.get(fqn) != name]
+        source = replace(source, misplaced=tuple(misplaced))
         absent = sorted((weight_map or {}).keys() - files.keys())
         if absent:
             what = f"{counted(len(absent), 'tensor')} that the index lists and no file has"
@@ -184,10 +184,3 @@ def _tensors_in_files(
             files[fqn] = name
         tensors |= found
     return tensors, files
-
-
-def _check_index(directory: Path, weight_map: Mapping[str, str], files: Mapping[str, str]) -> None:
-    for fqn, name in weight_map.items():
-        if files.get(fqn) != name:
-            what = "the index names a tensor that is not in its file"
-            raise unusable(what, directory / layout.HF_INDEX, fqn)

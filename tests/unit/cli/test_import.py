@@ -215,10 +215,22 @@ def test_a_model_in_the_hubs_cache_is_read_through_its_links_and_others_are_refu
         (hub / "snapshots" / "abc" / name).symlink_to(f"../../blobs/{name}")
         (tmp_path / "elsewhere").mkdir(exist_ok=True)
         (tmp_path / "elsewhere" / name).symlink_to(real / name)
-    assert imported(capsys, hub / "snapshots" / "abc", tmp_path / "run")["num_tensors"] == 5
+    snapshot, run = hub / "snapshots" / "abc", tmp_path / "run"
+    assert imported(capsys, snapshot, run)["num_tensors"] == 5
     assert "symbolic link points outside" in refused(
         capsys, tmp_path / "elsewhere", tmp_path / "other"
     )
+    # The other commands read it, too.
+    assert main(["show", str(snapshot)]) == 0
+    text = capsys.readouterr().out
+    assert "5 tensors" in text and text.count(" 14 B") == 0
+    assert main(["diff", str(snapshot), str(run)]) == 0
+    assert "5 equal" in capsys.readouterr().out
+    exported = tmp_path / "model.pt"
+    assert main(["export", str(snapshot), "--to", "torch", "-o", str(exported)]) == 0
+    assert len(torch.load(exported, weights_only=True)) == 5
+    assert main(["diff", str(tmp_path / "elsewhere"), str(run)]) == 3
+    assert "symbolic link points outside" in capsys.readouterr().err
 
 
 def adapter(path: Path) -> Path:
