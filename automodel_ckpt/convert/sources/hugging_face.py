@@ -27,6 +27,8 @@ from automodel_ckpt.units import counted
 
 # How transformers numbers the files of a model.
 _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.safetensors", re.ASCII)
+SINGLE_FILE = "model.safetensors"
+_MAX_NAMED = 5
 UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 
 
@@ -54,7 +56,13 @@ class HuggingFaceFiles(Format):
         export = find_export_manifest(path, follow_links=follow_links)
         weight_map = weight_map_of(path, export, follow_links=follow_links)
         names = safetensors_in(path)
-        if weight_map is not None:
+        others: list[str] = []
+        if SINGLE_FILE in names and SINGLE_FILE not in (weight_map or {}).values():
+            # transformers reads this file, without a look at the index of an earlier model or at other files: Mistral's
+            # consolidated.safetensors has the same weights under other names.
+            others = [name for name in names if name != SINGLE_FILE]
+            weight_map, names = None, [SINGLE_FILE]
+        elif weight_map is not None:
             names = sorted(set(weight_map.values()))
         else:
             _check_numbers(path, names)
@@ -64,6 +72,9 @@ class HuggingFaceFiles(Format):
         # compared with the model's names later; other callers compare the index.
         misplaced = [fqn for fqn, name in (weight_map or {}).items() if files.get(fqn) != name]
         source = replace(source, misplaced=tuple(misplaced))
+        if others:
+            what = f"{', '.join(others[:_MAX_NAMED])} beside {SINGLE_FILE}"
+            source = replace(source, omitted=(*source.omitted, what))
         absent = sorted((weight_map or {}).keys() - files.keys())
         if absent:
             what = f"{counted(len(absent), 'tensor')} that the index lists and no file has"

@@ -43,6 +43,21 @@ def hugging_face(directory: Path, *, rows: int = 6) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def test_the_file_that_transformers_reads_is_read_and_others_are_reported(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "model")
+    # An earlier model's index, files with the same names, and files with other names for the same weights.
+    save_file({"embed.weight": torch.ones(2)}, tmp_path / "model" / "model.safetensors")
+    save_file(
+        {"tok_embeddings.weight": torch.ones(2)}, tmp_path / "model" / "consolidated.safetensors"
+    )
+    opened = open_weights(tmp_path / "model")
+    assert {name: each.shape for name, each in opened.modules["model"].tensors.items()} == {
+        "embed.weight": (2,)
+    }
+    (omitted,) = opened.omitted
+    assert omitted.startswith("consolidated.safetensors, model-0") and "beside" in omitted
+
+
 class Net(nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()
