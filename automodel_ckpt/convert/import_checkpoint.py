@@ -21,9 +21,14 @@ from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.adapter_import import AdapterBuilder, AdapterModel, adapter_model
 from automodel_ckpt.convert.external import losses_in
 from automodel_ckpt.convert.import_source import ImportSource, check_not_sparse
-from automodel_ckpt.convert.model_names import NameComparer, has_odd_prefix
+from automodel_ckpt.convert.model_names import (
+    NameComparer,
+    NameDifferences,
+    common_prefixes,
+    has_odd_prefix,
+)
 from automodel_ckpt.convert.names.conversion import check_converted
-from automodel_ckpt.convert.names_file import Renaming, rename
+from automodel_ckpt.convert.names_file import Renaming, rename, without_prefix
 from automodel_ckpt.convert.new_checkpoint import NewCheckpoint, check_free
 from automodel_ckpt.convert.source_files import recipe_of, unusable
 from automodel_ckpt.convert.source_state import position_of, training_state_of
@@ -34,6 +39,8 @@ from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import counted
 
 _CONFIG = "config.json"
+# Each one is compared with the model.
+_MAX_PREFIXES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,13 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
     check_not_sparse(weights)
     name_notes: tuple[str, ...] = ()
     if adapter is None and (source.known.has_own_names or has_odd_prefix(weights.tensors)):
-        name_notes = _name_notes(source, weights, options)
+        found, name_notes = _compared_names(source, weights, options)
+        if found is not None and options.names is None:
+            renaming = _without_prefix(found, source, weights, options)
+            if renaming is not None:
+                weights, name_notes = renaming.after, (_prefix_note(renaming),)
+            else:
+                found.check(str(source.path))
     training = _training(source, weights, options, renaming)
     if training is not None:
         # The omitted parts of the model's files are what the training state consists of.
@@ -142,25 +155,42 @@ def _training(
     )
 
 
-def _name_notes(source: ImportSource, weights: Tensors, options: ImportOptions) -> tuple[str, ...]:
-    """Compare the names of *weights* with those of the model in config.json, and state what differs.
-
-    Raises :class:`CheckpointUnusable` if they are not the names of that model, unless the user chose them.
-    """
+def _compared_names(
+    source: ImportSource, weights: Tensors, options: ImportOptions
+) -> tuple[NameDifferences | None, tuple[str, ...]]:
+    """Compare the names of *weights* with those of the model in config.json; also return what differs, in words."""
     has_config_of_model = source.known.saves_config and options.config is None
     if options.compare_names is None or has_config_of_model:
-        return ()
+        return None, ()
     config = source.side_files(options.config).get(_CONFIG)
     if config is None:
-        return (
+        return None, (
             f"unchecked, because there is no config.json; the first is {next(iter(weights.tensors))}",
         )
     found = options.compare_names(config, [*weights.tensors, *weights.tied])
     if found is None:
-        return ("unchecked, because those of this type of model are unknown",)
-    if options.names is None:
-        found.check(str(source.path))
-    return tuple(found.lines())
+        return None, ("unchecked, because those of this type of model are unknown",)
+    return found, tuple(found.lines())
+
+
+def _without_prefix(
+    found: NameDifferences, source: ImportSource, weights: Tensors, options: ImportOptions
+) -> Renaming | None:
+    """Return *weights* without the prefix of all names if they have exactly the names of the model then."""
+    names = [*weights.tensors, *weights.tied]
+    if not found.unknown or not found.missing or options.compare_names is None:
+        return None
+    config = source.side_files(options.config)[_CONFIG]
+    for prefix in common_prefixes(names)[:_MAX_PREFIXES]:
+        again = options.compare_names(config, [name.removeprefix(prefix) for name in names])
+        if again is not None and not again.unknown and not again.missing:
+            return without_prefix(weights, prefix)
+    return None
+
+
+def _prefix_note(renaming: Renaming) -> str:
+    (before, after) = (next(iter(each.tensors)) for each in (renaming.before, renaming.after))
+    return f"those of the model after the prefix {before.removesuffix(after)!r}, which is removed"
 
 
 def _side_files(

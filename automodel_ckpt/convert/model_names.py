@@ -57,6 +57,14 @@ The command that imports passes it: it builds the model, which needs torch and t
 """
 
 
+def common_prefixes(names: Collection[str]) -> list[str]:
+    """Return what all *names* begin with, up to each dot, the shortest first: attributes of a script, wrappers."""
+    # The first and the last one in the order of text have the fewest characters in common.
+    first, last = min(names, default=""), max(names, default="")
+    common = first[: _num_common(first, last)]
+    return [common[: end + 1] for end, character in enumerate(common) if character == "."]
+
+
 def has_odd_prefix(names: Iterable[str]) -> bool:
     """Return whether all *names* begin with a component that models rarely have, such as an attribute of a script.
 

@@ -112,6 +112,18 @@ class NamesFile:
         return line, _filled(line.replacement, match.groupdict() if match else {})
 
 
+class _WithoutPrefix(NamesFile):
+    """The same for names that all begin with *prefix*, which is removed."""
+
+    def __init__(self, prefix: str) -> None:
+        self._path = Path(prefix)
+        self._lines = []
+        self._prefix = prefix
+
+    def _new_name(self, name: str) -> tuple[_Line | None, str | None]:
+        return None, name.removeprefix(self._prefix)
+
+
 @dataclass(frozen=True, slots=True)
 class Renaming:
     """Weights under the names of a *file*: those of the source (*before*), and those that are imported (*after*).
@@ -141,6 +153,17 @@ def rename(module: Tensors, path: Path) -> Renaming:
         (f"{counted(num_left_out, 'tensor')} that {path.name} leaves out",) if num_left_out else ()
     )
     return Renaming(file, module, renamed, left_out)
+
+
+def without_prefix(module: Tensors, prefix: str) -> Renaming:
+    """Remove *prefix*, with which the names of all tensors of *module* begin."""
+    file = _WithoutPrefix(prefix)
+    renamed, _ = file.tensors(module)
+    tied = {
+        alias.removeprefix(prefix): stored.removeprefix(prefix)
+        for alias, stored in module.tied.items()
+    }
+    return Renaming(file, module, replace(renamed, tied=tied), ())
 
 
 def _renamed_optimizer(state: OptimizerState, new: Mapping[str, str | None]) -> OptimizerState:

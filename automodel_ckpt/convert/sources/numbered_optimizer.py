@@ -105,6 +105,8 @@ def _read(
         plain = [reader.options(group) for group in groups]
         numbered = NumberedGroups(keys, shapes, plain, reader.path)
         names, names_from = fitting_names(numbered, model, by_trainer=by_trainer)
+    else:
+        names = _without_prefix(names, frozenset(parameter.name for parameter in model))
     _check_stated(names, shapes, model, reader.path)
     tensors: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, int | float | bool]] = {}
@@ -220,6 +222,22 @@ def _stated_names(
                 return None
             names[key] = rename(text)
     return names
+
+
+def _without_prefix(names: dict[Key, str], known: frozenset[str]) -> dict[Key, str]:
+    """Return *names* without the attribute that a script had the model in, if all of them are *known* without it."""
+    if not names or any(name in known for name in names.values()):
+        return names
+    first = next(iter(names.values()))
+    found: list[dict[Key, str]] = []
+    for end, character in enumerate(first):
+        prefix = first[: end + 1]
+        if character != "." or not all(name.startswith(prefix) for name in names.values()):
+            continue
+        shorter = {key: name.removeprefix(prefix) for key, name in names.items()}
+        if known.issuperset(shorter.values()):
+            found.append(shorter)
+    return found[0] if len(found) == 1 else names
 
 
 def _check_stated(
