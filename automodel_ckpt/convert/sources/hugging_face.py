@@ -38,16 +38,16 @@ class HuggingFaceFiles(Format):
     name = "Hugging Face files"
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
-        if (path / layout.HF_INDEX).is_file():
-            return True
+        has_index = (path / layout.HF_INDEX).is_file()
         names = safetensors_in(path)
         if not names:
-            return False
+            return has_index
         try:
             header = _header(path, names[0], follow_links)
         # detect() never raises; opening the directory in the next format reports the damage.
         except (CheckpointUnusable, OSError):
-            return False
+            return has_index
+        # PyTorch's HuggingFaceStorageWriter can write an index beside its shards.
         return SHARDING_INFO not in header.metadata
 
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
@@ -67,6 +67,7 @@ class HuggingFaceFiles(Format):
         else:
             _check_numbers(path, names)
         tensors, files = _tensors_in_files(path, names, export, follow_links)
+        _check_not_mlx(path, tensors)
         source = source_of_files(path, names, tensors, export, follow_links=follow_links)
         # An index may list a tied name that has no tensor, which transformers accepts. Weights that fill a model are
         # compared with the model's names later; other callers compare the index.
@@ -82,6 +83,30 @@ class HuggingFaceFiles(Format):
                 source, omitted=(*source.omitted, f"{what}, such as {absent[0][:200]}")
             )
         return source
+
+
+def _check_not_mlx(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise :class:`CheckpointUnusable` for what only MLX reads: its adapters, and weights that it quantized.
+
+    mlx-lm writes ``adapters.safetensors``, and packs quantized weights into U32 beside scales and biases.
+    """
+    adapter = directory / "adapters.safetensors"
+    if adapter.is_file() and (directory / "adapter_config.json").is_file():
+        raise CheckpointUnusable(
+            "this format cannot be read: an adapter of MLX",
+            where=str(directory),
+            value=adapter.name,
+            hint="merge it into its base with mlx_lm.fuse, and use the result",
+        )
+    for fqn, tensor in tensors.items():
+        stem = fqn.removesuffix(".weight")
+        if tensor.dtype == "U32" and {f"{stem}.scales", f"{stem}.biases"} <= tensors.keys():
+            raise CheckpointUnusable(
+                "this format cannot be read: weights that MLX quantized",
+                where=str(directory),
+                value=f"{fqn}, with scales and biases",
+                hint="use the original model, or mlx_lm.convert --dequantize",
+            )
 
 
 def _check_numbers(directory: Path, names: Iterable[str]) -> None:
