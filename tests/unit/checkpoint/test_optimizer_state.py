@@ -370,7 +370,8 @@ def test_groups_that_were_divided_are_described_by_patterns_for_the_recipe() -> 
     layers[0].append("model.layers.10.q.w")
     layers.append(["model.layers.10.k.w", "model.head.w"])
     tree = group_tree({"lr": "1"}, {"lr": "2"}, {"lr": "3"})
-    (line,) = match_groups("optimizer", layers, [sum(layers, [])], tree).mismatched
+    here = [name for layer in layers for name in layer]
+    (line,) = match_groups("optimizer", layers, [here], tree).mismatched
     assert line.endswith("(0: layers.0.*, layers.10.q.w; 1: layers.1.*; 2: layers.10.k.w, head.w)")
 
 
