@@ -8,6 +8,7 @@ one's random state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -261,7 +262,7 @@ def _base_rates(
         rates = list(stated)
     found: list[float] = []
     for rate in rates:
-        if type(rate) not in (int, float):
+        if type(rate) not in (int, float) or not math.isfinite(rate):
             return None
         found.append(float(rate))
     return found

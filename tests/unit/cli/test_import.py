@@ -257,6 +257,18 @@ def config_link(path: Path) -> Path:
     return path
 
 
+def hub_model(path: Path) -> Path:
+    (path / "blobs").mkdir(parents=True)
+    (path / "snapshots" / "abc").mkdir(parents=True)
+    return path
+
+
+def gguf_directory(path: Path) -> Path:
+    path.mkdir()
+    (path / "model.gguf").touch()
+    return path
+
+
 def old_adapter(path: Path) -> Path:
     path.mkdir()
     (path / "adapter_config.json").write_text("{}")
@@ -271,6 +283,8 @@ def old_adapter(path: Path) -> Path:
         (lambda path: checkpoint_in(path, 20).parent, "already a checkpoint or a run"),
         (adapter, "the adapter has no description"),
         (pickled, "name the file"),
+        (hub_model, "name one of its commits (snapshots/abc)"),
+        (gguf_directory, "model.gguf: name the file"),
         (old_adapter, "of an old version of peft"),
         (lambda path: path, "relative paths start at the working directory"),
         (taken, "already"),
