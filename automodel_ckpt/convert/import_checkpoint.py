@@ -24,8 +24,8 @@ from automodel_ckpt.convert.import_source import ImportSource, check_not_sparse
 from automodel_ckpt.convert.model_names import (
     NameComparer,
     NameDifferences,
-    common_prefixes,
     has_odd_prefix,
+    possible_prefixes,
 )
 from automodel_ckpt.convert.names.conversion import check_converted
 from automodel_ckpt.convert.names_file import Renaming, rename, without_prefix
@@ -104,6 +104,7 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
             renaming = _without_prefix(found, source, weights, options)
             if renaming is not None:
                 weights, name_notes = renaming.after, (_prefix_note(renaming),)
+                omitted = (*omitted, *renaming.left_out)
             else:
                 found.check(str(source.path))
     training = _training(source, weights, options, renaming)
@@ -176,20 +177,26 @@ def _compared_names(
 def _without_prefix(
     found: NameDifferences, source: ImportSource, weights: Tensors, options: ImportOptions
 ) -> Renaming | None:
-    """Return *weights* without the prefix of all names if they have exactly the names of the model then."""
-    names = [*weights.tensors, *weights.tied]
+    """Return the tensors with a prefix without it if they have exactly the names of the model then.
+
+    None if there is no such prefix, or several, as of a model and its average.
+    """
     if not found.unknown or not found.missing or options.compare_names is None:
         return None
+    names = [*weights.tensors, *weights.tied]
     config = source.side_files(options.config)[_CONFIG]
-    for prefix in common_prefixes(names)[:_MAX_PREFIXES]:
-        again = options.compare_names(config, [name.removeprefix(prefix) for name in names])
+    fitting: list[str] = []
+    for prefix in possible_prefixes(names, found.missing)[:_MAX_PREFIXES]:
+        stripped = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        again = options.compare_names(config, stripped)
         if again is not None and not again.unknown and not again.missing:
-            return without_prefix(weights, prefix)
-    return None
+            fitting.append(prefix)
+    return without_prefix(weights, fitting[0]) if len(fitting) == 1 else None
 
 
 def _prefix_note(renaming: Renaming) -> str:
-    (before, after) = (next(iter(each.tensors)) for each in (renaming.before, renaming.after))
+    after = next(iter(renaming.after.tensors))
+    before = next(name for name in renaming.before.tensors if name.endswith(f".{after}"))
     return f"those of the model after the prefix {before.removesuffix(after)!r}, which is removed"
 
 

@@ -57,12 +57,15 @@ The command that imports passes it: it builds the model, which needs torch and t
 """
 
 
-def common_prefixes(names: Collection[str]) -> list[str]:
-    """Return what all *names* begin with, up to each dot, the shortest first: attributes of a script, wrappers."""
-    # The first and the last one in the order of text have the fewest characters in common.
-    first, last = min(names, default=""), max(names, default="")
-    common = first[: _num_common(first, last)]
-    return [common[: end + 1] for end, character in enumerate(common) if character == "."]
+def possible_prefixes(names: Iterable[str], missing: Iterable[str]) -> list[str]:
+    """Return prefixes with which *names* are those of *missing* tensors of the model: attributes of a script."""
+    found: set[str] = set()
+    suffixes = [f".{name}" for name in itertools.islice(missing, _MAX_NAMED)]
+    for name in names:
+        for suffix in suffixes:
+            if name.endswith(suffix):
+                found.add(name[: len(name) - len(suffix) + 1])
+    return sorted(found)
 
 
 def has_odd_prefix(names: Iterable[str]) -> bool:

@@ -113,7 +113,7 @@ class NamesFile:
 
 
 class _WithoutPrefix(NamesFile):
-    """The same for names that all begin with *prefix*, which is removed."""
+    """The same for names that begin with *prefix*, which is removed. Other tensors are left out."""
 
     def __init__(self, prefix: str) -> None:
         self._path = Path(prefix)
@@ -121,7 +121,7 @@ class _WithoutPrefix(NamesFile):
         self._prefix = prefix
 
     def _new_name(self, name: str) -> tuple[_Line | None, str | None]:
-        return None, name.removeprefix(self._prefix)
+        return None, name.removeprefix(self._prefix) if name.startswith(self._prefix) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +156,19 @@ def rename(module: Tensors, path: Path) -> Renaming:
 
 
 def without_prefix(module: Tensors, prefix: str) -> Renaming:
-    """Remove *prefix*, with which the names of all tensors of *module* begin."""
+    """Return the tensors of *module* whose names begin with *prefix* without it."""
     file = _WithoutPrefix(prefix)
-    renamed, _ = file.tensors(module)
-    tied = {
-        alias.removeprefix(prefix): stored.removeprefix(prefix)
-        for alias, stored in module.tied.items()
-    }
-    return Renaming(file, module, replace(renamed, tied=tied), ())
+    renamed, num_left_out = file.tensors(module)
+    tied: dict[str, str] = {}
+    for alias, stored in module.tied.items():
+        if alias.startswith(prefix) and stored.startswith(prefix):
+            tied[alias.removeprefix(prefix)] = stored.removeprefix(prefix)
+    left_out: tuple[str, ...] = ()
+    if num_left_out:
+        first = next(name for name in module.tensors if not name.startswith(prefix))
+        other = f"{counted(num_left_out, 'tensor')} without the prefix of the model"
+        left_out = (f"{other}, such as {first[:200]}",)
+    return Renaming(file, module, replace(renamed, tied=tied), left_out)
 
 
 def _renamed_optimizer(state: OptimizerState, new: Mapping[str, str | None]) -> OptimizerState:

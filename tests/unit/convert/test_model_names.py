@@ -112,6 +112,15 @@ def test_a_prefix_is_removed_if_the_names_are_exactly_those_of_the_model_then(
         found |= load_file(file)
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
+    # A value head, the metrics of a script.
+    torch.save({**prefixed, "v_head.weight": torch.ones(1)}, tmp_path / "more.pt")
+    assert main(["import", str(tmp_path / "more.pt"), str(tmp_path / "more")]) == 0
+    assert "1 tensor without the prefix of the model, such as v_head" in capsys.readouterr().out
+    # An average of the same model: either can be meant.
+    averaged = {f"ema.{name}": value for name, value in state.items()}
+    torch.save({**prefixed, **averaged}, tmp_path / "two.pt")
+    assert main(["import", str(tmp_path / "two.pt"), str(tmp_path / "two")]) == 3
+    assert "does not have" in capsys.readouterr().err
     # With other names it is an error.
     prefixed[f"{prefix}model.layers.0.other"] = prefixed.pop(f"{prefix}model.norm.weight")
     save_file(prefixed, tmp_path / "model.safetensors")
