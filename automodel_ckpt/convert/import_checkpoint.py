@@ -32,6 +32,7 @@ from automodel_ckpt.convert.names_file import Renaming, rename, without_prefix
 from automodel_ckpt.convert.new_checkpoint import NewCheckpoint, check_free
 from automodel_ckpt.convert.source_files import recipe_of, unusable
 from automodel_ckpt.convert.source_state import position_of, training_state_of
+from automodel_ckpt.convert.sources.peft_adapter import has_adapter
 from automodel_ckpt.convert.sources.registry import detect
 from automodel_ckpt.convert.training_import import TrainingImport, training_import
 from automodel_ckpt.convert.training_state import Parameters
@@ -213,7 +214,7 @@ def _side_files(
 
 def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> AdapterModel | None:
     """Return the model of the source's adapter; None if it has none. Raises :class:`CheckpointUnusable`."""
-    if source.is_file or not os.path.lexists(source.directory / layout.ADAPTER_MODEL):
+    if source.is_file or not has_adapter(source.directory):
         return None
     if options.adapters is None or options.config is not None:
         raise CheckpointUnusable(

@@ -24,12 +24,12 @@ from automodel_ckpt.convert.source_files import (
 )
 from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.peft_adapter import OLD_ADAPTER
 from automodel_ckpt.convert.sources.registry import detect, detect_run, formats_in
 from automodel_ckpt.errors import CheckpointUnusable
 
 _SINGLE_FILES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".nemo", ".qnemo")
 _MAX_NAMED = 5
-_OLD_ADAPTER = "adapter_model.bin"
 _PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
 # State that NeMo AutoModel saves beside the model.
 _OTHER_STATE = ("dataloader", "rng", "step_scheduler.pt")
@@ -181,8 +181,8 @@ def _importable(directory: Path) -> Format | None:
 
 def _found(source: Path) -> str:
     names = sorted(os.listdir(source))
-    if _OLD_ADAPTER in names:
-        return f"{_OLD_ADAPTER} of an old version of peft: load it with peft, and save it again"
+    if OLD_ADAPTER in names:
+        return f"{OLD_ADAPTER} of an old version of peft: load it with peft, and save it again"
     files = [name for name in names if name.endswith(_SINGLE_FILES)]
     if files:
         return f"it contains {files[0]}: name the file, if it has the model's weights"

@@ -272,7 +272,8 @@ def gguf_directory(path: Path) -> Path:
 def old_adapter(path: Path) -> Path:
     path.mkdir()
     (path / "adapter_config.json").write_text("{}")
-    torch.save({}, path / "adapter_model.bin")
+    # Before PyTorch 1.6.
+    torch.save({}, path / "adapter_model.bin", _use_new_zipfile_serialization=False)
     return path
 
 
