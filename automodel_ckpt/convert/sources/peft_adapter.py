@@ -16,7 +16,7 @@ from automodel_ckpt.convert.sources.torch_files import BIN_FILE, BIN_INDEX, Torc
 
 OLD_ADAPTER = "adapter_model.bin"
 _CONFIG = "adapter_config.json"
-_SINGLE = "model.safetensors"
+_MODELS = frozenset({layout.HF_INDEX, "model.safetensors", BIN_FILE, BIN_INDEX})
 
 
 class PeftAdapter(Format):
@@ -47,13 +47,14 @@ def has_adapter(path: Path) -> bool:
 
 
 def _is_old(path: Path) -> bool:
-    """Return whether *path* has the files of an adapter that peft saved before 0.6 (2023)."""
-    return {OLD_ADAPTER, _CONFIG} <= set(names_in(path))
+    """Return whether *path* has the files of an adapter that peft saved before 0.6 (2023), and no model."""
+    names = set(names_in(path))
+    return {OLD_ADAPTER, _CONFIG} <= names and not names & _MODELS
 
 
 def _other_weights(path: Path) -> tuple[str, ...]:
     """Describe the weights beside the adapter: torchtune saves the merged model in the same directory."""
-    found = set(names_in(path)) & {layout.HF_INDEX, _SINGLE, BIN_FILE, BIN_INDEX}
+    found = set(names_in(path)) & _MODELS
     if not found:
         return ()
     names = " and ".join(sorted(found))
