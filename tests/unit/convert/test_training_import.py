@@ -82,3 +82,15 @@ def test_a_rate_that_is_not_finite_is_no_schedule(tmp_path: Path) -> None:
     optimizer.param_groups[0]["initial_lr"] = float("nan")
     planned = imported(tmp_path / "optimizer.pt", optimizer, model)
     assert planned.schedule is None and "learning-rate schedule" in planned.absent
+
+
+def test_numbered_parameters_without_a_config_are_an_error_that_asks_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Model()
+    state = torch.optim.SGD(model.parameters(), lr=0.1).state_dict()
+    source = tmp_path / "state.pt"
+    torch.save({"model": model.state_dict(), "optimizer": state, "step": 1}, source)
+    assert main(["import", str(source), str(tmp_path / "run"), "--training-state"]) == 3
+    text = capsys.readouterr().err
+    assert "there is no config.json" in text and "--config" in text
