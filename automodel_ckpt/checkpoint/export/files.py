@@ -188,7 +188,8 @@ def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Di
         "created": manifest.created if manifest else time.time(),
         "step": manifest.step if manifest else None,
         "epoch": manifest.epoch if manifest else None,
-        "checkpoint": source.root.name,
+        # Files behind links are below the root of the file system.
+        "checkpoint": source.root.name or source.model_directory.name,
         "checked": manifest is not None,
         "casts": casts,
         # Lists the directory: all other files must be in it by now.
