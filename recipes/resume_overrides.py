@@ -148,7 +148,11 @@ class RecipeOptions:
 
     def _scheduled_options(self) -> tuple[str, ...]:
         """Options that a schedule sets in each step; without a schedule there are none."""
-        return () if self._schedule is None else ("lr", "initial_lr")
+        if self._schedule is None:
+            return ()
+        # OneCycleLR moves the momentum, too.
+        is_cycle = getattr(self._schedule, "cycle_momentum", False)
+        return ("lr", "initial_lr", *(("betas", "momentum") if is_cycle else ()))
 
     def _log_kept_options(self, *, has_lost_schedule: bool) -> None:
         # A rate of a schedule that is left out is replaced by the recipe's.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +112,7 @@ def _tree(directory: Path, known: Format) -> ExternalTree:
 
 
 def _files(directory: Path) -> Iterator[tuple[str, int]]:
-    """Yield relative paths and sizes in bytes. The size of a link is its own."""
+    """Yield relative paths and sizes in bytes. A link to a file, as in the Hub's cache, has the size of the file."""
     count = 0
     for parent, directories, names in os.walk(directory):
         directories.sort()
@@ -121,4 +122,12 @@ def _files(directory: Path) -> Iterator[tuple[str, int]]:
                 return
             path = os.path.join(parent, name)
             with contextlib.suppress(FileNotFoundError):  # a file that is being written or removed
-                yield os.path.relpath(path, directory), os.lstat(path).st_size
+                yield os.path.relpath(path, directory), _size(path)
+
+
+def _size(path: str) -> int:
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        if stat.S_ISREG(found.st_mode):
+            return found.st_size
+    return os.lstat(path).st_size

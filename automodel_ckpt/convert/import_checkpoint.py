@@ -21,12 +21,18 @@ from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.adapter_import import AdapterBuilder, AdapterModel, adapter_model
 from automodel_ckpt.convert.external import losses_in
 from automodel_ckpt.convert.import_source import ImportSource, check_not_sparse
-from automodel_ckpt.convert.model_names import NameComparer, has_odd_prefix
+from automodel_ckpt.convert.model_names import (
+    NameComparer,
+    NameDifferences,
+    has_odd_prefix,
+    possible_prefixes,
+)
 from automodel_ckpt.convert.names.conversion import check_converted
-from automodel_ckpt.convert.names_file import Renaming, rename
+from automodel_ckpt.convert.names_file import Renaming, rename, without_prefix
 from automodel_ckpt.convert.new_checkpoint import NewCheckpoint, check_free
 from automodel_ckpt.convert.source_files import recipe_of, unusable
 from automodel_ckpt.convert.source_state import position_of, training_state_of
+from automodel_ckpt.convert.sources.peft_adapter import has_adapter
 from automodel_ckpt.convert.sources.registry import detect
 from automodel_ckpt.convert.training_import import TrainingImport, training_import
 from automodel_ckpt.convert.training_state import Parameters
@@ -34,6 +40,8 @@ from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import counted
 
 _CONFIG = "config.json"
+# Each one is compared with the model.
+_MAX_PREFIXES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,14 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
     check_not_sparse(weights)
     name_notes: tuple[str, ...] = ()
     if adapter is None and (source.known.has_own_names or has_odd_prefix(weights.tensors)):
-        name_notes = _name_notes(source, weights, options)
+        found, name_notes = _compared_names(source, weights, options)
+        if found is not None and options.names is None:
+            renaming = _without_prefix(found, source, weights, options)
+            if renaming is not None:
+                weights, name_notes = renaming.after, (_prefix_note(renaming),)
+                omitted = (*omitted, *renaming.left_out)
+            else:
+                found.check(str(source.path))
     training = _training(source, weights, options, renaming)
     if training is not None:
         # The omitted parts of the model's files are what the training state consists of.
@@ -142,25 +157,48 @@ def _training(
     )
 
 
-def _name_notes(source: ImportSource, weights: Tensors, options: ImportOptions) -> tuple[str, ...]:
-    """Compare the names of *weights* with those of the model in config.json, and state what differs.
-
-    Raises :class:`CheckpointUnusable` if they are not the names of that model, unless the user chose them.
-    """
+def _compared_names(
+    source: ImportSource, weights: Tensors, options: ImportOptions
+) -> tuple[NameDifferences | None, tuple[str, ...]]:
+    """Compare the names of *weights* with those of the model in config.json; also return what differs, in words."""
     has_config_of_model = source.known.saves_config and options.config is None
     if options.compare_names is None or has_config_of_model:
-        return ()
+        return None, ()
     config = source.side_files(options.config).get(_CONFIG)
     if config is None:
-        return (
+        return None, (
             f"unchecked, because there is no config.json; the first is {next(iter(weights.tensors))}",
         )
     found = options.compare_names(config, [*weights.tensors, *weights.tied])
     if found is None:
-        return ("unchecked, because those of this type of model are unknown",)
-    if options.names is None:
-        found.check(str(source.path))
-    return tuple(found.lines())
+        return None, ("unchecked, because those of this type of model are unknown",)
+    return found, tuple(found.lines())
+
+
+def _without_prefix(
+    found: NameDifferences, source: ImportSource, weights: Tensors, options: ImportOptions
+) -> Renaming | None:
+    """Return the tensors with a prefix without it if they have exactly the names of the model then.
+
+    None if there is no such prefix, or several, as of a model and its average.
+    """
+    if not found.unknown or not found.missing or options.compare_names is None:
+        return None
+    names = [*weights.tensors, *weights.tied]
+    config = source.side_files(options.config)[_CONFIG]
+    fitting: list[str] = []
+    for prefix in possible_prefixes(names, found.missing)[:_MAX_PREFIXES]:
+        stripped = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        again = options.compare_names(config, stripped)
+        if again is not None and not again.unknown and not again.missing:
+            fitting.append(prefix)
+    return without_prefix(weights, fitting[0]) if len(fitting) == 1 else None
+
+
+def _prefix_note(renaming: Renaming) -> str:
+    after = next(iter(renaming.after.tensors))
+    before = next(name for name in renaming.before.tensors if name.endswith(f".{after}"))
+    return f"those of the model after the prefix {before.removesuffix(after)!r}, which is removed"
 
 
 def _side_files(
@@ -176,7 +214,7 @@ def _side_files(
 
 def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> AdapterModel | None:
     """Return the model of the source's adapter; None if it has none. Raises :class:`CheckpointUnusable`."""
-    if source.is_file or not os.path.lexists(source.directory / layout.ADAPTER_MODEL):
+    if source.is_file or not has_adapter(source.directory):
         return None
     if options.adapters is None or options.config is not None:
         raise CheckpointUnusable(

@@ -17,26 +17,19 @@ from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.convert.source_files import (
-    check_links,
+    check_links_of_weights,
     side_files_of,
     unusable,
     without_unused_code,
 )
+from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.peft_adapter import OLD_ADAPTER
 from automodel_ckpt.convert.sources.registry import detect, detect_run, formats_in
-from automodel_ckpt.convert.sources.torch_files import BIN_INDEX
 from automodel_ckpt.errors import CheckpointUnusable
 
-_WEIGHT_FILES = (
-    ".safetensors",
-    ".distcp",
-    ".bin",
-    layout.HF_INDEX,
-    BIN_INDEX,
-    layout.DCP_METADATA,
-    layout.EXPORT_MANIFEST,
-)
-_OLD_ADAPTER = "adapter_model.bin"
+_SINGLE_FILES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".nemo", ".qnemo")
+_MAX_NAMED = 5
 _PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
 # State that NeMo AutoModel saves beside the model.
 _OTHER_STATE = ("dataloader", "rng", "step_scheduler.pt")
@@ -182,20 +175,24 @@ def _located(source: Path) -> tuple[Path, Format]:
 def _importable(directory: Path) -> Format | None:
     """Return the format of a directory with weights; None if there are none. Raises :class:`CheckpointUnusable`."""
     # Before detect(), which follows links: they must not lead out of the directory.
-    check_links(directory, lambda file: file.endswith(_WEIGHT_FILES))
+    check_links_of_weights(directory)
     return detect(directory, follow_links=True, readable_only=True)
 
 
 def _found(source: Path) -> str:
     names = sorted(os.listdir(source))
-    if _OLD_ADAPTER in names:
-        return f"{_OLD_ADAPTER} of an old version of peft: load it with peft, and save it again"
-    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
-    if pickled:
-        return f"it contains {pickled[0]}: name the file, if it has the model's weights"
+    if OLD_ADAPTER in names:
+        return f"{OLD_ADAPTER} of an old version of peft: load it with peft, and save it again"
+    files = [name for name in names if name.endswith(_SINGLE_FILES)]
+    if files:
+        return f"it contains {files[0]}: name the file, if it has the model's weights"
+    if {"blobs", "snapshots"} <= set(names):
+        commits = names_in(source / "snapshots")
+        shown = ", ".join(f"snapshots/{name}" for name in commits[:_MAX_NAMED])
+        return f"it is a model in the Hub's cache: name one of its commits ({shown or 'none here'})"
     if not names:
         return "it is empty"
     directories = [name for name in names if (source / name).is_dir()]
     if directories:
-        return f"it contains the directories {', '.join(directories[:5])}: name the one with the weights"
-    return f"it contains {', '.join(names[:5])}"
+        return f"it contains the directories {', '.join(directories[:_MAX_NAMED])}: name the one with the weights"
+    return f"it contains {', '.join(names[:_MAX_NAMED])}"

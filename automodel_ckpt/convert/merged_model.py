@@ -61,10 +61,8 @@ class Adapter:
 def base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Return the base's tensors, and {tensor name: number of its file (from 1)}."""
     index = directory / layout.HF_INDEX
-    names = [_SINGLE]
-    if index.is_file():
-        names = files_of_index(index)
-    elif not (directory / _SINGLE).is_file():
+    names = files_of_index(index) or [_SINGLE]
+    if names == [_SINGLE] and not (directory / _SINGLE).is_file():
         raise RecipeError(
             "the base is not in safetensors files",
             where="--base",

@@ -57,6 +57,17 @@ The command that imports passes it: it builds the model, which needs torch and t
 """
 
 
+def possible_prefixes(names: Iterable[str], missing: Iterable[str]) -> list[str]:
+    """Return prefixes with which *names* are those of *missing* tensors of the model: attributes of a script."""
+    found: set[str] = set()
+    suffixes = [f".{name}" for name in itertools.islice(missing, _MAX_NAMED)]
+    for name in names:
+        for suffix in suffixes:
+            if name.endswith(suffix):
+                found.add(name[: len(name) - len(suffix) + 1])
+    return sorted(found)
+
+
 def has_odd_prefix(names: Iterable[str]) -> bool:
     """Return whether all *names* begin with a component that models rarely have, such as an attribute of a script.
 

@@ -112,6 +112,18 @@ class NamesFile:
         return line, _filled(line.replacement, match.groupdict() if match else {})
 
 
+class _WithoutPrefix(NamesFile):
+    """The same for names that begin with *prefix*, which is removed. Other tensors are left out."""
+
+    def __init__(self, prefix: str) -> None:
+        self._path = Path(prefix)
+        self._lines = []
+        self._prefix = prefix
+
+    def _new_name(self, name: str) -> tuple[_Line | None, str | None]:
+        return None, name.removeprefix(self._prefix) if name.startswith(self._prefix) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Renaming:
     """Weights under the names of a *file*: those of the source (*before*), and those that are imported (*after*).
@@ -141,6 +153,22 @@ def rename(module: Tensors, path: Path) -> Renaming:
         (f"{counted(num_left_out, 'tensor')} that {path.name} leaves out",) if num_left_out else ()
     )
     return Renaming(file, module, renamed, left_out)
+
+
+def without_prefix(module: Tensors, prefix: str) -> Renaming:
+    """Return the tensors of *module* whose names begin with *prefix* without it."""
+    file = _WithoutPrefix(prefix)
+    renamed, num_left_out = file.tensors(module)
+    tied: dict[str, str] = {}
+    for alias, stored in module.tied.items():
+        if alias.startswith(prefix) and stored.startswith(prefix):
+            tied[alias.removeprefix(prefix)] = stored.removeprefix(prefix)
+    left_out: tuple[str, ...] = ()
+    if num_left_out:
+        first = next(name for name in module.tensors if not name.startswith(prefix))
+        other = f"{counted(num_left_out, 'tensor')} without the prefix of the model"
+        left_out = (f"{other}, such as {first[:200]}",)
+    return Renaming(file, module, replace(renamed, tied=tied), left_out)
 
 
 def _renamed_optimizer(state: OptimizerState, new: Mapping[str, str | None]) -> OptimizerState:

@@ -42,6 +42,7 @@ from automodel_ckpt.convert.names.torchtitan import (
     required_torchtitan_conversion,
     torchtitan_conversion,
 )
+from automodel_ckpt.convert.source_files import check_links_of_weights
 from automodel_ckpt.convert.sources.dcp import DATA_SUFFIX
 from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.format import Format
@@ -93,15 +94,23 @@ def open_source(path: Path) -> Source:
     program.
 
     Weights with the names of Megatron, or of torchtitan's Llama, are described under those of a Hugging Face model if
-    *path* states which one it is.
-    Symbolic links in the directory are not followed. Raises :class:`CheckpointUnusable` if there is no model, the
-    format is not supported, or the files contradict each other.
+    *path* states which one it is. In a checkpoint of this program, symbolic links are not followed; in other
+    directories, only those within the directory or to the Hub's cache. Raises :class:`CheckpointUnusable` if there is
+    no model, the format is not supported, or the files contradict each other.
     """
     if is_checkpoint(path):
         return open_checkpoint(path)
     if path.is_file():
         return _open_file(path)
-    return _open_external(Path(os.path.realpath(path)))
+    directory = Path(os.path.realpath(path))
+    for place in (directory, directory / MODEL):
+        if place.is_dir():
+            check_links_of_weights(place)
+    source = _open_external(directory, follow_links=True)
+    if source.misplaced:
+        what = "the index names a tensor that is not in its file"
+        raise unusable(what, source.model_directory / layout.HF_INDEX, source.misplaced[0])
+    return source
 
 
 def open_weights(path: str | os.PathLike[str], config: Path | None = None) -> Weights:
@@ -141,9 +150,7 @@ def _weights_of(path: Path, source: Source) -> Weights:
 # ---------------------------------------------------------------- other programs
 
 
-def _open_external(
-    directory: Path, config: Path | None = None, *, follow_links: bool = False
-) -> Source:
+def _open_external(directory: Path, config: Path | None = None, *, follow_links: bool) -> Source:
     check_finished(directory)
     # A checkpoint of NeMo AutoModel, or of this program without its manifest, has the model in model/.
     for place in (directory, directory / MODEL):

@@ -10,6 +10,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.sources.model_files import is_side_file
+from automodel_ckpt.convert.sources.torch_files import BIN_INDEX
 from automodel_ckpt.errors import CheckpointUnusable
 
 _CONFIG = "config.json"
@@ -18,6 +19,15 @@ _MAX_SIDE_BYTES = 128 << 20
 # It is parsed, and then takes up to 25 times its size.
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_RECIPE_BYTES = 1 << 20
+_WEIGHT_FILES = (
+    ".safetensors",
+    ".distcp",
+    ".bin",
+    layout.HF_INDEX,
+    BIN_INDEX,
+    layout.DCP_METADATA,
+    layout.EXPORT_MANIFEST,
+)
 _HINT = "use a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
 
 
@@ -83,6 +93,11 @@ def check_links(directory: Path, concerned: Callable[[str], bool]) -> None:
         if not any(target.is_relative_to(root) for root in allowed):
             what = "a symbolic link points outside of the directory"
             raise unusable(what, path, os.readlink(path))
+
+
+def check_links_of_weights(directory: Path) -> None:
+    """Check symbolic links to the files of weights in *directory* by :func:`check_links`."""
+    check_links(directory, lambda file: file.endswith(_WEIGHT_FILES))
 
 
 def unusable(what: str, where: Path, value: object) -> CheckpointUnusable:

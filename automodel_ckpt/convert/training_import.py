@@ -8,6 +8,7 @@ one's random state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from automodel_ckpt.checkpoint.files.torch_archive_writing import plain_archive
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, StateRecord, Tree
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.opening import MODEL
+from automodel_ckpt.checkpoint.state.param_groups import CYCLE, CYCLE_OPTIONS
 from automodel_ckpt.checkpoint.writing.described_tree import DescribedTree
 from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, merge_tree
@@ -60,9 +62,6 @@ _TRANSFERRED = (
     "initial_lr",
 )
 
-# What OneCycleLR (torch 2.13) adds to the parameter groups. The schedules of recipes do not have it.
-_CYCLE = ("max_lr", "min_lr", "max_momentum", "base_momentum")
-
 
 @dataclass(frozen=True, slots=True)
 class TrainingImport:
@@ -98,6 +97,8 @@ class TrainingImport:
                 number = counted(len(optimizer.tensors), "parameter")
                 moments = f"{number}: {', '.join(entries)}"
             found.append(f"optimizer ({moments})")
+            if optimizer.names_from:
+                found.append(f"names of its parameters {optimizer.names_from}")
         if self.schedule is not None:
             found.append(
                 f"learning-rate schedule (after {counted(self.schedule['last_epoch'], 'step')})"
@@ -225,7 +226,9 @@ def _schedule(state: TrainingState, step: int) -> dict[str, Any] | None:
     base_rates = _base_rates(state.scheduler, state.optimizer.groups)
     if base_rates is None:
         return None
+    cycle = [_cycle_options(group) for group in state.optimizer.groups]
     return {
+        **({CYCLE: cycle} if None not in cycle else {}),
         "base_lrs": base_rates,
         "last_epoch": step,
         "_step_count": step + 1,
@@ -234,6 +237,16 @@ def _schedule(state: TrainingState, step: int) -> dict[str, Any] | None:
         "_last_lr": [group.options.get("lr", 0.0) for group in state.optimizer.groups],
         "lr_lambdas": [None] * len(base_rates),
     }
+
+
+def _cycle_options(group: ParameterGroup) -> dict[str, float] | None:
+    """Return what OneCycleLR set in a parameter group; None if it did not."""
+    names = ("initial_lr", *CYCLE_OPTIONS)
+    found = {name: group.options[name] for name in names if name in group.options}
+    if any(type(value) not in (int, float) for value in found.values()):
+        return None
+    # The momentum is only there if it is part of the cycle.
+    return found if {"initial_lr", "max_lr", "min_lr"} <= found.keys() else None
 
 
 def _base_rates(
@@ -249,7 +262,7 @@ def _base_rates(
         rates = list(stated)
     found: list[float] = []
     for rate in rates:
-        if type(rate) not in (int, float):
+        if type(rate) not in (int, float) or not math.isfinite(rate):
             return None
         found.append(float(rate))
     return found
@@ -304,7 +317,7 @@ def _tree(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> Desc
         options = dict(group.options)
         if is_adam:
             options = _adam_options(group.options)
-        for option in _CYCLE:
+        for option in CYCLE_OPTIONS:
             options.pop(option, None)
         if schedule is not None:
             options["initial_lr"] = schedule["base_lrs"][number]

@@ -45,13 +45,15 @@ class OptimizerState:
     *tensors* maps the name of a parameter to its tensors by entry, for example ``exp_avg`` and ``exp_avg_sq``. They
     are slices of files below *root*. *values* maps it to its numbers by entry, for example ``{"step": 10.0}``. Both
     have the names of the model that the format's ``open()`` returns. Each parameter is in one of the *groups*; one
-    that was never updated is in neither mapping.
+    that was never updated is in neither mapping. *names_from* states, in words, how parameters that the file numbers
+    got their names; empty if the file names them.
     """
 
     root: Path
     tensors: Mapping[str, Mapping[str, Tensor]]
     values: Mapping[str, Mapping[str, int | float | bool]]
     groups: tuple[ParameterGroup, ...]
+    names_from: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,8 +109,13 @@ def empty_model(path: Path, *, hint: str) -> Any:
 
     *path* is the file of the config, or the directory with config.json.
 
-    Raises :class:`CheckpointUnusable` with *hint* if its class is not part of transformers.
+    Raises :class:`CheckpointUnusable` with *hint* if it does not exist, or its class is not part of transformers.
     """
+    # transformers would report that the model is unrecognized.
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise CheckpointUnusable(
+            "there is no config.json", where=str(path), value="no such file", hint=hint
+        )
     try:
         return model_of(transformers.AutoConfig.from_pretrained(path, trust_remote_code=False))
     except (OSError, ValueError, AttributeError) as error:

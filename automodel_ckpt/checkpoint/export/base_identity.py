@@ -20,14 +20,12 @@ from typing import Any
 
 import xxhash
 
-from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.errors import RecipeError, os_problem
 
-_INDEXES = (layout.HF_INDEX, "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
 _NUM_THREADS = 4
 
@@ -104,10 +102,10 @@ def identify_base(
 
 def _weight_files(directory: Path) -> list[str]:
     """Return config.json and the files from which transformers reads the weights. Raises :class:`RecipeError`."""
-    for index in _INDEXES:
-        if (directory / index).is_file():
-            return ["config.json", index, *files_of_index(directory / index)]
     for single in _SINGLES:
+        index = f"{single}.index.json"
+        if files := files_of_index(directory / index):
+            return ["config.json", index, *files]
         if (directory / single).is_file():
             return ["config.json", single]
     raise RecipeError(
@@ -119,19 +117,11 @@ def _weight_files(directory: Path) -> list[str]:
 
 
 def files_of_index(index: Path) -> list[str]:
-    """Return the names of the base model's weight files, sorted, from its *index*.
-
-    Raises :class:`RecipeError` if the index is missing or not valid.
+    """Return the names of the base model's weight files, sorted, from its *index*; none without one, or if it is not
+    used. Raises :class:`RecipeError` if the index is not valid.
     """
     weight_map = read_weight_map(index, follow_links=True, kind=RecipeError)
-    if weight_map is None:
-        raise RecipeError(
-            "the base model has no index of its weights",
-            where=str(index),
-            value="no such file",
-            hint="download the base model again",
-        )
-    return sorted(set(weight_map.values()))
+    return sorted(set((weight_map or {}).values()))
 
 
 def _stamp(path: Path) -> list[int]:

@@ -17,7 +17,7 @@ from automodel_ckpt.checkpoint.export.copy_engine import Digested
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, Plan, quantized_in_base
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.durable_file import file_record
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.safe_open import read_in_snapshot
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
 from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.source import Source
@@ -50,7 +50,7 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
         ]
     try:
         names = _side_names(source, directory)
-        files = {name: read_safely(directory, name, limit=_MAX_SIDE_BYTES) for name in names}
+        files = {name: read_in_snapshot(directory, name, limit=_MAX_SIDE_BYTES) for name in names}
     except OSError as error:
         hint = "restore it from another copy"
         problem = os_problem(error, "a side file cannot be read", hint=hint)
@@ -93,11 +93,15 @@ def _side_names(source: Source, directory: Path) -> Iterable[str]:
 
 
 def _regular_files(directory: Path) -> Iterable[str]:
-    """Yield the relative paths of the files below *directory*. Links are skipped: they could lead anywhere."""
+    """Yield the relative paths of the files below *directory*. Links are skipped: they could lead anywhere.
+
+    Links in a snapshot of the Hub's cache are yielded: only those to the blobs of its model are followed later.
+    """
+    is_snapshot = directory.parent.name == "snapshots"
     for parent, _, names in walk(directory):
         for name in sorted(names):
             path = Path(parent, name)
-            if path.is_file() and not path.is_symlink():
+            if path.is_file() and (is_snapshot or not path.is_symlink()):
                 yield path.relative_to(directory).as_posix()
 
 
@@ -184,7 +188,8 @@ def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Di
         "created": manifest.created if manifest else time.time(),
         "step": manifest.step if manifest else None,
         "epoch": manifest.epoch if manifest else None,
-        "checkpoint": source.root.name,
+        # Files behind links are below the root of the file system.
+        "checkpoint": source.root.name or source.model_directory.name,
         "checked": manifest is not None,
         "casts": casts,
         # Lists the directory: all other files must be in it by now.

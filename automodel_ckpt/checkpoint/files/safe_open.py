@@ -56,6 +56,20 @@ def read_safely(root: Path, path: str, *, limit: int | None = None) -> bytes:
         return file.read()
 
 
+def read_in_snapshot(directory: Path, path: str, *, limit: int | None = None) -> bytes:
+    """Read the file *path* below *directory* as :func:`read_safely`; in a snapshot of the Hub's cache also a link.
+
+    The cache has ``models--ORG--NAME/snapshots/COMMIT/FILE``, a link to ``../../blobs/DIGEST``. Only links to the blobs
+    of the same model are followed.
+    """
+    if directory.parent.name == "snapshots":
+        blobs = os.path.realpath(directory.parent.parent / "blobs")
+        target = os.path.realpath(directory / path)
+        if os.path.dirname(target) == blobs:
+            return read_safely(Path(blobs), os.path.basename(target), limit=limit)
+    return read_safely(directory, path, limit=limit)
+
+
 def begins_with(root: Path, path: str, content: bytes) -> bool:
     """Return whether the regular file *path* below *root* begins with *content*; False if it cannot be read."""
     try:

@@ -17,6 +17,7 @@ from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
 
 # The index of a model with 200,000 tensors (experts, quantization scales) has about 25 MB. Parsed JSON takes up to 25
 # times its size in memory.
+_INDEX_SUFFIX = ".index.json"
 _MAX_INDEX_BYTES = 64 << 20
 
 
@@ -28,6 +29,10 @@ def read_weight_map(
     kind: type[AutomodelError] = CheckpointUnusable,
 ) -> dict[str, str] | None:
     """Return {tensor name: file name} from the file *index*, or None if there is no such file.
+
+    None also if ``model.safetensors`` (or ``pytorch_model.bin``) is beside *index*, which does not name it:
+    transformers reads this file then, and does not remove the index of an earlier, larger model when it saves a smaller
+    one.
 
     Every file name is a plain name in the directory of *index*. With *follow_links*, *index* may be a symbolic link, as
     in the Hub's cache. *check_bytes* gets the index's name and content before it is parsed, and raises an error if
@@ -59,6 +64,9 @@ def _read(
     weight_map = _parse(content, index)
     # An index from another source must not lead to files outside of its directory.
     _check_file_names(set(weight_map.values()), index)
+    single, suffix, _ = index.name.partition(_INDEX_SUFFIX)
+    if suffix and single not in weight_map.values() and (index.parent / single).is_file():
+        return None
     return weight_map
 
 

@@ -37,6 +37,7 @@ class Source:
     tokenizer among other files. If they are an export, *export* is its manifest, and the slices have its digests.
     *averaged* is the model whose weights these are averages of: it has the metadata, and exports have its dtypes.
     *stated_config* is what the files themselves state of the model's config, under the keys of config.json.
+    *misplaced* are tensors that are not in the file that an index names.
     """
 
     root: Path
@@ -52,6 +53,7 @@ class Source:
     omitted: tuple[str, ...] = ()
     averaged: Source | None = None
     stated_config: Mapping[str, Any] = field(default_factory=dict)
+    misplaced: tuple[str, ...] = ()
 
     @property
     def has_digests(self) -> bool:

@@ -24,7 +24,12 @@ from automodel_ckpt.checkpoint.state.optimizer_state import (
     load_read_state,
     locations,
 )
-from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
+from automodel_ckpt.checkpoint.state.param_groups import (
+    CYCLE,
+    CYCLE_OPTIONS,
+    GroupMatch,
+    match_groups,
+)
 from automodel_ckpt.checkpoint.tree import Tree
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -62,7 +67,8 @@ class OptimizerLoader:
         """
         name = item.name
         try:
-            targets = self._optimizer_targets(item, tree, owners, state)
+            cycle = self._one_cycle(item, items, tree, state)
+            targets = self._optimizer_targets(item, tree, owners, state, cycle)
         except CheckpointUnusable as error:
             if name not in self._allow_missing:
                 raise
@@ -75,19 +81,49 @@ class OptimizerLoader:
             container[index] = targets.values[key]
         load = partial(owners.set_optimizer_state, item)
         load_read_state(item.value, state[name], targets.parameters, load)
+        if cycle is not None:
+            for group, source in zip(item.value.param_groups, targets.match.sources, strict=True):
+                if source is not None:
+                    group.update(cycle[source])
         for scheduler in items:
             if scheduler.owner == name and scheduler.name in state:
                 (saved_schedule,) = state[scheduler.name]
                 schedule = targets.match.schedule_state(saved_schedule, scheduler.value)
+                if cycle is not None:
+                    schedule["base_lrs"] = [g["initial_lr"] for g in item.value.param_groups]
                 scheduler.value.load_state_dict(schedule)
         return frozenset()
 
+    def _one_cycle(
+        self, item: Item, items: list[Item], tree: Tree, state: dict[str, Any]
+    ) -> list[dict[str, Any]] | None:
+        """Return the options of each saved group that only OneCycleLR has, from an imported schedule.
+
+        None if the run has another schedule, or the checkpoint has these options as its groups' own.
+        """
+        groups = state[item.name]["param_groups"]
+        first = f"{item.name}.param_groups.0.{CYCLE_OPTIONS[0]}"
+        if first in tree.objects or not any(CYCLE_OPTIONS[0] in group for group in groups):
+            return None
+        for scheduler in items:
+            if scheduler.owner == item.name and scheduler.name in tree.objects:
+                (saved,) = read_object(self._path, tree, scheduler.name, self._remote)
+                if CYCLE in saved:
+                    return list(saved[CYCLE])
+        return None
+
     def _optimizer_targets(
-        self, item: Item, tree: Tree, owners: Owners, state: dict[str, Any]
+        self,
+        item: Item,
+        tree: Tree,
+        owners: Owners,
+        state: dict[str, Any],
+        cycle: list[dict[str, Any]] | None,
     ) -> _OptimizerTargets:
         """Where the saved values of an optimizer are read to in *state*, which gets a location for each of them.
 
-        Raises :class:`CheckpointUnusable` if the optimizer has other state.
+        With *cycle*, the options of OneCycleLR are not among them: they are in the state of the schedule. Raises
+        :class:`CheckpointUnusable` if the optimizer has other state.
         """
         name = item.name
         optimizer_state = state[name]
@@ -95,7 +131,7 @@ class OptimizerLoader:
         groups = [group["params"] for group in optimizer_state["param_groups"]]
         absent = {key: kind for key, kind in self._absent.items() if key in self._allow_missing}
         match = match_groups(name, saved_groups, groups, tree, _module_prefixes(absent))
-        skipped = _Skipped(name, absent, match)
+        skipped = _Skipped(name, absent, match, without_cycle=cycle is not None)
         saved_forms, tree = self._forms(name, tree)
         forms, tree = match.renumbered_forms(saved_forms), match.renumbered(tree)
 
@@ -203,16 +239,19 @@ class _Skipped:
     """Which values of an optimizer are skipped because attributes in *absent* (name: kind) are on one side only.
 
     These are the state of absent modules, groups without other parameters, and the options that an absent LR scheduler
-    adds. *match* is the match of its groups to the saved ones.
+    adds. *match* is the match of its groups to the saved ones. *without_cycle*: the options of OneCycleLR, too.
     """
 
-    def __init__(self, name: str, absent: Mapping[str, str], match: GroupMatch) -> None:
+    def __init__(
+        self, name: str, absent: Mapping[str, str], match: GroupMatch, *, without_cycle: bool
+    ) -> None:
         dropped = [f"{name}.state.{prefix}" for prefix in _module_prefixes(absent)]
         if absent:
             dropped += match.new_groups
         self._dropped = tuple(dropped)
         self._schedules = {schedule for schedule, kind in absent.items() if kind == "lr_scheduler"}
         self._options = f"{name}.param_groups."
+        self._cycle = CYCLE_OPTIONS if without_cycle else ()
 
     def drops(self, name: str) -> bool:
         """Whether a name of the (flat) tree belongs to what is absent."""
@@ -221,6 +260,8 @@ class _Skipped:
     def takes(self, name: str, *, on_both_sides: bool) -> bool:
         """Whether a name is compared and read: it is on both sides, or must be."""
         if self.drops(name):
+            return False
+        if name.startswith(self._options) and name.endswith(self._cycle):
             return False
         if on_both_sides or not self._schedules:
             return True

@@ -18,6 +18,10 @@ _PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
 )
 """Entries of the LR schedulers of torch that hold one value for each parameter group."""
+CYCLE = "one_cycle"
+"""Key in the state of an imported schedule: what OneCycleLR (torch 2.13) had added to each parameter group. Only a
+recipe with this class uses it; other schedules have none of these options."""
+CYCLE_OPTIONS = ("max_lr", "min_lr", "max_momentum", "base_momentum")
 DIVIDED = "with different options"
 """In the reason of a group here whose parameters were in several saved groups."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -77,7 +81,7 @@ class GroupMatch:
 
         A group whose parameters are all new keeps what *scheduler* has for it.
         """
-        state = dict(saved)
+        state = {key: value for key, value in saved.items() if key != CYCLE}
         for key, value in saved.items():
             here: Any = getattr(scheduler, key, None)
             if key in _PER_GROUP:
@@ -127,7 +131,8 @@ def match_groups(
             of_groups: list[str] = []
             for source in found:
                 members = [fqn for fqn in present if group_of.get(fqn) == source]
-                of_groups.append(f"{source}: {_patterns(members)}")
+                others = [fqn for fqn in present if group_of.get(fqn) != source]
+                of_groups.append(f"{source}: {_patterns(members, others)}")
             reason = f"saved as groups {numbers} {DIVIDED} ({'; '.join(of_groups)})"
             mismatched.append(f"~ {name}.param_groups.{number}: {reason}")
         # If none was found, the group is in *mismatched*, which is raised before values are read:
@@ -185,12 +190,28 @@ def _options(name: str, tree: Tree, number: int) -> dict[str, object]:
     return found
 
 
-def _patterns(fqns: Iterable[str]) -> str:
-    """Describe parameters by few globs, without the attribute of their module: ``layers.*.norm.weight``."""
-    globs = dict.fromkeys(_NUMBER.sub("*", fqn.partition(".")[2] or fqn) for fqn in fqns)
+def _patterns(fqns: Iterable[str], others: Iterable[str]) -> str:
+    """Describe parameters by few globs, without the attribute of their module: ``layers.*.norm.weight``.
+
+    *others* are the parameters of other groups. Globs that match some of them get numbers: ``layers.1.*``.
+    """
+    other_names = [_name(fqn) for fqn in others]
+    other_globs = {_NUMBER.sub("*", name) for name in other_names}
+    globs: dict[str, None] = {}
+    for name in map(_name, fqns):
+        glob = _NUMBER.sub("*", name)
+        if glob in other_globs:
+            end = max(match.end() for match in _NUMBER.finditer(name))
+            is_layer = not any(other.startswith(name[: end + 1]) for other in other_names)
+            glob = f"{name[:end]}.*" if is_layer else name
+        globs[glob] = None
     first = list(globs)[:_MAX_PATTERNS]
     more = [f"{len(globs) - len(first)} more"] if len(globs) > len(first) else []
     return ", ".join([*first, *more])
+
+
+def _name(fqn: str) -> str:
+    return fqn.partition(".")[2] or fqn
 
 
 def _without(group: Sequence[str], absent: tuple[str, ...]) -> list[str]:

@@ -354,6 +354,9 @@ def _slice(fqn: str, described: Described, box: Box, item: Item, files: _Mapped)
     dtype = described.dtype
     try:
         start = item.start + _raw_start(files.content(item.file), item, dtype, box.sizes)
+    except FileNotFoundError as error:
+        what = "a file of tensors is missing: each node may have written its own"
+        raise _unusable(what, files.path(item.file), "no such file") from error
     except Exception as error:  # a damaged archive can make its readers raise anything
         reason = str(error) if isinstance(error, Fault | OSError) else repr(error)
         what = f"the stored chunk at {list(box.offsets)} of {fqn!r} does not match .metadata"

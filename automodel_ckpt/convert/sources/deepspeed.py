@@ -26,6 +26,7 @@ from automodel_ckpt.convert.sources.deepspeed_optimizer import (
     universal_optimizer,
 )
 from automodel_ckpt.convert.sources.deepspeed_states import (
+    STATE_NAMES,
     counters_of,
     lr_schedule,
     model_states,
@@ -34,11 +35,13 @@ from automodel_ckpt.convert.sources.deepspeed_states import (
 from automodel_ckpt.convert.sources.deepspeed_universal import ZERO_DIRECTORY
 from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.format import Counters, Format
+from automodel_ckpt.convert.sources.torch_files import is_optimizer
 from automodel_ckpt.convert.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
+_OPTIMIZER = "optimizer"
 _MAX_TAG_BYTES = 1024
 
 
@@ -66,22 +69,28 @@ class DeepSpeed(Format):
         return counters_of(model_states(_tag_directory(path)))
 
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
-        """Return moments, counters and the LR schedule. DeepSpeed names parameters: *parameters* is not called.
+        """Return moments, counters and the LR schedule. With ZeRO, DeepSpeed names parameters, and *parameters* is not
+        called.
 
         A checkpoint without files of the optimizer's states has counters only.
         """
         tag = _tag_directory(path)
         model = describe_model(tag)
         optimizer = None
+        # Without ZeRO and in float32: the state dict of the script's optimizer.
+        is_plain = is_optimizer(model.states.value.get(_OPTIMIZER))
         if os.path.lexists(tag / ZERO_DIRECTORY):
             optimizer = universal_optimizer(tag, model.groups, model.names())
         elif model.partitions:
             optimizer = partitioned_optimizer(tag, model.groups, model.partitions, model.names())
+        elif is_plain:
+            optimizer = model.states.numbered_optimizer(_OPTIMIZER, parameters)
         omitted = list(omitted_entries(model.states.value, are_transferred=True))
         if optimizer is None:
             omitted.insert(0, "optimizer state: there are no files with it that can be read")
         else:
-            omitted.insert(0, "loss scale")
+            omitted = [text for text in omitted if text != STATE_NAMES[_OPTIMIZER]]
+            omitted[:0] = [] if is_plain else ["loss scale"]
         counters = counters_of(model.states)
         return TrainingState(
             step=counters.step,

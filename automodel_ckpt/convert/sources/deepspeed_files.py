@@ -20,6 +20,7 @@ from automodel_ckpt.checkpoint.sources.source import check_no_links, unusable
 from automodel_ckpt.checkpoint.tiling import shape_fault
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in
 from automodel_ckpt.convert.sources.flat_vector import Segment
+from automodel_ckpt.convert.sources.numbered_optimizer import optimizer_state
 from automodel_ckpt.convert.sources.torch_files import (
     check_view,
     faults_of,
@@ -27,6 +28,7 @@ from automodel_ckpt.convert.sources.torch_files import (
     tensor_of_view,
 )
 from automodel_ckpt.convert.sources.torch_objects import Opaque, StoredView, views_in
+from automodel_ckpt.convert.training_state import OptimizerState, Parameters
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import counted
 
@@ -182,6 +184,12 @@ class StateFile:
         with faults_of(self.path):
             check_view(fqn, view, self._archive)
             return tensor_of_view(fqn, view, self._archive, file or self.name)
+
+    def numbered_optimizer(self, key: str, parameters: Parameters) -> OptimizerState:
+        """Return the optimizer's state dict under *key*, which numbers the parameters of the model."""
+        return optimizer_state(
+            self.mapping(key), self._archive, parameters, root=self.path.parent, file=self.name
+        )
 
     def number(self, what: str, value: Any) -> int | float | bool:
         """Return *value*, a number or a tensor without dimensions, as a number. *what* is its name in errors."""

@@ -18,7 +18,7 @@ from automodel_ckpt.convert.sources.plain_values import plain_values
 from automodel_ckpt.convert.sources.torch_files import faults_of
 
 # What the files of model states contain beside the model, with its name for the user.
-_STATE_NAMES = {
+STATE_NAMES = {
     "lr_scheduler": "learning-rate schedule (lr_scheduler)",
     "data_sampler": "data position (data_sampler)",
     "random_ltd": "schedule of random layer token drop (random_ltd)",
@@ -108,7 +108,7 @@ def omitted_entries(value: Mapping[Any, Any], *, are_transferred: bool = False) 
 
     If the training state is transferred, the schedule and the counters are not among it.
     """
-    for key, text in _STATE_NAMES.items():
+    for key, text in STATE_NAMES.items():
         if are_transferred and key == "lr_scheduler":
             continue
         if value.get(key) is not None:
@@ -120,7 +120,7 @@ def omitted_entries(value: Mapping[Any, Any], *, are_transferred: bool = False) 
             counters.append(f"{key} {number}")
     if counters:
         yield f"counters ({', '.join(counters)})"
-    known = {*_STATE_NAMES, *_COUNTERS, *_MODEL_KEYS}
+    known = {*STATE_NAMES, *_COUNTERS, *_MODEL_KEYS}
     others = [str(key)[:40] for key in value if key not in known and isinstance(key, str)]
     if others:
         shown = ", ".join(name for name in others[:8] if name.isprintable())

@@ -104,9 +104,10 @@ class Format(ABC):
     def stored_tensors(self, path: Path) -> StoredTensors:
         """Return all tensors in *path* for reading. By default these are the tensors of the model.
 
-        A format that stores other tensors in the same files, such as optimizer state, overrides this method.
+        A format that stores other tensors in the same files, such as optimizer state, overrides this method. Symbolic
+        links are followed: the user named *path*, which can be a snapshot in the Hub's cache.
         """
-        source = self.open(path)
+        source = self.open(path, follow_links=True)
         return StoredTensors(source.root, source.tensors)
 
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:

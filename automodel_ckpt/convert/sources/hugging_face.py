@@ -27,6 +27,8 @@ from automodel_ckpt.units import counted
 
 # How transformers numbers the files of a model.
 _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.safetensors", re.ASCII)
+SINGLE_FILE = "model.safetensors"
+_MAX_NAMED = 5
 UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 
 
@@ -36,16 +38,16 @@ class HuggingFaceFiles(Format):
     name = "Hugging Face files"
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
-        if (path / layout.HF_INDEX).is_file():
-            return True
+        has_index = (path / layout.HF_INDEX).is_file()
         names = safetensors_in(path)
         if not names:
-            return False
+            return has_index
         try:
             header = _header(path, names[0], follow_links)
         # detect() never raises; opening the directory in the next format reports the damage.
         except (CheckpointUnusable, OSError):
-            return False
+            return has_index
+        # PyTorch's HuggingFaceStorageWriter can write an index beside its shards.
         return SHARDING_INFO not in header.metadata
 
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
@@ -54,16 +56,26 @@ class HuggingFaceFiles(Format):
         export = find_export_manifest(path, follow_links=follow_links)
         weight_map = weight_map_of(path, export, follow_links=follow_links)
         names = safetensors_in(path)
-        if weight_map is not None:
+        others: list[str] = []
+        if SINGLE_FILE in names and SINGLE_FILE not in (weight_map or {}).values():
+            # transformers reads this file, without a look at the index of an earlier model or at other files: Mistral's
+            # consolidated.safetensors has the same weights under other names.
+            others = [name for name in names if name != SINGLE_FILE]
+            weight_map, names = None, [SINGLE_FILE]
+        elif weight_map is not None:
             names = sorted(set(weight_map.values()))
         else:
             _check_numbers(path, names)
         tensors, files = _tensors_in_files(path, names, export, follow_links)
-        # An index may list a tied name that has no tensor, which transformers accepts. Weights that fill a model
-        # (follow_links) are compared with the model's names later; without that comparison it is an error here.
-        if weight_map is not None and not follow_links:
-            _check_index(path, weight_map, files)
+        _check_not_mlx(path, tensors)
         source = source_of_files(path, names, tensors, export, follow_links=follow_links)
+        # An index may list a tied name that has no tensor, which transformers accepts. Weights that fill a model are
+        # compared with the model's names later; other callers compare the index.
+        misplaced = [fqn for fqn, name in (weight_map or {}).items() if files.get(fqn) != name]
+        source = replace(source, misplaced=tuple(misplaced))
+        if others:
+            what = f"{', '.join(others[:_MAX_NAMED])} beside {SINGLE_FILE}"
+            source = replace(source, omitted=(*source.omitted, what))
         absent = sorted((weight_map or {}).keys() - files.keys())
         if absent:
             what = f"{counted(len(absent), 'tensor')} that the index lists and no file has"
@@ -71,6 +83,30 @@ class HuggingFaceFiles(Format):
                 source, omitted=(*source.omitted, f"{what}, such as {absent[0][:200]}")
             )
         return source
+
+
+def _check_not_mlx(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise :class:`CheckpointUnusable` for what only MLX reads: its adapters, and weights that it quantized.
+
+    mlx-lm writes ``adapters.safetensors``, and packs quantized weights into U32 beside scales and biases.
+    """
+    adapter = directory / "adapters.safetensors"
+    if adapter.is_file() and (directory / "adapter_config.json").is_file():
+        raise CheckpointUnusable(
+            "this format cannot be read: an adapter of MLX",
+            where=str(directory),
+            value=adapter.name,
+            hint="merge it into its base with mlx_lm.fuse, and use the result",
+        )
+    for fqn, tensor in tensors.items():
+        stem = fqn.removesuffix(".weight")
+        if tensor.dtype == "U32" and {f"{stem}.scales", f"{stem}.biases"} <= tensors.keys():
+            raise CheckpointUnusable(
+                "this format cannot be read: weights that MLX quantized",
+                where=str(directory),
+                value=f"{fqn}, with scales and biases",
+                hint="use the original model, or mlx_lm.convert --dequantize",
+            )
 
 
 def _check_numbers(directory: Path, names: Iterable[str]) -> None:
@@ -184,10 +220,3 @@ def _tensors_in_files(
             files[fqn] = name
         tensors |= found
     return tensors, files
-
-
-def _check_index(directory: Path, weight_map: Mapping[str, str], files: Mapping[str, str]) -> None:
-    for fqn, name in weight_map.items():
-        if files.get(fqn) != name:
-            what = "the index names a tensor that is not in its file"
-            raise unusable(what, directory / layout.HF_INDEX, fqn)

@@ -2,7 +2,7 @@
 
 ``torch.optim.Optimizer.state_dict()`` (torch 2.13) returns ``{"state": {0: {"exp_avg": ..., "exp_avg_sq": ..., "step":
 ...}}, "param_groups": [{"lr": ..., "params": [0, 1]}]}``. The numbers count the parameters in the order in which the
-optimizer got them, over all groups; ``parameter_orders.py`` finds this order.
+optimizer got them, over all groups; ``parameter_orders.py`` finds their names.
 
 FSDP and some others store names instead of numbers, and torch stores names beside the numbers if the optimizer got
 ``named_parameters()`` itself. Then these names are used, and the shapes are validated as well.
@@ -20,8 +20,9 @@ from typing import Any
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.convert.sources.group_division import Shape
 from automodel_ckpt.convert.sources.nested_state import without_wrappers
-from automodel_ckpt.convert.sources.parameter_orders import Key, Shape, fitting_names
+from automodel_ckpt.convert.sources.parameter_orders import Key, NumberedGroups, fitting_names
 from automodel_ckpt.convert.sources.torch_files import check_view, faults_of, tensor_of_view
 from automodel_ckpt.convert.sources.torch_objects import Archive, StoredView
 from automodel_ckpt.convert.training_state import (
@@ -55,14 +56,16 @@ def optimizer_state(
     root: Path,
     file: str,
     rename: Callable[[str], str] | None = None,
+    by_trainer: bool = False,
 ) -> OptimizerState:
     """Return the state of an optimizer under the names of its parameters.
 
     *state_dict* is a value in *archive*, the description of the file ``root / file``: the optimizer's state dict.
     *parameters* returns the model's parameters; it is called once. *rename* converts names that the file states to
-    those of the model; by default, the prefixes of DDP, torch.compile and FSDP are removed.
+    those of the model; by default, the prefixes of DDP, torch.compile and FSDP are removed. *by_trainer*: the file is
+    one of transformers' Trainer, which has a rule for its groups.
 
-    Raises :class:`CheckpointUnusable`, which names the orders that were tried, if the names cannot be determined.
+    Raises :class:`CheckpointUnusable` if the names cannot be determined.
     """
     path = root / file
     # Not in the block below, which reports any exception as damage of the file.
@@ -70,7 +73,14 @@ def optimizer_state(
     with faults_of(path):
         reader = _Reader(archive, path, file)
         try:
-            return _read(state_dict, reader, model, root, rename or without_wrappers)
+            return _read(
+                state_dict,
+                reader,
+                model,
+                root,
+                rename or without_wrappers,
+                by_trainer=by_trainer,
+            )
         finally:
             reader.close()
 
@@ -81,6 +91,8 @@ def _read(
     model: Sequence[ModelParameter],
     root: Path,
     rename: Callable[[str], str],
+    *,
+    by_trainer: bool,
 ) -> OptimizerState:
     entries, groups = _validated(state_dict, reader.path)
     keys = [_keys_of(group, reader.path) for group in groups]
@@ -88,9 +100,13 @@ def _read(
     for key in chain.from_iterable(keys):
         shapes[key] = _shape(entries.get(key), key, reader.path)
     _check_keys(keys, entries, reader.path)
-    names = _stated_names(groups, keys, rename)
+    names, names_from = _stated_names(groups, keys, rename), ""
     if names is None:
-        names = fitting_names(keys, shapes, model, reader.path)
+        plain = [reader.options(group) for group in groups]
+        numbered = NumberedGroups(keys, shapes, plain, reader.path)
+        names, names_from = fitting_names(numbered, model, by_trainer=by_trainer)
+    else:
+        names = _without_prefix(names, frozenset(parameter.name for parameter in model))
     _check_stated(names, shapes, model, reader.path)
     tensors: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, int | float | bool]] = {}
@@ -101,7 +117,7 @@ def _read(
     for group, group_keys in zip(groups, keys, strict=True):
         members = tuple(names[key] for key in group_keys)
         named_groups.append(ParameterGroup(members, reader.options(group)))
-    return OptimizerState(root, tensors, values, tuple(named_groups))
+    return OptimizerState(root, tensors, values, tuple(named_groups), names_from)
 
 
 # ---------------------------------------------------------------- the content of the state dict
@@ -206,6 +222,22 @@ def _stated_names(
                 return None
             names[key] = rename(text)
     return names
+
+
+def _without_prefix(names: dict[Key, str], known: frozenset[str]) -> dict[Key, str]:
+    """Return *names* without the attribute that a script had the model in, if all of them are *known* without it."""
+    if not names or any(name in known for name in names.values()):
+        return names
+    first = next(iter(names.values()))
+    found: list[dict[Key, str]] = []
+    for end, character in enumerate(first):
+        prefix = first[: end + 1]
+        if character != "." or not all(name.startswith(prefix) for name in names.values()):
+            continue
+        shorter = {key: name.removeprefix(prefix) for key, name in names.items()}
+        if known.issuperset(shorter.values()):
+            found.append(shorter)
+    return found[0] if len(found) == 1 else names
 
 
 def _check_stated(

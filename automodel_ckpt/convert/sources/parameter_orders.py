@@ -1,16 +1,15 @@
-"""The order in which an optimizer numbers the parameters of a model, by their shapes. Imports no torch.
+"""The names of the parameters that an optimizer numbers, by their shapes. Imports no torch.
 
-A torch optimizer numbers its parameters in the order in which it got them, over all groups. :func:`fitting_names` tries
-the orders that programs use:
+A torch optimizer numbers its parameters in the order in which it got them, group after group. Programs fill each group
+in the order of ``named_parameters()``: this is the order of ``AdamW(model.parameters())``, and of each loop over names
+that puts the parameters into groups (weight decay, learning rates by layer or by part of the model, LoRA+).
+:func:`fitting_names` returns names only if a single division of the model's parameters into groups fits all shapes
+(``group_division.py``). Otherwise it rejects the state, because moments of other parameters would damage the training
+without an error.
 
-* ``named_parameters()``: what ``AdamW(model.parameters())`` gets;
-* first the parameters with weight decay, then those without (norms and biases), each in the order of
-  ``named_parameters()``: the two groups of transformers' Trainer (5.23, ``Trainer.create_optimizer``);
-* first the parameters of two or more dimensions, then the others: two groups that many training scripts use.
-
-An order is accepted if every moment has the shape of its parameter. Parameters that were frozen are absent: the order
-is then accepted if the numbered shapes fit into it in exactly one way. If no order fits, or several give different
-names, the state is rejected, because moments of other parameters would damage the training without an error.
+The Trainer of transformers has a rule of two groups: first the parameters with weight decay, then those without (5.23,
+``Trainer.create_optimizer``). In its checkpoints, this division is used if several fit, and if the groups differ in
+nothing but weight decay.
 """
 
 from __future__ import annotations
@@ -18,161 +17,202 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from automodel_ckpt.convert.sources.group_division import (
+    Division,
+    Shape,
+    divide,
+    first_positions,
+    last_positions,
+)
 from automodel_ckpt.convert.training_state import ModelParameter
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import counted
 
-Shape = tuple[int, ...]
 Key = int | str
 """The number or the name under which an optimizer stores the state of a parameter."""
 
+IN_ORDER = "by shape, in the order of named_parameters()"
+IN_GROUPS = "by shape, each group in the order of named_parameters()"
+BY_TRAINER = "by the Trainer's groups: first the parameters with weight decay"
+_DECAY = "weight_decay"
+_MAX_NAMED = 8
+_WITH_PARAMETERS = ("params", "param_names")
+_HINT = (
+    "give each of its param_groups the names of its parameters as a list 'param_names', which torch saves if the "
+    "optimizer gets named_parameters(), or import the weights without --training-state"
+)
+
 
 @dataclass(frozen=True, slots=True)
-class _Order:
-    """An order in which a program may have numbered parameters: its name, and the parameters of each group.
+class NumberedGroups:
+    """The groups of an optimizer that numbers its parameters.
 
-    With one group, the numbers of all of the optimizer's groups count through it.
+    *keys* are the numbers in each group, *shapes* those of the moments (None without moments), and *options* what the
+    file has of each group. *path* is the file, for errors.
     """
 
-    name: str
-    groups: tuple[tuple[ModelParameter, ...], ...]
+    keys: Sequence[Sequence[Key]]
+    shapes: Mapping[Key, Shape | None]
+    options: Sequence[Mapping[str, Any]]
+    path: Path
 
+    @property
+    def filled(self) -> list[Sequence[Key]]:
+        """The numbers in the groups that are not empty."""
+        return [group for group in self.keys if group]
 
-@dataclass(frozen=True, slots=True)
-class _Fit:
-    """The result of comparing an order with the numbered shapes: the names by number, or the *reason* why not.
+    @property
+    def have_equal_options(self) -> bool:
+        """Whether all groups have the same options, so that it does not matter which group a parameter is in."""
+        plain = [_without(options, _WITH_PARAMETERS) for options in self.options]
+        return all(options == plain[0] for options in plain)
 
-    With *is_ambiguous*, the order fits in several ways.
-    """
-
-    order: str
-    names: Mapping[Key, str] | None
-    reason: str = ""
-    is_ambiguous: bool = False
+    @property
+    def differ_in_decay(self) -> bool:
+        """Whether these are two groups that differ at most in their weight decay, which is 0 in the second one."""
+        if len(self.options) != 2 or self.options[1].get(_DECAY) not in (0, 0.0):
+            return False
+        first, second = [_without(options, (*_WITH_PARAMETERS, _DECAY)) for options in self.options]
+        return first == second
 
 
 def fitting_names(
-    keys: Sequence[Sequence[Key]],
-    shapes: Mapping[Key, Shape | None],
-    model: Sequence[ModelParameter],
-    path: Path,
-) -> dict[Key, str]:
-    """Return the names of the parameters by their numbers, if they follow from the shapes.
+    numbered: NumberedGroups, model: Sequence[ModelParameter], *, by_trainer: bool = False
+) -> tuple[dict[Key, str], str]:
+    """Return the names of the parameters by their numbers, and how they were found, in words.
 
-    *keys* are the numbers in each group of the optimizer, *shapes* those of the moments (None without moments), and
-    *model* the parameters of the model in its order. *path* is the file, for errors. Raises
-    :class:`CheckpointUnusable` if no order fits, or if several names are possible.
+    *model* are the parameters of the model in its order. *by_trainer*: the file is one of transformers' Trainer. Raises
+    :class:`CheckpointUnusable` if the names do not follow from the shapes.
     """
-    orders = _orders(model)
-    if all(shape is None for shape in shapes.values()):
-        # There are no moments (SGD without momentum): the groups decide, and nothing can be assigned wrongly.
-        orders = [order for order in orders if len(order.groups) == len(keys)][:1] or orders[:1]
-    fits = [_fit(order, keys, shapes) for order in orders]
-    found = [fit for fit in fits if fit.names is not None]
-    # An order that fits in several ways may be the right one, even if another order fits in one way.
-    ambiguous = [fit for fit in fits if fit.is_ambiguous]
-    if not found or ambiguous:
-        what = "the numbers in the optimizer's state cannot be assigned to the model's parameters"
-        reasons = [f"{fit.order}: {fit.reason or 'fits'}" for fit in fits]
-        raise CheckpointUnusable(
-            what,
-            where=str(path),
-            value=f"{len(shapes)} numbers, {len(model)} parameters; the orders that were tried:"
-            + "".join(f"\n    {reason}" for reason in reasons),
-            hint="use the config.json of the model that was trained, or import the weights without --training-state",
-        )
-    names = dict(found[0].names or {})
-    for fit in found[1:]:
-        if fit.names != names:
-            raise CheckpointUnusable(
-                "the numbers in the optimizer's state fit the model's parameters in two orders",
-                where=str(path),
-                value=f"{found[0].order}; {fit.order}",
-                hint="import the weights without --training-state",
-            )
-    return names
+    groups = numbered.filled
+    has_moments = any(shape is not None for shape in numbered.shapes.values())
+    if not has_moments and numbered.have_equal_options:
+        # SGD without momentum: nothing can be assigned wrongly.
+        groups = [[key for group in groups for key in group]]
+    shapes = [[numbered.shapes[key] for key in group] for group in groups]
+    division = divide(shapes, [parameter.shape for parameter in model])
+    if division.positions is not None:
+        names: dict[Key, str] = {}
+        for group, positions in zip(groups, division.positions, strict=True):
+            for key, position in zip(group, positions, strict=True):
+                names[key] = model[position].name
+        return names, IN_ORDER if len(groups) == 1 else IN_GROUPS
+    if division.is_ambiguous and by_trainer and numbered.differ_in_decay:
+        found = _names_by_rule(numbered, _by_decay(model))
+        if found is not None:
+            return found, BY_TRAINER
+    raise _failure(numbered, groups, division, model)
 
 
-def _orders(model: Sequence[ModelParameter]) -> list[_Order]:
-    decayed = tuple(parameter for parameter in model if parameter.decays)
-    others = tuple(parameter for parameter in model if not parameter.decays)
-    matrices = tuple(parameter for parameter in model if len(parameter.shape) >= 2)
-    vectors = tuple(parameter for parameter in model if len(parameter.shape) < 2)
+def _without(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in names}
+
+
+def _by_decay(model: Sequence[ModelParameter]) -> list[list[ModelParameter]]:
     return [
-        _Order("named_parameters()", (tuple(model),)),
-        _Order("with decay first, then without", (decayed, others)),
-        _Order("matrices first, then vectors", (matrices, vectors)),
+        [parameter for parameter in model if parameter.decays],
+        [parameter for parameter in model if not parameter.decays],
     ]
 
 
-def _fit(order: _Order, keys: Sequence[Sequence[Key]], shapes: Mapping[Key, Shape | None]) -> _Fit:
-    """Compare an order with the numbered shapes."""
-    numbered = list(keys)
-    if len(order.groups) == 1:
-        numbered = [[key for group in keys for key in group]]
-    if len(numbered) != len(order.groups):
-        reason = f"the optimizer has {len(numbered)} group(s), not {len(order.groups)}"
-        return _Fit(order.name, None, reason)
+def _names_by_rule(
+    numbered: NumberedGroups, members: Sequence[Sequence[ModelParameter]]
+) -> dict[Key, str] | None:
+    """Return the names if the groups consist of these *members*, some of which may be frozen; None if unclear."""
     names: dict[Key, str] = {}
-    ambiguity = ""
-    for group_keys, members in zip(numbered, order.groups, strict=True):
-        first = _positions([shapes[key] for key in group_keys], members)
-        if first is None:
-            return _Fit(order.name, None, _mismatch(group_keys, members, shapes))
-        last = _last_positions([shapes[key] for key in group_keys], members)
-        for key, at_first, at_last in zip(group_keys, first, last, strict=True):
-            names[key] = members[at_first].name
-            if at_first != at_last and not ambiguity:
-                num_frozen = len(members) - len(group_keys)
-                choice = f"{names[key]} or {members[at_last].name}"
-                ambiguity = f"frozen: {counted(num_frozen, 'parameter')}, unknown which: {key} may be {choice}"
-    if ambiguity:
-        return _Fit(order.name, None, ambiguity, is_ambiguous=True)
-    return _Fit(order.name, names)
-
-
-def _positions(
-    wanted: Sequence[Shape | None], available: Sequence[ModelParameter]
-) -> list[int] | None:
-    """Return the first possible position of each of the *wanted* shapes, in order; None if they do not fit.
-
-    They are a subsequence of those that are *available*, because frozen parameters have no number. A shape of None
-    fits any.
-    """
-    positions: list[int] = []
-    position = 0
-    for shape in wanted:
-        if shape is not None:
-            while position < len(available) and available[position].shape != shape:
-                position += 1
-        if position == len(available):
+    for keys, parameters in zip(numbered.keys, members, strict=True):
+        shapes = [numbered.shapes[key] for key in keys]
+        available = [parameter.shape for parameter in parameters]
+        first = first_positions(shapes, available)
+        if first is None or first != last_positions(shapes, available):
             return None
-        positions.append(position)
-        position += 1
-    return positions
+        names.update((key, parameters[at].name) for key, at in zip(keys, first, strict=True))
+    return names
 
 
-def _last_positions(
-    wanted: Sequence[Shape | None], available: Sequence[ModelParameter]
-) -> list[int]:
-    """Return the last possible position of each of the *wanted* shapes, which fit.
+# ---------------------------------------------------------------- errors
 
-    Where it equals the first possible position of all of them, there is only one way to assign them.
+
+def _failure(
+    numbered: NumberedGroups,
+    groups: Sequence[Sequence[Key]],
+    division: Division,
+    model: Sequence[ModelParameter],
+) -> CheckpointUnusable:
+    if not division.is_ambiguous:
+        return _not_fitting(numbered, model)
+    reasons = [f"{_sizes(numbered)}, {counted(len(model), 'parameter')}"]
+    if (num_frozen := len(model) - len(numbered.shapes)) > 0:
+        reasons.append(f"frozen: {counted(num_frozen, 'parameter')}, unknown which")
+    if division.choice is not None:
+        (group, number), one, other = division.choice
+        key = groups[group][number]
+        shape = numbered.shapes[key]
+        described = f"{key}" if shape is None else f"{key} with the shape {list(shape)}"
+        reasons.append(f"{described} may be {model[one].name} or {model[other].name}")
+    elif division.equal_groups is not None:
+        first, second = (groups[group][0] for group in division.equal_groups)
+        reasons.append(
+            f"the groups that begin with {first} and {second} have the same shapes, so each may be the other one"
+        )
+    else:
+        reasons.append("the groups have too many shapes in common")
+    return CheckpointUnusable(
+        "the numbers in the optimizer's state fit the model's parameters in several ways",
+        where=str(numbered.path),
+        value="; ".join(reasons),
+        hint=_HINT,
+    )
+
+
+def _not_fitting(numbered: NumberedGroups, model: Sequence[ModelParameter]) -> CheckpointUnusable:
+    matrices = [parameter for parameter in model if len(parameter.shape) >= 2]
+    vectors = [parameter for parameter in model if len(parameter.shape) < 2]
+    usual = {
+        "named_parameters()": [list(model)],
+        "with decay first, then without": _by_decay(model),
+        "matrices first, then vectors": [matrices, vectors],
+    }
+    reasons = [f"{order}: {_mismatch(numbered, groups)}" for order, groups in usual.items()]
+    return CheckpointUnusable(
+        "the numbers in the optimizer's state cannot be assigned to the model's parameters",
+        where=str(numbered.path),
+        value=f"{_sizes(numbered)}, {counted(len(model), 'parameter')}; no groups fit; compared with usual ones:"
+        + "".join(f"\n    {reason}" for reason in reasons),
+        hint="use the config.json of the model that was trained, or import the weights without --training-state",
+    )
+
+
+def _sizes(numbered: NumberedGroups) -> str:
+    """Describe the sizes of the groups."""
+    sizes = ", ".join(str(len(group)) for group in numbered.keys[:_MAX_NAMED])
+    if len(numbered.keys) > _MAX_NAMED:
+        sizes += ", ..."
+    numbers = counted(len(numbered.shapes), "number")
+    return f"{numbers} in {counted(len(numbered.keys), 'group')} ({sizes})"
+
+
+def _mismatch(numbered: NumberedGroups, members: Sequence[Sequence[ModelParameter]]) -> str:
+    """Describe the first difference of the groups from those with *members*, in words.
+
+    If all members are in one group, the numbers of all of the optimizer's groups count through it.
     """
-    backward = _positions(wanted[::-1], available[::-1])
-    assert backward is not None, "shapes that fit in one direction fit in the other one"
-    return [len(available) - 1 - position for position in reversed(backward)]
-
-
-def _mismatch(
-    keys: Sequence[Key], members: Sequence[ModelParameter], shapes: Mapping[Key, Shape | None]
-) -> str:
-    """Describe the first difference, in words."""
-    if len(keys) > len(members):
-        return f"a group has {len(keys)} parameters, the model only {len(members)} of its kind"
-    for key, member in zip(keys, members, strict=False):
-        shape = shapes[key]
-        if shape is not None and shape != member.shape:
-            return f"{key} has the shape {list(shape)}, {member.name} {list(member.shape)}"
+    groups = list(numbered.keys)
+    if len(members) == 1:
+        groups = [[key for group in groups for key in group]]
+    if len(groups) != len(members):
+        return f"the optimizer has {counted(len(groups), 'group')}, not {len(members)}"
+    for keys, parameters in zip(groups, members, strict=True):
+        if len(keys) > len(parameters):
+            return (
+                f"a group has {len(keys)} parameters, the model only {len(parameters)} of its kind"
+            )
+        for key, parameter in zip(keys, parameters, strict=False):
+            shape = numbered.shapes[key]
+            if shape is not None and shape != parameter.shape:
+                return (
+                    f"{key} has the shape {list(shape)}, {parameter.name} {list(parameter.shape)}"
+                )
     return "the shapes occur in another order"

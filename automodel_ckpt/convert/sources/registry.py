@@ -118,9 +118,10 @@ def detect(path: Path, *, follow_links: bool = False, readable_only: bool = Fals
 def formats_in(directory: Path) -> dict[str, Format]:
     """Return the readable formats of *directory* (``.``) and its subdirectories, by relative path; or of a file.
 
-    Symbolic links are not followed, and a checkpoint of this program is not an external format. A subdirectory that is
-    a part of what *directory* itself contains is not listed again, and one that cannot be read is skipped. Empty if no
-    format is recognized. Raises PermissionError if *directory* itself cannot be read.
+    Links to directories are not followed, and a checkpoint of this program is not an external format. The files of
+    *directory* itself can be links, as in the Hub's cache. A subdirectory that is a part of what *directory* itself
+    contains is not listed again, and one that cannot be read is skipped. Empty if no format is recognized. Raises
+    PermissionError if *directory* itself cannot be read.
     """
     parts: frozenset[str] = frozenset()
     found: dict[str, Format] = {}
@@ -134,7 +135,7 @@ def formats_in(directory: Path) -> dict[str, Format]:
         if os.path.lexists(path / layout.MANIFEST):
             continue
         try:
-            known = detect(path, readable_only=True)
+            known = detect(path, follow_links=name == ".", readable_only=True)
         except PermissionError:
             if name == ".":
                 raise

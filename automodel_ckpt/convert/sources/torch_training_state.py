@@ -50,6 +50,7 @@ _SCHEDULER_KEYS = (
 _STEP_KEYS = ("global_step", "step", "global_steps", "steps", "iteration", "iter_num")
 _EPOCH_KEYS = ("epoch",)
 _SAMPLES_KEYS = ("consumed_samples", "consumed_train_samples")
+_TIMESTAMP = {"batch": "step", "epoch": "epoch", "sample": "consumed_samples"}
 # More than this many keys that are not transferred are counted.
 _MAX_NAMED = 12
 _MAX_COUNT = 2**62
@@ -65,7 +66,7 @@ def read_training_state(path: Path, parameters: Parameters) -> TrainingState | N
     model = model_of(archive, path)
     if not _is_training_state(archive.value):
         return None
-    value = state_in(archive.value)
+    value = _state_of(archive.value)
     key = model_key(value)
     optimizer_key = _optimizer_key(value)
     scheduler_key = _first(value, _SCHEDULER_KEYS)
@@ -103,7 +104,7 @@ def has_training_state(path: Path) -> bool:
 def _is_training_state(value: object) -> bool:
     if not isinstance(value, dict):
         return False
-    value = state_in(value)
+    value = _state_of(value)
     # Without a key of the model, the file is the state dict itself: its keys are names of tensors.
     if model_key(value) is None:
         return False
@@ -124,11 +125,53 @@ def counters_of(value: object) -> Counters:
     """Return the counters in the object of a file; none if it is a state dict itself."""
     if not isinstance(value, dict):
         return Counters()
-    value = state_in(value)
+    value = _state_of(value)
     step, _ = _count(value, _STEP_KEYS)
     epoch, _ = _count(value, _EPOCH_KEYS)
     samples, _ = _count(value, _SAMPLES_KEYS)
     return Counters(step, epoch, samples)
+
+
+def _state_of(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the parts of a training state under usual keys.
+
+    Composer (0.32) saves those of ``state`` by their classes: ``optimizers: {AdamW: ...}``, ``schedulers``, and the
+    counters as ``timestamp: {Timestamp: {batch: 10, epoch: 1, sample: 80}}``.
+    """
+    value = state_in(value)
+    timestamp = value.get("timestamp")
+    if isinstance(timestamp, dict):
+        timestamp = timestamp.get("Timestamp", timestamp)
+    if not isinstance(timestamp, dict) or "batch" not in timestamp:
+        return value
+    counters = {usual: timestamp.get(key) for key, usual in _TIMESTAMP.items()}
+    plain = {**counters, **{key: item for key, item in value.items() if key != "timestamp"}}
+    for key, usual in (("optimizers", "optimizer"), ("schedulers", "scheduler")):
+        items = plain.get(key)
+        if isinstance(items, dict) and len(items) == 1:
+            del plain[key]
+            ((name, plain[usual]),) = items.items()
+            if name == "DecoupledAdamW":
+                plain[usual] = _with_torch_decay(plain[usual])
+    return plain
+
+
+def _with_torch_decay(optimizer: Any) -> Any:
+    """Return the state of Composer's DecoupledAdamW with the weight decay that torch's AdamW has for the same updates.
+
+    It multiplies weights by ``1 - lr / initial_lr * weight_decay``, torch by ``1 - lr * weight_decay``.
+    """
+    if not is_optimizer(optimizer) or not isinstance(optimizer["param_groups"], list):
+        return optimizer
+    groups = []
+    for group in optimizer["param_groups"]:
+        changed = group
+        if isinstance(group, dict):
+            decay, rate = group.get("weight_decay"), group.get("initial_lr")
+            if type(decay) is float and type(rate) is float and rate > 0:
+                changed = {**group, "weight_decay": decay / rate}
+        groups.append(changed)
+    return {**optimizer, "param_groups": groups}
 
 
 def _optimizer(

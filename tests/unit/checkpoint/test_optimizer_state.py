@@ -365,6 +365,14 @@ def test_groups_that_were_divided_are_described_by_patterns_for_the_recipe() -> 
     (line,) = match_groups("optimizer", saved, [[*saved[0], *saved[1]]], tree).mismatched
     patterns = "(0: visual.blocks.*.norm1.weight, visual.ln_q.weight; 1: norm.weight)"
     assert line.endswith(f"with different options {patterns}")
+    # Layers with other options than other layers keep their numbers.
+    layers = [[f"model.layers.{number}.{name}" for name in ("q.w", "k.w")] for number in (0, 1)]
+    layers[0].append("model.layers.10.q.w")
+    layers.append(["model.layers.10.k.w", "model.head.w"])
+    tree = group_tree({"lr": "1"}, {"lr": "2"}, {"lr": "3"})
+    here = [name for layer in layers for name in layer]
+    (line,) = match_groups("optimizer", layers, [here], tree).mismatched
+    assert line.endswith("(0: layers.0.*, layers.10.q.w; 1: layers.1.*; 2: layers.10.k.w, head.w)")
 
 
 def test_a_frozen_parameter_without_state_need_not_be_trained_here() -> None:

@@ -29,6 +29,11 @@ def test_a_weight_map_maps_tensors_to_files(tmp_path: Path) -> None:
     assert read_weight_map(link, follow_links=True) == weight_map
     with pytest.raises(CheckpointUnusable, match="symbolic link"):
         read_weight_map(link)
+    # A smaller model was saved over a larger one, whose index transformers leaves there and does not read.
+    (tmp_path / "model.safetensors").touch()
+    assert read_weight_map(index) is None
+    index = index_with(tmp_path, {"weight_map": {"a": "model.safetensors"}})
+    assert read_weight_map(index) == {"a": "model.safetensors"}
 
 
 @pytest.mark.parametrize(

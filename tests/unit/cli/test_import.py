@@ -215,10 +215,22 @@ def test_a_model_in_the_hubs_cache_is_read_through_its_links_and_others_are_refu
         (hub / "snapshots" / "abc" / name).symlink_to(f"../../blobs/{name}")
         (tmp_path / "elsewhere").mkdir(exist_ok=True)
         (tmp_path / "elsewhere" / name).symlink_to(real / name)
-    assert imported(capsys, hub / "snapshots" / "abc", tmp_path / "run")["num_tensors"] == 5
+    snapshot, run = hub / "snapshots" / "abc", tmp_path / "run"
+    assert imported(capsys, snapshot, run)["num_tensors"] == 5
     assert "symbolic link points outside" in refused(
         capsys, tmp_path / "elsewhere", tmp_path / "other"
     )
+    # The other commands read it, too.
+    assert main(["show", str(snapshot)]) == 0
+    text = capsys.readouterr().out
+    assert "5 tensors" in text and text.count(" 14 B") == 0
+    assert main(["diff", str(snapshot), str(run)]) == 0
+    assert "5 equal" in capsys.readouterr().out
+    exported = tmp_path / "model.pt"
+    assert main(["export", str(snapshot), "--to", "torch", "-o", str(exported)]) == 0
+    assert len(torch.load(exported, weights_only=True)) == 5
+    assert main(["diff", str(tmp_path / "elsewhere"), str(run)]) == 3
+    assert "symbolic link points outside" in capsys.readouterr().err
 
 
 def adapter(path: Path) -> Path:
@@ -245,10 +257,23 @@ def config_link(path: Path) -> Path:
     return path
 
 
+def hub_model(path: Path) -> Path:
+    (path / "blobs").mkdir(parents=True)
+    (path / "snapshots" / "abc").mkdir(parents=True)
+    return path
+
+
+def gguf_directory(path: Path) -> Path:
+    path.mkdir()
+    (path / "model.gguf").touch()
+    return path
+
+
 def old_adapter(path: Path) -> Path:
     path.mkdir()
     (path / "adapter_config.json").write_text("{}")
-    torch.save({}, path / "adapter_model.bin")
+    # Before PyTorch 1.6.
+    torch.save({}, path / "adapter_model.bin", _use_new_zipfile_serialization=False)
     return path
 
 
@@ -259,6 +284,8 @@ def old_adapter(path: Path) -> Path:
         (lambda path: checkpoint_in(path, 20).parent, "already a checkpoint or a run"),
         (adapter, "the adapter has no description"),
         (pickled, "name the file"),
+        (hub_model, "name one of its commits (snapshots/abc)"),
+        (gguf_directory, "model.gguf: name the file"),
         (old_adapter, "of an old version of peft"),
         (lambda path: path, "relative paths start at the working directory"),
         (taken, "already"),

@@ -108,6 +108,18 @@ def test_copies_of_the_base_that_peft_saves_with_an_adapter_are_left_out(
     assert torch.equal(logits_of(base, adapter), logits_of(base, model))
 
 
+def test_an_adapter_that_an_old_version_pickled_is_imported(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]]
+) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["q_proj"])
+    logits = logits_of(base, adapter)
+    torch.save(load_file(adapter / FILE), adapter / "adapter_model.bin")
+    (adapter / FILE).unlink()
+    model = Path(imported(adapter)["checkpoint"]) / "model"
+    assert torch.equal(logits, logits_of(base, model))
+
+
 def test_a_copy_of_the_base_may_have_the_dtype_of_training(
     tmp_path: Path, imported: Callable[..., dict[str, Any]]
 ) -> None:

@@ -19,6 +19,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.external_tensors import moments, no_parameters
 
 from .test_deepspeed import FIXTURES, NAMES, TAG, copied, write_zero
+from .test_numbered_optimizer import Model, assert_same, parameters_of, trained, two_groups
 
 DECAYED = {"embed.weight", "inner.weight", "conv.weight"}
 OTHERS = {"scale", "conv.bias", "norm.weight", "norm.bias"}
@@ -75,6 +76,22 @@ def test_a_save_without_optimizer_files_has_counters_only(tmp_path: Path) -> Non
     state = state_of(run)
     assert state.optimizer is None and state.step == 3
     assert state.omitted[0].startswith("optimizer state")
+
+
+def test_the_optimizer_of_a_run_without_zero_is_read(tmp_path: Path) -> None:
+    """DeepSpeed then stores the state dict of the script's optimizer, which numbers the parameters."""
+    model = Model()
+    optimizer = trained(model, two_groups(model))
+    tag = tmp_path / "global_step4"
+    tag.mkdir()
+    counters = {"global_steps": 4, "global_samples": 32, "skipped_steps": 0}
+    content = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), **counters}
+    torch.save({**content, "buffer_names": []}, tag / "mp_rank_00_model_states.pt")
+    state = DeepSpeed().training_state(tag, parameters_of(model))
+    assert state is not None and state.optimizer is not None
+    assert (state.step, state.consumed_samples) == (4, 32)
+    assert_same(state.optimizer, optimizer, model)
+    assert not any("optimizer" in text or "loss scale" in text for text in state.omitted)
 
 
 # ---------------------------------------------------------------- files of the same structure

@@ -224,6 +224,8 @@ def test_a_damaged_value_is_an_error_that_names_it(tmp_path: Path) -> None:
     assert "cannot be read" in error_of(run)
     file.write_bytes(content[: len(content) // 2])
     assert "__0_0.distcp" in error_of(run)
+    file.unlink()
+    assert "a file of tensors is missing: each node" in error_of(run)
 
 
 @pytest.mark.parametrize(

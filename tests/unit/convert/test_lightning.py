@@ -129,6 +129,35 @@ def test_the_training_state_of_a_plain_script_is_read_in_its_groups() -> None:
     assert (with_decay.options["weight_decay"], without.options["weight_decay"]) == (0.01, 0.0)
 
 
+def test_the_training_state_of_composer_is_read(tmp_path: Path) -> None:
+    """``composer.Trainer`` saves the parts of its state by their classes."""
+    saved = load(STATE_FILE)
+    optimizer = saved["optimizer_state_dict"]
+    for group in optimizer["param_groups"]:
+        group |= {"initial_lr": 0.5, "weight_decay": group["weight_decay"] and 0.25}
+    model = {f"model.{name}": value for name, value in saved["model_state_dict"].items()}
+    counters = {"iteration": 0, "epoch": 2, "batch": 7, "sample": 56, "token": 0}
+    state_dict = {
+        "model": model,
+        "optimizers": {"DecoupledAdamW": optimizer},
+        "schedulers": {"CosineAnnealingWithWarmupScheduler": saved["scheduler_state_dict"]},
+        "timestamp": {"Timestamp": counters},
+        "run_name": "x",
+    }
+    path = tmp_path / "ep2-ba7-rank0.pt"
+    torch.save({"state": state_dict, "rng": []}, path)
+    state = state_of(path, STATES)
+    assert (state.step, state.epoch, state.consumed_samples) == (7, 2, 56)
+    assert state.omitted == ("run_name",) and state.scheduler is not None
+    named = list(model_of(STATES).named_parameters())
+    names = [name for name, each in named if each.dim() >= 2]
+    names += [name for name, each in named if each.dim() < 2]
+    assert_moments(state, {name: optimizer["state"][n] for n, name in enumerate(names)})
+    assert state.optimizer is not None
+    # Its weight decay is not multiplied by the peak rate.
+    assert [group.options["weight_decay"] for group in state.optimizer.groups] == [0.5, 0.0]
+
+
 def changed(path: Path, change: Any) -> Path:
     """Save the Lightning file again with torch, after *change* was called with its content."""
     saved = load(LIGHTNING_FILE)

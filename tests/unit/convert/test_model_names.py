@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -20,6 +20,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
+from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.models.model_names import list_differences
 
@@ -91,25 +92,59 @@ def test_a_config_with_an_infinite_number_is_compared() -> None:
     assert found.unknown == ("model.unknown.weight",)
 
 
-def test_a_prefix_in_excess_is_an_error(llama: Path, tmp_path: Path, capsys: Capture) -> None:
-    """The attribute of a script's module may be called like the backbone's."""
-    torch.save(
-        {f"model.{name}": value for name, value in state_of(llama).items()}, tmp_path / "m.pt"
-    )
-    assert imported(tmp_path / "m.pt", llama, tmp_path / "run") == 3
-    assert "does not have: model.model.embed_tokens.weight" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("prefix", ["net", "model"])
-def test_a_prefix_of_a_script_in_hugging_face_files_is_an_error(
-    llama: Path, tmp_path: Path, capsys: Capture, prefix: str
+@pytest.mark.parametrize("prefix", ["net.", "model.", "base_model.model."])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_prefix_is_removed_if_the_names_are_exactly_those_of_the_model_then(
+    llama: Path, tmp_path: Path, capsys: Capture, prefix: str, is_tied: bool
 ) -> None:
     """accelerate's ``save_model`` writes the names of the module that a script trained."""
     shutil.copy(llama / "config.json", tmp_path)
-    state = {f"{prefix}.{name}": value.clone() for name, value in state_of(llama).items()}
-    save_file(state, tmp_path / "model.safetensors")
-    assert main(["import", str(tmp_path), str(tmp_path / "run")]) == 3
-    assert f"does not have: {prefix}.lm_head.weight" in capsys.readouterr().err
+    state = state_of(llama)
+    if is_tied:
+        # All names then begin with the prefix and the name of the backbone.
+        del state["lm_head.weight"]
+    prefixed = {f"{prefix}{name}": value.clone() for name, value in state.items()}
+    save_file(prefixed, tmp_path / "model.safetensors")
+    assert main(["import", str(tmp_path), str(tmp_path / "run")]) == 0
+    assert f"after the prefix {prefix!r}, which is removed" in capsys.readouterr().out
+    found: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "run" / "epoch_0_step_0" / "model").glob("*.safetensors"):
+        found |= load_file(file)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    # A value head, the metrics of a script.
+    torch.save({**prefixed, "v_head.weight": torch.ones(1)}, tmp_path / "more.pt")
+    assert main(["import", str(tmp_path / "more.pt"), str(tmp_path / "more")]) == 0
+    assert "1 tensor without the prefix of the model, such as v_head" in capsys.readouterr().out
+    # An average of the same model: either can be meant.
+    averaged = {f"ema.{name}": value for name, value in state.items()}
+    torch.save({**prefixed, **averaged}, tmp_path / "two.pt")
+    assert main(["import", str(tmp_path / "two.pt"), str(tmp_path / "two")]) == 3
+    assert "does not have" in capsys.readouterr().err
+    # With other names it is an error.
+    prefixed[f"{prefix}model.layers.0.other"] = prefixed.pop(f"{prefix}model.norm.weight")
+    save_file(prefixed, tmp_path / "model.safetensors")
+    assert main(["import", str(tmp_path), str(tmp_path / "other")]) == 3
+    assert f"does not have: {prefix}" in capsys.readouterr().err
+
+
+def test_a_prefix_of_a_training_state_is_removed_from_its_names_too(
+    llama: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(llama)
+    optimizer = torch.optim.AdamW(
+        [(f"policy.{name}", parameter) for name, parameter in model.named_parameters()]
+    )
+    model(input_ids=torch.arange(8)[None]).logits.sum().backward()
+    optimizer.step()
+    weights = {f"policy.{name}": value for name, value in model.state_dict().items()}
+    value = {"model": weights, "optimizer": optimizer.state_dict(), "step": 3}
+    torch.save(value, tmp_path / "state.pt")
+    run = tmp_path / "run"
+    assert imported(tmp_path / "state.pt", llama, run, "--training-state") == 0
+    tree = Manifest.read(run / "epoch_0_step_3").trees["optimizer"]
+    assert "optimizer.state.model.model.norm.weight.exp_avg" in tree.tensors
+    assert not any("policy" in name for name in tree.tensors)
 
 
 def test_more_or_fewer_tensors_than_the_model_has_are_reported(

@@ -49,7 +49,7 @@ def parameters_of(model: nn.Module) -> Callable[[], Sequence[ModelParameter]]:
     return lambda: found
 
 
-def trained(model: nn.Module, groups: Any, kind: type = torch.optim.AdamW) -> torch.optim.Optimizer:
+def trained(model: nn.Module, groups: Any, kind: Any = torch.optim.AdamW) -> torch.optim.Optimizer:
     optimizer = kind(groups, lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
@@ -66,11 +66,16 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": with_decay, "weight_decay": 0.5}, {"params": without, "weight_decay": 0.0}]
 
 
-def read(path: Path, value: Any, model: nn.Module) -> OptimizerState:
+def read(path: Path, value: Any, model: nn.Module, *, by_trainer: bool = False) -> OptimizerState:
     torch.save(value, path)
     archive = read_archive(path)
     return optimizer_state(
-        archive.value, archive, parameters_of(model), root=path.parent, file=path.name
+        archive.value,
+        archive,
+        parameters_of(model),
+        root=path.parent,
+        file=path.name,
+        by_trainer=by_trainer,
     )
 
 
@@ -88,9 +93,9 @@ def assert_same(state: OptimizerState, optimizer: torch.optim.Optimizer, model: 
             assert stored.tobytes() == value.detach().numpy().tobytes(), f"{name}.{key}"
 
 
-def error_of(path: Path, value: Any, model: nn.Module) -> str:
+def error_of(path: Path, value: Any, model: nn.Module, *, by_trainer: bool = False) -> str:
     with pytest.raises(CheckpointUnusable) as raised:
-        read(path, value, model)
+        read(path, value, model, by_trainer=by_trainer)
     return str(raised.value)
 
 
@@ -122,8 +127,9 @@ def test_it_is_an_error_if_the_frozen_parameters_can_be_others(tmp_path: Path) -
         parameter.requires_grad_(False)
     optimizer = trained(model, two_groups(model))
     text = error_of(tmp_path / "o.pt", optimizer.state_dict(), model)
-    assert "named_parameters()" in text and "with decay first" in text
-    assert "may be blocks.0" in text and "frozen" in text
+    assert "in several ways" in text and "param_names" in text
+    assert "frozen: 5 parameters, unknown which" in text
+    assert "1 with the shape [6, 4] may be blocks.0.up.weight or blocks.1.up.weight" in text
 
 
 def test_a_parameter_without_state_and_without_updates_keeps_its_group(tmp_path: Path) -> None:
@@ -160,20 +166,81 @@ def test_a_model_of_other_shapes_is_an_error_that_names_all_orders(tmp_path: Pat
     assert "blocks.1.up.weight [5, 4]" in text and "[6, 4]" in text
 
 
-def test_two_orders_that_fit_with_different_names_are_an_error(tmp_path: Path) -> None:
-    class Vectors(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(torch.ones(3))
-            self.scale = nn.Parameter(torch.ones(3))
+class Vectors(nn.Module):
+    """Two parameters of one shape, of which the Trainer decays the second."""
 
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return (self.bias * self.scale).sum()
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.ones(3))
 
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return (self.bias * self.scale).sum()
+
+
+def test_two_groups_that_can_be_exchanged_are_an_error(tmp_path: Path) -> None:
     model = Vectors()
     optimizer = trained(model, two_groups(model))
     text = error_of(tmp_path / "o.pt", optimizer.state_dict(), model)
-    assert "in two orders" in text and "named_parameters(); with decay first" in text
+    assert "the groups that begin with 0 and 1 have the same shapes" in text
+
+
+def test_the_rule_of_the_trainer_decides_only_in_its_own_files(tmp_path: Path) -> None:
+    model = Vectors()
+    optimizer = trained(model, two_groups(model))
+    state = read(tmp_path / "o.pt", optimizer.state_dict(), model, by_trainer=True)
+    assert_same(state, optimizer, model)
+    assert state.groups[0].parameters == ("scale",) and "the Trainer's groups" in state.names_from
+    # Another script replaced the Trainer's groups by those of LoRA+ or of layers.
+    others = optimizer.state_dict()
+    others["param_groups"][1]["lr"] = 0.2
+    assert "in several ways" in error_of(tmp_path / "l.pt", others, model, by_trainer=True)
+    others = optimizer.state_dict()
+    others["param_groups"][1]["weight_decay"] = 0.1
+    assert "in several ways" in error_of(tmp_path / "w.pt", others, model, by_trainer=True)
+
+
+def test_groups_of_layers_in_another_order_are_not_taken_for_that_of_the_model(
+    tmp_path: Path,
+) -> None:
+    model = Model()
+    model.embed.weight.requires_grad_(False)
+    groups = [{"params": list(block.parameters())} for block in reversed(model.blocks)]
+    optimizer = trained(model, groups)
+    text = error_of(tmp_path / "o.pt", optimizer.state_dict(), model)
+    assert "the groups that begin with 0 and 5 have the same shapes" in text
+
+
+def test_groups_of_other_programs_are_found_if_only_one_division_fits(tmp_path: Path) -> None:
+    model = Model()
+    norms = [value for name, value in model.named_parameters() if "norm" in name]
+    ups = [block["up"].weight for block in model.blocks]
+    others = [
+        value for name, value in model.named_parameters() if "down" in name or "embed" in name
+    ]
+    biases = [block["up"].bias for block in model.blocks]
+    groups = [
+        {"params": biases, "lr": 0.3},
+        {"params": []},
+        {"params": others},
+        {"params": norms, "lr": 0.2},
+        {"params": ups},
+    ]
+    optimizer = trained(model, groups)
+    state = read(tmp_path / "o.pt", optimizer.state_dict(), model)
+    assert_same(state, optimizer, model)
+    assert [len(group.parameters) for group in state.groups] == [2, 0, 3, 4, 2]
+    assert state.groups[0].parameters == ("blocks.0.up.bias", "blocks.1.up.bias")
+    assert "each group in the order of named_parameters()" in state.names_from
+
+
+def test_names_can_be_added_to_a_file_that_has_only_numbers(tmp_path: Path) -> None:
+    model = Vectors()
+    optimizer = trained(model, two_groups(model))
+    value = optimizer.state_dict()
+    for group, names in zip(value["param_groups"], (["scale"], ["bias"]), strict=True):
+        group["param_names"] = names
+    assert_same(read(tmp_path / "o.pt", value, model), optimizer, model)
 
 
 def test_state_of_other_shapes_than_the_parameters_is_an_error(tmp_path: Path) -> None:
@@ -183,8 +250,27 @@ def test_state_of_other_shapes_than_the_parameters_is_an_error(tmp_path: Path) -
     assert "row_var" in text and "not supported" in text
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.NAdam, torch.optim.RMSprop])
-def test_other_optimizers_with_moments_are_read(tmp_path: Path, kind: type) -> None:
+def test_an_optimizer_without_moments_has_groups_only_if_their_options_are_equal(
+    tmp_path: Path,
+) -> None:
+    model = Model()
+    equal = [{**group, "weight_decay": 0.1} for group in two_groups(model)]
+    optimizer = trained(model, equal, torch.optim.SGD)
+    state = read(tmp_path / "o.pt", optimizer.state_dict(), model)
+    assert not any(state.tensors.values()) and len(state.groups) == 2
+    # Which parameters have decay is not in the file.
+    optimizer = trained(model, two_groups(model), torch.optim.SGD)
+    assert "in several ways" in error_of(tmp_path / "d.pt", optimizer.state_dict(), model)
+    state = read(tmp_path / "t.pt", optimizer.state_dict(), model, by_trainer=True)
+    assert all(decays(name) for name in state.groups[0].parameters)
+
+
+def momentum(groups: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr, momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", [momentum, torch.optim.NAdam, torch.optim.RMSprop])
+def test_other_optimizers_with_moments_are_read(tmp_path: Path, kind: Any) -> None:
     model = Model()
     optimizer = trained(model, two_groups(model), kind)
     state = read(tmp_path / "o.pt", optimizer.state_dict(), model)

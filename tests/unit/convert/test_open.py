@@ -43,6 +43,45 @@ def hugging_face(directory: Path, *, rows: int = 6) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def test_the_file_that_transformers_reads_is_read_and_others_are_reported(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "model")
+    # An earlier model's index, files with the same names, and files with other names for the same weights.
+    save_file({"embed.weight": torch.ones(2)}, tmp_path / "model" / "model.safetensors")
+    save_file(
+        {"tok_embeddings.weight": torch.ones(2)}, tmp_path / "model" / "consolidated.safetensors"
+    )
+    opened = open_weights(tmp_path / "model")
+    assert {name: each.shape for name, each in opened.modules["model"].tensors.items()} == {
+        "embed.weight": (2,)
+    }
+    (omitted,) = opened.omitted
+    assert omitted.startswith("consolidated.safetensors, model-0") and "beside" in omitted
+
+
+def test_shards_of_pytorch_with_an_index_are_shards(tmp_path: Path) -> None:
+    """``dcp.save(storage_writer=HuggingFaceStorageWriter(path))`` of torch 2.13 writes the index, too."""
+    info = json.dumps({"embed.weight": {"saved_offsets": [0, 0]}})
+    metadata = {"DCP_SHARDING_INFO": info, "format": "pt", "DCP_VERSION": "1.0"}
+    name = "model-00001-of-00001.safetensors"
+    save_file({"embed.weight": torch.ones(2, 3)}, tmp_path / name, metadata)
+    index = json.dumps({"weight_map": {"embed.weight": name}})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert open_weights(tmp_path).modules["model"].tensors["embed.weight"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "weights"])
+def test_what_only_mlx_reads_is_an_error_that_names_it(tmp_path: Path, kind: str) -> None:
+    if kind == "adapter":
+        save_file({"q_proj.lora_a": torch.ones(2, 2)}, tmp_path / "adapters.safetensors")
+        (tmp_path / "adapter_config.json").write_text("{}")
+    else:
+        packed = {"q.weight": torch.zeros(4, 2, dtype=torch.uint32)}
+        packed |= {f"q.{each}": torch.ones(4, 1) for each in ("scales", "biases")}
+        save_file(packed, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointUnusable, match="MLX"):
+        open_weights(tmp_path)
+
+
 class Net(nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()

@@ -74,3 +74,23 @@ def test_the_peak_of_a_one_cycle_schedule_is_its_largest_rate(tmp_path: Path) ->
     planned = imported(tmp_path / "optimizer.pt", optimizer, model)
     # The rate of the first step is a 25th of it.
     assert planned.schedule is not None and planned.schedule["base_lrs"] == [0.5]
+
+
+def test_a_rate_that_is_not_finite_is_no_schedule(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["initial_lr"] = float("nan")
+    planned = imported(tmp_path / "optimizer.pt", optimizer, model)
+    assert planned.schedule is None and "learning-rate schedule" in planned.absent
+
+
+def test_numbered_parameters_without_a_config_are_an_error_that_asks_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Model()
+    state = torch.optim.SGD(model.parameters(), lr=0.1).state_dict()
+    source = tmp_path / "state.pt"
+    torch.save({"model": model.state_dict(), "optimizer": state, "step": 1}, source)
+    assert main(["import", str(source), str(tmp_path / "run"), "--training-state"]) == 3
+    text = capsys.readouterr().err
+    assert "there is no config.json" in text and "--config" in text
