@@ -29,7 +29,7 @@ from automodel_ckpt.checkpoint.state.quantized_tensors import (
     find_quantized,
 )
 from automodel_ckpt.config.sections.model import ModelConfig
-from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.convert.open import open_base
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in
 from automodel_ckpt.models.model_files import fetched_directory
@@ -102,7 +102,7 @@ class PretrainedFiles:
             raise NotDeferrable("its configuration has no dtype")
         keep_in_float32(model)
         try:
-            self._tensors: Tensors = open_weights(directory).modules[MODEL]
+            self._tensors: Tensors = open_base(directory).modules[MODEL]
         except (CheckpointUnusable, OSError, KeyError) as error:
             raise NotDeferrable(f"its files cannot be read in parts ({error})") from error
         self._quantized = self._find_quantized(config)

@@ -290,6 +290,14 @@ def test_a_function_that_could_run_anything_is_rejected_in_every_section_before_
     assert "AUTOMODEL_CKPT_TRUST=" in text
 
 
+def test_a_misspelt_builder_of_this_package_is_named_before_trust(recipe: Path) -> None:
+    misspelt = "--dataset._target_=automodel_ckpt.data.text.promt_completion"
+    with pytest.raises(
+        RecipeError, match=r"hint:   did you mean automodel_ckpt\.data\.text\.prompt_completion\?"
+    ):
+        check_names(load(recipe, misspelt), Trust())
+
+
 def test_the_name_of_a_class_alone_gets_a_hint_with_the_allowed_names(recipe: Path) -> None:
     with pytest.raises(
         RecipeError, match=r"'AdamW' is not a dotted name[\s\S]*such as torch\.optim"
