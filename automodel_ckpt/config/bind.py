@@ -60,6 +60,7 @@ _ABBREVIATIONS = {
 }
 """Values of other programs, and what they are here."""
 _MAX_MEANT = 3
+_DOTTED = re.compile(r"\w+(\.\w+)+")
 _COLON = re.compile(r"\w+:\S")  # a key and its value without the space between them
 
 
@@ -302,6 +303,8 @@ class Binder:
                 )
                 if _COLON.match(node.value):
                     hint = "write a space after the colon"
+            if target_type(alternatives) is not None and _DOTTED.fullmatch(node.value):
+                hint = f"name a class or function in {join(key, '_target_')}"
             hint = hint or _written(node.value, alternatives)
             self._note_invalid(key, node, describe(alternatives), choices(alternatives), hint)
         return INVALID

@@ -83,6 +83,8 @@ def test_a_name_of_another_trainer_is_answered_with_ours(
         ("strategy: ddp\n", [], "did you mean distributed.strategy"),
         ("optimizer: {max_steps: 3}\n", [], "did you mean step_scheduler.max_steps?"),
         ("optimizer:\n  lr:1e-3\n", [], "write a space after the colon"),
+        ("loss_fn: mine.focal\n", [], "name a class or function in loss_fn._target_"),
+        ("optimizer: torch.optim.SGD\n", [], "name a class or function in optimizer._target_"),
         ("optimizer:\n\tlr: 1e-3\n", [], "indent with spaces, not with tabs"),
         ("optimizer:\n  lr: 1e-3\n eps: 1e-9\n", [], "the same number of spaces"),
         ("optimizer:\n  lr: 1e-3\n    eps: 1e-9\n", [], "the same number of spaces"),
