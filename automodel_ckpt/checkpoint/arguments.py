@@ -12,16 +12,16 @@ from automodel_ckpt.errors import RecipeError
 _SAVE = "Checkpointer.save"
 
 
-def check_state(state: object) -> None:
+def check_state(state: object, where: str = _SAVE) -> None:
     """Raise :class:`RecipeError` unless *state* is a mapping from names to objects with state, and has any.
 
-    Without an error, a checkpoint of nothing would be published.
+    Without an error, a checkpoint of nothing would be published. *where* is the method that got it.
     """
     example = '{"model": model, "optimizer": optimizer}'
     if not isinstance(state, Mapping) or not state:
         raise RecipeError(
-            "the state to save must be a mapping from names to objects",
-            where=_SAVE,
+            "the state must be a mapping from names to objects",
+            where=where,
             value=f"an empty {type(state).__name__}" if not state else type(state).__name__,
             hint=f"pass {example}",
         )
@@ -33,7 +33,7 @@ def check_state(state: object) -> None:
             hint = f"pass the object itself, not its state_dict(): {example}"
         raise RecipeError(
             "an object of the state has no state_dict() and load_state_dict()",
-            where=f"{_SAVE}, {name!r}",
+            where=f"{where}, {name!r}",
             value=type(value).__name__,
             hint=hint,
         )

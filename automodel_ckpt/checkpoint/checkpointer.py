@@ -476,8 +476,10 @@ class Checkpointer:
         the user did not name it, and *on_incompatible* is ``sibling``, the run continues in a sibling directory, which
         becomes :attr:`directory`.
 
-        Raises :class:`CheckpointUnusable` on all ranks if no checkpoint can be used or the chosen one does not match.
+        Raises :class:`CheckpointUnusable` on all ranks if no checkpoint can be used or the chosen one does not match,
+        and :class:`RecipeError` for a *state* that has no objects with state.
         """
+        check_state(state, "Checkpointer.load")
         fetched = self._transfers.fetch(self._run)
         try:
             resumed = self._loader.load(state, before_loading, fetched)

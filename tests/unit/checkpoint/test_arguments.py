@@ -35,6 +35,9 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path, change: dict[str, Any],
     with pytest.raises(RecipeError, match=said):
         checkpointer.save(**FINE | change)
     assert not list(tmp_path.glob("run/*"))
+    if "state" in change:
+        with pytest.raises(RecipeError, match=r"Checkpointer\.load"):
+            checkpointer.load(change["state"])
 
 
 def test_numbers_of_torch_and_numpy_are_saved_as_numbers(tmp_path: Path) -> None:
