@@ -10,6 +10,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from automodel_ckpt.config import extends
 from automodel_ckpt.config.convert import (
     choices,
     describe,
@@ -361,7 +362,12 @@ class Binder:
         if counterpart is not None:
             self.note(f"unknown key {join(key, name)}", node, node, counterpart.hint)
             return
-        similar = closest(name, [*hints_of(cls), *names_in(key, self.other_keys)])
+        siblings = [
+            *hints_of(cls),
+            *names_in(key, self.other_keys),
+            *([] if key else [extends.KEY]),
+        ]
+        similar = closest(name, siblings)
         meant = [join(key, similar)] if similar else []
         # Of two names of which one begins with the other, such as lr and lr_scheduler, either can be meant.
         if not similar or similar.startswith(f"{name}_"):

@@ -252,7 +252,7 @@ _LOGS = {
     **_same("logging_steps log_every_n_steps log_freq", "logging.log_every_steps"),
     **_same("logging_dir", "checkpoint.checkpoint_dir"),
     **_same(
-        "report_to metric_logger wandb_project use_wandb use_tensorboard use_mlflow",
+        "report_to metric_logger wandb tensorboard mlflow trackio wandb_project use_wandb use_tensorboard use_mlflow",
         "logging.trackers",
         note="such as {tensorboard: {}}",
     ),

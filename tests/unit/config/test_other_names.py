@@ -80,6 +80,8 @@ def test_a_name_of_another_trainer_is_answered_with_ours(
     ("text", "words", "hint"),
     [
         ("", ["--lr", "1e-4"], "did you mean optimizer.lr?"),
+        ("extend: base.yaml\n", [], "did you mean extends?"),
+        ("", ["--wandb.project", "x"], "here: logging.trackers"),
         ("strategy: ddp\n", [], "did you mean distributed.strategy"),
         ("optimizer: {max_steps: 3}\n", [], "did you mean step_scheduler.max_steps?"),
         ("optimizer:\n  lr:1e-3\n", [], "write a space after the colon"),
