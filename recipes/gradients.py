@@ -27,6 +27,8 @@ from automodel_ckpt.training.router_loss import RouterLoss
 def checked(result: object, objective: object) -> LossSum:
     """Return the *result* of an *objective*. Raises :class:`RecipeError` if it is not a loss with a gradient."""
     where = f"{type(objective).__name__}.loss"
+    if getattr(type(objective), "loss", None) is Objective.loss:
+        where = "loss_fn"
     if not isinstance(result, LossSum):
         raise RecipeError(
             "the loss of an objective must be a LossSum",
