@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import traceback
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from automodel_ckpt.errors import AutomodelError, Problem
 
+_WRONG_CALL = re.compile(r"([\w.]+)\(\) (?:takes |missing |got )")
+"""The message of Python about arguments that a function does not accept."""
 _user_modules: set[str] = set()
 """Modules that the recipe names and that belong neither to this package nor to a library."""
 
@@ -29,8 +34,28 @@ def location_in_user_code(error: BaseException) -> str | None:
         # Frames of libraries do not count: user code may fail inside a library that it calls.
         innermost_owner = owner or innermost_owner
     if innermost_owner != "user":
-        return None
+        return _called_wrongly(error)
     return ", called at ".join(reversed(locations[-3:]))
+
+
+def _called_wrongly(error: BaseException) -> str | None:
+    """File and line of the user's function that does not accept the arguments of a call; None for other errors.
+
+    Python raises this error where the function is called, before it enters it.
+    """
+    match = _WRONG_CALL.match(str(error)) if isinstance(error, TypeError) else None
+    if match is None:
+        return None
+    for name, module in list(sys.modules.items()):
+        if _owner(name) != "user":
+            continue
+        found: object = module
+        for part in match[1].split("."):
+            found = getattr(found, part, None)
+        if isinstance(found, types.FunctionType) and _owner(found.__module__) == "user":
+            code = found.__code__
+            return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+    return None
 
 
 def _owner(module: object) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.saves import Saves
 
 _LOOP = "a subclass of TrainingLoop, and name it in loop_class"
 _OBJECTIVE = "a subclass of Objective, and name it in objective_class"
@@ -72,6 +73,20 @@ MOVED_METHODS = {
 """Methods that recipes had, and where to override each of them now."""
 
 
+def check_classes(recipe_class: Any) -> None:
+    """Raise :class:`RecipeError` if *recipe_class* names a class of another kind than its attribute requires."""
+    kinds = {"objective_class": Objective, "loop_class": TrainingLoop, "saves_class": Saves}
+    for name, kind in kinds.items():
+        named = getattr(recipe_class, name)
+        if not isinstance(named, type) or not issubclass(named, kind):
+            raise RecipeError(
+                f"{name} of the recipe must be a subclass of {kind.__name__}",
+                where=f"{recipe_class.__name__}.{name}",
+                value=named,
+                hint=f"derive the class from {kind.__module__}.{kind.__name__}",
+            )
+
+
 def check_moved_methods(recipe_class: type) -> None:
     """Raise :class:`RecipeError` if *recipe_class* has a method that only former versions called."""
     # Without an error, nothing would call the override, and no message would report it.
@@ -87,8 +102,31 @@ def check_moved_methods(recipe_class: type) -> None:
     )
 
 
+def built(recipe: object, name: str, part: object, kind: type) -> Any:
+    """Return the *part* that ``build_NAME`` of a *recipe* made.
+
+    Raises :class:`RecipeError` if it is of another *kind*.
+    """
+    if isinstance(part, kind):
+        return part
+    raise RecipeError(
+        f"build_{name}() must return a {kind.__module__}.{kind.__name__}",
+        where=f"{type(recipe).__name__}.build_{name}",
+        value=type(part).__name__,
+        hint=f"return one, or the changed result of super().build_{name}()",
+    )
+
+
 def check_model(recipe: Any) -> None:
-    """Raise :class:`RecipeError` if ``build`` replaced ``model`` alone: the loop would train the former one."""
+    """Raise :class:`RecipeError` if ``build`` created no model, or replaced ``model`` alone: the loop would train the
+    former one."""
+    if not hasattr(recipe, "model") or not hasattr(recipe, "trainable"):
+        raise RecipeError(
+            "the recipe's build() has created no model",
+            where=f"{type(recipe).__name__}.build",
+            value="",
+            hint="call super().build() in it, and then add your own attributes",
+        )
     if recipe.model is recipe.trainable.model:
         return
     raise RecipeError(

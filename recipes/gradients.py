@@ -20,9 +20,33 @@ from automodel_ckpt.recipes.forward_time import ForwardTimer
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.records import AUX_LOSS, LossSum
 from automodel_ckpt.recipes.run_log import STEP_FIELDS
+from automodel_ckpt.training.loss import check_scalar
 from automodel_ckpt.training.mtp_loss import MTP_LOSS
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.router_loss import RouterLoss
+
+
+def checked(result: object, objective: object) -> LossSum:
+    """Return the *result* of an *objective*. Raises :class:`RecipeError` if it is not a loss with a gradient."""
+    where = f"{type(objective).__name__}.loss"
+    if getattr(type(objective), "loss", None) is Objective.loss:
+        where = "loss_fn"
+    if not isinstance(result, LossSum):
+        raise RecipeError(
+            "the loss of an objective must be a LossSum",
+            where=where,
+            value=type(result).__name__,
+            hint="return LossSum(loss, metrics), or the changed result of super().loss()",
+        )
+    check_scalar(result.loss, where, "give LossSum the sum over the terms of the micro-batch")
+    if not result.loss.requires_grad:
+        raise RecipeError(
+            "the loss has no gradient, so nothing would be trained",
+            where=where,
+            value="a tensor that does not require a gradient",
+            hint="compute it from the logits, without detach(), item(), argmax() or torch.no_grad()",
+        )
+    return result
 
 
 class GradientAccumulation:
@@ -82,7 +106,7 @@ class GradientAccumulation:
             is_last = number == len(micro_batches)
             with gradient_sync(self._model, enabled=is_last):
                 with self._measuring(micro_batch):
-                    result = self._objective.loss(micro_batch)
+                    result = checked(self._objective.loss(micro_batch), self._objective)
                 self._backward(result, weight)
             if self._overwrites_outputs and not is_last:
                 self._copy_gradients()

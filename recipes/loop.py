@@ -21,7 +21,7 @@ from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.gradient_norm import clip_gradients, clip_gradients_on_device
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest
-from automodel_ckpt.errors import DeviceMemoryError
+from automodel_ckpt.errors import DeviceMemoryError, RecipeError
 from automodel_ckpt.recipes.batch_errors import BatchErrors
 from automodel_ckpt.recipes.cadence import steps_per_epoch
 from automodel_ckpt.recipes.completions import Completions
@@ -309,6 +309,8 @@ class TrainingLoop:
             with self.errors.explained(doing, batch):
                 with self.profiler.step(self.step_scheduler.step + 1):
                     due = self.step(batch, control)
+                if not isinstance(due, Due):
+                    raise self._returned(due, "step", "what is due after the step")
                 if due.anything:
                     self.finish_pending()
         except DeviceMemoryError:
@@ -357,6 +359,15 @@ class TrainingLoop:
 
     # ---------------------------------------------------------------- step
 
+    def _returned(self, result: object, method: str, needed: str) -> RecipeError:
+        """The error to raise if a *method* that a subclass overrides returned *result* instead of what is *needed*."""
+        return RecipeError(
+            f"{method}() of the loop must return {needed}",
+            where=f"{type(self).__name__}.{method}",
+            value=type(result).__name__,
+            hint=f"return the result of super().{method}(batch, control)",
+        )
+
     def step(self, batch: GlobalBatch, control: Control) -> Due:
         """Train on one global batch and count it; returns what is due after it.
 
@@ -366,7 +377,10 @@ class TrainingLoop:
         self.step_scheduler.start_step()
         # Read before the schedule moves on: the log has the rate that this step used.
         lr = current_rate(self.optimizer)
-        loss_sum, grad_norm = self.train_step(batch, control)
+        trained = self.train_step(batch, control)
+        if not isinstance(trained, tuple) or len(trained) != 2:
+            raise self._returned(trained, "train_step", "the summed loss and the gradient norm")
+        loss_sum, grad_norm = trained
         # Without labels, the step changed no weight.
         if self.weight_average is not None and control.count:
             self.weight_average.update(self.step_scheduler.step + 1, grad_norm)

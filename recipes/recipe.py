@@ -42,6 +42,8 @@ from automodel_ckpt.recipes.checkpointing import open_checkpointer, open_memory,
 from automodel_ckpt.recipes.completions import Completions
 from automodel_ckpt.recipes.exports import check_export, check_uploads, export_assets, model_layout
 from automodel_ckpt.recipes.extension_checks import (
+    built,
+    check_classes,
     check_hidden_methods,
     check_model,
     check_moved_methods,
@@ -178,6 +180,7 @@ class Recipe:
         Mistakes in the recipe are raised as early as possible, most of them before the model's weights are read.
         """
         check_moved_methods(type(self))
+        check_classes(type(self))
         self.layout = self.join_ranks()
         self.config = resolve_precision(self.config, self.layout.sizes, self.layout.device.type)
         doing = "while the model and the optimizer were built and loaded"
@@ -322,8 +325,11 @@ class Recipe:
         steps = "unknown steps" if planned_steps is None else counted(planned_steps, "step")
         log.info("%s; %s", self.trainable.summary, steps)
         log.info("precision: %s", self.trainable.precision)
-        self.optimizer = self.build_optimizer()
-        self.lr_scheduler = self.build_lr_scheduler()
+        self.optimizer = built(self, "optimizer", self.build_optimizer(), Optimizer)
+        schedule = self.build_lr_scheduler()
+        if schedule is not None:
+            schedule = built(self, "lr_scheduler", schedule, LRScheduler)
+        self.lr_scheduler = schedule
         self.loss_fn = self.build_loss_fn()
 
     def build_model_config(self) -> PreTrainedConfig | None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import layout, policy
+from automodel_ckpt.checkpoint.arguments import check_state, count, plain_numbers
 from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.collector import collector_paused
 from automodel_ckpt.checkpoint.discovery import classify
@@ -344,18 +345,25 @@ class Checkpointer:
         *config_yaml* is written to config.yaml, *progress* (numbers by name) to the manifest, and *losses* to
         losses.json; with *validated* they also rank the checkpoint. *last* marks the last save of a run that completes.
         Rank 0 calls *before_publishing* when all files are written, and *on_saved* with the report after publishing.
-        Raises :class:`SaveFailed` on all ranks, and removes what was written.
+        Raises :class:`SaveFailed` on all ranks, and removes what was written; :class:`RecipeError` for arguments that
+        cannot be saved.
         """
+        check_state(state)
+        name = layout.CheckpointName(step=count("step", step), epoch=count("epoch", epoch))
+        losses, progress = (
+            plain_numbers("losses", losses or {}),
+            plain_numbers("progress", progress or {}),
+        )
         self.wait_for_save()
         started = time.monotonic()
         self._begin(None, abandons_later=True)
         self.prepare(state)
         self._transfers.restart_if_ended()
         save = Save(
-            layout.CheckpointName(step=step, epoch=epoch),
+            name,
             config_yaml=config_yaml,
-            losses=dict(losses or {}),
-            progress=dict(progress or {}),
+            losses=losses,
+            progress=progress,
             validated=validated,
             last=last,
             before_publishing=before_publishing,
@@ -468,8 +476,10 @@ class Checkpointer:
         the user did not name it, and *on_incompatible* is ``sibling``, the run continues in a sibling directory, which
         becomes :attr:`directory`.
 
-        Raises :class:`CheckpointUnusable` on all ranks if no checkpoint can be used or the chosen one does not match.
+        Raises :class:`CheckpointUnusable` on all ranks if no checkpoint can be used or the chosen one does not match,
+        and :class:`RecipeError` for a *state* that has no objects with state.
         """
+        check_state(state, "Checkpointer.load")
         fetched = self._transfers.fetch(self._run)
         try:
             resumed = self._loader.load(state, before_loading, fetched)

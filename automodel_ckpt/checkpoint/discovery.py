@@ -103,7 +103,7 @@ def _attributes(recipe: object) -> Iterator[tuple[str, object]]:
     seen = set(vars(recipe))
     for base in type(recipe).__mro__:
         for name, value in vars(base).items():
-            if name not in seen and _is_stateful(value):
+            if name not in seen and is_stateful(value):
                 yield name, value
             seen.add(name)
 
@@ -112,7 +112,7 @@ def _stateful_within(
     name: str, value: object, inside: frozenset[int]
 ) -> Iterator[tuple[str, object]]:
     """The objects with state in *value*; *inside* are the ids of the containers around it."""
-    if _is_stateful(value):
+    if is_stateful(value):
         yield name, value
         return
     # A container may contain itself.
@@ -124,7 +124,8 @@ def _stateful_within(
         yield from _stateful_within(f"{name}.{layout.escape_key(key)}", element, inside)
 
 
-def _is_stateful(value: object) -> bool:
+def is_stateful(value: object) -> bool:
+    """Whether an object has a state that can be saved and restored."""
     # A class has the methods, but no state.
     if isinstance(value, type):
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from automodel_ckpt.checkpoint import policy
 from automodel_ckpt.checkpoint.verify import Level
@@ -153,8 +153,35 @@ class CheckpointOptions:
     """Where published checkpoints are uploaded in the background, and fetched from at the start; None: nowhere."""
 
 
+_CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "model_save_format": get_args(ModelFormat),
+    "model_layout": (None, *get_args(ModelLayout)),
+    "on_incompatible": get_args(OnIncompatible),
+    "best_mode": get_args(policy.Mode),
+    "verify": get_args(Level),
+}
+_AT_LEAST = {"keep_last": 1, "keep_best": 0, "keep_every_steps": 1, "files_per_node": 1}
+
+
+def _check_values(options: Options) -> None:
+    """Raise :class:`RecipeError` for the value of an option that a recipe would reject, too."""
+    for name, choices in _CHOICES.items():
+        value = getattr(options, name)
+        if value not in choices:
+            hint = f"use {', '.join(map(repr, choices))}"
+            what = f"the option {name} has no such value"
+            raise RecipeError(what, where="CheckpointOptions", value=repr(value), hint=hint)
+    for name, least in _AT_LEAST.items():
+        value = getattr(options, name)
+        if value is not None and not (isinstance(value, int) and value >= least):
+            hint = f"use a whole number from {least}"
+            what = f"the option {name} has no such value"
+            raise RecipeError(what, where="CheckpointOptions", value=repr(value), hint=hint)
+
+
 def validate_options(options: Options) -> None:
-    """Raise :class:`RecipeError` for options of the model's files that exclude each other."""
+    """Raise :class:`RecipeError` for invalid options, and for those of the model's files that exclude each other."""
+    _check_values(options)
     if options.files_per_node is not None and options.incremental is True:
         raise RecipeError(
             "files that several ranks write are not shared with an earlier checkpoint",

@@ -248,7 +248,7 @@ def _recipe_path(line: CommandLine) -> str:
     if files:
         unexpected.remove(files[0])
     for word in unexpected:
-        hint = "give only one recipe file; overrides begin with --"
+        hint = "give one recipe file; overrides begin with --, and a list is one value, '[A, B]'"
         if "=" in word:
             hint = f"did you mean --{word}?"
         line.problems.append(Problem(f"unexpected argument {word}", "command line", "", hint))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from automodel_ckpt.config import extends
 from automodel_ckpt.config.convert import (
     choices,
     describe,
@@ -57,6 +60,9 @@ _ABBREVIATIONS = {
     "fp64": "float64",
 }
 """Values of other programs, and what they are here."""
+_MAX_MEANT = 3
+_DOTTED = re.compile(r"\w+(\.\w+)+")
+_COLON = re.compile(r"\w+:\S")  # a key and its value without the space between them
 
 
 class Binder:
@@ -224,9 +230,11 @@ class Binder:
         if not (mapping or accepts_any or section):
             hint = ""
             if target is not None and node.value:
-                hint = (
-                    f"add {join(key, '_target_')}, the name of what is built with these arguments"
-                )
+                wanted = join(key, "_target_")
+                hint = f"add {wanted}, the name of what is built with these arguments"
+                misspelt = closest("_target_", node.value)
+                if misspelt:
+                    hint = f"did you mean {wanted} with {join(key, misspelt)}?"
             return self._note_invalid(key, node, describe(alternatives), hint=hint)
         _, item_type = typing.get_args(mapping) or (Any, Any)
         values = {}
@@ -294,6 +302,11 @@ class Binder:
                 hint = (
                     f"give the keys of the section, such as {join(key, first)}, or remove the key"
                 )
+                if _COLON.match(node.value):
+                    hint = "write a space after the colon"
+            if target_type(alternatives) is not None and _DOTTED.fullmatch(node.value):
+                hint = f"name a class or function in {join(key, '_target_')}"
+            hint = hint or _written(node.value, alternatives)
             self._note_invalid(key, node, describe(alternatives), choices(alternatives), hint)
         return INVALID
 
@@ -345,23 +358,25 @@ class Binder:
     def _note_unknown(self, cls: type[Any], name: str, node: Node, key: str) -> None:
         if self.open_top and not key:
             return
-        counterpart = OTHER_NAMES.get(name)
+        counterpart = OTHER_NAMES.get(join(key, name)) or OTHER_NAMES.get(name)
         if counterpart is not None:
             self.note(f"unknown key {join(key, name)}", node, node, counterpart.hint)
             return
-        meant = None
-        similar = closest(name, [*hints_of(cls), *names_in(key, self.other_keys)])
-        if similar:
-            meant = join(key, similar)
-        else:
+        siblings = [
+            *hints_of(cls),
+            *names_in(key, self.other_keys),
+            *([] if key else [extends.KEY]),
+        ]
+        similar = closest(name, siblings)
+        meant = [join(key, similar)] if similar else []
+        # Of two names of which one begins with the other, such as lr and lr_scheduler, either can be meant.
+        if not similar or similar.startswith(f"{name}_"):
             # The key may be right, but in the wrong section.
-            for known in keys_of(self.schema):
-                if known.rpartition(".")[2] == name:
-                    meant = known
-                    break
+            known = [each for each in keys_of(self.schema) if each.rpartition(".")[2] == name]
+            meant = known[:_MAX_MEANT] or meant
         hint = "remove it; ckpt-train --help lists all keys"
         if meant:
-            hint = f"did you mean {meant}?"
+            hint = f"did you mean {' or '.join(meant)}?"
         self.note(f"unknown key {join(key, name)}", node, node, hint)
 
     def _note_invalid(
@@ -385,6 +400,18 @@ class Binder:
         if isinstance(value, Node) and isinstance(value.value, str) and is_reference(value.value):
             shown += " (resolved value hidden)"
         self.problems.append(Problem(what, node.origin, shown, hint))
+
+
+def _written(text: str, alternatives: tuple[Any, ...]) -> str:
+    """The hint for text that is a list without brackets, or a whole number that is written as another; or nothing."""
+    if find(alternatives, *_LISTS):
+        items = [item for item in re.split(r"[,\s]+", text.strip("() ")) if item]
+        return f"write [{', '.join(items)}]"
+    if int in alternatives:
+        with contextlib.suppress(ValueError, OverflowError):
+            if float(text) == int(float(text)):
+                return f"write {int(float(text))}"
+    return ""
 
 
 def _is_quoted_word(text: str, accepts_any: bool) -> bool:

@@ -68,8 +68,9 @@ def changed_keys(
 ) -> list[Change]:
     """Return the keys whose values differ between two recipes, sorted by name. A list counts as one value.
 
-    *given* are the keys of *now* that the user wrote. If the saved recipe does not have a key, its default is not a
-    change: the key may have been added after the checkpoint was saved.
+    Of a section that was removed, only the section is returned. *given* are the keys of *now* that the user wrote. If
+    the saved recipe does not have a key, its default is not a change: the key may have been added after the checkpoint
+    was saved.
     """
     before = _joined_lists(saved)
     after = _joined_lists(now)
@@ -77,13 +78,17 @@ def changed_keys(
     for key in sorted({*before, *after}):
         if key.startswith(_NOT_COMPARED):
             continue
-        if key not in before and not _is_given(key, given):
-            continue
         old = _value(before, key)
         new = _value(after, key)
+        if old == NOT_SET and not _is_given(key, given):
+            continue
         if old != new:
             changes.append(Change(key, old, new))
-    return changes
+    removed = tuple(f"{change.key}." for change in changes if change.saved == _SECTION)
+    # The keys of a removed section say nothing more than that it was removed.
+    return [
+        change for change in changes if change.now != NOT_SET or not change.key.startswith(removed)
+    ]
 
 
 def _value(recipe: Mapping[str, str], key: str) -> str:

@@ -23,7 +23,8 @@ def read_with_bases(path: Path, problems: list[Problem]) -> Node | None:
     ``extends`` is a path or a list of paths, each relative to the file that contains the key. Sections are merged key
     by key. In conflicts, a later file of the list takes precedence over an earlier one, and the file itself over all
     of them. Lists are replaced as a whole, and so is a section whose ``_target_`` is another one. Every node keeps the
-    file and line that it comes from. Adds what is wrong to *problems*; returns None if *path* cannot be read.
+    file and line that it comes from. Adds what is wrong to *problems*; returns None if *path* or
+    a file that it extends cannot be read.
     """
     return _Reader(problems).read(path, ())
 
@@ -50,8 +51,10 @@ class _Reader:
         bases = Node({}, root.origin)
         for node in self._paths(named):
             base = self._base(node, directory_of(path), (*chain, path))
-            if base is not None:
-                bases = merged(bases, base)
+            if base is None:
+                # Without its values, other keys would be reported as missing.
+                return None
+            bases = merged(bases, base)
         return merged(bases, root)
 
     def _paths(self, named: Node) -> list[Node]:

@@ -36,6 +36,7 @@ _OPTIMIZER = {
     **_same("adam_beta1 adam_beta2", "optimizer.betas", note="[0.9, 0.999]"),
     **_same("adam_epsilon", "optimizer.eps"),
     **_same("optim optim_args", "optimizer", note="without _target_: AdamW"),
+    **_same("optimizer.name optimizer.type", "optimizer", note="_target_: torch.optim.SGD"),
     **_same("lr_scheduler_type", "lr_scheduler.name"),
     **_same("lr_scheduler_kwargs", "lr_scheduler.kwargs"),
     **_same("cosine_min_lr_ratio", "lr_scheduler.kwargs", note="min_lr_rate of cosine_with_min_lr"),
@@ -105,7 +106,10 @@ _PRETRAINING = {
 }
 
 _MODEL = {
-    **_same("model_name_or_path base_model pretrained_model_name_or_path", "model.from_pretrained"),
+    **_same(
+        "model_name_or_path base_model pretrained_model_name_or_path model_name model.name model.path",
+        "model.from_pretrained",
+    ),
     **_same("model_revision base_model_revision", "model.revision"),
     **_same("tokenizer_name tokenizer_name_or_path", "tokenizer.from_pretrained"),
     **_same("torch_dtype", "model.dtype"),
@@ -138,7 +142,9 @@ _MODEL = {
         "use_liger_kernel enable_liger_kernel liger_kernel",
         note="remove it: the output layer and its loss are computed in chunks without a key",
     ),
-    **_same("bf16 fp16 half_precision_backend mixed_precision", "distributed.mixed_precision"),
+    **_same(
+        "bf16 fp16 precision half_precision_backend mixed_precision", "distributed.mixed_precision"
+    ),
 }
 
 _ADAPTERS = {
@@ -164,7 +170,7 @@ _ADAPTERS = {
 
 _DATA = {
     **_same(
-        "max_seq_length max_seq_len max_length sequence_len cutoff_len model_max_length",
+        "max_seq_length max_seq_len seq_length max_length sequence_len cutoff_len model_max_length",
         "dataset.seq_length",
     ),
     **_same(
@@ -246,7 +252,7 @@ _LOGS = {
     **_same("logging_steps log_every_n_steps log_freq", "logging.log_every_steps"),
     **_same("logging_dir", "checkpoint.checkpoint_dir"),
     **_same(
-        "report_to metric_logger wandb_project use_wandb use_tensorboard use_mlflow",
+        "report_to metric_logger wandb tensorboard mlflow trackio wandb_project use_wandb use_tensorboard use_mlflow",
         "logging.trackers",
         note="such as {tensorboard: {}}",
     ),
@@ -285,4 +291,4 @@ OTHER_NAMES: dict[str, Counterpart] = {
     **_LOGS,
     **_KINDS,
 }
-"""Name in another program -> what corresponds to it here."""
+"""Name in another program -> what corresponds to it here. A name with a section is meant in that section only."""

@@ -121,6 +121,9 @@ class _Parser:
             self._mode(flag, name, value, words)
         elif name in _LAUNCH:
             self._launch(flag, name, value, words)
+        elif value is None and words[:1] == ["="]:
+            self._note(flag, f"{flag} needs a value", f"write {flag}=VALUE without spaces")
+            del words[:2]
         elif "." not in name and (meant := self._meant_flag(name)):
             self._note(flag, f"unknown option {flag}", f"did you mean {meant}?")
         else:

@@ -60,13 +60,18 @@ def resolve_recipe(name: str, trust: Trust, folder: Path = Path()) -> type[Any]:
     """
     if match := _FILE.fullmatch(name):
         found = _from_file(folder, match["path"], match["name"], trust)
+    elif name.endswith(".py"):
+        raise Rejected(f"{name} is a file, and no class in it is named", f"write {name}:CLASS")
     else:
         dotted = (target_of(name) or name).replace(":", ".")
         found = resolve(dotted, trust, "recipe")
     methods = ("setup", "run", "close")
     has_methods = all(callable(getattr(found, method, None)) for method in methods)
     if not isinstance(found, type) or not has_methods:
-        hint = "a recipe is a class with the methods setup, run and close; see recipes/base.py"
+        hint = (
+            "derive a class from a recipe, such as automodel_ckpt.recipes.llm_finetune.LLMFinetune; it needs the "
+            "methods setup, run and close"
+        )
         raise Rejected(f"{name} is not a recipe", hint)
     if not issubclass(getattr(found, "Config", RecipeConfig), RecipeConfig):
         hint = "subclass automodel_ckpt.config.schema.RecipeConfig"

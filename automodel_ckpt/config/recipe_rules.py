@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from automodel_ckpt.config.registry import is_own
@@ -55,6 +56,18 @@ def predicts_further(recipe: Any) -> bool:
     return getattr(recipe.model, "mtp", None) is not None
 
 
+def has_separate_directory(recipe: Any) -> bool:
+    """Whether checkpoints are written elsewhere than into the directory that the model is read from.
+
+    A name of the Hub counts as a path: once the directory exists, the name means the directory.
+    """
+    base, run = getattr(recipe.model, "from_pretrained", None), recipe.checkpoint.checkpoint_dir
+    # Other values than text are reported elsewhere.
+    if not recipe.checkpoint.enabled or not isinstance(base, str) or not isinstance(run, str):
+        return True
+    return os.path.realpath(os.path.expanduser(base)) != os.path.realpath(os.path.expanduser(run))
+
+
 def _kind_relations() -> tuple[Relation, ...]:
     """Restrict each section of :data:`KIND_SECTIONS` to its recipes."""
     relations = []
@@ -73,6 +86,12 @@ def _kind_relations() -> tuple[Relation, ...]:
 
 RELATIONS: tuple[Relation, ...] = (
     *_kind_relations(),
+    Relation(
+        ("checkpoint.checkpoint_dir", "model.from_pretrained"),
+        has_separate_directory,
+        "checkpoints cannot be written into the directory of the model that training starts from",
+        "set checkpoint.checkpoint_dir to another directory",
+    ),
     Relation(
         ("step_scheduler.ckpt_on_best", "step_scheduler.val_every_steps"),
         lambda recipe: (

@@ -10,8 +10,8 @@ from typing import Any
 
 from automodel_ckpt.config.trust import called_function
 
-_CALLED_WITH = {"loss_fn": 2, "dataloader.collate_fn": 1}
-"""Section whose plug-in may be the function itself, not its builder -> number of positional arguments of its calls."""
+CALLED_WITH = {"loss_fn": "(logits, labels)", "dataloader.collate_fn": "(samples)"}
+"""Section whose plug-in may be the function itself, not its builder -> the positional arguments of its calls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +76,9 @@ def is_called_directly(key: str, function: Callable[..., Any], given: Collection
 
     *given* are its other arguments. A function that lacks no argument, and a class, build what training calls.
     """
-    count = _CALLED_WITH.get(key)
-    if count is None or not inspect.isroutine(function):
+    if key not in CALLED_WITH or not inspect.isroutine(function):
         return False
+    count = CALLED_WITH[key].count(",") + 1
     signature = signature_of(function)
     parameters = [*signature.positional_only, *signature.required]
     missing = [*signature.positional_only, *signature.missing(given)]

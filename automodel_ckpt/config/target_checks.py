@@ -18,7 +18,12 @@ from automodel_ckpt.config.plugins import remember
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema_keys import join
 from automodel_ckpt.config.sections.optimizer import OptionsGroup
-from automodel_ckpt.config.signatures import Signature, is_called_directly, signature_of
+from automodel_ckpt.config.signatures import (
+    CALLED_WITH,
+    Signature,
+    is_called_directly,
+    signature_of,
+)
 from automodel_ckpt.config.target_names import SECTIONS, check_names, problem_of
 from automodel_ckpt.config.trust import (
     Rejected,
@@ -137,7 +142,11 @@ class _Checker:
             return converted
         for name in signature.missing({*target.kwargs, *supplied}):
             section = self.tree.at(key)
-            self.problems.append(missing_argument(key, target._target_, name, section))
+            problem = missing_argument(key, target._target_, name, section)
+            if key in CALLED_WITH:
+                hint = f"{problem.hint}; a function that training calls itself begins with {CALLED_WITH[key]}"
+                problem = dataclasses.replace(problem, hint=hint)
+            self.problems.append(problem)
         return converted
 
     def _with_groups(self, target: Target, key: str, signature: Signature) -> Target:

@@ -7,6 +7,7 @@ checked before anything is imported. After the import, the type and the module o
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -153,7 +154,10 @@ def _not_listed(name: str, purpose: str) -> Rejected:
     section = names_of_purposes.get(purpose, purpose)
     hint = trust_hint(name)
     allowed = allowlist.suggestion(purpose, name)
-    if allowed:
+    meant = difflib.get_close_matches(name, allowed.split(", "), n=1, cutoff=0.9)
+    if meant and "*" not in meant[0]:
+        hint = f"did you mean {meant[0]}? Otherwise, {hint}"
+    elif allowed:
         hint = f"without trust: {allowed}; {hint}"
     return Rejected(f"{name} is not trusted, and not on the allowlist for {section}", hint)
 

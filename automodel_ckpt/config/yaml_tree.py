@@ -26,6 +26,8 @@ _NONE_WORDS = frozenset({"none", "None", "NONE"})
 _RESOLVER = yaml.SafeLoader("")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+")  # written in YAML without quotes
 UNREADABLE = "use plain YAML: keys, text, numbers, lists and mappings"
+TABS = "indent with spaces, not with tabs"
+INDENTED = "indent the keys of a section by the same number of spaces, and write a value on the line of its key"
 QUOTED = "quote words that begin with *, &, %, @ or a backquote, such as ['*.embed_tokens.*']"
 _MARKED_WORD = re.compile(r"[\s\[{,:-]?[*&%@`]")
 
@@ -200,12 +202,14 @@ def read_text(text: str, origin: str, problems: list[Problem], *, lines: bool = 
         where = f"{origin}:{mark.line + 1}" if mark and lines else origin
         said = [getattr(error, "context", None), getattr(error, "problem", None)]
         what = ", ".join(filter(None, said)) or str(error).splitlines()[0]
-        bare = (
-            bool(_MARKED_WORD.match(mark.buffer[mark.index - 1 :]))
-            if mark and mark.buffer
-            else False
-        )
-        problems.append(Problem(f"invalid YAML: {what}", where, "", QUOTED if bare else UNREADABLE))
+        hint = UNREADABLE
+        if "'\\t'" in what:
+            hint = TABS
+        elif "<block end>" in what or what == "mapping values are not allowed here":
+            hint = INDENTED
+        elif mark and mark.buffer and _MARKED_WORD.match(mark.buffer[mark.index - 1 :]):
+            hint = QUOTED
+        problems.append(Problem(f"invalid YAML: {what}", where, "", hint))
     return Node("", origin)
 
 

@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
-from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.convert.open import open_base
 from automodel_ckpt.errors import CheckpointUnusable
 
 _MAX_NAMED = 5
@@ -34,7 +34,7 @@ def check_copies(
     *names* maps them to names in the base's files, of which a tied tensor has several, and the files one or more. The
     base's values are rounded to the dtype of the copy first: peft saves the dtype that the base had during training.
     """
-    stored = open_weights(base).modules[MODEL]
+    stored = open_base(base).modules[MODEL]
     lines: list[str] = []
     for copy in sorted(copies):
         fault = difference(adapter.root, adapter.tensors[copy], stored, names[copy])

@@ -113,6 +113,14 @@ def open_source(path: Path) -> Source:
     return source
 
 
+def open_base(directory: Path) -> Weights:
+    """Describe the weights of a pretrained model in *directory* itself, even if a run has its checkpoints in it.
+
+    Raises :class:`CheckpointUnusable` as :func:`open_weights` does.
+    """
+    return _open_resolved(Path(os.path.realpath(directory)))
+
+
 def open_weights(path: str | os.PathLike[str], config: Path | None = None) -> Weights:
     """Describe the weights in *path*: a run directory (its newest complete checkpoint), a checkpoint, a pointer to one,
     a module's directory in one, a directory of another program, or a single .safetensors file.
@@ -125,7 +133,10 @@ def open_weights(path: str | os.PathLike[str], config: Path | None = None) -> We
     given = Path(path).expanduser()
     if given.is_file() and not _is_pointer(given):
         return _weights_of(given, _open_file(given, config))
-    found = _resolved(given)
+    return _open_resolved(_resolved(given), config)
+
+
+def _open_resolved(found: Path, config: Path | None = None) -> Weights:
     # lexists(): a broken link must not let a checkpoint pass as files without digests.
     if os.path.lexists(found / layout.MANIFEST):
         return Weights(found, _modules_of(found), found)

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_ckpt.data.fast_encoding import encode_one
 from automodel_ckpt.data.messages import UnusableSample, as_rendered
 from automodel_ckpt.data.templates import bound_chat_templates
+from automodel_ckpt.errors import RecipeError
 
 Span = tuple[int, int]
 """The first character of a part of a text, and the one after the last."""
@@ -145,10 +147,20 @@ class ChatRenderer:
 
 @contextmanager
 def _reporting_errors() -> Iterator[None]:
-    """Raise the template's errors as :class:`UnusableSample`, including exceeded limits of time and size."""
+    """Raise the template's errors as :class:`UnusableSample`, including exceeded limits of time and size.
+
+    A template that cannot be parsed raises :class:`RecipeError`: no sample is the cause.
+    """
     bound_chat_templates()
     try:
         yield
+    except TemplateSyntaxError as error:
+        raise RecipeError(
+            "the chat template is not valid Jinja",
+            where="dataset.chat_template",
+            value=f"line {error.lineno}: {error.message}",
+            hint="correct the template; without the key, the tokenizer's template is used",
+        ) from error
     except Exception as error:  # a template can raise anything, for example divide by zero
         value = f"{type(error).__name__}: {error}"
         hint = "correct the conversation, the template, or dataset.template_kwargs"

@@ -8,6 +8,7 @@ document on each line; behind ``.gz``, ``.bz2``, ``.xz`` or ``.zst`` it is compr
 from __future__ import annotations
 
 import bz2
+import difflib
 import glob
 import gzip
 import hashlib
@@ -99,7 +100,7 @@ def _matching(path: str) -> list[Path]:
             "no data file matches this pattern",
             where="dataset.path",
             value=path,
-            hint=f"check dataset.path; relative paths start at the working directory, {Path.cwd()}",
+            hint=_where_paths_start(),
         )
     return files
 
@@ -159,9 +160,18 @@ def saved_table(directory: Path) -> list[Path] | None:
     return [directory / part["filename"] for part in parts]
 
 
+def _where_paths_start(path: Path | None = None) -> str:
+    """The hint for a *path* that does not exist, or for a pattern, with the most similar name beside the path."""
+    hint = f"check dataset.path; relative paths start at the working directory, {Path.cwd()}"
+    if path is None or path.exists() or not path.parent.is_dir():
+        return hint
+    near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
+    return f"did you mean {path.parent / near[0]}? Otherwise {hint}" if near else hint
+
+
 def require_readable(path: Path) -> Path:
     """Return *path*. Raises :class:`RecipeError` if its format is unknown or it cannot be read."""
-    if kind_of(path) not in LOADERS:
+    if kind_of(path) not in LOADERS and path.exists():
         known = ", ".join("*" + kind for kind in LOADERS)
         hint = f"use a file named {known} (also {', '.join(_COMPRESSED)} behind it), a directory, or a Hub name"
         raise RecipeError("unknown data file format", where="dataset.path", value=path, hint=hint)
@@ -178,7 +188,7 @@ def require_readable(path: Path) -> Path:
                 hint="copy its content to a file: data is read again in each epoch and after a resume",
             )
     except OSError as error:
-        hint = f"check dataset.path; relative paths start at the working directory, {Path.cwd()}"
+        hint = _where_paths_start(path)
         if _REMOTE.match(str(path)):
             hint = "copy the file to a local disk: only local files and data sets of the Hub can be read"
         raise RecipeError.all_of(

@@ -121,7 +121,10 @@ def _object(value: Any, source: str, path: Path, line: int) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise _not_json(path, line, f"not an object with fields, but {json.dumps(value)[:40]}")
+        reason = f"not an object with fields, but {json.dumps(value)[:40]}"
+        if isinstance(value, list) and line == 1 and ".jsonl" in path.suffixes:
+            raise _not_json(path, line, reason, "name a file that is one list *.json, not *.jsonl")
+        raise _not_json(path, line, reason)
     # json.loads accepts half of a surrogate pair, which cannot be encoded in UTF-8 later.
     if _SURROGATE.search(source):
         try:
@@ -131,8 +134,9 @@ def _object(value: Any, source: str, path: Path, line: int) -> dict[str, Any]:
     return value
 
 
-def _not_json(path: Path, line: int, reason: str) -> RecipeError:
-    hint = "correct or remove this line"
+def _not_json(
+    path: Path, line: int, reason: str, hint: str = "correct or remove this line"
+) -> RecipeError:
     return RecipeError("a line is not JSON", where=f"{path}:{line}", value=reason, hint=hint)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class Rows:
             raise RecipeError(
                 f"the data has no {what} {', '.join(missing)}",
                 where=self.path,
-                value=f"its fields are {', '.join(self.fields)}",
+                value=f"its fields are {', '.join(map(_visible, self.fields))}",
                 hint=_hint_for(self.fields),
             )
 
@@ -255,8 +256,14 @@ class RecordRows(Rows):
 
 
 _NAME_FIELDS = (
-    "name the fields to use with the keys of the dataset section that contain the word field"
+    "name the fields of the data in the dataset section (field, or a key that ends in _field, such as "
+    "completion_field)"
 )
+
+
+def _visible(field: str) -> str:
+    """The name of a field, in quotes if spaces at its ends would not be seen."""
+    return field if field == field.strip() != "" else repr(field)
 
 
 BUILDERS_BY_FIELDS: tuple[tuple[frozenset[str], str, str], ...] = (
@@ -282,6 +289,8 @@ def _hint_for(fields: Sequence[str]) -> str:
     for needed, builder, recipes in BUILDERS_BY_FIELDS:
         if needed <= set(fields):
             found.append(f"_target_: automodel_ckpt.data.{builder} (recipe: {recipes})")
+    if len(fields) == 1 and re.search(r"[;|\t]", fields[0]):
+        return "separate columns with commas, or with tabs in a file that is named *.tsv"
     if not found:
         return f"{_NAME_FIELDS}, or rename the fields of the data"
     read = "reads" if len(found) == 1 else "read"

@@ -69,8 +69,12 @@ class Source(Rows):
     ) -> Source:
         """Make a source of a path, a pattern such as ``data/*.jsonl``, or a list of them.
 
-        The rows of several files are concatenated in their order. Raises :class:`RecipeError` for an empty list.
+        The rows of several files are concatenated in their order. Raises :class:`RecipeError` for an empty list or
+        an empty path.
         """
+        if "" in ([path] if isinstance(path, str) else path):
+            hint = "name a file, a directory or a data set of the Hub; . is the working directory"
+            raise RecipeError("the path is empty", where="dataset.path", value="''", hint=hint)
         if isinstance(path, str):
             several = (path,) if is_pattern(path) else ()
             return cls(path, name, split, several, revision)

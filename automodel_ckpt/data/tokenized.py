@@ -16,6 +16,7 @@ from automodel_ckpt.data.arguments import at_most
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.length_summary import LengthSummary
 from automodel_ckpt.data.sample_arrays import SampleArrays
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.units import counted
 
 log = logging.getLogger(__name__)
@@ -145,8 +146,17 @@ class TokenizedDataset(SampleArrays):
         """Return a data set of the first *max_samples* items (None: all), and log their lengths.
 
         The numbers of truncated and skipped samples are those of all. *what* is the name of the data in the log.
+        Raises :class:`RecipeError` if all samples were skipped.
         """
         self.report_truncation(what, seq_length)
+        num_skipped = int(self.counts[1])
+        if num_skipped and not len(self):
+            raise RecipeError(
+                "all samples of the data were skipped",
+                where=what,
+                value=f"{counted(num_skipped, self.noun)}; {self.limit_text(seq_length)}",
+                hint="the warning above has the reason: raise seq_length, or give the samples something to learn",
+            )
         dataset = self.first(max_samples)
         dataset.report_lengths(what)
         return dataset

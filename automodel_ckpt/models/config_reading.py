@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -26,6 +27,7 @@ from automodel_ckpt.models.repository import (
     damaged_config,
     importing_code,
     model_needs_code,
+    not_a_directory,
 )
 from automodel_ckpt.models.vision import image_settings
 
@@ -84,6 +86,8 @@ def _read_config(
     auto_class: Any,
 ) -> PreTrainedConfig:
     require_local(name, where)
+    if is_file := not_a_directory(name, where):
+        raise is_file
     check_revision(name, repository.revision)
     config, content = _config_of(name, where, repository)
     if overrides:
@@ -107,6 +111,7 @@ def _config_of(
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """The config of a directory or Hub name, and the content of its config.json."""
     path = os.path.expanduser(name)
+    content: dict[str, Any] = {}
     try:
         content, _ = PreTrainedConfig.get_config_dict(path, revision=repository.revision)
         needs_code = config_needs_code(content)
@@ -124,6 +129,14 @@ def _config_of(
         revision = repository.revision
         if known := explained(error, name, where) or damaged_config(name, where, revision):
             raise known from error
+        kind = content.get("model_type")
+        if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+            raise RecipeError(
+                "transformers has no models of this type",
+                where=where,
+                value=f"{name}: model_type {kind}; transformers {transformers.__version__}",
+                hint=_similar_types(kind, "install a version of transformers that has this type"),
+            ) from error
         raise RecipeError(
             "the model's configuration cannot be read",
             where=where,
@@ -158,17 +171,21 @@ def _rejected(model_type: object, where: str, error: Exception) -> RecipeError:
 
 
 def _config_class(model_type: object) -> type[PreTrainedConfig]:
-    known = list(CONFIG_MAPPING.keys())
-    if isinstance(model_type, str) and model_type in known:
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         found: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
         return found
-    near = difflib.get_close_matches(str(model_type), known, n=3)
     raise RecipeError(
         "from_config requires a model_type that transformers supports",
         where="model.from_config.model_type",
         value=model_type,
-        hint=f"did you mean {' or '.join(near)}?" if near else "for example llama, qwen3 or gpt2",
+        hint=_similar_types(model_type, "for example llama, qwen3 or gpt2"),
     )
+
+
+def _similar_types(model_type: object, otherwise: str) -> str:
+    """The hint with the types of models that are similar to an unknown one; *otherwise* if there are none."""
+    near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def _completed(

@@ -94,6 +94,17 @@ def base_directory(name: str, revision: str | None = None) -> Path | None:
     return Path(found).parent if found else None
 
 
+def not_a_directory(name: str, where: str) -> RecipeError | None:
+    """Return the error to raise if *name*, which the key *where* gives, is a file, but must be a model's directory."""
+    path = Path(name).expanduser()
+    if where != "model.from_pretrained" or not path.is_file():
+        return None
+    hint = f"name the directory of the model, such as {path.parent}"
+    return RecipeError(
+        "a pretrained model is a directory, not a file", where=where, value=name, hint=hint
+    )
+
+
 def damaged_config(name: str, where: str, revision: str | None = None) -> RecipeError | None:
     """Return the error to raise if the config.json of a pretrained model is not a JSON object; None if it is or is
     missing.
@@ -101,6 +112,8 @@ def damaged_config(name: str, where: str, revision: str | None = None) -> Recipe
     *name* is a directory, its config file, or a Hub name in the cache, which the key *where* gives. The libraries read
     the file also for a tokenizer or a processor, so that their own errors describe it as one of these.
     """
+    if is_file := not_a_directory(name, where):
+        return is_file
     path = Path(name).expanduser()
     if not path.is_file():
         try:

@@ -14,6 +14,8 @@ from automodel_ckpt.errors import Problem, RecipeError
 log = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
+_MAX_LINES = 20
+"""Differences that one error lists."""
 _FORMER_BUFFERS = (".rotary_emb.inv_freq", ".position_ids")
 
 
@@ -68,7 +70,7 @@ class Verdict:
         for name in self.unexpected:
             if (name in self.allowed) == allowed:
                 lines.append(f"- {name}: only there")
-        for name, (there, here) in self.misshapen.items():
+        for name, (there, here) in sorted(self.misshapen.items()):
             if (name in self.allowed) == allowed:
                 lines.append(f"~ {name}: there {list(there)}, here {list(here)}")
         return lines
@@ -81,6 +83,8 @@ class Verdict:
         lines = self.lines(allowed=False)
         if not lines:
             return
+        if len(lines) > _MAX_LINES:
+            lines[_MAX_LINES:] = [f"... and {len(lines) - _MAX_LINES} more"]
         found = "\n    ".join([str(value), *lines])
         what = "the weights do not match this model"
         raise RecipeError.all_of([Problem(what, where, found, _hint(self, section))])

@@ -96,14 +96,25 @@ def next_token_loss(
     """
     _require_logits(logits, labels[:, part])
     loss = loss_fn(logits.flatten(0, 1), shift_labels(labels)[:, part].flatten())
-    if loss.dim() != 0:
-        raise RecipeError(
-            "the loss must be a scalar, the sum over all positions",
-            where="loss_fn",
-            value=f"a tensor of shape {list(loss.shape)}",
-            hint="sum the values that loss_fn computes for each position",
-        )
+    check_scalar(
+        loss, "loss_fn", "return the sum of the values that loss_fn computes for each position"
+    )
     return loss
+
+
+def check_scalar(loss: object, where: str, hint: str) -> None:
+    """Raise :class:`RecipeError` if the *loss* that user code computed is no tensor with a single value."""
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+        return
+    found = f"{loss!r:.80}"
+    if isinstance(loss, torch.Tensor):
+        found = f"a tensor of shape {list(loss.shape)}"
+    raise RecipeError(
+        "the loss must be a scalar tensor, the sum over all positions",
+        where=where,
+        value=found,
+        hint=hint,
+    )
 
 
 def _require_logits(logits: object, labels: torch.Tensor) -> None:

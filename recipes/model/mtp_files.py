@@ -15,7 +15,7 @@ from automodel_ckpt.checkpoint.state.quantized_tensors import (
     UnsupportedQuantization,
     find_quantized,
 )
-from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.convert.open import open_base
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.mtp import ATTRIBUTE, is_of_mtp, mtp_of
 from automodel_ckpt.recipes.init_from import MODEL
@@ -59,7 +59,7 @@ def fill_mtp(model: Any, directory: Path | None, layout: StoredLayout, base: str
     if directory is None:
         check_mtp_complete(names, (), base)
     assert directory is not None
-    tensors: Tensors = open_weights(directory).modules[MODEL]
+    tensors: Tensors = open_base(directory).modules[MODEL]
     check_mtp_complete(names, tensors.tensors, base)
     quantized = _quantized_in(directory, tensors)
     layers = mtp_of(model)

@@ -28,7 +28,7 @@ from automodel_ckpt.checkpoint.state.quantized_tensors import (
     find_quantized,
 )
 from automodel_ckpt.config.sections.model import ModelConfig
-from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.convert.open import open_base
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.build import fresh_dtype
 from automodel_ckpt.models.float32_parts import float32_pattern
@@ -103,7 +103,7 @@ class PretrainedFiles:
         # model.dtype is that of the first parameter, which may be one that the class creates in float32.
         keep_in_float32(model, fresh_dtype(config, dtype or "float32"))
         try:
-            self._tensors: Tensors = open_weights(directory).modules[MODEL]
+            self._tensors: Tensors = open_base(directory).modules[MODEL]
         except (CheckpointUnusable, OSError, KeyError) as error:
             raise NotDeferrable(f"its files cannot be read in parts ({error})") from error
         self._quantized = self._find_quantized(config)

@@ -155,7 +155,6 @@ SHARED_WITH_OWN_CODE = {
     "_buffers",
     "_generate",
     "_init_group",
-    "_is_stateful",
     "_optimizer_step_post_hooks",
     "_optimizer_step_pre_hooks",
     "_parameters",

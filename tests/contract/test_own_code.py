@@ -43,6 +43,16 @@ class Broken(torch.nn.Embedding):
         return super().forward(input_ids.float())
 
 
+class Narrow(torch.nn.Embedding):
+    def forward(self, input_ids):
+        return super().forward(input_ids)
+
+
+class Silent(torch.nn.Embedding):
+    def forward(self, input_ids, attention_mask=None):
+        pass
+
+
 class BuildFails(LLMFinetune):
     def build(self):
         self.rows = self.nothing
@@ -64,6 +74,29 @@ class MisledLoop(TrainingLoop):
 
 class StepMisled(LLMFinetune):
     loop_class = MisledLoop
+
+
+class ForgetfulLoop(TrainingLoop):
+    def step(self, batch, control):
+        super().step(batch, control)
+
+
+class StepForgets(LLMFinetune):
+    loop_class = ForgetfulLoop
+
+
+class BuildsNothing(LLMFinetune):
+    def build(self):
+        self.rows = []
+
+
+class NoOptimizer(LLMFinetune):
+    def build_optimizer(self):
+        pass
+
+
+class NoLoop(LLMFinetune):
+    loop_class = dict
 """
 BUILDER = "--dataset={_target_: own.rows, fault: %s}"
 CASES = {
@@ -83,6 +116,11 @@ CASES = {
         EXIT_INTERNAL,
         r"own.py:\d+ in forward[\s\S]*Expected tensor",
     ),
+    "a model with another signature": (
+        "--model={_target_: own.Narrow, num_embeddings: 304, embedding_dim: 2}",
+        EXIT_INTERNAL,
+        r"own.py:\d+ in forward[\s\S]*unexpected keyword argument 'attention_mask'",
+    ),
     "a recipe at its start": (
         "--recipe=own.py:BuildFails",
         EXIT_USAGE,
@@ -93,6 +131,24 @@ CASES = {
         EXIT_INTERNAL,
         r"in step[\s\S]*AssertionError: a batch came",
     ),
+}
+
+
+WRONG_PARTS = {
+    "no logits": (
+        "--model={_target_: own.Silent, num_embeddings: 304, embedding_dim: 2}",
+        r"the model returns no logits[\s\S]*NoneType",
+    ),
+    "no result of a step": (
+        "--recipe=own.py:StepForgets",
+        r"step\(\) of the loop must return[\s\S]*ForgetfulLoop\.step[\s\S]*super\(\)\.step",
+    ),
+    "no model": ("--recipe=own.py:BuildsNothing", r"created no model[\s\S]*super\(\)\.build\(\)"),
+    "no optimizer": (
+        "--recipe=own.py:NoOptimizer",
+        r"build_optimizer\(\) must return a torch\.optim\.optimizer\.Optimizer[\s\S]*NoneType",
+    ),
+    "no loop": ("--recipe=own.py:NoLoop", r"loop_class of the recipe must be a subclass of Trai"),
 }
 
 
@@ -115,6 +171,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]
     (directory / "own.py").write_text(OWN)
     (directory / "unreadable.py").write_text("import torch\ntorch.nothing\n")
     misled = {
+        **{name: override for name, (override, _) in WRONG_PARTS.items()},
         "ours": "--recipe=own.py:StepMisled",
         "an import": "--dataset={_target_: unreadable.rows}",
     }
@@ -137,6 +194,15 @@ def test_what_own_code_raises_is_told_with_its_place_and_words(
     assert said[name][0] == code
     assert re.match(r"error: user code failed\n  where:  ", said[name][1]), said[name][1]
     assert re.search(pattern, said[name][1]), said[name][1]
+
+
+@pytest.mark.parametrize("name", WRONG_PARTS)
+def test_parts_that_own_code_does_not_supply_are_named(
+    name: str, said: dict[str, tuple[int, str]]
+) -> None:
+    code, text = said[name]
+    assert code == EXIT_USAGE and text.startswith("error: "), text
+    assert re.search(WRONG_PARTS[name][1], text), text
 
 
 def test_what_own_code_has_us_raise_is_an_internal_error_with_its_traceback(

@@ -140,7 +140,7 @@ CHECKPOINT_ORDER = (
     {"manifest_consistency"},
     {"manifest"},
     {"commit", "merkle", "export_leftovers", "export_manifest", "verify"},
-    {"options"},
+    {"options", "arguments"},
     {"run"},
     {"remote"},
     {"memory"},

@@ -268,6 +268,9 @@ def test_a_scan_that_the_template_cannot_write() -> None:
         RecipeError, match=r"cannot render this conversation[\s\S]*scan 0 \(train\)"
     ):
         digits.scans(processor)[0]
+    processor.chat_template = "a\n{{ messages"
+    with pytest.raises(RecipeError, match=r"not valid Jinja[\s\S]*chat_template[\s\S]*line 2"):
+        digits.scans(processor)[0]
 
 
 def test_an_answer_that_no_token_shows() -> None:

@@ -297,7 +297,14 @@ def named_checkpoint(root: Path, name: str) -> Path:
             "the checkpoint to restore from does not exist",
             where="checkpoint.restore_from",
             value=name,
-            hint=f"use an existing one ({root} contains {existing}), LATEST, LOWEST_VAL, or a path",
+            hint=f"use an existing one ({root} contains {existing}), LATEST, LOWEST_VAL after a validation, or a path",
+        )
+    if not os.path.lexists(found / layout.MANIFEST) and checkpoint_names(found):
+        raise CheckpointUnusable(
+            "the checkpoint to restore from is a run directory",
+            where="checkpoint.restore_from",
+            value=name,
+            hint=f"name one of its checkpoints, such as {found / layout.LATEST}",
         )
     return found
 

@@ -40,7 +40,7 @@ class MtpConfig:
 class ModelConfig:
     """The model to train."""
 
-    from_pretrained: str | None = None
+    from_pretrained: str | None = setting(None, NOT_EMPTY)
     """Directory or Hub name of the pretrained Hugging Face model."""
     from_config: dict[str, Any] | str | None = None
     """Train from scratch: a transformers config (a mapping with model_type), the path of a config.json or of its

@@ -51,7 +51,7 @@ _REVISION = Condition(
 class TokenizerConfig:
     """The tokenizer. Set tokenizer: null for data that is already tokenized."""
 
-    from_pretrained: str | None = None
+    from_pretrained: str | None = setting(None, NOT_EMPTY)
     """Directory or Hub name of a tokenizer; null uses the model's tokenizer."""
     revision: str | None = setting(None, NOT_EMPTY)
     """Branch, tag or commit of the Hub name in from_pretrained; null: the main branch."""
@@ -63,7 +63,7 @@ class TokenizerConfig:
 class ProcessorConfig:
     """The processor, which prepares text and images for a vision-language model."""
 
-    from_pretrained: str | None = None
+    from_pretrained: str | None = setting(None, NOT_EMPTY)
     """Directory or Hub name of a processor; null uses the model's processor."""
     revision: str | None = setting(None, NOT_EMPTY)
     """Branch, tag or commit of the Hub name in from_pretrained; null: the main branch."""

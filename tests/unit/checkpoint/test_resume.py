@@ -190,6 +190,8 @@ def test_a_checkpoint_to_restore_is_named_by_pointer_name_or_path(tmp_path: Path
     commit.unpoint(tmp_path, layout.LOWEST_VAL)
     with pytest.raises(CheckpointUnusable, match="does not exist"):
         resume.named_checkpoint(tmp_path, "LOWEST_VAL")
+    with pytest.raises(CheckpointUnusable, match=rf"run directory[\s\S]*such as {tmp_path}/LATEST"):
+        resume.named_checkpoint(tmp_path, str(tmp_path))
 
 
 def test_a_pointer_that_is_a_text_file_is_followed(tmp_path: Path) -> None:

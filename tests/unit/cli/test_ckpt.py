@@ -190,6 +190,17 @@ def test_with_json_an_error_is_a_document_too(
     )
 
 
+def test_a_misspelt_checkpoint_gets_the_names_of_those_beside_it(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    for step in range(1, 6):
+        (tmp_path / f"epoch_0_step_{step}").mkdir()
+    for name in ("epoch_0_step_9", "LATESTT"):
+        assert main(["show", str(tmp_path / name)]) == 3
+        hint = f"{tmp_path} contains epoch_0_step_5, epoch_0_step_4, epoch_0_step_3, ..."
+        assert hint in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["plot"], ["goodput"], ["track", "--to=tensorboard"]])
 def test_the_log_of_a_run_that_does_not_exist_is_not_empty_but_missing(
     tmp_path: Path, capsys: Capture, words: list[str]

@@ -43,6 +43,13 @@ def test_changed_settings_are_named_with_both_values_and_defaults_of_younger_key
     ]
 
 
+def test_a_removed_section_is_one_change() -> None:
+    saved, now = recipe_of("peft: {r: 8, alpha: 16}\nema: {decay: 1}\n"), recipe_of("peft: null\n")
+    changes = [str(change) for change in changed_keys(saved, now, {"peft"})]
+    assert changes == ["ema.decay: 1 -> not set", "peft: a section -> null"]
+    assert [str(change) for change in changed_keys(saved, now, set())] == changes
+
+
 def test_what_a_resume_takes_from_the_checkpoint_is_ignored_unless_that_has_no_optimizer_or_the_recipe_counts() -> (
     None
 ):

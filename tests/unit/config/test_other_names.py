@@ -1,4 +1,4 @@
-"""Settings under the names of other trainers are reported with the key that means the same here."""
+"""Hints about keys and values: the names of other trainers, keys in the wrong section, and mistakes in YAML."""
 
 from __future__ import annotations
 
@@ -62,11 +62,45 @@ def test_no_name_is_a_top_level_key_or_section_here() -> None:
         ("max_seq_length: 512\n", [], "here: dataset.seq_length"),
         ("  max_seq_length: 512\n", [], "did you mean dataset.seq_length?"),
         ("bf16: true\n", [], "here: distributed.mixed_precision"),
+        ("precision: bf16\n", [], "here: distributed.mixed_precision"),
+        ("seq_length: 64\n", [], "here: dataset.seq_length"),
+        ("optimizer: {name: adamw}\n", [], "here: optimizer (_target_: torch.optim.SGD)"),
+        ("", ["--model.name", "x"], "here: model.from_pretrained"),
         ("peft: {lora_r: 8}\n", [], "here: peft.r"),
         ("use_liger_kernel: true\n", [], "computed in chunks without a key"),
     ],
 )
 def test_a_name_of_another_trainer_is_answered_with_ours(
+    tmp_path: Path, text: str, words: list[str], hint: str
+) -> None:
+    assert hint in problem(tmp_path, text, *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "hint"),
+    [
+        ("", ["--lr", "1e-4"], "did you mean optimizer.lr?"),
+        ("extend: base.yaml\n", [], "did you mean extends?"),
+        ("", ["--wandb.project", "x"], "here: logging.trackers"),
+        ("strategy: ddp\n", [], "did you mean distributed.strategy"),
+        ("optimizer: {max_steps: 3}\n", [], "did you mean step_scheduler.max_steps?"),
+        ("optimizer:\n  lr:1e-3\n", [], "write a space after the colon"),
+        ("loss_fn: mine.focal\n", [], "name a class or function in loss_fn._target_"),
+        ("optimizer: torch.optim.SGD\n", [], "name a class or function in optimizer._target_"),
+        ("optimizer:\n\tlr: 1e-3\n", [], "indent with spaces, not with tabs"),
+        ("optimizer:\n  lr: 1e-3\n eps: 1e-9\n", [], "the same number of spaces"),
+        ("optimizer:\n  lr: 1e-3\n    eps: 1e-9\n", [], "the same number of spaces"),
+        ("", ["--optimizer.betas", "0.9, 0.95"], "write [0.9, 0.95]"),
+        ("", ["--optimizer.betas", "(0.9 0.95)"], "write [0.9, 0.95]"),
+        ("", ["--step_scheduler.max_steps", "1e3"], "write 1000"),
+        ("", ["--step_scheduler.max_steps", "1.5"], "correct the value"),
+        ("", ["--step_scheduler.max_steps", "inf"], "correct the value"),
+        ("validation_dataset: {target: x}\n", [], "did you mean validation_dataset._target_"),
+        ("", ["--model.from_pretrained", ""], "model.from_pretrained must be non-empty"),
+        ("", ["--checkpoint.checkpoint_dir", "./some/x/../model"], "to another directory"),
+    ],
+)
+def test_a_hint_names_what_was_probably_meant(
     tmp_path: Path, text: str, words: list[str], hint: str
 ) -> None:
     assert hint in problem(tmp_path, text, *words)

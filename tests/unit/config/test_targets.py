@@ -290,6 +290,14 @@ def test_a_function_that_could_run_anything_is_rejected_in_every_section_before_
     assert "AUTOMODEL_CKPT_TRUST=" in text
 
 
+def test_a_misspelt_builder_of_this_package_is_named_before_trust(recipe: Path) -> None:
+    misspelt = "--dataset._target_=automodel_ckpt.data.text.promt_completion"
+    with pytest.raises(
+        RecipeError, match=r"hint:   did you mean automodel_ckpt\.data\.text\.prompt_completion\?"
+    ):
+        check_names(load(recipe, misspelt), Trust())
+
+
 def test_the_name_of_a_class_alone_gets_a_hint_with_the_allowed_names(recipe: Path) -> None:
     with pytest.raises(
         RecipeError, match=r"'AdamW' is not a dotted name[\s\S]*such as torch\.optim"
@@ -547,6 +555,7 @@ def test_all_mistakes_in_arguments_are_reported_together_with_their_lines(recipe
         "dataset.size must be a whole number\n  where:  --dataset.size\n  value:  1.5",
         "dataset.pair must be a list of 2",
         "loss_fn.size is missing: trusted_pkg.things.make requires it",
+        "a function that training calls itself begins with (logits, labels)",
     ):
         assert piece in text
     assert len(caught.value.problems) == 6
@@ -714,6 +723,8 @@ def test_a_recipe_outside_needs_trust(recipe: Path, name: str, message: str) -> 
 def test_a_class_that_is_no_recipe_is_refused(recipe: Path) -> None:
     with pytest.raises(RecipeError, match="is not a recipe"):
         prepare(load(recipe, "--recipe=trusted_pkg.custom.NoRecipe"), Trust(["trusted_pkg"]))
+    with pytest.raises(RecipeError, match=r"write custom\.py:CLASS"):
+        prepare(load(recipe, "--recipe=custom.py"), Trust(["trusted_pkg", "custom.py"]))
 
 
 def test_the_built_in_recipe_needs_no_trust(recipe: Path) -> None:

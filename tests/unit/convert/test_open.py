@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.state.fill_modules import (
     module_shapes,
 )
 from automodel_ckpt.checkpoint.state.stored_rows import rows_of
-from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.convert.open import open_base, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import tiny
 
@@ -114,6 +114,10 @@ def test_each_way_to_name_a_checkpoint_gives_its_newest_weights(
         for name, value in made.model.state_dict().items():
             assert torch.equal(fresh.state_dict()[name], value), name
     assert open_weights(root).modules.keys() == {"model", "head"}
+    # A model in whose directory a run has its checkpoints.
+    base = {"head.weight": torch.ones(2, 2)}
+    save_file(base, root / "model.safetensors")
+    assert open_base(root).modules["model"].tensors.keys() == base.keys()
 
 
 def test_an_export_is_read_like_any_hugging_face_directory(tmp_path: Path) -> None:

@@ -153,7 +153,8 @@ def test_the_oldest_exchanges_are_removed_until_the_rest_fits(
     assert len(fitting) == 1 and fitting[0] == short[0]
     whole = messages(tokenizer, path, chat_template=TEMPLATE, truncation="history")
     assert len(whole) == 2
-    assert len(messages(tokenizer, path, truncation="skip", **options)) == 0
+    with pytest.raises(RecipeError, match=r"all samples of the data were skipped[\s\S]*2 samples"):
+        messages(tokenizer, path, truncation="skip", **options)
 
 
 XLAM = {

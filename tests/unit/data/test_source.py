@@ -86,7 +86,7 @@ def test_a_file_has_neither_subsets_nor_other_splits(directory: Path) -> None:
         Source(path, name="easy").fingerprint()
     with pytest.raises(RecipeError, match="a data file has only the split train"):
         Source(path, split="train[:1]+dev[:1]").texts(["text"])
-    with pytest.raises(RecipeError, match="unknown data file format"):
+    with pytest.raises(RecipeError, match="a data file cannot be read"):
         Source(str(directory / "misspelled" / "directory"), split="validation").texts(["text"])
     with pytest.raises(RecipeError, match="a data file cannot be read"):
         Source(str(directory / "misspelled.jsonl"), split="validation").texts(["text"])
@@ -224,6 +224,9 @@ def test_the_one_line_that_is_no_json_is_named(
         ("s3://bucket/*.jsonl", "copy the file to a local disk"),
         ("none/*.jsonl", r"no data file matches this pattern[\s\S]*working directory"),
         ([], "the list of data files is empty"),
+        ("", "the path is empty"),
+        ("trian.jsonl", r"ENOENT[\s\S]*did you mean train.jsonl\?"),
+        ("/no/such/directory", "ENOENT"),
         (["train.jsonl", "no.jsonl"], r"cannot be read[\s\S]*no.jsonl"),
         (["*.jsonl", "train.jsonl"], r"listed twice[\s\S]*train.jsonl"),
         (["train.jsonl", "a.csv"], r"different formats[\s\S]*\*.csv, \*.jsonl"),
@@ -411,7 +414,7 @@ def test_a_field_that_a_table_does_not_have_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(
         RecipeError,
-        match=r"the data has no field talk[\s\S]*contain the word field; .*data.chat.messages",
+        match=r"the data has no field talk[\s\S]*ends in _field, such as completion_field\); .*data.chat.messages",
     ):
         source.contain_messages(["talk"])
 

@@ -204,6 +204,7 @@ def test_a_mixture_of_types_is_refused(tokenizer: Any, tmp_path: Path) -> None:
 def test_a_missing_or_unknown_file_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"(?s)none\.jsonl.*ENOENT.*working directory"):
         text(tokenizer, str(tmp_path / "none.jsonl"))
+    (tmp_path / "a.docx").touch()
     with pytest.raises(RecipeError, match=r"use a file named \*\.jsonl"):
         text(tokenizer, str(tmp_path / "a.docx"))
     with pytest.raises(RecipeError, match="unknown value for truncation"):

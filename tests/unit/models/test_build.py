@@ -108,6 +108,22 @@ def test_a_hub_model_that_is_not_cached_is_refused_offline() -> None:
     assert base_directory("some-organisation/some-model") is None
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("misspelt", r"no models of this type[\s\S]*model_type lama[\s\S]*did you mean llama"),
+        ("misspelt/config.json", r"is a directory, not a file[\s\S]*such as .*/misspelt\n?"),
+    ],
+)
+def test_a_config_that_transformers_cannot_use_is_refused_with_the_reason(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    (tmp_path / "misspelt").mkdir()
+    (tmp_path / "misspelt" / "config.json").write_text('{"model_type": "lama"}')
+    with pytest.raises(RecipeError, match=said):
+        load_model_config(from_pretrained=str(tmp_path / name))
+
+
 class Hub(BaseHTTPRequestHandler):
     """Serves the files of a directory as the Hub serves those of one model."""
 

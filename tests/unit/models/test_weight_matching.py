@@ -38,6 +38,17 @@ def test_what_is_on_one_side_only_or_of_another_shape_is_refused_by_name_with_th
         assert text in str(caught.value)
 
 
+def test_an_error_lists_some_of_many_differences_in_order() -> None:
+    names = [f"layer.{number:03}.weight" for number in range(100)]
+    shapes = dict.fromkeys(names, (2, 2))
+    verdict = compare(Names(shapes), Names(dict.fromkeys(reversed(names), (3, 3))))
+    with pytest.raises(RecipeError) as caught:
+        verdict.check_allowed("model.from_pretrained", "base", "model")
+    lines = caught.value.problems[0].value.splitlines()
+    assert [line.split()[1].strip(":") for line in lines[1:-1]] == names[: len(lines) - 2]
+    assert lines[-1].strip() == f"... and {100 - len(lines) + 2} more"
+
+
 def test_the_hint_names_the_prefixes_that_all_names_have_in_the_source() -> None:
     prefixed = {}
     for prefix in ("model_ema", "weights.module"):
