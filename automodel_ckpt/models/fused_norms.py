@@ -140,7 +140,7 @@ class _RmsNorm(torch.autograd.Function):
         wanted = list(ctx.needs_input_grad[:2])
         if inputs.is_cuda:
             found = torch.ops.aten._fused_rms_norm_backward(
-                gradient, inputs, weight.shape, inverse, weight, wanted
+                gradient.contiguous(), inputs.contiguous(), weight.shape, inverse, weight, wanted
             )
             of_inputs, of_weight = found
             return of_inputs if wanted[0] else None, of_weight if wanted[1] else None, None

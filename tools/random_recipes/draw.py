@@ -199,6 +199,8 @@ def _add_decoder(some: _Some, supported: Container[str] | None = None) -> None:
     sizes["tie_word_embeddings"] = some.numbers.random() < 0.4
     some.always("model", {"from_config": {"model_type": name, **sizes}})
     some.maybe(0.1, "model.vocab_size", 1100, "tokenizer")
+    # A GPU computes with fused layers by default.
+    some.maybe(0.3, "model.fused_layers", True, False)
     if _has_experts(some.options):
         some.maybe(0.3, "model.router_aux_loss", "micro_batch", False)
 

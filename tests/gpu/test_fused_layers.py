@@ -1,0 +1,85 @@
+"""Fused layers on a GPU beside the modules that they replace, in float64 on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from automodel_ckpt.models.fused_adapters import fuse_adapters
+from automodel_ckpt.models.fused_gates import fuse_gates
+from automodel_ckpt.models.fused_norms import fuse_norms
+from tests.support.gpu import DEVICE, needs_gpu
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+BATCH, LENGTH = 3, 37
+
+
+def norm(size: int) -> nn.Module:
+    module = LlamaRMSNorm(size)
+    nn.init.uniform_(module.weight, 0.5, 1.5)
+    return module
+
+
+def gated(size: int) -> nn.Module:
+    return LlamaMLP(
+        LlamaConfig(hidden_size=size, intermediate_size=2 * size + 8, num_attention_heads=1)
+    )
+
+
+def adapted(size: int) -> nn.Module:
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["0"])
+    layers = get_peft_model(nn.Sequential(nn.Linear(size, 2 * size + 8)), config)
+    for name, parameter in layers.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return layers
+
+
+KINDS: dict[str, tuple[Callable[[int], nn.Module], Callable[[nn.Module], int]]] = {
+    "normalization": (norm, fuse_norms),
+    "gated layer": (gated, fuse_gates),
+    "adapter": (adapted, fuse_adapters),
+}
+
+
+def results(module: nn.Module, inputs: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
+    """The output, and the gradients of the inputs and of the trained parameters."""
+    leaf = inputs.detach().requires_grad_()
+    output = module(leaf)
+    # A gradient that is not contiguous, as attention returns them.
+    output.transpose(0, 1).backward(gradient)  # type: ignore[no-untyped-call]
+    trained = [each for each in module.parameters() if each.requires_grad]
+    assert leaf.grad is not None
+    return [output.detach(), leaf.grad, *(each.grad for each in trained if each.grad is not None)]
+
+
+@needs_gpu
+@pytest.mark.parametrize("size", [96, 100, 1022])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_and_gradients_are_those_of_float64(
+    kind: str, dtype: torch.dtype, size: int
+) -> None:
+    build, fuse = KINDS[kind]
+    torch.manual_seed(0)
+    module = build(size).to(dtype)
+    inputs = torch.randn(BATCH, LENGTH, size).to(dtype)
+    on_gpu = copy.deepcopy(module).to(DEVICE)
+    assert fuse(on_gpu) == 1
+    with torch.no_grad():
+        width = module(inputs).shape[-1]
+    gradient = torch.randn(LENGTH, BATCH, width).to(dtype)
+    exact = results(module.double(), inputs.double(), gradient.double())
+    found = results(on_gpu, inputs.to(DEVICE), gradient.to(DEVICE))
+    assert len(found) == len(exact)
+    for here, there in zip(found, exact, strict=True):
+        assert here.dtype == dtype
+        difference = (here.cpu().double() - there).norm() / there.norm()
+        assert difference < TOLERANCE[dtype]
