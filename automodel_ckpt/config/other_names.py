@@ -140,7 +140,8 @@ _MODEL = {
     **_same("torch_compile_mode", "compile.mode"),
     **_same(
         "use_liger_kernel enable_liger_kernel liger_kernel",
-        note="remove it: the output layer and its loss are computed in chunks without a key",
+        "model.fused_layers",
+        note="on by default on a GPU; the output layer and its loss are computed in chunks without a key",
     ),
     **_same(
         "bf16 fp16 precision half_precision_backend mixed_precision", "distributed.mixed_precision"
