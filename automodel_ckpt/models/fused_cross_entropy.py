@@ -57,9 +57,18 @@ def kernel_for(device_type: str, logits_dtype: torch.dtype) -> str:
         if name != "triton":
             return name
         # The kernels compute in float32.
-        if logits_dtype == torch.float32 and is_installed("triton") and _runs_triton():
+        if logits_dtype == torch.float32 and _has_triton(device_type) and _runs_triton():
             return name
     return "torch"
+
+
+def _has_triton(device_type: str) -> bool:
+    """Whether Triton is installed; also True for the forecast of a GPU elsewhere, by PyTorch for CPUs.
+
+    PyTorch for CUDA depends on Triton.
+    """
+    is_elsewhere = device_type == "cuda" and not torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    return is_elsewhere or is_installed("triton")
 
 
 def _runs_triton() -> bool:

@@ -10,9 +10,11 @@ from automodel_ckpt.recipes.forecast.candidates import (
     first_that_fits,
     fits,
     larger_batches,
+    missing_bytes,
     smaller,
 )
 from automodel_ckpt.recipes.forecast.memory import Memory, estimate_memory
+from automodel_ckpt.recipes.forecast.model_traces import forget_traces
 from automodel_ckpt.recipes.forecast.step_trace import checkpointing
 from automodel_ckpt.recipes.recipe import Recipe
 
@@ -22,12 +24,14 @@ class Advice:
     """Whether a run fits into the memory of its device, and other settings to paste after the command.
 
     *overrides* are the first settings that fit if the run does not, empty if none was found; or the largest local batch
-    size that fits if the run does, empty if it is the recipe's. *memory* is the forecast with them.
+    size that fits if the run does, empty if it is the recipe's. *memory* is the forecast with them. *missing_bytes* is
+    how much more memory the device would need.
     """
 
     fits: bool
     overrides: tuple[str, ...] = ()
     memory: Memory | None = None
+    missing_bytes: int = 0
 
 
 def advice_for(
@@ -50,11 +54,17 @@ def advice_for(
         forecasts[candidate.overrides] = forecast
         return None if forecast.activations is None else forecast.total
 
+    def exact_total_of(candidate: Candidate) -> int | None:
+        forget_traces(recipe)
+        return total_of(candidate)
+
     if not fits(memory.total, device_bytes):
-        found = first_that_fits(smaller(config, recipe.model, sizes), total_of, device_bytes)
+        choices = smaller(config, recipe.model, sizes)
+        found = first_that_fits(choices, total_of, exact_total_of, device_bytes)
+        missing = missing_bytes(memory.total, device_bytes)
         if found is None:
-            return Advice(fits=False)
-        return Advice(False, found.overrides, forecasts[found.overrides])
+            return Advice(False, missing_bytes=missing)
+        return Advice(False, found.overrides, forecasts[found.overrides], missing)
     largest: Candidate | None = None
     for candidate in larger_batches(config, sizes):
         total = total_of(candidate)

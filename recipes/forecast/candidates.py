@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,15 +83,27 @@ def larger_batches(config: RecipeConfig, sizes: Sizes) -> Iterator[Candidate]:
         local_batch_size *= 2
 
 
+Total = Callable[[Candidate], int | None]
+"""Forecasts the bytes that a candidate needs; None: they are unknown."""
+
+
 def first_that_fits(
-    candidates: Iterator[Candidate], total_of: Callable[[Candidate], int | None], device_bytes: int
+    candidates: Iterator[Candidate], total_of: Total, exact_total_of: Total, device_bytes: int
 ) -> Candidate | None:
-    """Return the first candidate whose forecast is known and fits."""
+    """Return the first candidate whose forecast is known and fits: by *total_of*, and then by the slower exact one."""
     for candidate in candidates:
-        total = total_of(candidate)
-        if total is not None and fits(total, device_bytes):
+        if all(_fits(total(candidate), device_bytes) for total in (total_of, exact_total_of)):
             return candidate
     return None
+
+
+def _fits(total_bytes: int | None, device_bytes: int) -> bool:
+    return total_bytes is not None and fits(total_bytes, device_bytes)
+
+
+def missing_bytes(total_bytes: int, device_bytes: int) -> int:
+    """How much more memory a forecast of *total_bytes* needs than a device has, with the share that stays free."""
+    return math.ceil(total_bytes - _USABLE * device_bytes)
 
 
 def is_checkpointed(config: RecipeConfig) -> bool:

@@ -51,6 +51,11 @@ def trace_of(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
     return start.between(end, (rows - first) / (second - first))
 
 
+def forget_traces(recipe: Recipe) -> None:
+    """Let the next number of rows be traced, instead of being computed from others, which is some percent off."""
+    _traces.pop(recipe.model, None)
+
+
 def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
     backbone = _traced_part(recipe.model)
     tokens = {"input_ids": torch.zeros(batch.rows, batch.tokens_per_row, dtype=torch.long)}

@@ -145,13 +145,13 @@ def _device_rows(plan: Plan) -> Rows:
     if advice is None:
         yield "device", f"{title}; whether the run fits is unknown"
         return
-    unused = device.nbytes - plan.memory.total
     if advice.fits:
+        unused = device.nbytes - plan.memory.total
         yield "device", f"{title}: fits, {size_text(unused)} are free"
         if advice.memory is not None:
             yield "larger", f"{' '.join(advice.overrides)} (about {size_text(advice.memory.total)})"
         return
-    yield "device", f"{title}: NOT ENOUGH, {size_text(max(-unused, 0))} too little"
+    yield "device", f"{title}: NOT ENOUGH, {size_text(advice.missing_bytes)} too little"
     if advice.memory is None:
         yield "fits", "no smaller local batch, recomputed activations, 64 ranks or offloading"
         return

@@ -400,9 +400,9 @@ def test_the_weight_of_the_loss_is_not_rounded_to_bfloat16(
 
 
 def test_chunks_of_a_gpu_are_large_and_full_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_cross_entropy, "is_installed", lambda package: False)
+    monkeypatch.setattr(fused_cross_entropy, "_has_triton", lambda device_type: False)
     assert chunk_rows("cuda", 128_256) == 1024
-    monkeypatch.setattr(fused_cross_entropy, "is_installed", lambda package: True)
+    monkeypatch.setattr(fused_cross_entropy, "_has_triton", lambda device_type: True)
     assert chunk_rows("cuda", 128_256) == 2048
     assert chunk_rows("cuda", 152_064) == 1536
     assert chunk_rows("cuda", 2**30) == 256
@@ -427,7 +427,7 @@ def test_kernels_that_fail_are_replaced_and_the_reason_is_logged(
 def test_a_frozen_head_on_a_gpu_needs_a_fifth_of_the_memory_of_full_logits(
     num_positions: int, has_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_cross_entropy, "is_installed", lambda package: has_triton)
+    monkeypatch.setattr(fused_cross_entropy, "_has_triton", lambda device_type: has_triton)
     head = (num_positions, 128_256, 4096, torch.bfloat16, "cuda")
     # In float32 the log-softmax and two gradients, in the backward pass.
     full = num_positions * 128_256 * 3 * 4
