@@ -191,7 +191,8 @@ def _lora_config(
             hint="set peft.ensure_weight_tying to false, or list the embedding in peft.modules_to_save instead",
         )
     options: dict[str, Any] = {}
-    if keep_tied and _ends_of_model(saved):
+    if keep_tied and (ends := _ends_of_model(saved)):
+        _check_tied_embeddings(model, ends)
         options["ensure_weight_tying"] = True
     if parameters:
         all_parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -215,6 +216,23 @@ def _lora_config(
 def _ends_of_model(names: Iterable[str]) -> list[str]:
     """The names that peft recognizes as an embedding or an output layer."""
     return [name for name in names if name.rpartition(".")[2] in {"embed_tokens", "lm_head"}]
+
+
+def _check_tied_embeddings(model: Any, saved: Iterable[str]) -> None:
+    """Raise :class:`RecipeError` if peft would put a copy of a linear layer in the place of an embedding.
+
+    It does so for each module whose weight is tied to that of another embedding: those of encoder-decoders.
+    """
+    tied = [name.rpartition(".")[0] for name in model.all_tied_weights_keys]
+    embeddings = [name for name in tied if isinstance(model.get_submodule(name), nn.Embedding)]
+    linear = [name for name in saved if not isinstance(model.get_submodule(name), nn.Embedding)]
+    if embeddings and linear:
+        raise RecipeError(
+            "peft cannot train an output layer as a whole whose weight several embeddings share",
+            where="peft.modules_to_save",
+            value=f"{', '.join(linear)}; tied to {', '.join(embeddings)}",
+            hint="set peft.ensure_weight_tying to false, which trains an output layer that is not tied",
+        )
 
 
 def _wrap(model: nn.Module, peft_config: Any, *, autocast: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +12,14 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from automodel_ckpt.checkpoint.module_tensors import adapter_keys
 from automodel_ckpt.errors import RecipeError
@@ -328,6 +336,15 @@ def test_adapters_on_tied_ends_of_the_model_are_refused_unless_they_may_differ(t
     with pytest.raises(RecipeError, match="ensure_weight_tying to false"):
         add_adapters(llama(tie_word_embeddings=True), lora, task_type="CAUSAL_LM")
     add_adapters(llama(), lora, task_type="CAUSAL_LM")
+
+
+def test_an_output_layer_that_several_embeddings_share_is_not_trained_as_a_whole() -> None:
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 16}
+    model = T5ForConditionalGeneration(T5Config(**sizes, tie_word_embeddings=True))
+    lora = Lora(target_modules=["q"], modules_to_save=["lm_head"])
+    with pytest.raises(RecipeError, match=r"tied to encoder.embed_tokens, decoder.embed_tokens"):
+        add_adapters(model, lora)
+    add_adapters(model, replace(lora, ensure_weight_tying=False))
 
 
 def test_other_modules_have_no_adapter_keys() -> None:
