@@ -343,8 +343,8 @@ def test_an_output_layer_that_several_embeddings_share_is_not_trained_as_a_whole
     model = T5ForConditionalGeneration(T5Config(**sizes, tie_word_embeddings=True))
     lora = Lora(target_modules=["q"], modules_to_save=["lm_head"])
     with pytest.raises(RecipeError, match=r"tied to encoder.embed_tokens, decoder.embed_tokens"):
-        add_adapters(model, lora)
-    add_adapters(model, replace(lora, ensure_weight_tying=False))
+        add_adapters(model, lora, task_type="SEQ_2_SEQ_LM")
+    add_adapters(model, replace(lora, ensure_weight_tying=False), task_type="SEQ_2_SEQ_LM")
 
 
 def test_other_modules_have_no_adapter_keys() -> None:
