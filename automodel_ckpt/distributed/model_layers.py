@@ -62,6 +62,9 @@ def separate_ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
         except NotImplementedError:
             # A model of transformers that does not state its embedding.
             continue
+        if name == "get_output_embeddings" and isinstance(end, nn.Embedding):
+            # The embedding of a decoder. The model may read its type before it calls it.
+            continue
         for module in _copies(end):
             is_large = _num_elements(module) > size_of_layer
             if is_large and id(module) not in layer_parts and _is_untied(module, uses_in_model):
