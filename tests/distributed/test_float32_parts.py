@@ -219,7 +219,6 @@ def hunyuan() -> nn.Module:
         moe_intermediate_size=8,
         n_routed_experts=2,
         num_experts_per_tok=1,
-        first_k_dense_replace=1,
         q_lora_rank=8,
         kv_lora_rank=8,
         qk_rope_head_dim=4,
