@@ -179,12 +179,14 @@ def _shard_experts(
     names = ["expert_shard"]
     if layout.sizes.dp_replicate > 1:
         names.insert(0, "dp_replicate")
+    # They get the weights of the router in its type.
+    policy_of = _layer_policy(model, options["mp_policy"])
     for module in divide_experts(model, mesh["ep"]):
         fully_shard(
             module,
             mesh=mesh[tuple(names)],
             reshard_after_forward=how.reshard_after_forward,
-            **options,
+            **{**options, "mp_policy": policy_of(module)},
         )
 
 

@@ -139,6 +139,19 @@ def test_fsdp2_in_bfloat16_computes_these_parts_in_float32(
         assert each == [pytest.approx(step, rel=1e-6) for step in expected]
 
 
+def test_divided_experts_get_the_weights_of_a_router_in_float32() -> None:
+    def found() -> list[tuple[float, float]]:
+        return sharded_steps(mixed(), torch.float32, ep_size=2)
+
+    for each in ranks.run(found, 2):
+        for (loss, norm), expected in zip(each, plain_steps(4, torch.float32), strict=True):
+            # Gradients of an expert are rounded once for the tokens of both ranks.
+            assert (loss, norm) == (
+                pytest.approx(expected[0], rel=1e-6),
+                pytest.approx(expected[1], rel=2e-3),
+            )
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_fsdp2_trains_them_beside_weights_in_bfloat16(num_ranks: int) -> None:
     expected = plain_steps(2 * num_ranks, torch.bfloat16)
