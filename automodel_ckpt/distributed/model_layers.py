@@ -36,9 +36,30 @@ def _parts(model: Any) -> list[nn.Module]:
 
 
 def untied_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks that share no parameter with other modules. Sharding a block separately breaks such a tie."""
+    """The repeated blocks that share no parameter with other modules. Sharding a block separately breaks such a tie.
+
+    A block with the input embedding, such as that of ModernBERT, is none of them: multimodal models call the embedding
+    without the block.
+    """
     uses_in_model = _num_uses(model)
-    return [layer for layer in decoder_layers(model) if _is_untied(layer, uses_in_model)]
+    return [layer for layer in layers_after_input(model) if _is_untied(layer, uses_in_model)]
+
+
+def layers_after_input(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks without those that contain the input embedding."""
+    embedding = _end_of(model, "get_input_embeddings")
+    layers = decoder_layers(model)
+    return [layer for layer in layers if all(part is not embedding for part in layer.modules())]
+
+
+def _end_of(model: Any, name: str) -> nn.Module | None:
+    """What the method *name* of *model* returns; None if it has no such method, or does not state the module."""
+    try:
+        end: nn.Module | None = getattr(model, name, lambda: None)()
+    except NotImplementedError:
+        # A model of transformers that does not state its embedding.
+        return None
+    return end
 
 
 def separate_ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -49,18 +70,16 @@ def separate_ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     that shares a parameter with others is never separate. If peft trains a copy of one, these are the copy and the
     original.
     """
-    any_model: Any = model
-    layers = decoder_layers(model)
+    layers = layers_after_input(model)
     layer_parts = {id(part) for layer in layers for part in layer.modules()}
     size_of_layer = max(map(_num_elements, layers), default=0)
     uses_in_model = _num_uses(model)
     ends: list[list[nn.Module]] = []
     for name in ("get_input_embeddings", "get_output_embeddings"):
         ends.append([])
-        try:
-            end = getattr(any_model, name, lambda: None)()
-        except NotImplementedError:
-            # A model of transformers that does not state its embedding.
+        end = _end_of(model, name)
+        if name == "get_output_embeddings" and isinstance(end, nn.Embedding):
+            # The embedding of a decoder. The model may read its type before it calls it.
             continue
         for module in _copies(end):
             is_large = _num_elements(module) > size_of_layer

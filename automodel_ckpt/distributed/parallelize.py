@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -38,6 +40,7 @@ log = logging.getLogger("automodel_ckpt")
 
 _DEFERS = "_defers_gradient_sync"
 """The attribute of a model sharded by fsdp2 with the value of ``defer_gradient_sync``."""
+_TYPE_OF_LAYER = re.compile(r"\[0\](\.\w+)*\.dtype\b")
 Materialise = Callable[[nn.Module, torch.device], None]
 """Called with a model on the meta device and a device; gives the model this rank's values there."""
 
@@ -176,12 +179,14 @@ def _shard_experts(
     names = ["expert_shard"]
     if layout.sizes.dp_replicate > 1:
         names.insert(0, "dp_replicate")
+    # They get the weights of the router in its type.
+    policy_of = _layer_policy(model, options["mp_policy"])
     for module in divide_experts(model, mesh["ep"]):
         fully_shard(
             module,
             mesh=mesh[tuple(names)],
             reshard_after_forward=how.reshard_after_forward,
-            **options,
+            **{**options, "mp_policy": policy_of(module)},
         )
 
 
@@ -192,35 +197,74 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
     embeddings, heads = separate_ends(model)
     # Layers before the root: fully_shard gives the root's group all parameters that no inner group
     # has.
+    policy_of = _layer_policy(model, options["mp_policy"])
     for layer in untied_layers(model):
         fully_shard(
             layer,
             reshard_after_forward=how.reshard_after_forward,
-            **{**options, "mp_policy": _layer_policy(model, options["mp_policy"])},
+            **{**options, "mp_policy": policy_of(layer)},
         )
+    kept = {id(each) for name, each in model.named_parameters() if name in how.float32_names}
     for module in embeddings:
         is_lookup = type(module) is nn.Embedding
-        fully_shard(module, reshard_after_forward=how.reshard_after_forward, **options)
+        fully_shard(
+            module,
+            reshard_after_forward=how.reshard_after_forward,
+            **{**options, "mp_policy": _end_policy(module, kept, options["mp_policy"])},
+        )
         if is_lookup:
             # The gradient of a lookup depends on the token ids only.
             module.set_unshard_in_backward(False)  # type: ignore[operator]
     # The backward pass needs the head and the root first: gathering them twice would only cost. A frozen model has no
     # backward pass.
     for module in heads:
-        fully_shard(module, reshard_after_forward=not is_trained, **options)
+        fully_shard(
+            module,
+            reshard_after_forward=not is_trained,
+            **{**options, "mp_policy": _end_policy(module, kept, options["mp_policy"])},
+        )
     fully_shard(model, reshard_after_forward=not is_trained, **options)
     divide_groups_by_type(model, how.float32_names)
     setattr(model, _DEFERS, how.defer_gradient_sync)
     _prefetch(model, embeddings, heads)
 
 
-def _layer_policy(model: nn.Module, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+def _layer_policy(
+    model: nn.Module, policy: MixedPrecisionPolicy
+) -> Callable[[nn.Module], MixedPrecisionPolicy]:
     """The types of a decoder layer: *policy*, but layers of transformers get their inputs as the model computes them.
 
-    Some models give their layers positions or hidden states in float32 although their weights are in bfloat16.
+    Some models give their layers positions or hidden states in float32 although their weights are in bfloat16. Others
+    compute the inputs in the type that a layer's weight has, which is the stored one before the layer is called.
     """
-    if hasattr(model, "_keep_in_fp32_modules_strict"):
-        return replace(policy, cast_forward_inputs=False)
+    if not hasattr(model, "_keep_in_fp32_modules_strict"):
+        return lambda layer: policy
+    as_given = replace(policy, cast_forward_inputs=False)
+    cast: set[int] = set()
+    for module in model.modules():
+        lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
+        if lists and _reads_type_of_layer(type(module)):  # type: ignore[arg-type]
+            cast.update(id(layer) for each in lists for layer in each)
+    return lambda layer: policy if id(layer) in cast else as_given
+
+
+@cache
+def _reads_type_of_layer(module_class: type[nn.Module]) -> bool:
+    """Whether the forward function has an expression such as ``self.layers[0].norm.weight.dtype``."""
+    try:
+        source = inspect.getsource(inspect.unwrap(module_class.forward))
+    except (OSError, TypeError):
+        return False
+    return _TYPE_OF_LAYER.search(source) is not None
+
+
+def _end_policy(
+    module: nn.Module, kept: Collection[int], policy: MixedPrecisionPolicy
+) -> MixedPrecisionPolicy:
+    """The types of an embedding or output layer; *kept* has the ids of parameters that stay in float32."""
+    if all(id(parameter) in kept for parameter in module.parameters()):
+        # The model computes its inputs in float32, too.
+        return MixedPrecisionPolicy()
     return policy
 
 

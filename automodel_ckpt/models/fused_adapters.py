@@ -17,6 +17,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.models.fused_class import fused_class
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -37,25 +39,18 @@ def fuse_adapters(model: nn.Module) -> int:
 
 @functools.cache
 def _fused_class(adapted: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of peft's class of *adapted* linear layers, with the same name."""
-
-    def forward(layer: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        name = None if args or kwargs else _only_adapter(layer)
+    def compute(layer: Any, inputs: torch.Tensor) -> torch.Tensor | None:
+        name = _only_adapter(layer)
         if name is None or not _fits(layer, name, inputs):
-            return adapted.forward(layer, inputs, *args, **kwargs)
+            return None
         base = layer.base_layer
         down, up = layer.lora_A[name], layer.lora_B[name]
-        return _Product.apply(  # type: ignore[no-untyped-call]
+        product: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]
             inputs, base.weight, base.bias, down.weight, up.weight, layer.scaling[name]
         )
+        return product
 
-    names = {
-        "forward": forward,
-        "__module__": adapted.__module__,
-        "__qualname__": adapted.__qualname__,
-        "__doc__": adapted.__doc__,
-    }
-    return type(adapted.__name__, (adapted,), names)
+    return fused_class(adapted, compute)
 
 
 def _only_adapter(layer: Any) -> str | None:

@@ -17,11 +17,14 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.models.fused_class import fused_class
 from automodel_ckpt.models.fused_cross_entropy import kernel_for
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _ACTIVATION = "act_fn"
 _TOLERANCE = 1e-6
+_SCALES = (3.0, 300.0)
+"""Of the numbers with which a module is tried; some activations limit large ones."""
 
 
 def fuse_gates(model: nn.Module) -> int:
@@ -44,7 +47,9 @@ def _is_gated(module: Any) -> bool:
     has_parts = all(isinstance(getattr(module, name, None), nn.Module) for name in _PARTS)
     if not has_parts or not hasattr(module, _ACTIVATION) or "forward" in vars(module):
         return False
-    inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)) * 3
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(2, 8, 16, generator=generator, dtype=torch.float32, device="cpu")
+    inputs = torch.cat([inputs * scale for scale in _SCALES])
     stand_ins: Any = SimpleNamespace(
         gate_proj=lambda x: x + 0.5,
         up_proj=lambda x: 2 * x,
@@ -57,29 +62,30 @@ def _is_gated(module: Any) -> bool:
         # It needs more than its three parts, such as a setting or a dropout.
         return False
     expected = 3 * F.silu(inputs + 0.5) * (2 * inputs)
-    return isinstance(found, torch.Tensor) and torch.allclose(found, expected, rtol=_TOLERANCE)
+    if not isinstance(found, torch.Tensor) or found.dtype != expected.dtype:
+        return False
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=_TOLERANCE)
 
 
 @functools.cache
 def _fused_class(module_class: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of *module_class* with the same name."""
-
-    def forward(module: Any, inputs: torch.Tensor) -> Any:
+    def compute(module: Any, inputs: torch.Tensor) -> torch.Tensor:
         gate, up = module.gate_proj(inputs), module.up_proj(inputs)
         if isinstance(gate, DTensor) or isinstance(up, DTensor) or gate.dtype != up.dtype:
-            return module.down_proj(module.act_fn(gate) * up)
-        return module.down_proj(_GatedProduct.apply(gate, up))  # type: ignore[no-untyped-call]
+            product = module.act_fn(gate) * up
+        else:
+            product = _GatedProduct.apply(gate, up)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = module.down_proj(product)
+        return result
 
-    names = {
-        "forward": forward,
-        "__module__": module_class.__module__,
-        "__qualname__": module_class.__qualname__,
-        "__doc__": module_class.__doc__,
-    }
-    return type(module_class.__name__, (module_class,), names)
+    return fused_class(module_class, compute)
 
 
-def _uses_triton(tensor: torch.Tensor) -> bool:
+def _uses_triton(*tensors: torch.Tensor) -> bool:
+    # A subclass, such as the result of a collective that still runs, has no memory that a kernel could read.
+    if any(type(tensor) is not torch.Tensor for tensor in tensors):
+        return False
+    tensor = tensors[0]
     is_narrow = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return is_narrow and tensor.is_cuda and kernel_for("cuda", torch.float32) == "triton"
 
@@ -90,7 +96,7 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        if _uses_triton(gate):
+        if _uses_triton(gate, up):
             from automodel_ckpt.models import gate_kernels
 
             return gate_kernels.product(gate.contiguous(), up.contiguous())
@@ -100,7 +106,7 @@ class _GatedProduct(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
-        if _uses_triton(gate):
+        if _uses_triton(gradient, gate, up):
             from automodel_ckpt.models import gate_kernels
 
             return gate_kernels.gradients(gradient.contiguous(), gate.contiguous(), up.contiguous())

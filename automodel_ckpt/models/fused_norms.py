@@ -17,11 +17,15 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.models.fused_class import fused_class
+
 _EPSILONS = ("variance_epsilon", "eps")
 """Names of the attribute for the smallest mean square, in transformers' modules and in torch's."""
 _ROWS = 8
 _TOLERANCE = 1e-5
 """Of float32 outputs, whose root mean square is near 1."""
+_LARGE = 1e3
+"""A scale of inputs at which a module may limit them."""
 
 
 def fuse_norms(model: nn.Module) -> int:
@@ -51,11 +55,18 @@ def fuse_norms(model: nn.Module) -> int:
 
 def _epsilon_of(module: nn.Module) -> float | None:
     """The epsilon of a module that may be a normalization; None for any other module."""
-    parameters = dict(module.named_parameters())
-    if set(parameters) != {"weight"} or parameters["weight"].dim() != 1:
+    # First without the children: most modules have many parameters.
+    own = dict(module.named_parameters(recurse=False))
+    if set(own) != {"weight"} or own["weight"].dim() != 1:
+        return None
+    if len(list(module.parameters())) != 1:
         return None
     if "forward" in vars(module) or any(True for _ in module.buffers()):
         return None
+    return _stated_epsilon(module)
+
+
+def _stated_epsilon(module: Any) -> float | None:
     for name in _EPSILONS:
         epsilon = getattr(module, name, None)
         if isinstance(epsilon, float):
@@ -64,21 +75,24 @@ def _epsilon_of(module: nn.Module) -> float | None:
 
 
 def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
-    """Whether *module* computes an RMS normalization, also for inputs of which epsilon is a large part."""
+    """Whether *module* computes an RMS normalization, also for inputs of which epsilon is a large or a small part."""
     generator = torch.Generator().manual_seed(0)
     size = module.weight.numel()  # type: ignore[operator]
+    numbers: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     # The model may be on the meta device.
     tried: Any = copy.deepcopy(module).to_empty(device="cpu").float()
     with torch.no_grad():
-        tried.weight.copy_(torch.rand(size, generator=generator) + 0.5)
-        for scale in (1.0, epsilon**0.5):
-            inputs = torch.randn(_ROWS, size, generator=generator) * scale
+        tried.weight.copy_(torch.rand(size, **numbers) + 0.5)
+        for scale in (1.0, epsilon**0.5, _LARGE):
+            inputs = torch.randn(2, _ROWS, size, **numbers) * scale
             expected, _ = _normalize(inputs, tried.weight, epsilon)
             try:
                 found = tried(inputs)
             except Exception:
                 return False
-            if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
+            if not isinstance(found, torch.Tensor) or found.dtype != expected.dtype:
+                return False
+            if found.shape != expected.shape:
                 return False
             if not torch.allclose(found, expected, rtol=0, atol=_TOLERANCE):
                 return False
@@ -87,21 +101,14 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
 
 @functools.cache
 def _fused_class(module_class: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of *module_class* with the same name, which transformers initializes by its name."""
-
-    def forward(module: Any, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def compute(module: Any, inputs: torch.Tensor) -> torch.Tensor | None:
         weight = module.weight
-        if args or kwargs or not _fits(inputs, weight):
-            return module_class.forward(module, inputs, *args, **kwargs)
-        return _RmsNorm.apply(inputs, weight, _epsilon_of(module))  # type: ignore[no-untyped-call]
+        if not _fits(inputs, weight):
+            return None
+        normalized: torch.Tensor = _RmsNorm.apply(inputs, weight, _stated_epsilon(module))  # type: ignore[no-untyped-call]
+        return normalized
 
-    names = {
-        "forward": forward,
-        "__module__": module_class.__module__,
-        "__qualname__": module_class.__qualname__,
-        "__doc__": module_class.__doc__,
-    }
-    return type(module_class.__name__, (module_class,), names)
+    return fused_class(module_class, compute)
 
 
 def _fits(inputs: torch.Tensor, weight: torch.Tensor) -> bool:

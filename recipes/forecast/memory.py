@@ -12,7 +12,7 @@ from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.discovery import classify
 from automodel_ckpt.checkpoint.saving.forecast import forecast_bytes
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.model_layers import decoder_layers, separate_ends
+from automodel_ckpt.distributed.model_layers import layers_after_input, separate_ends
 from automodel_ckpt.models.pipeline_stage import parameters_of_ranks
 from automodel_ckpt.recipes.forecast.activations import estimate_activations
 from automodel_ckpt.recipes.forecast.tensor_bytes import bytes_in, nbytes
@@ -168,7 +168,7 @@ def _gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter]) -> _Gathered
     def bytes_of(some: Iterable[nn.Parameter]) -> int:
         return bytes_in(dtype, [parameter for parameter in some if id(parameter) in gathered])
 
-    layers = [bytes_of(layer.parameters()) for layer in decoder_layers(recipe.model)]
+    layers = [bytes_of(layer.parameters()) for layer in layers_after_input(recipe.model)]
     embeddings, _output = separate_ends(recipe.model)
     of_embeddings = sum(bytes_of(embedding.parameters()) for embedding in embeddings)
     complete = bytes_of(parameters)
@@ -231,7 +231,7 @@ def _root_gradient_bytes(recipe: Recipe, trained: list[nn.Parameter]) -> int:
     separately, such as an embedding that is also the output layer.
     """
     embeddings, outputs = separate_ends(recipe.model)
-    separate = [*decoder_layers(recipe.model), *embeddings, *outputs]
+    separate = [*layers_after_input(recipe.model), *embeddings, *outputs]
     elsewhere = {id(parameter) for part in separate for parameter in part.parameters()}
     root = [parameter for parameter in trained if id(parameter) not in elsewhere]
     return nbytes(root) // num_shards(recipe)

@@ -11,7 +11,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
+from torch.distributed.fsdp import FSDPModule
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+)
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.data.python_docs import train_tokenizer
@@ -132,6 +139,19 @@ def test_fsdp2_in_bfloat16_computes_these_parts_in_float32(
         assert each == [pytest.approx(step, rel=1e-6) for step in expected]
 
 
+def test_divided_experts_get_the_weights_of_a_router_in_float32() -> None:
+    def found() -> list[tuple[float, float]]:
+        return sharded_steps(mixed(), torch.float32, ep_size=2)
+
+    for each in ranks.run(found, 2):
+        for (loss, norm), expected in zip(each, plain_steps(4, torch.float32), strict=True):
+            # Gradients of an expert are rounded once for the tokens of both ranks.
+            assert (loss, norm) == (
+                pytest.approx(expected[0], rel=1e-6),
+                pytest.approx(expected[1], rel=2e-3),
+            )
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_fsdp2_trains_them_beside_weights_in_bfloat16(num_ranks: int) -> None:
     expected = plain_steps(2 * num_ranks, torch.bfloat16)
@@ -175,6 +195,133 @@ def ernie() -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
+
+
+def test_an_output_layer_in_float32_gets_inputs_in_float32() -> None:
+    """HY's output layer is larger than a decoder layer here, so that fsdp2 gathers it separately."""
+    inputs = global_batch(0)
+    expected = hunyuan()
+    names = float32_names(expected, torch.bfloat16)
+    assert "lm_head.weight" in names
+    for name, parameter in expected.named_parameters():
+        if name not in names:
+            parameter.data = parameter.data.bfloat16()
+    logits = expected(input_ids=inputs, use_cache=False).logits
+
+    def found() -> torch.Tensor:
+        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16, float32_names=names)
+        model = parallelize(hunyuan(), layout_here(), how)
+        assert isinstance(model.get_output_embeddings(), FSDPModule)  # type: ignore[operator]
+        sharded: torch.Tensor = model(input_ids=inputs, use_cache=False).logits.detach()
+        return sharded
+
+    assert torch.equal(ranks.run(found, 1)[0], logits)
+
+
+def hunyuan() -> nn.Module:
+    config = AutoConfig.for_model(
+        "hy_v4",
+        vocab_size=8 * VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        initializer_range=0.3,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        moe_intermediate_size=8,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        index_head_dim=8,
+        index_n_heads=2,
+        index_topk=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def test_a_decoder_gets_a_mask_in_the_type_that_its_embedding_has() -> None:
+    """FSMT reads this type before it calls the decoder, which would be float32 in a group that is not gathered yet."""
+    inputs = global_batch(0)
+
+    def found() -> torch.Tensor:
+        model = parallelize(
+            fsmt(), layout_here(), Parallelism("fsdp2", compute_dtype=torch.bfloat16)
+        )
+        assert isinstance(model.get_input_embeddings(), FSDPModule)  # type: ignore[operator]
+        sharded: torch.Tensor = model(input_ids=inputs, use_cache=False).logits.detach()
+        return sharded
+
+    logits = fsmt().bfloat16()(input_ids=inputs, use_cache=False).logits
+    assert torch.equal(ranks.run(found, 1)[0], logits)
+
+
+def fsmt() -> nn.Module:
+    size = 32 * VOCABULARY
+    config = FSMTConfig(
+        langs=["en", "de"],
+        src_vocab_size=size,
+        tgt_vocab_size=size,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        max_position_embeddings=64,
+        dropout=0.0,
+        init_std=0.3,
+    )
+    torch.manual_seed(0)
+    return FSMTForConditionalGeneration(config)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        normalized: torch.Tensor = self.norm(inputs)
+        return normalized
+
+
+class Tower(nn.Module):
+    """It computes its inputs in the type of its first layer, as the audio tower of Fun-ASR."""
+
+    _no_split_modules = ("Layer",)
+    _keep_in_fp32_modules_strict = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = inputs.to(self.layers[0].norm.weight.dtype)  # type: ignore[union-attr, arg-type]
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs
+
+
+def test_layers_get_inputs_in_bfloat16_if_the_model_reads_the_type_of_a_layer() -> None:
+    inputs = torch.randn(2, 8)
+
+    def found() -> torch.Tensor:
+        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
+        sharded: torch.Tensor = parallelize(Tower(), layout_here(), how)(inputs).detach()
+        return sharded
+
+    assert torch.equal(ranks.run(found, 1)[0], Tower().bfloat16()(inputs))
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["in full", "LoRA"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import AutoConfig, AutoModel
 
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize, reshard
 from automodel_ckpt.models.adapter import add_adapters
@@ -121,3 +122,32 @@ def test_a_forward_pass_that_failed_leaves_nothing_gathered_or_prefetched() -> N
     for is_sharded, first, second in ranks.run(forward_after_a_failed_one, 2):
         assert is_sharded
         assert first == second
+
+
+def test_an_embedding_within_a_block_is_gathered_when_it_is_called_without_the_block() -> None:
+    """ModernVBERT calls the embedding of ModernBERT's first block, to put image features between its results."""
+
+    def found() -> tuple[list[str], torch.Size]:
+        config = AutoConfig.for_model(
+            "modernbert",
+            vocab_size=LARGE_VOCABULARY,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            cls_token_id=1,
+            sep_token_id=2,
+        )
+        model: Any = AutoModel.from_config(config)
+        forward = model.forward
+        model.forward = lambda tokens: forward(inputs_embeds=model.get_input_embeddings()(tokens))
+        parallelize(model, layout_here(), Parallelism("fsdp2"))
+        names = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+        return names, model(torch.arange(6).view(1, 6)).last_hidden_state.shape
+
+    names, shape = ranks.run(found, 1)[0]
+    assert names == ["", "embeddings.tok_embeddings", "layers.0", "layers.1"]
+    assert shape == (1, 6, 16)

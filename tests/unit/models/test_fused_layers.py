@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.models.fused_adapters import _Product, fuse_adapters
+from automodel_ckpt.models.fused_gates import _fused_class as _fused_gate
 from automodel_ckpt.models.fused_gates import _GatedProduct, fuse_gates
 from automodel_ckpt.models.fused_norms import _RmsNorm, fuse_norms
 from automodel_ckpt.recipes.model.sections import fuses_layers
@@ -113,6 +115,26 @@ def test_a_normalization_on_the_meta_device_is_recognized() -> None:
     assert norm(torch.empty(2, 8, device="meta")).shape == (2, 8)
 
 
+class Limited(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states.clamp(-100, 100))
+
+
+class Flat(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states).flatten(0, -2)
+
+
+class Narrow(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states).bfloat16()
+
+
+@pytest.mark.parametrize("other", [Limited, Flat, Narrow])
+def test_a_limit_another_shape_and_another_dtype_are_noticed(other: type[LlamaRMSNorm]) -> None:
+    assert fuse_norms(other(8)) == 0
+
+
 def test_a_gate_and_another_dtype_are_left_to_the_module() -> None:
     gated = Qwen3NextRMSNormGated(8)
     plain = copy.deepcopy(gated)
@@ -131,6 +153,23 @@ def test_the_gradients_of_a_normalization_are_right() -> None:
     torch.autograd.gradcheck(lambda *given: _RmsNorm.apply(*given, 1e-3), (inputs, weight))
     weight.requires_grad_(False)
     torch.autograd.gradcheck(lambda given: _RmsNorm.apply(given, weight, 1e-3), (inputs,))
+
+
+def test_a_deep_copy_is_fused_and_a_pickle_has_the_classes_of_transformers() -> None:
+    plain = build("llama", "sdpa")
+    fused = copy.deepcopy(plain)
+    fuse_norms(fused)
+    fuse_gates(fused)
+    copied = copy.deepcopy(fused)
+    read = pickle.loads(pickle.dumps(fused))
+    for name, module in plain.named_modules():
+        assert type(copied.get_submodule(name)) is type(fused.get_submodule(name))
+        assert type(read.get_submodule(name)) is type(module)
+    assert not {id(each) for each in copied.parameters()} & {id(e) for e in fused.parameters()}
+    for model in (copied, read):
+        assert torch.equal(
+            model(TOKENS).logits, (fused if model is copied else plain)(TOKENS).logits
+        )
 
 
 # ---------------------------------------------------------------- gated layers
@@ -159,6 +198,43 @@ def test_another_activation_or_a_scaled_product_is_noticed() -> None:
 
     config = LlamaConfig(**sizes)
     assert fuse_gates(Scaled(config)) == 0 and fuse_gates(LlamaMLP(config)) == 1
+
+
+class WithOptions(LlamaMLP):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        product: torch.Tensor = super().forward(x)
+        return product if scale == 1.0 else product * scale
+
+
+class FlatMLP(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = super().forward(x)
+        return product.flatten(0, -2)
+
+
+class LimitedSiLU(nn.SiLU):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).clamp(max=20.0)
+
+
+def test_a_limited_activation_and_another_shape_are_noticed() -> None:
+    config = LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=2)
+    assert fuse_gates(FlatMLP(config)) == 0
+    limited = LlamaMLP(config)
+    limited.act_fn = LimitedSiLU()
+    assert fuse_gates(limited) == 0
+
+
+def test_other_arguments_than_one_input_reach_the_module() -> None:
+    config = LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=2)
+    norm, gated = LlamaRMSNorm(8), WithOptions(config)
+    inputs = torch.randn(4, 8)
+    expected = norm(inputs), gated(inputs), gated(inputs, 2.0)
+    assert fuse_norms(norm) == 1
+    gated.__class__ = _fused_gate(WithOptions)
+    found = norm(hidden_states=inputs), gated(x=inputs), gated(inputs, scale=2.0)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gated(inputs, 2.0), expected[2])
 
 
 def test_the_gradients_of_a_gated_product_are_right() -> None:
