@@ -13,6 +13,7 @@ from automodel_ckpt.errors import AutomodelError, Problem
 
 _WRONG_CALL = re.compile(r"([\w.]+)\(\) (?:takes |missing |got )")
 """The message of Python about arguments that a function does not accept."""
+_MAX_PLACES = 3
 _user_modules: set[str] = set()
 """Modules that the recipe names and that belong neither to this package nor to a library."""
 
@@ -41,11 +42,13 @@ def location_in_user_code(error: BaseException) -> str | None:
 def _called_wrongly(error: BaseException) -> str | None:
     """File and line of the user's function that does not accept the arguments of a call; None for other errors.
 
-    Python raises this error where the function is called, before it enters it.
+    Python raises this error where the function is called, before it enters it. The message has the name of the function
+    without its module, so that functions of several modules can be meant.
     """
     match = _WRONG_CALL.match(str(error)) if isinstance(error, TypeError) else None
     if match is None:
         return None
+    places: dict[str, None] = {}
     for name, module in list(sys.modules.items()):
         if _owner(name) != "user":
             continue
@@ -54,8 +57,8 @@ def _called_wrongly(error: BaseException) -> str | None:
             found = getattr(found, part, None)
         if isinstance(found, types.FunctionType) and _owner(found.__module__) == "user":
             code = found.__code__
-            return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
-    return None
+            places[f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"] = None
+    return " or ".join(list(places)[:_MAX_PLACES]) or None
 
 
 def _owner(module: object) -> str:
