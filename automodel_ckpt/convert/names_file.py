@@ -113,7 +113,7 @@ class NamesFile:
 
 
 class _WithoutPrefix(NamesFile):
-    """The same for names that begin with *prefix*, which is removed. Other tensors are left out."""
+    """A file of new names for tensors, as if it removed *prefix* and left out tensors without it. There is no file."""
 
     def __init__(self, prefix: str) -> None:
         self._path = Path(prefix)

@@ -195,28 +195,37 @@ class ImageTextCollator:
             if len(set(with_audio)) < 2:
                 raise
         # Processors of speech recognition (GLM-ASR, Qwen3-ASR) take texts with one audio each.
-        heard = self._call_together([sample for sample in samples if sample.audios])
-        read = self._call_together([sample for sample in samples if not sample.audios])
-        return self._merged(heard, read, with_audio)
+        audio_batch = self._call_together([sample for sample in samples if sample.audios])
+        text_batch = self._call_together([sample for sample in samples if not sample.audios])
+        return self._merged(audio_batch, text_batch, with_audio)
 
     def _merged(
-        self, heard: Mapping[str, Any], read: Mapping[str, Any], with_audio: Sequence[bool]
+        self,
+        audio_batch: Mapping[str, Any],
+        text_batch: Mapping[str, Any],
+        with_audio: Sequence[bool],
     ) -> dict[str, Any]:
-        """Return the batch of samples of which the processor has prepared those *with_audio* separately."""
-        merged = dict(heard)
-        width = max(heard["input_ids"].shape[1], read["input_ids"].shape[1])
+        """Join two batches that the processor prepared separately, in the order of the samples.
+
+        *audio_batch* has the samples for which *with_audio* is true, *text_batch* the others. Raises
+        :class:`ValueError` if *text_batch* has other tensors than those with a value for each token.
+        """
+        merged = dict(audio_batch)
+        num_audio = len(audio_batch["input_ids"])
+        width = max(each["input_ids"].shape[1] for each in (audio_batch, text_batch))
         order = sorted(range(len(with_audio)), key=lambda number: not with_audio[number])
-        for name, value in read.items():
-            if not isinstance(value, torch.Tensor):
+        for name, text_rows in text_batch.items():
+            if not isinstance(text_rows, torch.Tensor):
                 continue
-            if value.shape != read["input_ids"].shape or name not in heard:
+            if text_rows.shape != text_batch["input_ids"].shape or name not in audio_batch:
                 raise ValueError(f"samples with and without audio cannot be together ({name})")
-            fill = (self.processor.tokenizer.pad_token_id or 0) if name == "input_ids" else 0
-            rows = value.new_full((len(order), width), fill)
-            first = heard[name]
-            num = len(first)
-            rows[order[:num], : first.shape[1]] = first
-            rows[order[num:], : value.shape[1]] = value
+            fill = 0
+            if name == "input_ids":
+                fill = self.processor.tokenizer.pad_token_id or 0
+            audio_rows = audio_batch[name]
+            rows = text_rows.new_full((len(order), width), fill)
+            rows[order[:num_audio], : audio_rows.shape[1]] = audio_rows
+            rows[order[num_audio:], : text_rows.shape[1]] = text_rows
             merged[name] = rows
         return merged
 

@@ -37,9 +37,9 @@ class FixedBucketsDDP(DistributedDataParallel):
         return parameters[::-1], expect_sparse_gradient[::-1]
 
     def _post_forward(self, output: Any) -> Any:
-        """What DistributedDataParallel does, without the warning that it found no unused parameters.
+        """Finish a forward pass as DistributedDataParallel does, without its warning about unused parameters.
 
-        It recommends to turn the search off, which is on because another batch may not use all of them.
+        If it found none, torch recommends to turn off the search, which another batch may need.
         """
         if not self._may_warn or not torch.is_grad_enabled():
             return super()._post_forward(output)  # type: ignore[no-untyped-call]

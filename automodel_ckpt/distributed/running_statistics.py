@@ -33,7 +33,7 @@ def keep_frozen_statistics(model: nn.Module) -> None:
 
 
 def _unchanged(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """In place of ``train``."""
+    """Do nothing: replaces the method ``train`` of *layer*, which keeps its mode."""
     return layer
 
 

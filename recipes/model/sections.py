@@ -41,7 +41,7 @@ def activation_mode(section: ModelConfig | Target) -> str:
 def fuses_layers(config: RecipeConfig, device_type: str) -> bool:
     """Whether layers compute with fewer kernels than transformers' and peft's modules.
 
-    torch.compile fuses more, and less well around functions that it cannot divide.
+    By default on a GPU, unless layers are compiled: torch.compile fuses more operators.
     """
     section = config.model
     given = section.fused_layers if isinstance(section, ModelConfig) else False

@@ -58,7 +58,7 @@ class HuggingFaceFiles(Format):
         names = safetensors_in(path)
         others: list[str] = []
         if SINGLE_FILE in names and SINGLE_FILE not in (weight_map or {}).values():
-            # transformers reads this file, without a look at the index of an earlier model or at other files: Mistral's
+            # transformers reads this file, and neither the index of an earlier model nor other files: Mistral's
             # consolidated.safetensors has the same weights under other names.
             others = [name for name in names if name != SINGLE_FILE]
             weight_map, names = None, [SINGLE_FILE]

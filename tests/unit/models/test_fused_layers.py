@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -311,14 +312,18 @@ def test_layers_with_hooks_or_changed_parts_are_left_to_peft(
         raise AssertionError("computed together")
 
     monkeypatch.setattr(_Product, "apply", fails)
-    called = []
+    called: list[int] = []
+
+    def noted(forward: Callable[..., Any], inputs: torch.Tensor) -> Any:
+        called.append(1)
+        return forward(inputs)
+
     layers = [each for each in model.modules() if hasattr(each, "lora_A")]
     for number, layer in enumerate(layers):
         if number % 2:
             layer.base_layer.register_forward_hook(lambda *_: called.append(1))
         else:
-            inner = layer.base_layer.forward
-            layer.base_layer.forward = lambda x, inner=inner: (called.append(1), inner(x))[1]
+            layer.base_layer.forward = functools.partial(noted, layer.base_layer.forward)
     torch.testing.assert_close(model(**ROWS).logits, expected)
     assert len(called) == len(layers)
 
