@@ -161,6 +161,16 @@ def test_fsdp2_trains_them_beside_weights_in_bfloat16(num_ranks: int) -> None:
         assert each == [pytest.approx(step, rel=2e-3) for step in expected]
 
 
+def sharded_logits(
+    model: nn.Module, inputs: torch.Tensor, float32_names: frozenset[str] = frozenset()
+) -> torch.Tensor:
+    """Shard *model* in place with fsdp2, which computes in bfloat16; return its logits."""
+    how = Parallelism("fsdp2", compute_dtype=torch.bfloat16, float32_names=float32_names)
+    sharded = parallelize(model, layout_here(), how)
+    logits: torch.Tensor = sharded(input_ids=inputs, use_cache=False).logits
+    return logits.detach()
+
+
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.further)])
 def test_layers_get_positions_in_float32_if_the_model_computes_them_so(num_ranks: int) -> None:
     """ERNIE's layers compute with sines and cosines in float32, which fsdp2 would round to bfloat16."""
@@ -171,14 +181,8 @@ def test_layers_get_positions_in_float32_if_the_model_computes_them_so(num_ranks
         parameter.data = plain[name]
     logits = expected(input_ids=inputs, use_cache=False).logits
 
-    def found() -> torch.Tensor:
-        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
-        model = parallelize(ernie(), layout_here(), how)
-        sharded: torch.Tensor = model(input_ids=inputs, use_cache=False).logits.detach()
-        return sharded
-
-    for each in ranks.run(found, num_ranks):
-        assert torch.equal(each, logits)
+    found = ranks.run(lambda: sharded_logits(ernie(), inputs), num_ranks)
+    assert all(torch.equal(each, logits) for each in found)
 
 
 def ernie() -> nn.Module:
@@ -209,10 +213,9 @@ def test_an_output_layer_in_float32_gets_inputs_in_float32() -> None:
     logits = expected(input_ids=inputs, use_cache=False).logits
 
     def found() -> torch.Tensor:
-        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16, float32_names=names)
-        model = parallelize(hunyuan(), layout_here(), how)
-        assert isinstance(model.get_output_embeddings(), FSDPModule)  # type: ignore[operator]
-        sharded: torch.Tensor = model(input_ids=inputs, use_cache=False).logits.detach()
+        model: Any = hunyuan()
+        sharded = sharded_logits(model, inputs, names)
+        assert isinstance(model.get_output_embeddings(), FSDPModule)
         return sharded
 
     assert torch.equal(ranks.run(found, 1)[0], logits)
@@ -254,11 +257,9 @@ def test_a_decoder_gets_a_mask_in_the_type_that_its_embedding_has() -> None:
     inputs = global_batch(0)
 
     def found() -> torch.Tensor:
-        model = parallelize(
-            fsmt(), layout_here(), Parallelism("fsdp2", compute_dtype=torch.bfloat16)
-        )
-        assert isinstance(model.get_input_embeddings(), FSDPModule)  # type: ignore[operator]
-        sharded: torch.Tensor = model(input_ids=inputs, use_cache=False).logits.detach()
+        model: Any = fsmt()
+        sharded = sharded_logits(model, inputs)
+        assert isinstance(model.get_input_embeddings(), FSDPModule)
         return sharded
 
     logits = fsmt().bfloat16()(input_ids=inputs, use_cache=False).logits
