@@ -353,7 +353,7 @@ def _build_one(
     _check_can_be_saved(function, groups)
     if function is torch.optim.SparseAdam:
         _check_sparse(groups)
-    if function is torch.optim.Muon:
+    if function in (torch.optim.Muon, Muon):
         _check_matrices(groups)
         # torch's class computes with shards, whose products it rounds before it adds them up.
         section = replace(section, _target_=f"{Muon.__module__}.{Muon.__qualname__}")

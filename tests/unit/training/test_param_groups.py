@@ -157,6 +157,8 @@ def test_mistakes_in_groups_are_named() -> None:
     )
     assert "earlier groups have all parameters" in later and "optimizer.groups.1" in later
     matrices = refusal(OptimizerTarget("torch.optim.Muon", {}))
+    same = refusal(OptimizerTarget("automodel_ckpt.training.muon.Muon", {}))
+    assert same == matrices
     assert "takes matrices only" in matrices and "hidden_matrices" in matrices
     group = OptionsGroup(params=["*norm*"], kwargs={"momentums": 0.5})
     unknown = refusal(OptimizerTarget("torch.optim.SGD", {"lr": 0.1}, groups=[group]))
