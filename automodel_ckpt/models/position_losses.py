@@ -75,12 +75,12 @@ class _PositionLosses(torch.autograd.Function):
         losses = torch.empty(len(labels), dtype=dtype, device=hidden.device)
         for rows in _chunks(hidden, weight, part):
             logits = wide_logits(hidden[rows], weight, bias)
-            found, _ = losses_and_errors(
+            found, errors = losses_and_errors(
                 logits, labels[rows], part, transform, hidden.dtype, with_errors=False
             )
             losses[rows] = found
-            # The memory of this chunk becomes the next one's.
-            del logits
+            # The memory of this chunk becomes the next one's. The errors can be a part of it.
+            del logits, errors
         return losses
 
     @staticmethod
@@ -92,10 +92,11 @@ class _PositionLosses(torch.autograd.Function):
             _, errors = losses_and_errors(
                 logits, labels[rows], ctx.part, ctx.transform, hidden.dtype, with_errors=True
             )
-            # Multiplied in the dtype of the losses: a weight in bfloat16 would scale all errors of a row too much.
-            scaled = (errors * weights[rows].unsqueeze(1)).to(hidden.dtype)
-            sums.add(rows.start, hidden[rows], scaled)
-            del logits, errors, scaled
+            # Multiplied in the dtype of the losses and rounded once: a weight in bfloat16 would scale all errors of a
+            # row too much. In place, because a chunk of errors can have a gigabyte.
+            errors.mul_(weights[rows].unsqueeze(1))
+            sums.add(rows.start, hidden[rows], errors)
+            del logits, errors
         one = torch.ones((), dtype=weights.dtype, device=weights.device)
         return *sums.scaled(one), None, None, None
 
