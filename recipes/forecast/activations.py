@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -10,7 +11,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS, peak_bytes
-from automodel_ckpt.models.loss_head_probe import adds_bias_to_logits
+from automodel_ckpt.models.loss_head_probe import adds_bias_to_logits, output_layer
 from automodel_ckpt.models.mtp import mtp_of
 from automodel_ckpt.recipes.forecast.image_memory import image_bytes
 from automodel_ckpt.recipes.forecast.micro_batch import micro_batch_shape
@@ -27,6 +28,9 @@ _BLOCKS = 1.03
 """CUDA's caching allocator rounds sizes up, and keeps parts of blocks that no tensor fits in."""
 _SMALL_LOGITS = 8
 """On a CPU, up to an eighth of a chunk of logits is computed without chunks."""
+_LOSS_BYTES = 3 * 4
+"""Of a logit, if autograd computes the loss: the logarithms of probabilities, their gradient, and that of logits, in
+float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +39,22 @@ class Activations:
 
     They are the peaks in three phases of a micro-batch: the forward pass up to the output layer, the loss, and the
     backward pass. *step* is the peak of all phases beside the gradients that remain after the step; it is lower where
-    gradients take the place of activations in the course of a backward pass.
+    gradients take the place of activations in the course of a backward pass. *others* are those of the other
+    micro-batches of a pipeline, which exist in all phases.
     """
 
     forward: int
     loss: int
     backward: int
     step: int
+    others: int = 0
 
 
-def estimate_activations(recipe: Recipe) -> Activations | None:
-    """Estimate the activations of a dry run's *recipe*; None if they are unknown."""
+def estimate_activations(recipe: Recipe, pipeline_rank: int = 0) -> Activations | None:
+    """Estimate the activations of a rank of a dry run's *recipe*; None if they are unknown.
+
+    *pipeline_rank* is the position of the rank among those of a pipeline: only the last one computes the loss.
+    """
     layout = recipe.layout
     batch = micro_batch_shape(recipe)
     if batch is None:
@@ -59,21 +68,27 @@ def estimate_activations(recipe: Recipe) -> Activations | None:
     of_images = image_bytes(recipe.model, batch.images) if batch.images else 0
     if of_images is None:
         return None
-    # A model with targets has no parts of rows.
-    head = _head_memory(recipe, batch.rows * (batch.targets_per_row or tokens_per_row))
-    num_batches = num_in_progress(recipe.config, layout.sizes)
+    num_stages = layout.sizes.pp
+    trace = trace.part(num_stages)
+    head = HeadMemory(0)
+    if pipeline_rank == num_stages - 1:
+        # A model with targets has no parts of rows.
+        head = _head_memory(recipe, batch.rows * (batch.targets_per_row or tokens_per_row))
+    # Between their forward and backward passes, the other micro-batches of a pipeline keep what was saved.
+    num_others = num_in_progress(recipe.config, layout.sizes, pipeline_rank) - 1
+    of_others = num_others * trace.after_forward
     # On a CPU, short-lived tensors leave holes in the heap between long-lived ones (tools/bench_forecast.py).
     factor = _BLOCKS if layout.device.type == "cuda" else _HEAP
 
     def of_all(peak: int) -> int:
-        total = (peak + of_images) * num_batches // layout.sizes.pp
-        return int(total * factor)
+        return int((peak + of_others + of_images) * factor)
 
     return Activations(
         forward=of_all(trace.forward),
         loss=of_all(trace.after_forward + head.peak_bytes),
         backward=of_all(trace.later_backward + head.gradient_bytes),
         step=of_all(_peak(recipe, trace, head)),
+        others=int(of_others * factor),
     )
 
 
@@ -89,26 +104,28 @@ def _peak(recipe: Recipe, trace: StepTrace, head: HeadMemory) -> int:
     return max(first, trace.later_peak(head))
 
 
-def num_in_progress(config: RecipeConfig, sizes: Sizes) -> int:
-    """The largest number of micro-batches whose activations a pipeline stage has at one time."""
+def num_in_progress(config: RecipeConfig, sizes: Sizes, pipeline_rank: int = 0) -> int:
+    """The largest number of micro-batches whose activations a rank of a pipeline has at one time."""
     if sizes.pp == 1:
         return 1
     section = config.distributed
     num_batches = num_micro_batches(config, sizes.dp)
+    num_later = sizes.pp - 1 - pipeline_rank
     if section.pp_schedule == "1f1b":
-        return min(num_batches, sizes.pp)
+        return min(num_batches, num_later + 1)
     if section.pp_schedule == "interleaved1f1b":
-        # The first rank starts this many forward passes of a stage before its first backward pass ends.
+        # A rank starts this many forward passes of a stage before its first backward pass ends.
         per_rank = section.stages_per_rank
-        num_passes = (per_rank - 1) * sizes.pp + 2 * (sizes.pp - 1) + 1
+        num_passes = (per_rank - 1) * sizes.pp + 2 * num_later + 1
         return min(num_batches, -(-num_passes // per_rank))
     return num_batches
 
 
 def _head_memory(recipe: Recipe, num_positions: int) -> HeadMemory:
     """The memory of the output layer and the loss for *num_positions* tokens with labels."""
-    head = getattr(recipe.model, "get_output_embeddings", lambda: None)()
-    if not isinstance(head, nn.Linear):
+    head: Any = output_layer(recipe.model)
+    num_columns = getattr(head, "out_features", None)
+    if num_columns is None:
         return HeadMemory(0)
     dtype = compute_dtype(recipe.config.distributed) or head.weight.dtype
     is_trained = head.weight.requires_grad
@@ -120,15 +137,18 @@ def _head_memory(recipe: Recipe, num_positions: int) -> HeadMemory:
     layers = mtp_of(model)
     if layers is not None:
         num_positions *= 1 + layers.num_depths
-    num_logits = num_positions * head.out_features
+    num_logits = num_positions * num_columns
     device_type = recipe.layout.device.type
     is_small = device_type == "cpu" and _SMALL_LOGITS * num_logits <= CHUNK_ELEMENTS["cpu"]
     if is_small or adds_bias_to_logits(model):
-        # The logarithms of probabilities, their gradient, and that of the logits, in float32.
-        return HeadMemory(3 * 4 * num_logits + gradient, gradient)
+        return HeadMemory(_LOSS_BYTES * num_logits + gradient, gradient)
+    if not isinstance(head, nn.Linear):
+        # With adapters, for example: autograd computes the gradients of a chunk.
+        in_chunk = min(num_logits, CHUNK_ELEMENTS[device_type])
+        return HeadMemory(_LOSS_BYTES * in_chunk + gradient, gradient)
     chunks = peak_bytes(
         num_positions,
-        head.out_features,
+        num_columns,
         head.in_features,
         dtype,
         device_type,

@@ -14,7 +14,7 @@ from automodel_ckpt.checkpoint.saving.forecast import forecast_bytes
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.model_layers import layers_after_input, separate_ends
 from automodel_ckpt.models.pipeline_stage import parameters_of_ranks
-from automodel_ckpt.recipes.forecast.activations import estimate_activations
+from automodel_ckpt.recipes.forecast.activations import Activations, estimate_activations
 from automodel_ckpt.recipes.forecast.tensor_bytes import bytes_in, nbytes
 from automodel_ckpt.recipes.model.sections import is_fully_sharded, num_micro_batches
 from automodel_ckpt.recipes.precision import compute_dtype
@@ -58,19 +58,29 @@ class Memory:
 def estimate_memory(recipe: Recipe) -> Memory:
     """Estimate the memory of one rank of a dry run's *recipe*, whose layout has the sizes of the mesh.
 
-    The peak is in the backward pass or in the optimizer's step. With pipeline stages, it is that of the largest stage,
-    with the activations of as many micro-batches as the schedule has in progress on the first stage.
+    The peak is in the backward pass or in the optimizer's step. With a pipeline, it is that of the rank with most.
     """
     # First: what this process has allocated before the model is traced is about what a rank has before its model.
     process = _process_bytes(recipe.layout)
-    parameters = _largest_stage(recipe)
+    ranks = [
+        _of_rank(recipe, parameters, pipeline_rank, process)
+        for pipeline_rank, parameters in enumerate(_parameters_of_ranks(recipe))
+    ]
+    return max(ranks, key=lambda memory: memory.total)
+
+
+def _of_rank(
+    recipe: Recipe, parameters: list[nn.Parameter], pipeline_rank: int, process: int
+) -> Memory:
+    """The memory of a rank with the stages of *parameters*, at *pipeline_rank* of a pipeline."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     shards = num_shards(recipe)
     average = average_bytes(parameters) if recipe.weight_average is not None else 0
     others = sum(nbytes(model.parameters()) for model in recipe.other_models())
     gathered = _gathered_bytes(recipe, parameters)
     temporary = _bytes_of_optimizer_step(recipe, trained) // shards
-    peak = _peak(recipe, trained, gathered, temporary)
+    activations = estimate_activations(recipe, pipeline_rank)
+    peak = _peak(recipe, trained, gathered, temporary, activations)
     memory = Memory(
         weights=nbytes(parameters) // shards,
         gradients=peak.gradients,
@@ -100,13 +110,14 @@ def _process_bytes(layout: RankLayout) -> int:
     return PeakMemory(torch.device("cpu")).nbytes + _RUNTIME_BYTES
 
 
-def _largest_stage(recipe: Recipe) -> list[nn.Parameter]:
-    """The parameters of the rank of a pipeline that has most of them; without a pipeline, those of the model."""
-    num_stages, section = recipe.layout.sizes.pp, recipe.config.distributed
-    if num_stages == 1:
-        return list(recipe.model.parameters())
-    ranks = parameters_of_ranks(recipe.model, num_stages, section.stages_per_rank)
-    return max(ranks, key=nbytes)
+def _parameters_of_ranks(recipe: Recipe) -> list[list[nn.Parameter]]:
+    """The parameters of each rank of a pipeline; without a pipeline, those of the model."""
+    num_ranks, section = recipe.layout.sizes.pp, recipe.config.distributed
+    if num_ranks == 1:
+        return [list(recipe.model.parameters())]
+    return [
+        list(each) for each in parameters_of_ranks(recipe.model, num_ranks, section.stages_per_rank)
+    ]
 
 
 def _gradient_bytes(recipe: Recipe, trained: list[nn.Parameter]) -> int:
@@ -156,6 +167,8 @@ class _Gathered:
     forward: int = 0
     loss: int = 0
     backward: int = 0
+    last: int = 0
+    """At the end of a backward pass, when that of the embedding follows those of the layers."""
 
 
 def _gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter]) -> _Gathered:
@@ -173,15 +186,20 @@ def _gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter]) -> _Gathered
     of_embeddings = sum(bytes_of(embedding.parameters()) for embedding in embeddings)
     complete = bytes_of(parameters)
     rest = complete - sum(layers) - of_embeddings
-    # A layer and the prefetched next one, or the embedding, with the rest of the model.
-    window = rest + max(2 * max(layers, default=0), of_embeddings)
-    kept = complete if _defers(recipe) else window
+    # A layer and the prefetched next one, with the rest of the model.
+    of_layers = rest + 2 * max(layers, default=0)
+    window = max(of_layers, rest + of_embeddings)
+
+    def kept_beside(window: int) -> int:
+        return complete if _defers(recipe) else window
+
     # Besides the parameters, there is the buffer of the collective that they are copied out of. In the backward pass,
     # there are their gradients, too.
     return _Gathered(
-        forward=kept + window,
+        forward=kept_beside(window) + window,
         loss=complete if _defers(recipe) else rest,
-        backward=kept + 2 * window,
+        backward=kept_beside(of_layers) + 2 * of_layers,
+        last=kept_beside(window) + 2 * window,
     )
 
 
@@ -199,17 +217,20 @@ class _Peak:
 
 
 def _peak(
-    recipe: Recipe, trained: list[nn.Parameter], gathered: _Gathered, temporary: int
+    recipe: Recipe,
+    trained: list[nn.Parameter],
+    gathered: _Gathered,
+    temporary: int,
+    activations: Activations | None,
 ) -> _Peak:
     """The phase of a step with the largest total. *temporary* are the bytes of the optimizer's step."""
     gradients = _gradient_bytes(recipe, trained)
-    activations = estimate_activations(recipe)
     if activations is None:
-        return _Peak(gradients, gathered.backward, None)
+        return _Peak(gradients, gathered.last, None)
     # The optimizer's step has temporary tensors instead of activations and gathered parameters.
     phases = [_Peak(gradients, 0, temporary)]
     if not _has_separate_phases(recipe):
-        phases.append(_Peak(gradients, gathered.backward, activations.step))
+        phases.append(_Peak(gradients, gathered.last, activations.step))
         return max(phases, key=lambda phase: phase.total)
     at_first, of_layers = 0, gradients - _root_gradient_bytes(recipe, trained)
     if num_micro_batches(recipe.config, recipe.layout.sizes.dp) > 1:
@@ -219,7 +240,7 @@ def _peak(
         _Peak(at_first, gathered.forward, activations.forward),
         _Peak(at_first, gathered.loss, activations.loss),
         _Peak(of_layers, gathered.backward, activations.backward),
-        _Peak(gradients, gathered.backward, 0),
+        _Peak(gradients, gathered.last, activations.others),
     ]
     return max(phases, key=lambda phase: phase.total)
 
@@ -240,11 +261,10 @@ def _root_gradient_bytes(recipe: Recipe, trained: list[nn.Parameter]) -> int:
 def _has_separate_phases(recipe: Recipe) -> bool:
     """Whether the phases of a micro-batch follow each other, and memory that one has freed is used by the next one.
 
-    Not with pipeline stages, which have other micro-batches in progress. The heap of a CPU keeps what was freed.
+    The heap of a CPU keeps what was freed.
     """
     layout = recipe.layout
-    is_on_gpu = layout.device.type == "cuda"
-    return is_on_gpu and layout.sizes.pp == 1 and is_fully_sharded(recipe.config, layout)
+    return layout.device.type == "cuda" and is_fully_sharded(recipe.config, layout)
 
 
 def _gathered(recipe: Recipe, parameters: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -42,26 +42,40 @@ class MicroBatchShape:
 def micro_batch_shape(recipe: Recipe) -> MicroBatchShape | None:
     """The shape of a full micro-batch; None if it is unknown.
 
-    It is that of the first micro-batch if samples have images, or a length that the recipe does not determine.
+    Its samples are as long as the recipe allows. Their number of rows is that of the first micro-batch: a pair of
+    answers has two. So is their length if they have images, or if the recipe does not determine it.
     """
     full = _full_micro_batch(recipe)
-    if full is not None and not hasattr(recipe, "processor"):
+    has_images = hasattr(recipe, "processor")
+    if full is not None and recipe.config.packed_sequence is not None and not has_images:
         return full
-    loader = recipe.dataloader
-    try:
-        size = recipe.config.step_scheduler.local_batch_size
-        samples = [loader.dataset[number] for number in range(size)]
-        batch = loader.collate_fn(samples)
-        rows, length = batch["input_ids"].shape
-        targets = batch["labels"].shape[1] if _has_targets(recipe) else None
-    except Exception as error:  # a stream, or samples that only a user's collate_fn understands
-        log.debug("the first samples make no micro-batch: %r", error)
+    batch = _first_micro_batch(recipe)
+    if batch is None:
         return full
+    rows, length = batch["input_ids"].shape
+    targets = batch["labels"].shape[1] if _has_targets(recipe) else None
     if full is not None and PACK_IDS in batch:
         # The batch has a row per sample; the model gets packs.
         rows, length = full.rows, full.tokens_per_row
+    if full is not None and not has_images:
+        return replace(full, rows=max(rows, full.rows))
     images = {name: value for name, value in batch.items() if name not in _OF_TEXT}
     return MicroBatchShape(rows, length, targets, images)
+
+
+def _first_micro_batch(recipe: Recipe) -> Mapping[str, torch.Tensor] | None:
+    """The first samples of the training data, collated; None for streams, and samples that cannot be collated here."""
+    loader = recipe.dataloader
+    size = recipe.config.step_scheduler.local_batch_size
+    try:
+        samples = [loader.dataset[number] for number in range(size)]
+        batch: Mapping[str, torch.Tensor] = loader.collate_fn(samples)
+        rows, length = batch["input_ids"].shape
+    except Exception as error:
+        log.debug("the first samples make no micro-batch: %r", error)
+        return None
+    log.debug("the first micro-batch has %d rows of %d tokens", rows, length)
+    return batch
 
 
 def _full_micro_batch(recipe: Recipe) -> MicroBatchShape | None:

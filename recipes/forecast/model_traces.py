@@ -67,19 +67,21 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
     host = None
     if activation_mode(recipe.config.model) == "offload":
         host = HostActivations(torch.device("cpu"))
-    try:
-        with _without_output_layer(backbone):
-            return traced_step(
-                backbone,
-                tokens,
-                recipe.trainable.forward_options,
-                dtype=dtype,
-                is_autocast=is_autocast,
-                host=host,
-            )
-    except Exception as error:
-        log.debug("the activations cannot be traced: %r", error)
-        return None
+    for keeps_attention in (False, True):
+        try:
+            with _without_output_layer(backbone):
+                return traced_step(
+                    backbone,
+                    tokens,
+                    recipe.trainable.forward_options,
+                    dtype=dtype,
+                    is_autocast=is_autocast,
+                    host=host,
+                    keeps_attention=keeps_attention,
+                )
+        except Exception as error:
+            log.debug("the activations cannot be traced: %r", error)
+    return None
 
 
 def _traced_part(model: Any) -> nn.Module:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,16 @@ class StepTrace:
             at(self.backward, other.backward),
             at(self.later_backward, other.later_backward),
             self.gradients,
+        )
+
+    def part(self, num_stages: int) -> StepTrace:
+        """The trace of one of *num_stages* equal parts of the model's layers."""
+        return StepTrace(
+            self.forward // num_stages,
+            self.after_forward // num_stages,
+            self.backward // num_stages,
+            self.later_backward // num_stages,
+            self.gradients // num_stages,
         )
 
     def peak(self, head: HeadMemory) -> int:
@@ -137,16 +147,28 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' signature that keeps no attention weights, as flash attention on any device.
 
-    With a trained bias of each pair of positions (T5), no flash attention computes the gradients, so weights are kept.
+    With a trained bias of each pair of positions (T5), the weights are kept, unless memory-efficient attention computes
+    the gradients: it needs rows without gaps, which models have on a GPU (models/position_bias.py).
     """
     if position_bias is not None:
         # The sum with the mask is as large as the weights of all rows.
         bias = position_bias + query.new_zeros(len(query), 1, 1, 1)
-        output = F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scaling)
+        if position_bias.requires_grad and position_bias.stride(-1) == 1:
+            output, *_others = torch.ops.aten._scaled_dot_product_efficient_attention(
+                query, key, value, bias, True, dropout, scale=scaling
+            )
+        else:
+            output = F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scaling)
         return output.transpose(1, 2).contiguous(), None
-    output, _weights = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, True, scale=scaling
-    )
+    if value.shape[-1] == query.shape[-1]:
+        output, _weights = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, True, scale=scaling
+        )
+    else:
+        # Latent attention (DeepSeek): flash attention would return values of the queries' size.
+        output, *_others = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, True, scale=scaling
+        )
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -186,6 +208,7 @@ def traced_step(
     dtype: torch.dtype | None = None,
     is_autocast: bool = False,
     host: HostActivations | None = None,
+    keeps_attention: bool = False,
 ) -> StepTrace:
     """Count the bytes of a forward and a backward pass of *backbone*.
 
@@ -196,6 +219,8 @@ def traced_step(
         dtype: The dtype that the passes compute in; None: that of the parameters.
         is_autocast: Whether *dtype* is that of autocast; otherwise parameters are cast to it before.
         host: What decides which activations are in the memory of the host between the passes; None: none are.
+        keeps_attention: Whether layers call the attention that they are configured for, with a mask as large as all
+            pairs of positions, instead of one like flash attention. Some models have code for "sdpa" only.
 
     Raises an exception of torch or of the model for a forward pass that needs values.
     """
@@ -204,7 +229,11 @@ def traced_step(
     torch_log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, torch_log.disabled = torch_log.disabled, True
     try:
-        return _traced(backbone, inputs, options, live, dtype, is_autocast=is_autocast, host=host)
+        # On the meta device, transformers would look for packed samples in the values of the positions.
+        with nullcontext() if keeps_attention else _traced_attention(backbone):
+            return _traced(
+                backbone, inputs, options, live, dtype, is_autocast=is_autocast, host=host
+            )
     finally:
         torch_log.disabled = was_disabled
 
@@ -219,8 +248,7 @@ def _traced(
     is_autocast: bool,
     host: HostActivations | None,
 ) -> StepTrace:
-    # On the meta device, transformers would look for packed samples in the values of the positions.
-    with _traced_attention(backbone), FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True):
         own = _fake_parameters(backbone, None if is_autocast else dtype)
         fake_inputs: dict[str, torch.Tensor] = {}
         for name, tensor in inputs.items():

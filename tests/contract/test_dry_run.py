@@ -21,6 +21,7 @@ from automodel_ckpt.config.sections.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.recipes.disk_use import kept_at_once, still_to_come
 from tests.support.command_server import CommandServer
 from tests.support.mtp import FAMILIES
+from tools.null_cuda.forecasts import CASES, write_recipe
 
 RECIPE = """
 model:
@@ -280,6 +281,29 @@ def test_the_memory_on_a_gpu_is_that_of_the_largest_phase_of_a_step(
     total = foretold("about SIZE per rank", report)
     in_tensors = total - foretold("process SIZE", report)
     assert in_tensors == pytest.approx(PEAKS[setting], rel=0.03)
+
+
+# The same of recipes in tools/null_cuda/forecasts.py, which prints these peaks.
+PEAKS_OF_KINDS = {
+    "dpo": 9.06e9,
+    "embedding": 7.63e9,
+    "pipeline": 5.26e9,
+    "lora on head": 5.91e9,
+    "deepseek_v3": 8.85e9,
+}
+
+
+@pytest.mark.parametrize("kind", PEAKS_OF_KINDS)
+def test_the_memory_on_a_gpu_is_that_of_the_kind_of_training_and_the_rank_with_most(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    case = CASES[kind]
+    recipe = write_recipe(case, tmp_path)
+    ranks = f"--nproc-per-node={case.num_ranks}"
+    assert main(["--dry-run", str(recipe), "--device-memory", "80GiB", ranks]) == 0
+    report = capsys.readouterr().out
+    in_tensors = foretold("about SIZE per rank", report) - foretold("process SIZE", report)
+    assert in_tensors == pytest.approx(PEAKS_OF_KINDS[kind], rel=0.08)
 
 
 def test_the_memory_of_a_device_has_a_unit_and_needs_a_dry_run(

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModel
 
 from automodel_ckpt.models.activation_memory import checkpoint_activations
+from automodel_ckpt.models.position_bias import lay_out_position_biases
 from automodel_ckpt.recipes.forecast.step_trace import HeadMemory, LiveBytes, StepTrace, traced_step
 
 INPUTS = {"input_ids": torch.arange(2 * 96).reshape(2, 96) % 100}
@@ -86,6 +87,41 @@ def test_the_weights_of_attention_with_a_trained_bias_are_traced() -> None:
         output = model(**inputs, attention_mask=mask, **OPTIONS)
     assert live.current == pytest.approx(trace.after_forward, rel=0.03)
     assert output[0].requires_grad
+
+
+def test_position_biases_without_gaps_are_traced_without_the_weights_of_attention() -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**sizes, vocab_size=100, decoder_start_token_id=0)
+    ids = INPUTS["input_ids"] % 100
+    inputs = {"input_ids": ids, "decoder_input_ids": ids[:, :64]}
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    before = traced_step(model, inputs, OPTIONS)
+    # As on a GPU.
+    assert lay_out_position_biases(model) == 2
+    after = traced_step(model, inputs, OPTIONS)
+    scores = 2 * 4 * (96 * 96 + 64 * 64) * 4
+    # Of the encoder and the decoder, two layers kept at least the scores and the weights of all pairs of positions.
+    assert before.after_forward - after.after_forward > 3 * scores
+
+
+def test_latent_attention_whose_values_are_smaller_than_its_queries_is_traced() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    heads = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24}
+
+    def trace_with(value_size: int) -> StepTrace:
+        config = transformers.MiniCPM3Config(
+            **sizes, **heads, num_hidden_layers=2, v_head_dim=value_size, vocab_size=100
+        )
+        with torch.device("meta"):
+            model = AutoModel.from_config(config)
+        return traced_step(model, INPUTS, OPTIONS)
+
+    small, equal = trace_with(16), trace_with(32)
+    # Each of the two layers keeps at least its values and its output, of 4 heads in float32.
+    num_tokens = INPUTS["input_ids"].numel()
+    least = 2 * 2 * num_tokens * 4 * (32 - 16) * 4
+    assert least <= equal.after_forward - small.after_forward <= 3 * least
 
 
 def test_autocast_and_casts_of_parameters_are_traced() -> None:

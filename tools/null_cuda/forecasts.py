@@ -1,0 +1,338 @@
+"""Compare the memory that ``--dry-run`` forecasts for a GPU with the peak of the run, for many kinds of recipes.
+
+    python -m tools.null_cuda.forecasts                 # all cases on the CUDA device without hardware: half an hour
+    python -m tools.null_cuda.forecasts dpo t5          # some of them
+    python -m tools.null_cuda.forecasts --list
+
+Models have about 0.3 billion parameters. Every text is longer than the recipe reads of it, so that all rows are as long
+as the forecast assumes. The forecast is compared without CUDA's context and the buffers of NCCL, which are not tensors
+of PyTorch. The exit code is 1 if a forecast is wrong by more than a tenth, or a run fails.
+
+Not compared: what needs values, such as KTO's counts, tensor and context parallelism, and images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.gpu.ours import log_lines, merged
+from tools.gpu.shapes import write_base
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 0.1
+VOCABULARY = 64_000
+SIZES = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+}
+# As many keys as queries: without values on the device, packed rows take another way that repeats keys.
+GATED = {**SIZES, "intermediate_size": 4096, "num_key_value_heads": 16}
+LLAMA = {"model_type": "llama", **GATED, "tie_word_embeddings": False}
+BERT = {
+    "model_type": "bert",
+    **SIZES,
+    "intermediate_size": 4096,
+    "max_position_embeddings": 512,
+}
+T5 = {
+    "model_type": "t5",
+    "d_model": 1024,
+    "d_kv": 64,
+    "d_ff": 4096,
+    "num_layers": 6,
+    "num_heads": 16,
+    "vocab_size": VOCABULARY,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
+LATENT = {
+    "q_lora_rank": 256,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
+ADAPTERS = {"peft": {"r": 16, "base_dir": "{DIRECTORY}/base"}}
+
+
+def _model(model_type: str, **settings: Any) -> dict[str, Any]:
+    return {"model": {"from_config": {"model_type": model_type, **GATED, **settings}}}
+
+
+def _data(builder: str, **arguments: Any) -> dict[str, Any]:
+    data = {
+        "_target_": f"automodel_ckpt.data.{builder}",
+        "path": "{DIRECTORY}/texts.jsonl",
+        "seq_length": 512,
+        **arguments,
+    }
+    if builder != "text_pairs.text_pairs":
+        # That one always truncates.
+        data["truncation"] = "right"
+    return data
+
+
+def _kind(recipe: str, builder: str, **sections: Any) -> dict[str, Any]:
+    return {"recipe": recipe, "dataset": _data(builder), **sections}
+
+
+BASE: dict[str, Any] = {
+    "recipe": "llm_finetune",
+    "model": {"from_config": LLAMA},
+    "tokenizer": {
+        "_target_": "automodel_ckpt.data.python_docs.train_tokenizer",
+        "vocab_size": 1024,
+    },
+    "dataset": _data("text.prompt_completion", seq_length=1024),
+    "optimizer": {"lr": 1e-4},
+    "step_scheduler": {
+        "global_batch_size": 32,
+        "local_batch_size": 8,
+        "max_steps": 3,
+        "ckpt_every_epochs": None,
+    },
+    "checkpoint": {"checkpoint_dir": "{DIRECTORY}/run", "save_consolidated": False},
+    "logging": {"log_every_seconds": 0},
+}
+PAIRS = _kind("embedding", "text_pairs.text_pairs")
+# Short: on the device, rows of several lengths get no mask, which is as large as the scores of all heads.
+SOURCES = {
+    "recipe": "seq2seq",
+    "dataset": _data("seq2seq.source_target", seq_length=128, target_length=64),
+    "step_scheduler": {"global_batch_size": 128, "local_batch_size": 32},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe, by its differences from BASE, and the number of ranks."""
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    num_ranks: int = 1
+
+
+CASES = {
+    "full": Case(),
+    "one micro-batch": Case({"step_scheduler": {"global_batch_size": 8}}),
+    "float32": Case({"distributed": {"mixed_precision": None}}),
+    "bfloat16 weights": Case({"model": {"dtype": "bfloat16"}}),
+    "checkpointed": Case({"model": {"activation_checkpointing": True}}),
+    "selective": Case({"model": {"activation_checkpointing": "selective"}}),
+    "offloaded": Case({"model": {"activation_checkpointing": "offload"}}),
+    "sgd": Case({"optimizer": {"_target_": "torch.optim.SGD"}}),
+    "ema": Case({"ema": {"decay": 0.99}}),
+    "muon": Case(
+        {"optimizer": {"groups": [{"params": ["hidden_matrices"], "_target_": "torch.optim.Muon"}]}}
+    ),
+    "lora": Case(ADAPTERS),
+    "dora": Case(merged(ADAPTERS, {"peft": {"use_dora": True}})),
+    "lora and head": Case(merged(ADAPTERS, {"peft": {"modules_to_save": ["lm_head"]}})),
+    "lora on head": Case(merged(ADAPTERS, {"peft": {"target_modules": ["q_proj", "lm_head"]}})),
+    "packed": Case(
+        {"packed_sequence": {"size": 4096}, "step_scheduler": {"local_batch_size": 2}},
+    ),
+    "fsdp2": Case(num_ranks=2),
+    "fsdp2 deferred": Case({"distributed": {"defer_gradient_sync": True}}, 2),
+    "hsdp": Case({"distributed": {"dp_replicate_size": 2}}, 4),
+    "ddp": Case({"distributed": {"strategy": "ddp"}}, 2),
+    "pipeline": Case({"distributed": {"pp_size": 2}}, 2),
+    "pipeline of 4": Case({"distributed": {"pp_size": 4}}, 4),
+    "interleaved": Case(
+        {
+            "distributed": {
+                "pp_size": 2,
+                "pp_schedule": "interleaved1f1b",
+                "pp_stages_per_rank": 2,
+            }
+        },
+        2,
+    ),
+    "lora fsdp2": Case(ADAPTERS, 2),
+    "gemma2": Case(_model("gemma2", head_dim=64)),
+    "gemma3": Case(_model("gemma3_text", head_dim=64)),
+    "gpt2": Case(
+        {
+            "model": {
+                "from_config": {
+                    "model_type": "gpt2",
+                    "n_embd": 1024,
+                    "n_layer": 8,
+                    "n_head": 16,
+                    "vocab_size": VOCABULARY,
+                    "n_positions": 2048,
+                }
+            }
+        }
+    ),
+    "gpt_neox": Case(
+        {"model": {"from_config": {"model_type": "gpt_neox", **SIZES, "intermediate_size": 4096}}}
+    ),
+    "falcon": Case({"model": {"from_config": {"model_type": "falcon", **SIZES}}}),
+    "qwen3": Case(_model("qwen3", head_dim=128)),
+    "phi3": Case(_model("phi3", pad_token_id=0)),
+    "olmo2": Case(_model("olmo2")),
+    "qwen3_moe": Case(_model("qwen3_moe", **EXPERTS)),
+    "mixtral": Case(_model("mixtral", num_local_experts=4, intermediate_size=2048)),
+    "gpt_oss": Case(_model("gpt_oss", head_dim=64, num_local_experts=4, intermediate_size=1024)),
+    "deepseek_v3": Case(
+        _model(
+            "deepseek_v3",
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=512,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+            **LATENT,
+        )
+    ),
+    "minicpm3": Case(_model("minicpm3", **LATENT)),
+    "dpo": Case(_kind("dpo", "preference.pairs")),
+    "dpo lora": Case(merged(_kind("dpo", "preference.pairs"), ADAPTERS)),
+    "dpo fsdp2": Case(_kind("dpo", "preference.pairs"), 2),
+    "orpo": Case(_kind("orpo", "preference.pairs")),
+    "reward_model": Case(_kind("reward_model", "preference.pairs")),
+    "distill": Case(
+        {
+            "recipe": "distill",
+            "distill": {"teacher": {"from_pretrained": "{DIRECTORY}/teacher"}},
+        }
+    ),
+    "embedding": Case(PAIRS),
+    "embedding bert": Case({**PAIRS, "model": {"from_config": BERT}}),
+    "reranker": Case(_kind("reranker", "text_pairs.text_pairs")),
+    "classification": Case(
+        _kind(
+            "sequence_classification",
+            "classification.texts",
+            model={"from_config": BERT},
+        )
+    ),
+    "t5": Case({**SOURCES, "model": {"from_config": T5}}),
+    "t5 fsdp2": Case({**SOURCES, "model": {"from_config": T5}}, 2),
+}
+
+
+def write_texts(path: Path) -> None:
+    """Write rows that all builders read, with texts of 3,000 words."""
+    text = " ".join(f"word{number % 97}" for number in range(3000))
+    fields = ("completion", "chosen", "rejected", "query", "positive", "text", "source", "target")
+    with path.open("w") as file:
+        for number in range(128):
+            # Different, because equal texts are hidden from each other as negatives.
+            row: dict[str, Any] = {name: f"{number} {name} {text}" for name in fields}
+            row |= {"prompt": f"{number}: ", "label": bool(number % 2)}
+            row["negatives"] = [f"{number} no {text}"]
+            file.write(json.dumps(row) + "\n")
+
+
+def write_recipe(case: Case, directory: Path) -> Path:
+    """Write the recipe of *case* and its data to *directory*; returns the path of the recipe."""
+    write_texts(directory / "texts.jsonl")
+    recipe = merged(BASE, case.changes)
+    for section in ("model", "dataset"):
+        # These are replaced: a model has no settings of another one.
+        if section in case.changes:
+            recipe[section] = {**BASE[section], **case.changes[section]}
+    if "distill" in recipe:
+        list(write_base(LLAMA, directory / "teacher", "cpu"))
+    path = directory / "recipe.yaml"
+    path.write_text(json.dumps(recipe).replace("{DIRECTORY}", str(directory)))
+    return path
+
+
+def call(*words: str, num_ranks: int = 1, gib: float = 139.8) -> subprocess.CompletedProcess[str]:
+    """Run ``ckpt-train`` on the device, which has *gib* GiB of memory."""
+    environment = {
+        **os.environ,
+        "NULL_CUDA_COPY": "65536",
+        "NULL_CUDA_DEVICES": str(num_ranks),
+    }
+    command = [sys.executable, "-m", "tools.null_cuda", f"--gib={gib}", "--", "python"]
+    command += ["-m", "automodel_ckpt.cli.train", f"--nproc-per-node={num_ranks}", *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=900, check=False
+    )
+
+
+def parts_of(report: str) -> dict[str, float]:
+    """The bytes of each part of the memory in the *report* of a dry run."""
+    units = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+    line = re.search(r"memory: .*? per rank: (.*)", report)
+    if line is None:
+        return {}
+    found = re.findall(r"([a-z ]+) ([\d.]+) (B|kB|MB|GB)", line[1])
+    return {name.strip(): float(number) * units[unit] for name, number, unit in found}
+
+
+def compare(name: str, directory: Path, gib: float) -> tuple[str, bool]:
+    """Forecast and train a case. Returns a row of the table, and whether the forecast is close.
+
+    The run has *gib* GiB of memory.
+    """
+    case = CASES[name]
+    path = write_recipe(case, directory)
+    dry_run = call(str(path), "--dry-run", num_ranks=case.num_ranks)
+    parts = parts_of(dry_run.stdout)
+    if not parts:
+        return f"| {name} | {_last_lines(dry_run)} |", False
+    run = call(str(path), num_ranks=case.num_ranks, gib=gib)
+    if run.returncode != 0:
+        return f"| {name} | {_last_lines(run)} |", False
+    del parts["process"]
+    forecast = sum(parts.values())
+    peak = max(line.get("mem", 0) for line in log_lines(directory / "run"))
+    difference = forecast / peak - 1
+    is_close = abs(difference) <= TOLERANCE and "unknown" not in dry_run.stdout
+    listed = ", ".join(f"{part} {nbytes / 1e9:.2f}" for part, nbytes in parts.items())
+    mark = "" if is_close else " **off**"
+    return (
+        f"| {name} | {forecast / 1e9:.2f} GB | {peak / 1e9:.2f} GB | {difference:+.1%}{mark} | {listed} |",
+        is_close,
+    )
+
+
+def _last_lines(done: subprocess.CompletedProcess[str]) -> str:
+    return " / ".join((done.stdout + done.stderr).strip().splitlines()[-6:])
+
+
+def main() -> int:
+    """Print a row for each case."""
+    parser = argparse.ArgumentParser(prog="python -m tools.null_cuda.forecasts")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="all by default")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument(
+        "--gib",
+        type=float,
+        default=139.8,
+        help="memory of the device; below the peak, the file NULL_SNAP shows what holds it",
+    )
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(CASES))
+        return 0
+    print("| case | forecast | peak | off by | parts of the forecast, GB |")
+    print("|---|---:|---:|---:|---|")
+    are_close = []
+    for name in options.cases or CASES:
+        with tempfile.TemporaryDirectory(prefix="forecasts-") as directory:
+            row, is_close = compare(name, Path(directory), options.gib)
+        print(row, flush=True)
+        are_close.append(is_close)
+    return 0 if all(are_close) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
