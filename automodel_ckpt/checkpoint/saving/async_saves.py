@@ -116,7 +116,7 @@ class AsyncSaves:
         return self._report_started(save)
 
     def _report_started(self, save: Save) -> SaveReport:
-        for tree in save.trees.values():
+        for tree in save.plan.trees.values():
             tree.release_values()
         save.stall_seconds = time.monotonic() - save.started
         path = self._settings.run.path / str(save.name)

@@ -204,10 +204,10 @@ class Exports:
                 run.check_lease()
             for attribute, assets in self._settings.assets.items():
                 export = export_from_memory(
-                    save.trees[attribute],
+                    save.plan.trees[attribute],
                     run.root / str(save.name),
                     assets,
-                    save.tied[attribute],
+                    save.plan.tied[attribute],
                     rank=self._settings.ranks.rank,
                     group=self._group,
                     raise_on_all_ranks=lambda: self._raise_on_all_ranks(save.name),

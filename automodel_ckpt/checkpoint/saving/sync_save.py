@@ -72,7 +72,7 @@ class SyncSaves:
         if reuse is None:
             return None
         written = RankManifest(self._settings.ranks.rank)
-        for name, tree_layout in save.layouts.items():
+        for name, tree_layout in save.plan.layouts.items():
             written.trees[name] = tree_layout.rank_tree()
         with self._saving(save):
             return self._save(save, self._jobs, lambda: (written, reuse.prepare()))
@@ -87,7 +87,7 @@ class SyncSaves:
             raise
         finally:
             self.in_progress = None
-            for tree in save.trees.values():
+            for tree in save.plan.trees.values():
                 tree.release_values()
 
     def _save(
