@@ -76,19 +76,21 @@ class Saving:
 class Checkpointer:
     """Saves and loads the state of a run in *directory*.
 
-    If *directory* is a URL of an object store, checkpoints are written to a local directory (``scratch_dir`` of
-    *options*) and uploaded from there.
+    Args:
+        directory: The run directory. For the URL of an object store, checkpoints are written to a local directory
+            (``scratch_dir`` of *options*) and uploaded from there.
+        ranks: This process's position among the ranks. By default, all ranks are data-parallel.
+        group: A gloo process group of all ranks, which nothing else uses during a call. Without *ranks*, it is by
+            default that of all ranks of torch.distributed, if it is initialized.
+        options: The ``checkpoint:`` section of a recipe, or
+            :class:`~automodel_ckpt.checkpoint.options.CheckpointOptions`, by default the latter without arguments.
+        assets: What the exports of modules need, by attribute name. Entries may be added to :attr:`assets` before the
+            first save. Modules without an entry are not exported.
+        timeout_seconds: A background save has failed if all ranks wait for it and no writer makes progress for so long.
+        is_quiet: Whether saves are logged at the level debug instead of info.
+        nodes: The nodes over whose directories checkpoints are distributed, if *directory* is not shared: each has one.
 
-    *group* is a gloo process group of all ranks, which nothing else uses during a call, and *ranks* is this process's
-    position in it. Without *ranks*, all ranks are data-parallel, and *group* is by default that of all ranks of
-    torch.distributed, if it is initialized. *options* is the ``checkpoint:`` section of a recipe, or
-    :class:`~automodel_ckpt.checkpoint.options.CheckpointOptions`.
-
-    *assets* maps the attribute name of a module to what its export needs (entries may be added to :attr:`assets`
-    before the first save). A background save has failed if all ranks wait for it and its writer makes no progress for
-    *timeout_seconds*. With *is_quiet*, saves are logged at the level debug. With *nodes*, *directory* is not shared:
-    each node has one, and checkpoints are distributed over them. Raises :class:`RecipeError` for options that exclude
-    each other.
+    Raises :class:`RecipeError` for options that exclude each other.
     """
 
     def __init__(
@@ -342,9 +344,18 @@ class Checkpointer:
         With ``is_async`` it first waits for the previous save, and returns when the state is copied, with
         :attr:`SaveReport.published` false. A later failure of such a save is raised by :meth:`wait_for_save`.
 
-        *config_yaml* is written to config.yaml, *progress* (numbers by name) to the manifest, and *losses* to
-        losses.json; with *validated* they also rank the checkpoint. *last* marks the last save of a run that completes.
-        Rank 0 calls *before_publishing* when all files are written, and *on_saved* with the report after publishing.
+        Args:
+            state: The objects with ``state_dict`` and ``load_state_dict``, by name; the same names on all ranks.
+            step: The number of optimizer steps that are done.
+            epoch: The number of the current epoch, from 0.
+            config_yaml: The content of config.yaml in the checkpoint.
+            losses: Numbers by name, for losses.json.
+            progress: Numbers by name, for the manifest, such as the consumed tokens.
+            validated: Whether *losses* are those of a validation, by which the checkpoint is ranked (``keep_best``).
+            last: Whether this is the last save of a run that completes.
+            before_publishing: Called on rank 0 when all files are written.
+            on_saved: Called on rank 0 with the report after publishing; by an asynchronous save in another thread.
+
         Raises :class:`SaveFailed` on all ranks, and removes what was written; :class:`RecipeError` for arguments that
         cannot be saved.
         """

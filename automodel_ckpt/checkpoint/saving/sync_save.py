@@ -109,7 +109,7 @@ class SyncSaves:
             with raise_on_all_ranks(group, f"saving {save.name}", where):
                 if settings.nodes.is_leader:
                     settings.nodes.contribute(save.staging.path, Waiting())
-        exports = settings.exports(save.last)
+        exports = settings.makes_export(save.last)
         # The exchange above is also a barrier: all rank manifests exist when rank 0 reads them.
         with raise_on_all_ranks(group, f"publishing {save.name}", where):
             if is_rank0:
