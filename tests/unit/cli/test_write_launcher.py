@@ -174,7 +174,15 @@ def test_variables_are_required_by_name_and_their_values_are_in_no_launcher(
     task = yaml.safe_load(texts["skypilot"])
     assert task["secrets"] == {"STORE_TOKEN": None}
     assert "CHECKPOINT_URL" not in task["envs"]
-    assert "pip install '.[s3,wandb]'" in task["setup"]
+    assert "pip install '.[s3]' wandb" in task["setup"]
+
+
+def test_a_skypilot_task_installs_what_the_recipe_needs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--checkpoint.remote.url=abfss://b/run", "--logging.trackers={tensorboard: {}}"]
+    task = yaml.safe_load(written(capsys, "skypilot", *words))
+    assert "pip install '.[azure,tensorboard]'\n" in task["setup"]
 
 
 # Kubernetes
