@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from automodel_ckpt.cli.train import EXAMPLES, main
+from automodel_ckpt.cli.example_recipes import EXAMPLES
+from automodel_ckpt.cli.train import main
 from automodel_ckpt.cli.write_launcher import stop_time
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE
 
