@@ -130,7 +130,7 @@ class Checkpointer:
             self._settings.use_nodes(nodes)
         self._planner = Planner(self._settings)
         self._directories: NodeDirectories | None = None
-        self._has_begun = False
+        self._has_generation = False
         self._loader = CheckpointLoader(self._settings, options, group)
         self.exports = Exports(self._settings, group, self.wait_for_save)
         """The exports of this run's checkpoints as Hugging Face files."""
@@ -188,7 +188,7 @@ class Checkpointer:
             # What this start found is complete here.
             directories.release()
             return
-        self._loader.held = directories.held
+        self._loader.on_nodes = directories.on_nodes
         check_node_options(self._options)
         self._settings.use_nodes(directories.nodes)
         self._transfers.use_nodes(directories.nodes)
@@ -245,14 +245,14 @@ class Checkpointer:
         return self._run.is_lost
 
     def use_memory(
-        self, directory: Path | None, held: Mapping[Path, Streamed] | None = None
+        self, directory: Path | None, on_nodes: Mapping[Path, Streamed] | None = None
     ) -> None:
         """Let :meth:`load` also find the memory checkpoints of this run in *directory*; None if there are none.
 
-        *held* has those that are distributed over the memory of several nodes, by path.
+        *on_nodes* has those that are distributed over the memory of several nodes, by path.
         """
         self._run.memory = directory
-        self._loader.held = dict(held or {})
+        self._loader.on_nodes = dict(on_nodes or {})
 
     def set_aside_abandoned(self) -> None:
         """Rename the checkpoints that the run abandoned when it went back, as its next save does. Called by rank 0.
@@ -367,7 +367,7 @@ class Checkpointer:
         )
         self.wait_for_save()
         started = time.monotonic()
-        self._begin(None, abandons_later=True)
+        self._begin_generation(None, abandons_later=True)
         self.prepare(state)
         self._transfers.restart_if_ended()
         save = Save(
@@ -497,21 +497,21 @@ class Checkpointer:
         finally:
             # Collective calls in load() end after the last read of all ranks.
             self._transfers.remove_fetched(self._run, fetched)
-        self._begin(resumed, abandons_later=self._options.restore_from is not None)
+        self._begin_generation(resumed, abandons_later=self._options.restore_from is not None)
         if resumed is None:
             self._transfers.start_uploads(self._run, None)
         else:
             self._transfers.start_uploads(self._run, resumed.step, resumed.path.name)
         return resumed
 
-    def _begin(self, resumed: Resumed | None, *, abandons_later: bool) -> None:
+    def _begin_generation(self, resumed: Resumed | None, *, abandons_later: bool) -> None:
         """Begin a generation of the run, once, if nodes have or had separate directories. Collective.
 
         If it *abandons_later* checkpoints, what the nodes have of them is removed.
         """
-        if self._directories is None or self._has_begun:
+        if self._directories is None or self._has_generation:
             return
-        self._has_begun = True
+        self._has_generation = True
         step = 0 if resumed is None else resumed.step
         of_generation = "" if resumed is None else resumed.manifest.environment.get(NOTE, "")
         self._directories.begin(step, of_generation=of_generation, abandons_later=abandons_later)
@@ -543,14 +543,14 @@ class Checkpointer:
             # The next generation continues those that this start has saved, too.
             self._directories.find()
         if self._directories is not None and self.is_distributed:
-            self._loader.held = self._directories.held
+            self._loader.on_nodes = self._directories.on_nodes
         try:
             resumed = self._loader.roll_back(state, step, fetched)
         finally:
             self._transfers.remove_fetched(self._run, fetched)
         if resumed is not None:
-            self._has_begun = False
-            self._begin(resumed, abandons_later=True)
+            self._has_generation = False
+            self._begin_generation(resumed, abandons_later=True)
             self._transfers.roll_back(self._run, resumed.step)
         return resumed
 
