@@ -55,6 +55,12 @@ def is_store_url(text: str) -> bool:
     return match is not None and match[1].lower() in _LIBRARIES
 
 
+def extra_of(url: str) -> str:
+    """Return the extra of this package that installs the library for *url*; empty if there is none."""
+    _, extra = _LIBRARIES.get(url.partition("://")[0], ("", ""))
+    return extra
+
+
 def public(url: str) -> str:
     """Return *url* without user name, password, query and fragment, for logs and errors."""
     try:

@@ -90,6 +90,7 @@ class TrainingLoop:
         """*validation_batches* reads the validation set from its start; None if there is none. *validation_sets* reads
         the sets of ``validation_datasets`` by name. *completions* generates text after each validation.
         *weight_average* follows the weights (section ``ema``). *benchmarks* are those of the section ``evaluation``."""
+        # What the recipe built.
         self.config = config
         self.layout = layout
         self.stop_request = stop_request
@@ -107,6 +108,7 @@ class TrainingLoop:
         self.saves = saves
         self.run_log = run_log
         self.weight_average = weight_average
+        # The step.
         self.measures = measures_of(type(objective), config.loss_fn)
         self.profiler = build_profiler(config, layout)
         self.runs_ahead = self.queues_work()
@@ -120,6 +122,7 @@ class TrainingLoop:
         )
         self._has_checked_gradients = False
         self._replicated_gradients = build_gradient_comparison(self.model, layout, config)
+        # The numbers of a step, which are known later.
         self._pending = PendingSteps(
             runs_ahead=self.runs_ahead,
             # Tensor and context parallel ranks compute the same loss, which counts once.
@@ -128,6 +131,7 @@ class TrainingLoop:
         self.divergence = Divergence(step_scheduler, saves, run_log)
         situation = Situation(config, layout, self.model, optimizer)
         self.errors = BatchErrors(situation, self._pending)
+        # What is measured beside the training loss.
         sets: dict[str | None, Batches] = {}
         if validation_batches is not None:
             sets[None] = validation_batches
@@ -152,6 +156,7 @@ class TrainingLoop:
             benchmarks=benchmarks,
             completions=completions,
         )
+        # Reports, the exchange between the ranks, and the end of the run.
         self.run_end = RunEnd(layout, step_scheduler, stop_request, checkpointer, saves, run_log)
         self.throughput = Throughput(config, layout, run_log)
         self._reports = StepReports(
@@ -220,22 +225,9 @@ class TrainingLoop:
                 self.finish_pending()
                 self._end_early()
                 return
-            control = self.agree_on(batch)
-            due = self._due_by_clock(control)
-            if self._go_back_after_spike():
-                # A stop that was requested is agreed on again.
+            control = self._agree_before_step(batch)
+            if control is None:
                 return
-            if due is not None and due.anything and not due.stop:
-                # By the clock: what is due by counters has been done after the step.
-                self.finish_pending()
-                if self._do_what_is_due(due):
-                    return
-                control = self.agree_on(batch)
-            if control.save_failed or control.stop:
-                self.finish_pending()
-            # The flag is summed over the ranks, so that all enter wait(), a collective.
-            if control.save_failed:
-                self.saves.wait()
             # This batch was not counted as consumed: the resumed run trains on it.
             if control.stop or batch is None:
                 self._go_back_after_spike()
@@ -243,25 +235,57 @@ class TrainingLoop:
             if self._step_and_save(batch, control):
                 return
 
+    def _agree_before_step(self, batch: GlobalBatch | None) -> Control | None:
+        """Agree with all ranks on a step on *batch*, and do what is due after the newest step by its clock. Collective.
+
+        Returns None if no step on *batch* follows: the run is over, or has gone back before a spike.
+        """
+        control = self.agree_on(batch)
+        due = self._due_by_clock(control)
+        if self._go_back_after_spike():
+            # A stop that was requested is agreed on again.
+            return None
+        if due is not None and due.anything and not due.stop:
+            # By the clock: what is due by counters has been done after the step.
+            self.finish_pending()
+            if self._do_what_is_due(due):
+                return None
+            control = self.agree_on(batch)
+        if control.save_failed or control.stop:
+            self.finish_pending()
+        # The flag is summed over the ranks, so that all enter wait(), a collective.
+        if control.save_failed:
+            self.saves.wait()
+        return control
+
     def _step_and_save(self, batch: GlobalBatch, control: Control) -> bool:
         """Make a step, and do what is due after it.
 
         Returns whether no step follows in this pass over the batches: the run is over, or continues with other batches.
         """
-        due = self._step_with_reports(batch, control)
+        due = self._take_step(batch, control)
         self._watches.note_step(self.step_scheduler.step)
-        if self._do_what_is_due(due):
+        if self._do_what_is_due(due) or self._save_in_memory_if_due():
             return True
-        memory = self.saves.memory
-        if memory is not None and memory.is_due(self.step_scheduler):
-            # The log must have the line of the step before its checkpoint is published.
-            due_now = self.finish_pending()
-            if due_now is not None and self._do_what_is_due(due_now):
-                return True
-            # A step that is not finite could replace the last good checkpoint.
-            if not self.divergence.found_spike and self._reports.newest_is_finite:
-                memory.save(self.step_scheduler.step, self._save_in_memory)
         return self._go_back_after_spike() or self.divergence.skip_is_due()
+
+    def _save_in_memory_if_due(self) -> bool:
+        """Save the present step with ``checkpoint.memory`` if that is due.
+
+        It waits for the step, after which something else can be due by the clock. Returns whether no step follows then,
+        as :meth:`_do_what_is_due` does.
+        """
+        memory = self.saves.memory
+        if memory is None or not memory.is_due(self.step_scheduler):
+            return False
+        # The log must have the line of the step before its checkpoint is published.
+        due = self.finish_pending()
+        if due is not None and self._do_what_is_due(due):
+            return True
+        # A step that is not finite could replace the last good checkpoint.
+        if not self.divergence.found_spike and self._reports.newest_is_finite:
+            memory.save(self.step_scheduler.step, self._save_in_memory)
+        return False
 
     def _save_in_memory(self, checkpointer: Checkpointer) -> None:
         """Save the present step with the *checkpointer* of memory checkpoints. A collective."""
@@ -300,8 +324,8 @@ class TrainingLoop:
         self._reports.newest = None
         return True
 
-    def _step_with_reports(self, batch: GlobalBatch, control: Control) -> Due:
-        """Make a step, and wait for it if something is due. Reports failures that its batch explains."""
+    def _take_step(self, batch: GlobalBatch, control: Control) -> Due:
+        """Make a step, and wait for it if something is due after it. An error names what in the batch explains it."""
         doing = (
             f"in the forward pass, backward pass or update of step {self.step_scheduler.step + 1}"
         )
@@ -310,7 +334,7 @@ class TrainingLoop:
                 with self.profiler.step(self.step_scheduler.step + 1):
                     due = self.step(batch, control)
                 if not isinstance(due, Due):
-                    raise self._returned(due, "step", "what is due after the step")
+                    raise self._wrong_result(due, "step", "what is due after the step")
                 if due.anything:
                     self.finish_pending()
         except DeviceMemoryError:
@@ -359,15 +383,6 @@ class TrainingLoop:
 
     # ---------------------------------------------------------------- step
 
-    def _returned(self, result: object, method: str, needed: str) -> RecipeError:
-        """The error to raise if a *method* that a subclass overrides returned *result* instead of what is *needed*."""
-        return RecipeError(
-            f"{method}() of the loop must return {needed}",
-            where=f"{type(self).__name__}.{method}",
-            value=type(result).__name__,
-            hint=f"return the result of super().{method}(batch, control)",
-        )
-
     def step(self, batch: GlobalBatch, control: Control) -> Due:
         """Train on one global batch and count it; returns what is due after it.
 
@@ -379,16 +394,17 @@ class TrainingLoop:
         lr = current_rate(self.optimizer)
         trained = self.train_step(batch, control)
         if not isinstance(trained, tuple) or len(trained) != 2:
-            raise self._returned(trained, "train_step", "the summed loss and the gradient norm")
+            raise self._wrong_result(trained, "train_step", "the summed loss and the gradient norm")
         loss_sum, grad_norm = trained
         # Without labels, the step changed no weight.
         if self.weight_average is not None and control.count:
             self.weight_average.update(self.step_scheduler.step + 1, grad_norm)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        return self.finish_step(batch, self._launch(batch, control, lr, start, loss_sum, grad_norm))
+        launched = self._read_back_later(batch, control, lr, start, loss_sum, grad_norm)
+        return self.finish_step(batch, launched)
 
-    def _launch(
+    def _read_back_later(
         self,
         batch: GlobalBatch,
         control: Control,
@@ -489,6 +505,15 @@ class TrainingLoop:
             in_step=getattr(self.optimizer, "divide_in_step", None),
             in_stages=self.layout.in_stages,
             counted_elsewhere=counted_elsewhere,
+        )
+
+    def _wrong_result(self, result: object, method: str, needed: str) -> RecipeError:
+        """The error to raise if a *method* that a subclass overrides returned *result* instead of what is *needed*."""
+        return RecipeError(
+            f"{method}() of the loop must return {needed}",
+            where=f"{type(self).__name__}.{method}",
+            value=type(result).__name__,
+            hint=f"return the result of super().{method}(batch, control)",
         )
 
     def finish_step(self, batch: GlobalBatch, launched: LaunchedStep) -> Due:

@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.memory.directory import GENERATION, forget_memory
 from automodel_ckpt.checkpoint.memory.nodes import Nodes
 from automodel_ckpt.checkpoint.memory.opening import open_memory
 from automodel_ckpt.checkpoint.memory.save_files import is_of_save, remove_set_aside
-from automodel_ckpt.checkpoint.memory.survey import HeldCheckpoint, survey
+from automodel_ckpt.checkpoint.memory.survey import CheckpointOnNodes, survey
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.config.sections.checkpoint import CheckpointConfig, MemoryConfig
 from automodel_ckpt.distributed import agree
@@ -98,7 +98,7 @@ class MemorySaves:
             )
         if self.nodes is not None and self._is_rank0:
             log.info("%s", _nodes_text(self.nodes, section.replicas))
-        self._held: dict[Path, HeldCheckpoint] = {}
+        self._on_nodes: dict[Path, CheckpointOnNodes] = {}
         self.find()
         self._checkpointer: Checkpointer | None = Checkpointer(
             self.directory,
@@ -119,8 +119,8 @@ class MemorySaves:
         if self._gave_up:
             return
         if self.nodes is not None:
-            self._held = survey(self.nodes, self._group, self._verify, self._record)
-        self._disk.use_memory(self.directory, self._held)
+            self._on_nodes = survey(self.nodes, self._group, self._verify, self._record)
+        self._disk.use_memory(self.directory, self._on_nodes)
 
     @property
     def checkpointer(self) -> Checkpointer | None:
@@ -325,7 +325,7 @@ class MemorySaves:
         if self.nodes is None:
             return ", where every rank's state was"
         own = others = 0
-        for checkpoint in self._held.values():
+        for checkpoint in self._on_nodes.values():
             for node, nbytes in checkpoint.read_bytes.items():
                 if node == self.nodes.own:
                     own += nbytes

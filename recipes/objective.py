@@ -20,6 +20,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.config_checks import check_context
 from automodel_ckpt.models.forward import last_layer_output, logits_of
 from automodel_ckpt.models.fused_cross_entropy import widened
+from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead
 from automodel_ckpt.models.mtp import MultiTokenPrediction
 from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.models.z_loss import ZLoss
@@ -254,37 +255,62 @@ class Objective:
         trainable = self.trainable
         if trainable.mtp is not None and self.model.training:
             return self._row_loss_of_depths(rows, trainable.mtp)
-        part = self._part_of_row(rows["labels"].shape[1])
-        inputs = self._inputs(rows, hidden)
         z_loss = self.z_loss if self.model.training else None
         if trainable.loss_head is None:
-            with trainable.compute():
-                output = self.model(**inputs, **trainable.forward_options)
-                self._note_routing(output, rows, part)
-            labels = self._on_device(rows["labels"])
-            logits = logits_of(output)
-            loss = self._loss_of_logits(logits, labels, part)
-            predicted = shift_labels(labels)[:, part].flatten()
-            if self._hits is not None:
-                self._hits.add(logits.flatten(0, 1), predicted)
-            if z_loss is not None:
-                penalty = z_loss.of(widened(logits.flatten(0, 1)), predicted)
-                z_loss.note(penalty)
-                loss = self._with_gradient_of_z_loss(loss + penalty, z_loss)
-            return loss
-        positions, targets = labelled_positions(rows["labels"], part, all_up_to=trainable.all_up_to)
+            loss = self._loss_from_full_logits(rows, hidden, z_loss)
+        else:
+            loss = self._loss_from_loss_head(rows, hidden, trainable.loss_head, z_loss)
+        return loss if z_loss is None else self._with_gradient_of_z_loss(loss, z_loss)
+
+    def _loss_from_full_logits(
+        self, rows: Tensors, hidden: torch.Tensor | None, z_loss: ZLoss | None
+    ) -> torch.Tensor:
+        """Compute the summed loss of *rows* from the model's logits [B, t, V], with the *z_loss* added, if any."""
+        part = self._part_of_row(rows["labels"].shape[1])
+        inputs = self._inputs(rows, hidden)
+        with self.trainable.compute():
+            output = self._run_model(inputs, rows, part)
+        labels = self._on_device(rows["labels"])
+        logits = logits_of(output)
+        loss = self._loss_of_logits(logits, labels, part)
+        predicted = shift_labels(labels)[:, part].flatten()
+        if self._hits is not None:
+            self._hits.add(logits.flatten(0, 1), predicted)
+        if z_loss is not None:
+            penalty = z_loss.of(widened(logits.flatten(0, 1)), predicted)
+            z_loss.note(penalty)
+            loss = loss + penalty
+        return loss
+
+    def _loss_from_loss_head(
+        self,
+        rows: Tensors,
+        hidden: torch.Tensor | None,
+        loss_head: LossHead | ModuleLossHead,
+        z_loss: ZLoss | None,
+    ) -> torch.Tensor:
+        """Compute the summed loss of *rows* in the output layer, chunk by chunk, with the *z_loss* added, if any."""
+        part = self._part_of_row(rows["labels"].shape[1])
+        inputs = self._inputs(rows, hidden)
+        positions, targets = labelled_positions(
+            rows["labels"], part, all_up_to=self.trainable.all_up_to
+        )
         if positions is not None:
             positions = self._on_device(positions)
         # The root module computes the loss: only its forward pass gathers the root's parameters and
         # sets the backward hooks of FSDP2, and prepares the reduction of DDP.
-        loss_pass = trainable.loss_head.computing_loss(
+        loss_pass = loss_head.computing_loss(
             positions, self._on_device(targets), hits=self._hits, z_loss=z_loss
         )
-        with trainable.compute(), loss_pass:
-            output = self.model(**inputs, **trainable.forward_options)
-            self._note_routing(output, rows, part)
-        loss = loss_pass.loss_in(output)
-        return loss if z_loss is None else self._with_gradient_of_z_loss(loss, z_loss)
+        with self.trainable.compute(), loss_pass:
+            output = self._run_model(inputs, rows, part)
+        return loss_pass.loss_in(output)
+
+    def _run_model(self, inputs: Tensors, rows: Tensors, part: slice) -> Any:
+        """Call the model on *inputs*, those of *rows*, and keep what the router's loss needs of its output."""
+        output = self.model(**inputs, **self.trainable.forward_options)
+        self._note_routing(output, rows, part)
+        return output
 
     def _loss_of_logits(
         self, logits: torch.Tensor, labels: torch.Tensor, part: slice
@@ -313,8 +339,7 @@ class Objective:
         by_depth = torch.split(labels, num_rows)
         if trainable.loss_head is None:
             with mtp.computing(), trainable.compute():
-                output = self.model(**inputs, **trainable.forward_options)
-                self._note_routing(output, rows, part)
+                output = self._run_model(inputs, rows, part)
             parts = torch.split(logits_of(output), num_rows)
             found: list[torch.Tensor] = []
             for logits, targets in zip(parts, by_depth, strict=True):
@@ -329,8 +354,7 @@ class Objective:
                 self._on_device(positions), self._on_device(targets), sizes
             )
             with mtp.computing(), trainable.compute(), loss_pass:
-                output = self.model(**inputs, **trainable.forward_options)
-                self._note_routing(output, rows, part)
+                output = self._run_model(inputs, rows, part)
             losses = loss_pass.loss_in(output)
         mtp.note(losses[1:])
         return losses[0]

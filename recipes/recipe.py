@@ -129,6 +129,7 @@ class Recipe:
 
     # Set by join_ranks.
     layout: RankLayout
+    """The ranks of the run: their device mesh, this rank's device and position, and the process groups."""
     stop_request: StopRequest
     run_log: RunLog
     # Set by build.
@@ -138,7 +139,11 @@ class Recipe:
     """The transformers configuration; None for a model by ``_target_``, and before :meth:`build_training` reads it."""
     dataloader: GlobalBatchLoader
     validation_batches: Callable[[], Iterator[GlobalBatch]] | None
+    """Reads ``validation_dataset`` from its start; None if there is none."""
     validation_sets: Mapping[str, Callable[[], Iterator[GlobalBatch]]]
+    """Read the sets of ``validation_datasets`` from their starts, by name."""
+    call_tests: CallTests | None
+    """The data of ``evaluation.tool_calls``; None without the section."""
     step_scheduler: StepScheduler
     trainable: Trainable
     model: nn.Module
@@ -332,22 +337,7 @@ class Recipe:
         self.lr_scheduler = schedule
         self.loss_fn = self.build_loss_fn()
 
-    def build_model_config(self) -> PreTrainedConfig | None:
-        """Read the transformers configuration of the model; None for a model by ``_target_``.
-
-        Extend it to change settings that the recipe's sections determine, such as the names of labels.
-        """
-        return read_model_config(
-            self.config, self.layout, auto_class=self.auto_class, preprocessor=self.preprocessor
-        )
-
-    def labels_in_words(self, micro_batch: Mapping[str, torch.Tensor]) -> list[str]:
-        """Describe the label of each sample of *micro_batch*, for ``--show-samples``; empty if tokens have labels."""
-        return []
-
-    def samples_of_rows(self, micro_batch: Mapping[str, torch.Tensor]) -> list[int]:
-        """List the number of the sample, in *micro_batch*, of each of its rows, for ``--show-samples``."""
-        return [row // self.rows_per_sample for row in range(len(micro_batch["input_ids"]))]
+    # ---------------------------------------------------------------- build the data
 
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names. Each recipe defines it."""
@@ -427,6 +417,17 @@ class Recipe:
         planned = total_steps(cadence, steps_per_epoch(self.dataloader))
         return StepScheduler(cadence, planned_steps=planned)
 
+    # ---------------------------------------------------------------- build the model and what updates it
+
+    def build_model_config(self) -> PreTrainedConfig | None:
+        """Read the transformers configuration of the model; None for a model by ``_target_``.
+
+        Extend it to change settings that the recipe's sections determine, such as the names of labels.
+        """
+        return read_model_config(
+            self.config, self.layout, auto_class=self.auto_class, preprocessor=self.preprocessor
+        )
+
     def build_trainable(
         self, config: RecipeConfig | None = None, *, is_trained: bool = True
     ) -> Trainable:
@@ -447,10 +448,6 @@ class Recipe:
             is_trained=is_trained,
             is_dry_run=self.is_dry_run,
         )
-
-    def other_models(self) -> Sequence[nn.Module]:
-        """List the models that are in memory beside the trained one, for the forecast of a dry run."""
-        return ()
 
     def build_optimizer(self) -> Optimizer:
         """Build the ``optimizer`` section over all parameters that need gradients."""
@@ -498,26 +495,10 @@ class Recipe:
         """Build the ``loss_fn`` section; cross-entropy without it."""
         return build_loss_fn(self.config.loss_fn, self.layout.device)
 
-    def build_checkpointer(self) -> Checkpointer | None:
-        """Build the ``checkpoint`` section and take the lease of its directory; None if it is not enabled."""
-        if not self.config.checkpoint.enabled:
-            return None
-        checkpointer = open_checkpointer(self.config, self.layout, self._resources)
-        # Registered after it, and so called before it: the last log lines must be written while this run has the lease.
-        self._resources.callback(self._close_log_files, checkpointer)
-        self.memory = self.build_memory(checkpointer)
-        return checkpointer
-
-    def build_memory(self, checkpointer: Checkpointer) -> MemorySaves | None:
-        """Build the section ``checkpoint.memory``; None without it. *checkpointer* is that of the run directory."""
-        return open_memory(self.config, self.layout, checkpointer, self._resources)
-
-    def build_replica_check(self) -> ReplicaCheck | None:
-        """Build what compares the replicas of the model before each save; None without ``checkpoint.verify_replicas``.
-
-        Raises :class:`RecipeError` if the strategy has no replicas.
-        """
-        return replica_check(self.config, self.layout, self.model)
+    def _compute_dtype(self) -> torch.dtype:
+        """The dtype of the matrix products of training."""
+        dtype = parallelism(self.config.distributed).compute_dtype
+        return dtype or next(self.model.parameters()).dtype
 
     def build_weight_average(self) -> None:
         """Create the average of the section ``ema``, if there is one. A collective."""
@@ -532,6 +513,34 @@ class Recipe:
         )
         # Set only with the section: a recipe may use the name for something else.
         self.ema = self.weight_average.module
+
+    # ---------------------------------------------------------------- build what saves and exports
+
+    def build_checkpointer(self) -> Checkpointer | None:
+        """Build the ``checkpoint`` section and take the lease of its directory; None if it is not enabled."""
+        if not self.config.checkpoint.enabled:
+            return None
+        checkpointer = open_checkpointer(self.config, self.layout, self._resources)
+        # Registered after it, and so called before it: the last log lines must be written while this run has the lease.
+        self._resources.callback(self._close_log_files, checkpointer)
+        self.memory = self.build_memory(checkpointer)
+        return checkpointer
+
+    def _close_log_files(self, checkpointer: Checkpointer) -> None:
+        lease_is_lost = checkpointer.lease_is_lost
+        checkpointer.wait()
+        self.run_log.close_files(lease_is_lost=lease_is_lost)
+
+    def build_memory(self, checkpointer: Checkpointer) -> MemorySaves | None:
+        """Build the section ``checkpoint.memory``; None without it. *checkpointer* is that of the run directory."""
+        return open_memory(self.config, self.layout, checkpointer, self._resources)
+
+    def build_replica_check(self) -> ReplicaCheck | None:
+        """Build what compares the replicas of the model before each save; None without ``checkpoint.verify_replicas``.
+
+        Raises :class:`RecipeError` if the strategy has no replicas.
+        """
+        return replica_check(self.config, self.layout, self.model)
 
     def build_assets(self) -> dict[str, Assets]:
         """Describe what an export of ``model`` needs beside its weights; empty for a model by ``_target_``."""
@@ -553,6 +562,22 @@ class Recipe:
         """Describe the files that exports have beside those of transformers and peft: content by relative path."""
         return {}
 
+    def build_saves(self) -> Saves:
+        """Build the object that saves the state of the run."""
+        return self.saves_class(
+            self.config,
+            self.checkpointer,
+            self.step_scheduler,
+            self.run_log,
+            partial(discover, self),
+            config_yaml=self.config_yaml,
+            num_ranks=self.layout.world_size,
+            sample_noun=self.sample_noun,
+            gather=partial(gather_objects, self.layout.gloo_group),
+        )
+
+    # ---------------------------------------------------------------- build the objective and the loop
+
     @property
     def section(self) -> Any:
         """The section of the recipe's kind of training, such as ``dpo``, for its objective; None if there is none."""
@@ -570,20 +595,6 @@ class Recipe:
         if self.model_config is not None:
             objective.check_length = ContextCheck(self.model_config, self.step_scheduler)
         return objective
-
-    def build_saves(self) -> Saves:
-        """Build the object that saves the state of the run."""
-        return self.saves_class(
-            self.config,
-            self.checkpointer,
-            self.step_scheduler,
-            self.run_log,
-            partial(discover, self),
-            config_yaml=self.config_yaml,
-            num_ranks=self.layout.world_size,
-            sample_noun=self.sample_noun,
-            gather=partial(gather_objects, self.layout.gloo_group),
-        )
 
     def build_loop(self) -> TrainingLoop:
         """Build the object that takes the steps. Give a loop of your own what else it needs by extending this."""
@@ -636,6 +647,20 @@ class Recipe:
             found.append(ToolCallBenchmark(section.tool_calls, tests, *parts, stop_is_wanted))
         return found
 
+    # ---------------------------------------------------------------- what --show-samples and --dry-run ask
+
+    def labels_in_words(self, micro_batch: Mapping[str, torch.Tensor]) -> list[str]:
+        """Describe the label of each sample of *micro_batch*, for ``--show-samples``; empty if tokens have labels."""
+        return []
+
+    def samples_of_rows(self, micro_batch: Mapping[str, torch.Tensor]) -> list[int]:
+        """List the number of the sample, in *micro_batch*, of each of its rows, for ``--show-samples``."""
+        return [row // self.rows_per_sample for row in range(len(micro_batch["input_ids"]))]
+
+    def other_models(self) -> Sequence[nn.Module]:
+        """List the models that are in memory beside the trained one, for the forecast of a dry run."""
+        return ()
+
     # ---------------------------------------------------------------- resume
 
     def resume(self) -> None:
@@ -653,6 +678,28 @@ class Recipe:
         resumed = self.saves.resumed
         self.saves.hub_uploads.start(None if resumed is None else resumed.step)
         self._resources.callback(self.saves.hub_uploads.close)
+
+    def _load_checkpoint(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
+        log_omitted_state(self, self.untracked)
+        parts = RunParts(
+            checkpointer=checkpointer,
+            memory=self.memory,
+            saves=self.saves,
+            run_log=self.run_log,
+            step_scheduler=self.step_scheduler,
+            dataloader=self.dataloader,
+            rng=self.rng,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+        )
+        source = RecipeSource(
+            config_yaml=self.config_yaml,
+            precision=self.trainable.precision,
+            origins=self.origins,
+            overridden=self.overridden,
+            on_resume=self.config.optimizer.on_resume,
+        )
+        load_checkpoint(parts, source, state)
 
     def _start_from_weights(self, state: Mapping[str, Any]) -> None:
         """Load the weights that ``init_from`` names, unless the run continues."""
@@ -693,35 +740,3 @@ class Recipe:
         if self.weight_average is not None:
             del modules[AVERAGE]
         return modules
-
-    def _load_checkpoint(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
-        log_omitted_state(self, self.untracked)
-        parts = RunParts(
-            checkpointer=checkpointer,
-            memory=self.memory,
-            saves=self.saves,
-            run_log=self.run_log,
-            step_scheduler=self.step_scheduler,
-            dataloader=self.dataloader,
-            rng=self.rng,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-        )
-        source = RecipeSource(
-            config_yaml=self.config_yaml,
-            precision=self.trainable.precision,
-            origins=self.origins,
-            overridden=self.overridden,
-            on_resume=self.config.optimizer.on_resume,
-        )
-        load_checkpoint(parts, source, state)
-
-    def _compute_dtype(self) -> torch.dtype:
-        """The dtype of the matrix products of training."""
-        dtype = parallelism(self.config.distributed).compute_dtype
-        return dtype or next(self.model.parameters()).dtype
-
-    def _close_log_files(self, checkpointer: Checkpointer) -> None:
-        lease_is_lost = checkpointer.lease_is_lost
-        checkpointer.wait()
-        self.run_log.close_files(lease_is_lost=lease_is_lost)

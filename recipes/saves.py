@@ -69,11 +69,12 @@ class Saves:
     last_save: SaveReport | None
     """The newest checkpoint of this process. An asynchronous one may still fail, until :meth:`wait` returns."""
     resumed: Resumed | None
-    """The checkpoint that this process resumed from."""
+    """The checkpoint that this process resumed from. ``recipes/resume.py`` sets it, and :meth:`roll_back`."""
     memory: MemorySaves | None
-    """The section ``checkpoint.memory``; None without it."""
+    """The section ``checkpoint.memory``, set at the resume; None without it."""
     replica_check: ReplicaCheck | None
-    """Compares the replicas of the model before each save (``checkpoint.verify_replicas``); None without it."""
+    """Compares the replicas of the model before each save (``checkpoint.verify_replicas``), set by the recipe; None
+    without it."""
 
     def __init__(
         self,
@@ -257,16 +258,16 @@ class Saves:
         # Now: when an asynchronous save is published, training is at a later step.
         self._figures = {scheduler.step: self._run_log.figures(losses)}
         self._run_log.progress.follow(lambda: saving_view(checkpointer.saving(), self._num_ranks))
-        return self._save_with(
+        return self._write_checkpoint(
             checkpointer, losses, validated=validated, last=last, on_saved=self.note_saved
         )
 
     @_measured
     def save_in_memory(self, checkpointer: Checkpointer, losses: Mapping[str, Any]) -> None:
         """Save the present step with the *checkpointer* of memory checkpoints. Raises :class:`SaveFailed`."""
-        self._save_with(checkpointer, losses)
+        self._write_checkpoint(checkpointer, losses)
 
-    def _save_with(
+    def _write_checkpoint(
         self,
         checkpointer: Checkpointer,
         losses: Mapping[str, Any],
@@ -275,6 +276,7 @@ class Saves:
         last: bool = False,
         on_saved: Callable[[SaveReport], None] | None = None,
     ) -> SaveReport:
+        """Pass the state and the counters of the present step to *checkpointer*. Raises :class:`SaveFailed`."""
         scheduler = self._scheduler
         self._compare_replicas(scheduler.step)
         # Discovered for each save: a recipe may have replaced an attribute.

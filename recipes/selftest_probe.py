@@ -17,9 +17,10 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.checkpoint.discovery import Item, classify, discover, raw_bytes
+from automodel_ckpt.checkpoint.discovery import Item, classify, discover
 from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.checkpoint.state.storable import check_safe
+from automodel_ckpt.checkpoint.tensor_bytes import raw_bytes
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.recipe import Recipe

@@ -122,7 +122,7 @@ def planned(
     run: Any = SimpleNamespace(path=Path(), root=Path())
     settings = SaveSettings(run, ranks, {}, CheckpointOptions(files_per_node=files_per_node))
     save = Save(layout.CheckpointName(20, 0), "", {}, {}, False, False, None, None, 0.0)
-    save.trees, save.tied = trees, {"model": {}}
+    save.plan.trees, save.plan.tied = trees, {"model": {}}
     started = time.process_time()
     for tree in trees.values():
         tree.flatten()
@@ -148,21 +148,21 @@ def planned(
 
 def rank_manifests(save: Save, num_ranks: int) -> Iterator[RankManifest]:
     """What each rank writes, without the bytes of the tensors."""
-    model, optimizer = save.trees.values()
-    files = safetensors.ShardFiles(groups=save.groups)
+    model, optimizer = save.plan.trees.values()
+    files = safetensors.ShardFiles(groups=save.plan.groups)
     for rank in range(num_ranks):
         written = RankManifest(rank)
         for tree in (model, optimizer):
             tree.take(rank)
-            written.trees[tree.name] = save.layouts[tree.name].rank_tree()
-        group = () if save.groups is None else save.groups.of(rank)
+            written.trees[tree.name] = save.plan.layouts[tree.name].rank_tree()
+        group = () if save.plan.groups is None else save.plan.groups.of(rank)
         jobs = [
             *safetensors.plan_jobs(model, rank, files),
             *torch_save.plan_jobs(optimizer, rank, group),
         ]
         for job in jobs:
             _pretend_to_write(job, written)
-        if save.groups is None:
+        if save.plan.groups is None:
             for name in ("rng", "dataloader"):
                 file = f"{name}/{name}_dp_rank_{rank}.pt"
                 written.files[file] = FileRecord(1000, digest_of(file.encode()))
@@ -198,7 +198,7 @@ def measured(num_ranks: int, directory: Path, files_per_node: int | None) -> Fig
     settings, save = planned(num_ranks // 2, num_ranks, figures, files_per_node)
     staging = commit.reserve(directory, "epoch_0_step_20")
     save.staging.path = staging
-    for tree in save.trees.values():
+    for tree in save.plan.trees.values():
         (staging / tree.directory).mkdir()
     for written in rank_manifests(save, num_ranks):
         data = written.to_bytes()

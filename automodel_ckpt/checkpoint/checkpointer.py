@@ -76,19 +76,21 @@ class Saving:
 class Checkpointer:
     """Saves and loads the state of a run in *directory*.
 
-    If *directory* is a URL of an object store, checkpoints are written to a local directory (``scratch_dir`` of
-    *options*) and uploaded from there.
+    Args:
+        directory: The run directory. For the URL of an object store, checkpoints are written to a local directory
+            (``scratch_dir`` of *options*) and uploaded from there.
+        ranks: This process's position among the ranks. By default, all ranks are data-parallel.
+        group: A gloo process group of all ranks, which nothing else uses during a call. Without *ranks*, it is by
+            default that of all ranks of torch.distributed, if it is initialized.
+        options: The ``checkpoint:`` section of a recipe, or
+            :class:`~automodel_ckpt.checkpoint.options.CheckpointOptions`, by default the latter without arguments.
+        assets: What the exports of modules need, by attribute name. Entries may be added to :attr:`assets` before the
+            first save. Modules without an entry are not exported.
+        timeout_seconds: A background save has failed if all ranks wait for it and no writer makes progress for so long.
+        is_quiet: Whether saves are logged at the level debug instead of info.
+        nodes: The nodes over whose directories checkpoints are distributed, if *directory* is not shared: each has one.
 
-    *group* is a gloo process group of all ranks, which nothing else uses during a call, and *ranks* is this process's
-    position in it. Without *ranks*, all ranks are data-parallel, and *group* is by default that of all ranks of
-    torch.distributed, if it is initialized. *options* is the ``checkpoint:`` section of a recipe, or
-    :class:`~automodel_ckpt.checkpoint.options.CheckpointOptions`.
-
-    *assets* maps the attribute name of a module to what its export needs (entries may be added to :attr:`assets`
-    before the first save). A background save has failed if all ranks wait for it and its writer makes no progress for
-    *timeout_seconds*. With *is_quiet*, saves are logged at the level debug. With *nodes*, *directory* is not shared:
-    each node has one, and checkpoints are distributed over them. Raises :class:`RecipeError` for options that exclude
-    each other.
+    Raises :class:`RecipeError` for options that exclude each other.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Checkpointer:
             self._settings.use_nodes(nodes)
         self._planner = Planner(self._settings)
         self._directories: NodeDirectories | None = None
-        self._has_begun = False
+        self._has_generation = False
         self._loader = CheckpointLoader(self._settings, options, group)
         self.exports = Exports(self._settings, group, self.wait_for_save)
         """The exports of this run's checkpoints as Hugging Face files."""
@@ -186,7 +188,7 @@ class Checkpointer:
             # What this start found is complete here.
             directories.release()
             return
-        self._loader.held = directories.held
+        self._loader.on_nodes = directories.on_nodes
         check_node_options(self._options)
         self._settings.use_nodes(directories.nodes)
         self._transfers.use_nodes(directories.nodes)
@@ -243,14 +245,14 @@ class Checkpointer:
         return self._run.is_lost
 
     def use_memory(
-        self, directory: Path | None, held: Mapping[Path, Streamed] | None = None
+        self, directory: Path | None, on_nodes: Mapping[Path, Streamed] | None = None
     ) -> None:
         """Let :meth:`load` also find the memory checkpoints of this run in *directory*; None if there are none.
 
-        *held* has those that are distributed over the memory of several nodes, by path.
+        *on_nodes* has those that are distributed over the memory of several nodes, by path.
         """
         self._run.memory = directory
-        self._loader.held = dict(held or {})
+        self._loader.on_nodes = dict(on_nodes or {})
 
     def set_aside_abandoned(self) -> None:
         """Rename the checkpoints that the run abandoned when it went back, as its next save does. Called by rank 0.
@@ -342,9 +344,18 @@ class Checkpointer:
         With ``is_async`` it first waits for the previous save, and returns when the state is copied, with
         :attr:`SaveReport.published` false. A later failure of such a save is raised by :meth:`wait_for_save`.
 
-        *config_yaml* is written to config.yaml, *progress* (numbers by name) to the manifest, and *losses* to
-        losses.json; with *validated* they also rank the checkpoint. *last* marks the last save of a run that completes.
-        Rank 0 calls *before_publishing* when all files are written, and *on_saved* with the report after publishing.
+        Args:
+            state: The objects with ``state_dict`` and ``load_state_dict``, by name; the same names on all ranks.
+            step: The number of optimizer steps that are done.
+            epoch: The number of the current epoch, from 0.
+            config_yaml: The content of config.yaml in the checkpoint.
+            losses: Numbers by name, for losses.json.
+            progress: Numbers by name, for the manifest, such as the consumed tokens.
+            validated: Whether *losses* are those of a validation, by which the checkpoint is ranked (``keep_best``).
+            last: Whether this is the last save of a run that completes.
+            before_publishing: Called on rank 0 when all files are written.
+            on_saved: Called on rank 0 with the report after publishing; by an asynchronous save in another thread.
+
         Raises :class:`SaveFailed` on all ranks, and removes what was written; :class:`RecipeError` for arguments that
         cannot be saved.
         """
@@ -356,7 +367,7 @@ class Checkpointer:
         )
         self.wait_for_save()
         started = time.monotonic()
-        self._begin(None, abandons_later=True)
+        self._begin_generation(None, abandons_later=True)
         self.prepare(state)
         self._transfers.restart_if_ended()
         save = Save(
@@ -486,21 +497,21 @@ class Checkpointer:
         finally:
             # Collective calls in load() end after the last read of all ranks.
             self._transfers.remove_fetched(self._run, fetched)
-        self._begin(resumed, abandons_later=self._options.restore_from is not None)
+        self._begin_generation(resumed, abandons_later=self._options.restore_from is not None)
         if resumed is None:
             self._transfers.start_uploads(self._run, None)
         else:
             self._transfers.start_uploads(self._run, resumed.step, resumed.path.name)
         return resumed
 
-    def _begin(self, resumed: Resumed | None, *, abandons_later: bool) -> None:
+    def _begin_generation(self, resumed: Resumed | None, *, abandons_later: bool) -> None:
         """Begin a generation of the run, once, if nodes have or had separate directories. Collective.
 
         If it *abandons_later* checkpoints, what the nodes have of them is removed.
         """
-        if self._directories is None or self._has_begun:
+        if self._directories is None or self._has_generation:
             return
-        self._has_begun = True
+        self._has_generation = True
         step = 0 if resumed is None else resumed.step
         of_generation = "" if resumed is None else resumed.manifest.environment.get(NOTE, "")
         self._directories.begin(step, of_generation=of_generation, abandons_later=abandons_later)
@@ -532,14 +543,14 @@ class Checkpointer:
             # The next generation continues those that this start has saved, too.
             self._directories.find()
         if self._directories is not None and self.is_distributed:
-            self._loader.held = self._directories.held
+            self._loader.on_nodes = self._directories.on_nodes
         try:
             resumed = self._loader.roll_back(state, step, fetched)
         finally:
             self._transfers.remove_fetched(self._run, fetched)
         if resumed is not None:
-            self._has_begun = False
-            self._begin(resumed, abandons_later=True)
+            self._has_generation = False
+            self._begin_generation(resumed, abandons_later=True)
             self._transfers.roll_back(self._run, resumed.step)
         return resumed
 

@@ -1,6 +1,6 @@
 """The commit protocol of checkpoints: creating, publishing and removing them.
 
-The steps, in order (``Atomicity: staged directory, manifest last, one rename``):
+A checkpoint is complete or absent: files in a staged directory, the manifest last, one rename. The steps, in order:
 
 1. :func:`reserve` a staging directory beside the final one, on the same file system, under a unique name.
 2. Every rank writes its files through :class:`~automodel_ckpt.checkpoint.files.durable_file.DurableFile`: created

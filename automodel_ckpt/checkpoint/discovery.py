@@ -229,18 +229,3 @@ def _check_clashes(items: Iterable[Item]) -> None:
         )
     if problems:
         raise RecipeError.all_of(problems)
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The row-major bytes of a tensor: its memory where it is contiguous and on the CPU, else a copy."""
-    # A view of live memory if possible: the caller reads it before training changes the tensor.
-    return flat_bytes(tensor.to("cpu")).numpy().data
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The row-major bytes of a tensor on its device: of shape (bytes,), a view where it is contiguous, else a copy."""
-    contiguous = tensor.detach().contiguous()
-    # A lazy conjugation or negation is not in the bytes yet.
-    if contiguous.is_conj() or contiguous.is_neg():
-        contiguous = contiguous.resolve_conj().resolve_neg()
-    return contiguous.reshape(-1).view(torch.uint8)

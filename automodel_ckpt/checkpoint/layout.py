@@ -9,22 +9,31 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, Protocol
 from urllib.parse import quote
 
+# In a checkpoint (docs/format.md).
 MANIFEST = "MANIFEST.json"
 CONFIG = "config.yaml"
 LOSSES = "losses.json"
 PARTS = ".parts"
+"""The directory of the rank manifests. Only a checkpoint that is being written has it."""
 RESERVED = frozenset({MANIFEST, CONFIG, LOSSES, PARTS})
 """Names in a checkpoint that no attribute can have."""
+AVERAGE = "ema"
+"""The attribute with the average of the weights of ``model``, and its directory in a checkpoint."""
+
+# In the directory of a module or optimizer in a checkpoint.
 HF_METADATA = ".hf_metadata"
+"""The side files of an export, such as config.json and the tokenizer's, beside the shards of a model."""
 CONSOLIDATED = "consolidated"
 MERGED = "merged"
 EXPORTS = frozenset({CONSOLIDATED, MERGED})
+"""Exports as Hugging Face files: of the model, and of an adapter merged with its base."""
 EXPORT_MANIFEST = "export_manifest.json"
 HF_INDEX = "model.safetensors.index.json"
 CONSOLIDATE_SCRIPT = "consolidate.sh"
 ADAPTER_MODEL = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 AUTOMODEL_PEFT_CONFIG = "automodel_peft_config.json"
+"""What peft's files do not contain of an adapter, such as the digest of its base."""
 ADAPTER_MODEL_CONFIG = "model_config.json"
 """The config of a model with adapters and its own head. peft would take a config.json for that of a complete
 model in the same directory."""
@@ -32,27 +41,33 @@ DCP_METADATA = ".metadata"
 SLICE_TABLE = ".slices"
 # The kinds of tensors that do not train, in names of their files.
 BUFFERS, FROZEN = "buffers", "frozen"
+
+# In a run directory: logs, and links to checkpoints.
 LATEST, LOWEST_VAL = "LATEST", "LOWEST_VAL"
+POINTERS = (LATEST, LOWEST_VAL)
+PIN = "pin-"
+"""The prefix of a link to a checkpoint that no keep policy removes."""
 TRAINING_LOG, VALIDATION_LOG = "training.jsonl", "validation.jsonl"
 TEXT_LOG = "log.txt"
 TIMELINE_LOG, TIMELINE_STATE = "timeline.jsonl", ".timeline.json"
-POINTERS = (LATEST, LOWEST_VAL)
+HANGS = "hangs"
+"""Stacks of the ranks at steps that did not end."""
+AVERAGED = "averaged"
+"""The average of the last checkpoints (``checkpoint.average_last``)."""
+
+# In a run directory: records, each read and written by one module of ``run/`` or ``memory/``.
 LATE_VALIDATIONS = "late_validations.json"
 VERIFIED = ".verified.json"
 FINISHED = ".finished.json"
 MEMORY = ".memory.json"
 GENERATION = ".generation.json"
-HANGS = "hangs"
-"""Stacks of the ranks at steps that did not end."""
-AVERAGED = "averaged"
-AVERAGE = "ema"
-"""The attribute with the average of the weights of ``model``, and its directory in a checkpoint."""
 LOCK_FILE = ".run.lock"
 HUB_EXPORT = "hub"
 """The name in the staging directory of an export that is made in a run directory to be uploaded to the Hub."""
-PIN = "pin-"
 
 Scope = Literal["replicated", "dp_rank", "rank_rng", "rank"]
+"""Where the state of an object may differ, so that each has a file: nowhere (``replicated``), between data-parallel
+ranks, or between all ranks; ``rank_rng`` are random numbers, which a load restores last."""
 
 # No leading zeros, so that a step has one name; at most 18 digits, which fit into 64 bits.
 _CHECKPOINT = re.compile(r"epoch_(0|[1-9][0-9]{0,17})_step_(0|[1-9][0-9]{0,17})", re.ASCII)

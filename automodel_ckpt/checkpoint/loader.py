@@ -78,7 +78,7 @@ class CheckpointLoader:
     ) -> None:
         self._settings, self._options, self._group = settings, options, group
         self._chooser = Chooser(options.verify, settings.ranks, group)
-        self.held: Mapping[Path, Streamed] = {}
+        self.on_nodes: Mapping[Path, Streamed] = {}
         """The checkpoints that are distributed over several nodes, by path."""
 
     @property
@@ -121,7 +121,7 @@ class CheckpointLoader:
     ) -> tuple[Path, Manifest] | None:
         """Choose the checkpoint to load, as :meth:`Chooser.choose`. Collective."""
         return self._chooser.choose(
-            self._run, restore_from, fetched, newest_step=newest_step, held=self.held
+            self._run, restore_from, fetched, newest_step=newest_step, on_nodes=self.on_nodes
         )
 
     def roll_back(
@@ -149,7 +149,7 @@ class CheckpointLoader:
         fetched: Streamed | None = None,
     ) -> Resumed:
         in_memory = path.parent == self._run.memory
-        fetched = self.held.get(path, fetched)
+        fetched = self.on_nodes.get(path, fetched)
         if self._is_rank0:
             shown = self._run.display_path(path) if fetched is None else fetched.name
             log.info("Loading checkpoint from %s", shown)

@@ -31,7 +31,7 @@ from automodel_ckpt.checkpoint.memory.save_files import (
     remove_set_aside,
     saves_set_aside,
 )
-from automodel_ckpt.checkpoint.memory.survey import HeldCheckpoint, survey
+from automodel_ckpt.checkpoint.memory.survey import CheckpointOnNodes, survey
 from automodel_ckpt.checkpoint.options import Options
 from automodel_ckpt.checkpoint.remote.fetch import remove_fetched
 from automodel_ckpt.checkpoint.remote.pull import LOGS
@@ -100,7 +100,7 @@ class NodeDirectories:
         """The generation of the last start of this node, which may be an earlier one than that of the run."""
         generations = agree.gather_objects(group, self._last_here)
         self._generation = max(generations, key=lambda generation: generation.number)
-        self.held: Mapping[Path, HeldCheckpoint] = {}
+        self.on_nodes: Mapping[Path, CheckpointOnNodes] = {}
         """The checkpoints that the nodes have completely together, by path."""
         with agree.raise_on_all_ranks(group, convert):
             if self.nodes.is_leader:
@@ -193,8 +193,8 @@ class NodeDirectories:
         return self.root / f"{EARLIER_LOGS}{number}"
 
     def find(self) -> None:
-        """Update :attr:`held`, and set aside what the nodes do not have completely or the run has abandoned."""
-        self.held = survey(self.nodes, self._group, self._level, self._generation)
+        """Update :attr:`on_nodes`, and set aside what the nodes do not have completely or the run has abandoned."""
+        self.on_nodes = survey(self.nodes, self._group, self._level, self._generation)
 
     def begin(self, step: int, *, of_generation: str = "", abandons_later: bool = False) -> None:
         """Begin a generation that continues from *step*: later checkpoints of earlier starts are abandoned.
@@ -209,7 +209,7 @@ class NodeDirectories:
         later = None if abandons_later else self._later_checkpoint(step, has_gone_on=has_gone_on)
         postponed = self._postponed(later)
         kept = []
-        for path, checkpoint in self.held.items():
+        for path, checkpoint in self.on_nodes.items():
             name = layout.parse_checkpoint_name(path.name)
             if name is not None and name.step <= step:
                 kept.append(checkpoint.digest)
@@ -245,7 +245,7 @@ class NodeDirectories:
             if self.nodes.is_leader:
                 own = saves_set_aside(self.root)
         found = [each for of_rank in agree.gather_objects(self._group, own) for each in of_rank]
-        if self._held_at(step) is not None:
+        if self._checkpoint_at(step) is not None:
             return None
         abandoned = self._generation.postponed.digest if has_gone_on else ""
         later = []
@@ -265,8 +265,8 @@ class NodeDirectories:
             else Postponed(later.digest, self._generation.number)
         )
 
-    def _held_at(self, step: int) -> HeldCheckpoint | None:
-        for path, checkpoint in self.held.items():
+    def _checkpoint_at(self, step: int) -> CheckpointOnNodes | None:
+        for path, checkpoint in self.on_nodes.items():
             name = layout.parse_checkpoint_name(path.name)
             if name is not None and name.step == step:
                 return checkpoint
@@ -277,8 +277,8 @@ class NodeDirectories:
 
         Those of the starts since do not have its steps. Collective.
         """
-        held, postponed = self._held_at(step), self._generation.postponed
-        if held is None or held.digest != postponed.digest:
+        found, postponed = self._checkpoint_at(step), self._generation.postponed
+        if found is None or found.digest != postponed.digest:
             return
         directory = self._logs_of(postponed.number)
         # A start creates a directory. The target of a link can be anything.

@@ -261,23 +261,12 @@ class SliceTable:
 
     def _rows_of(self, rank: int, part: int) -> _Rows:
         """Read and decode the rows of a rank's segments of a part."""
-        numbers: list[int] = []
-        nbytes: list[int] = []
-        for number in self._parts[part]:
-            tensor = self.tensors[number]
-            box = tensor.box_of_rank(rank)
-            if box is not None:
-                numbers.append(number)
-                nbytes.append(nbytes_of(tensor.dtype, box.sizes))
-        first = int(np.searchsorted(self.segments["rank"], rank, "left"))
-        last = int(np.searchsorted(self.segments["rank"], rank, "right"))
+        numbers, nbytes = self._slices_of(rank, part)
         files: list[str] = []
         digests: list[bytes] = []
         starts = np.zeros(len(numbers), np.int64)
-        for index in range(first, last):
+        for index in self._segment_indices(rank, part):
             segment = self.segments[index]
-            if segment["part"] != part:
-                continue
             begin, end = len(files), len(files) + int(segment["rows"])
             rows = self._segment_rows(index)
             if end > len(numbers):
@@ -296,6 +285,24 @@ class SliceTable:
         if len(files) != len(numbers):
             raise self.damaged(f"rank {rank} has fewer slices than its tensors")
         return _Rows(numbers, files, starts.tolist(), b"".join(digests))
+
+    def _slices_of(self, rank: int, part: int) -> tuple[list[int], list[int]]:
+        """The numbers of the tensors of a part of which *rank* stores a slice, and the bytes of each slice."""
+        numbers: list[int] = []
+        nbytes: list[int] = []
+        for number in self._parts[part]:
+            tensor = self.tensors[number]
+            box = tensor.box_of_rank(rank)
+            if box is not None:
+                numbers.append(number)
+                nbytes.append(nbytes_of(tensor.dtype, box.sizes))
+        return numbers, nbytes
+
+    def _segment_indices(self, rank: int, part: int) -> list[int]:
+        """The indices of a rank's segments of a part in :attr:`segments`, which is sorted by rank."""
+        first = int(np.searchsorted(self.segments["rank"], rank, "left"))
+        last = int(np.searchsorted(self.segments["rank"], rank, "right"))
+        return [index for index in range(first, last) if self.segments["part"][index] == part]
 
     def all_rows(self) -> Any:
         """Return the rows of all segments, in their order: an array of ROW."""

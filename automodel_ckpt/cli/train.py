@@ -2,50 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from shutil import get_terminal_size
 
 import automodel_ckpt
 from automodel_ckpt.cli.checks.device_memory import device_memory
 from automodel_ckpt.cli.checks.finished_run import finished_text
+from automodel_ckpt.cli.checks.rank_counts import (
+    check_node_counts,
+    check_ranks,
+    known_ranks,
+    mesh_sizes,
+)
 from automodel_ckpt.cli.checks.selftest import check_selftest_options, selftest
+from automodel_ckpt.cli.example_recipes import copy_example, example_lines
 from automodel_ckpt.cli.launch.limits import raise_file_limit
-from automodel_ckpt.cli.launch.started_ranks import started_world_size
 from automodel_ckpt.cli.paths import check_working_directory
 from automodel_ckpt.cli.terminal import (
-    coloured,
     leave_reader,
     naming_output,
     occupy_standard_streams,
     output_failure,
     print_error,
-    table,
 )
 from automodel_ckpt.cli.write_launcher.options import LauncherOptions, launcher_options
 from automodel_ckpt.config.automodel.notices import report_lines
-from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
-from automodel_ckpt.config.schema_keys import closest
 from automodel_ckpt.config.yaml_tree import Node
-from automodel_ckpt.distributed.mesh_sizes import (
-    Sizes,
-    choose_strategy,
-    require_replicas,
-    share_out,
-)
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
 from automodel_ckpt.user_code import reporting_user_failures
 
-EXAMPLES = Path(automodel_ckpt.__file__).parent / "examples"
-CLUSTERS = ("kubernetes", "skypilot")
-"""Directories of examples with files that ``--write-launcher`` wrote."""
 SUFFIXES = (".yaml", ".yml")
 PRINTING_MODES = {
     "help",
@@ -104,9 +94,11 @@ def run(line: CommandLine) -> int:
     elif line.problems and line.modes.keys() & {"list", "copy", "schema"}:
         raise RecipeError.all_of(line.problems)
     elif "list" in line.modes:
-        print("\n".join(_example_lines()))
+        print("\n".join(example_lines()))
     elif "schema" in line.modes:
-        print(_schema_text(), end="")
+        from automodel_ckpt.config.json_schema import schema_text
+
+        print(schema_text(), end="")
     elif "copy" in line.modes:
         print(copy_example(*line.modes["copy"]))
     else:
@@ -115,6 +107,10 @@ def run(line: CommandLine) -> int:
 
 
 def _run_recipe(line: CommandLine) -> int:
+    """Load and validate the recipe on the command line, and do with it what the mode asks: train, or print something.
+
+    Raises :class:`RecipeError` with all problems that are known before torch is imported.
+    """
     check_working_directory()
     path = _recipe_path(line)
     launcher = launcher_options(line)
@@ -149,22 +145,37 @@ def _run_recipe(line: CommandLine) -> int:
     if finished is not None and "dry_run" not in line.modes:
         print_error(finished)
         return EXIT_DONE
+    if "dry_run" in line.modes:
+        return _dry_run(loaded, line, ranks, device_bytes, finished)
+    from automodel_ckpt.cli.launch.launcher import launch
     from automodel_ckpt.config.prepare import prepare
     from automodel_ckpt.config.trust import Trust
 
     trust = Trust(line.flags.trust)
-    if "dry_run" in line.modes:
-        from automodel_ckpt.cli.checks.dry_run import report
-
-        loaded, recipe_class = prepare(loaded, trust)
-        sizes = mesh_sizes(loaded, ranks) if ranks else None
-        with reporting_user_failures(RecipeError):
-            text = report(loaded, recipe_class, line.flags, sizes, device_bytes, finished)
-        print(text, end="")
-        return EXIT_DONE
-    from automodel_ckpt.cli.launch.launcher import launch
-
     return launch(loaded, line.flags, lambda: prepare(loaded, trust))
+
+
+def _dry_run(
+    loaded: LoadedRecipe,
+    line: CommandLine,
+    ranks: int | None,
+    device_bytes: int | None,
+    finished: str | None,
+) -> int:
+    """Print what a run would do. *ranks* is None if their number is not known; *finished*: the run is complete.
+
+    Raises :class:`RecipeError` for what the run would reject before training.
+    """
+    from automodel_ckpt.cli.checks.dry_run import report
+    from automodel_ckpt.config.prepare import prepare
+    from automodel_ckpt.config.trust import Trust
+
+    loaded, recipe_class = prepare(loaded, Trust(line.flags.trust))
+    sizes = mesh_sizes(loaded, ranks) if ranks else None
+    with reporting_user_failures(RecipeError):
+        text = report(loaded, recipe_class, line.flags, sizes, device_bytes, finished)
+    print(text, end="")
+    return EXIT_DONE
 
 
 def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions) -> int:
@@ -264,159 +275,6 @@ def _reports_for_node() -> bool:
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     variable = "LOCAL_RANK" if is_under_torchrun else "SLURM_LOCALID"
     return os.environ.get(variable, "0") == "0"
-
-
-def known_ranks(flags: LaunchFlags) -> int | None:
-    """Return the number of ranks, if the command line or the environment determines it; otherwise None."""
-    world_size = started_world_size(os.environ, flags)
-    if world_size:
-        return world_size
-    if flags.nproc_per_node.isdecimal() and flags.nnodes.isdecimal():
-        return int(flags.nproc_per_node) * int(flags.nnodes)
-    return None
-
-
-def check_ranks(loaded: LoadedRecipe, ranks: int | None) -> None:
-    """Raise :class:`RecipeError` if the recipe does not fit the number of *ranks*; None: the number is not known yet.
-
-    Checked are the parallel sizes, the global batch size, and ``checkpoint.verify_replicas``.
-    """
-    if ranks is None:
-        return
-    sizes = mesh_sizes(loaded, ranks)
-    if loaded.config.checkpoint.verify_replicas:
-        strategy = choose_strategy(loaded.config.distributed.strategy, sizes)
-        require_replicas(strategy, sizes, loaded.origins["checkpoint.verify_replicas"])
-    steps = loaded.config.step_scheduler
-    dp_size = sizes.dp
-    if steps.global_batch_size % (steps.local_batch_size * dp_size) == 0:
-        return
-    global_batch = loaded.tree.at("step_scheduler.global_batch_size")
-    local_batch = loaded.tree.at("step_scheduler.local_batch_size")
-    raise RecipeError(
-        "step_scheduler.global_batch_size must be a multiple of local_batch_size x ranks",
-        where=loaded.origins["step_scheduler.global_batch_size"],
-        value=f"global_batch_size: {global_batch}, local_batch_size: {local_batch}, ranks: {dp_size}",
-        hint="change the global batch, the local batch or the number of ranks",
-    )
-
-
-def check_node_counts(loaded: LoadedRecipe, flags: LaunchFlags) -> None:
-    """Check each number of nodes that an elastic run may have.
-
-    Warns about the numbers that do not fit the batch sizes: the run ends when it has that many nodes. Raises
-    :class:`RecipeError` if no number fits.
-    """
-    least, _, most = flags.nnodes.partition(":")
-    if not most or not flags.nproc_per_node.isdecimal():
-        return
-    node_counts = range(int(least), int(most) + 1)
-    errors: dict[int, RecipeError] = {}
-    for num_nodes in node_counts:
-        try:
-            check_ranks(loaded, num_nodes * int(flags.nproc_per_node))
-        except RecipeError as error:
-            errors[num_nodes] = error
-    if not errors:
-        return
-    first = next(iter(errors.values()))
-    if len(errors) == len(node_counts):
-        raise first
-    numbers = ", ".join(str(num_nodes) for num_nodes in list(errors)[:10])
-    if len(errors) > 10:
-        numbers += ", ..."
-    print_error(f"warning: with {numbers} nodes, the run will end with exit code 2\n{first}")
-
-
-def mesh_sizes(loaded: LoadedRecipe, ranks: int) -> Sizes:
-    """Return the sizes of the device mesh of *ranks* ranks. Raises :class:`RecipeError` if they do not fit together."""
-    section = loaded.config.distributed
-    sizes = share_out(ranks, **section.mesh_sizes)
-    choose_strategy(section.strategy, sizes)
-    return sizes
-
-
-def examples() -> dict[str, Path]:
-    """Map the name of each example recipe to its path."""
-    paths = [path for path in sorted(EXAMPLES.rglob("*.yaml")) if path.parent.name not in CLUSTERS]
-    return {path.relative_to(EXAMPLES).with_suffix("").as_posix(): path for path in paths}
-
-
-def _example_lines() -> Iterator[str]:
-    """Yield the names and titles of the example recipes: one line each, or on a terminal, titles below the names."""
-    titles = {name: _title(path) for name, path in examples().items()}
-    if not sys.stdout.isatty():
-        yield from table(list(titles.items()))
-        return
-    indent = "    "
-    for name, title in titles.items():
-        yield coloured(name, "bold", sys.stdout)
-        yield textwrap.fill(
-            title, get_terminal_size().columns, initial_indent=indent, subsequent_indent=indent
-        )
-
-
-def copy_example(name: str, directory: str) -> Path:
-    """Copy an example recipe, and the Python file it uses, into a directory. Never overwrites a file.
-
-    Creates the directory, and writes the JSON schema that the recipe's first line names. Returns the path of the copy.
-    Raises :class:`RecipeError` if there is no such example, or a file exists.
-    """
-    recipe = _find_example(name.removesuffix(".yaml"))
-    if recipe is None:
-        paths = examples()
-        stems = [path.stem for path in paths.values()]
-        meant = closest(name, [*paths, *stems])
-        hint = f"did you mean {meant}?" if meant else "ckpt-train --list lists the example recipes"
-        raise RecipeError("unknown example recipe", where="--copy", value=name, hint=hint)
-    text = recipe.read_text(encoding="utf-8")
-    code = re.search(r"^recipe: (\w+\.py):", text, re.MULTILINE)
-    if code:
-        _copy(recipe.with_name(code[1]), Path(directory))
-    copied = _copy(recipe, Path(directory))
-    from automodel_ckpt.config.json_schema import FILE_NAME
-
-    schema = copied.with_name(FILE_NAME)
-    if not schema.exists():
-        schema.write_text(_schema_text(), encoding="utf-8")
-    return copied
-
-
-def _schema_text() -> str:
-    """The JSON schema of a recipe as text."""
-    from automodel_ckpt.config.json_schema import recipe_schema
-
-    return json.dumps(recipe_schema(), indent=1) + "\n"
-
-
-def _find_example(name: str) -> Path | None:
-    """Return the example recipe with this name, or this name without directories; None if there is none."""
-    for key, path in examples().items():
-        if name in (key, path.stem):
-            return path
-    return None
-
-
-def _copy(source: Path, directory: Path) -> Path:
-    target = directory / source.name
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        # x: fails if the file exists, also if another process has just created it.
-        with target.open("xb") as copy:
-            copy.write(source.read_bytes())
-    except OSError as error:
-        hint = "choose another directory, or remove the existing file"
-        raise RecipeError(
-            "the recipe cannot be copied", where=str(target), value=error.strerror, hint=hint
-        ) from error
-    return target
-
-
-def _title(path: Path) -> str:
-    """The first line of text in a recipe, after the line that names its schema for editors."""
-    with path.open(encoding="utf-8") as lines:
-        texts = (line.lstrip("# ").strip() for line in lines)
-        return next((text for text in texts if not text.startswith("yaml-language-server")), "")
 
 
 if __name__ == "__main__":

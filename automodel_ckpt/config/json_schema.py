@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +54,11 @@ _SCALARS: dict[Any, Schema] = {
     Path: {"type": "string"},
     type(None): _NULL,
 }
+
+
+def schema_text() -> str:
+    """Return :func:`recipe_schema` as the content of a file."""
+    return json.dumps(recipe_schema(), indent=1) + "\n"
 
 
 def recipe_schema() -> Schema:

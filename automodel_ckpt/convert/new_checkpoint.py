@@ -6,7 +6,6 @@ It is complete, in the layout ``hf``, written and published as any save: staged,
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from automodel_ckpt.checkpoint.export.script import no_need_script
 from automodel_ckpt.checkpoint.failures import SAME_COMMAND, as_failure
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Summary, Tree
-from automodel_ckpt.checkpoint.policy import KeepPolicy
+from automodel_ckpt.checkpoint.policy import KeepPolicy, metric_of
 from automodel_ckpt.checkpoint.run import maintenance, resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
@@ -247,21 +246,9 @@ def _losses(planned: NewCheckpoint) -> dict[str, Any]:
     return {
         "step": planned.name.step,
         "epoch": planned.name.epoch,
-        "train_loss": _finite(planned.losses.get("train_loss")),
-        "val_loss": _finite(planned.losses.get("val_loss")),
+        "train_loss": metric_of(planned.losses, "train_loss"),
+        "val_loss": metric_of(planned.losses, "val_loss"),
     }
-
-
-def _finite(value: object) -> float | None:
-    if not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return None
-    if not math.isfinite(number):
-        return None
-    return number
 
 
 def _manifest(planned: NewCheckpoint, written: RankManifest) -> Manifest:

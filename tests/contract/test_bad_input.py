@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.cli.train import check_node_counts, examples, main
+from automodel_ckpt.cli.checks.rank_counts import check_node_counts
+from automodel_ckpt.cli.example_recipes import examples
+from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse

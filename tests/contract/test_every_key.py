@@ -37,8 +37,8 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.cli.checks.rank_counts import mesh_sizes
 from automodel_ckpt.cli.launch import launcher
-from automodel_ckpt.cli.train import mesh_sizes
 from automodel_ckpt.config.convert import find, members, section_type
 from automodel_ckpt.config.defaults import unused_without_checkpoints
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe

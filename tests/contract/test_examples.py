@@ -14,7 +14,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from automodel_ckpt.cli.ckpt import main as run_ckpt
-from automodel_ckpt.cli.train import examples, main
+from automodel_ckpt.cli.example_recipes import examples
+from automodel_ckpt.cli.train import main
 from automodel_ckpt.recipes.dpo import DPOFinetune
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.recipe import Recipe

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from automodel_ckpt.cli.train import examples
+from automodel_ckpt.cli.example_recipes import examples
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import AutomodelError, RecipeError

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.recipes.optimizers import trained_parameters
+from automodel_ckpt.recipes.parameter_groups import trained_parameters
 from automodel_ckpt.recipes.pretrain import Pretrain
 from tests.support import ranks
 from tests.support.tiny_model import tiny_llama

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForImageTextToText
 
-from automodel_ckpt.cli.train import examples
+from automodel_ckpt.cli.example_recipes import examples
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.vlm import conversations
 from automodel_ckpt.distributed.mesh_sizes import Sizes

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from automodel_ckpt.checkpoint.device_bytes import blocks_of, gathered
 from automodel_ckpt.checkpoint.saving.page_lock import PageLock
+from automodel_ckpt.checkpoint.tensor_bytes import blocks_of, gathered
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.readback import Number

@@ -148,7 +148,7 @@ CHECKPOINT_ORDER = (
     {"sources"},
     {"export"},
     {"writing"},
-    {"device_bytes", "formats"},
+    {"formats", "tensor_bytes"},
     {"module_tensors"},
     {"hf_assets", "state"},
     {"saving"},

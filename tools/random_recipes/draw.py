@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
 )
 
-from automodel_ckpt.cli.train import check_ranks
+from automodel_ckpt.cli.checks.rank_counts import check_ranks
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.prepare import resolve_recipe

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from automodel_ckpt.checkpoint.device_bytes import blocks_of, gathered
-from automodel_ckpt.checkpoint.discovery import flat_bytes, raw_bytes
 from automodel_ckpt.checkpoint.files.pickle_values import saved
 from automodel_ckpt.checkpoint.formats.assignment import Assignment, Share, assign
 from automodel_ckpt.checkpoint.formats.description import (
@@ -29,6 +27,7 @@ from automodel_ckpt.checkpoint.formats.description import (
 )
 from automodel_ckpt.checkpoint.sharding import RegularSlices
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.tensor_bytes import blocks_of, flat_bytes, gathered, raw_bytes
 from automodel_ckpt.checkpoint.writing.jobs import Blocks
 
 __all__ = ["DTYPES", "DTYPE_CODES", "Fetch", "TreePlan", "located"]

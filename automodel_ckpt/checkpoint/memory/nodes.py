@@ -41,7 +41,7 @@ log = logging.getLogger("automodel_ckpt")
 _POLL_SECONDS = 0.02
 
 
-class Upload(Protocol):
+class SaveInProgress(Protocol):
     """The save in progress of this rank, whose thread calls the methods of :class:`Nodes`."""
 
     def pause(self, seconds: float) -> None:
@@ -175,7 +175,7 @@ class Nodes:
         for directory in (layout.PARTS, *directories):
             os.makedirs(staging / directory, exist_ok=True)
 
-    def contribute(self, staging: Path, upload: Upload) -> None:
+    def contribute(self, staging: Path, save: SaveInProgress) -> None:
         """Send the files that the ranks of this node have written. Called in the thread of the first rank of a node.
 
         Raises :class:`~.requests.NodeFailed`.
@@ -187,24 +187,24 @@ class Nodes:
         parts = [layout.rank_manifest_file(rank) for rank in node.ranks]
         for part in parts:
             while not (staging / part).exists():
-                upload.pause(_POLL_SECONDS)
+                save.pause(_POLL_SECONDS)
         if self.replicas:
-            self._do(upload, "copy", self._copy_targets, staging=staging.name)
+            self._do(save, "copy", self._copy_targets, staging=staging.name)
         if 0 not in node.ranks:
             # After the copies: they show rank 0 that these exist.
             first = [self.nodes[0].address]
-            self._do(upload, "deliver", first, staging=staging.name, files=parts)
+            self._do(save, "deliver", first, staging=staging.name, files=parts)
 
-    def publish(self, staging: Path, name: str, upload: Upload) -> None:
+    def publish(self, staging: Path, name: str, save: SaveInProgress) -> None:
         """Publish a finalized checkpoint on the other nodes. Called in rank 0's thread."""
         if self.replicas:
-            self._do(upload, "copy", self._copy_targets, staging=staging.name)
+            self._do(save, "copy", self._copy_targets, staging=staging.name)
         if self._shares_manifest:
             files = [layout.MANIFEST]
-            self._do(upload, "deliver", self._others, staging=staging.name, files=files)
-        self._do(upload, "publish", self._others, staging=staging.name, name=name)
+            self._do(save, "deliver", self._others, staging=staging.name, files=files)
+        self._do(save, "publish", self._others, staging=staging.name, name=name)
 
-    def remove_others(self, upload: Upload) -> None:
+    def remove_others(self, save: SaveInProgress) -> None:
         """Have the other nodes remove the checkpoints that rank 0's node does not have, and those that were set aside.
 
         Called by rank 0.
@@ -213,7 +213,7 @@ class Nodes:
         if not names:
             return
         try:
-            self._do(upload, "keep", self._others, names=names)
+            self._do(save, "keep", self._others, names=names)
         except NodeFailed as failure:
             # The save itself is complete. The next one tries again.
             log.warning("earlier checkpoints were not removed from all nodes: %s", failure)
@@ -227,10 +227,10 @@ class Nodes:
                 return True
         return False
 
-    def _do(self, upload: Upload, do: str, to: Sequence[Address], **fields: Any) -> None:
+    def _do(self, save: SaveInProgress, do: str, to: Sequence[Address], **fields: Any) -> None:
         assert self._process is not None
         document = {"do": do, "to": [list(address) for address in to], **fields}
-        self._process.do(document, lambda: upload.pause(0))
+        self._process.do(document, lambda: save.pause(0))
 
     # ---------------------------------------------------------------- end
 

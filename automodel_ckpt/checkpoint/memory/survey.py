@@ -58,7 +58,7 @@ class _Holding:
 
 
 @dataclass(slots=True)
-class HeldCheckpoint:
+class CheckpointOnNodes:
     """A checkpoint in the directories of several nodes. Its directory on each of them has the files without tensors.
 
     *holders* has the numbers of the nodes that have each file. :attr:`read_bytes` counts what this rank has read from
@@ -125,7 +125,7 @@ class Generation(Protocol):
 
 def survey(
     nodes: Nodes, group: ProcessGroup | None, level: Level, generation: Generation
-) -> dict[Path, HeldCheckpoint]:
+) -> dict[Path, CheckpointOnNodes]:
     """Find the usable checkpoints in the directories of all nodes, by path. Collective.
 
     *level* is how files are verified. Incomplete checkpoints are set aside (:func:`~.save_files.set_aside`), and those
@@ -138,15 +138,15 @@ def survey(
         if nodes.is_leader:
             bring_back(nodes.directory)
             mine = {(each.name, each.digest): each for each in _holdings(nodes.directory)}
-    held_by_rank = agree.gather_objects(group, mine)
-    found: dict[Path, HeldCheckpoint] = {}
-    saves = {save for held in held_by_rank for save in held}
+    of_ranks = agree.gather_objects(group, mine)
+    found: dict[Path, CheckpointOnNodes] = {}
+    saves = {save for of_rank in of_ranks for save in of_rank}
     # Sorted: all ranks must examine the same saves in the same order.
     for save in sorted(saves):
         holdings: dict[int, _Holding] = {}
         for number, node in enumerate(nodes.nodes):
-            if save in held_by_rank[node.ranks[0]]:
-                holdings[number] = held_by_rank[node.ranks[0]][save]
+            if save in of_ranks[node.ranks[0]]:
+                holdings[number] = of_ranks[node.ranks[0]][save]
         checkpoint = _examine(nodes, group, level, generation, save, holdings)
         if checkpoint is not None:
             found[checkpoint.path] = checkpoint
@@ -181,7 +181,7 @@ def _examine(
     generation: Generation,
     save: tuple[str, str],
     holdings: Mapping[int, _Holding],
-) -> HeldCheckpoint | None:
+) -> CheckpointOnNodes | None:
     """Find where the files of a save are; None if it is incomplete or not of the present generation. Collective."""
     name, digest = save
     with_manifest = [number for number, each in holdings.items() if each.has_manifest]
@@ -214,7 +214,7 @@ def _examine(
             holders[file].append(number)
     if not all(holders.values()):
         return None
-    return HeldCheckpoint(path, digest, data, holders, nodes, {})
+    return CheckpointOnNodes(path, digest, data, holders, nodes, {})
 
 
 def _records(data: bytes, path: Path) -> Mapping[str, FileRecord]:
@@ -256,7 +256,7 @@ def _is_whole(path: Path, record: FileRecord) -> bool:
     return file_record(path) == record
 
 
-def _set_aside_unusable(directory: Path, found: Mapping[Path, HeldCheckpoint]) -> None:
+def _set_aside_unusable(directory: Path, found: Mapping[Path, CheckpointOnNodes]) -> None:
     for name in checkpoint_names(directory):
         path = directory / str(name)
         checkpoint = found.get(path)
@@ -265,7 +265,7 @@ def _set_aside_unusable(directory: Path, found: Mapping[Path, HeldCheckpoint]) -
             set_aside(path)
 
 
-def _complete(checkpoint: HeldCheckpoint) -> None:
+def _complete(checkpoint: CheckpointOnNodes) -> None:
     """Bring the manifest, the slice tables and the files without tensors to this node."""
     path, data = checkpoint.path, checkpoint.manifest_bytes
     if save_digest(path)[0] != checkpoint.digest:
@@ -281,7 +281,7 @@ def _complete(checkpoint: HeldCheckpoint) -> None:
     commit.write_by_rename(path / layout.MANIFEST, data)
 
 
-def _fetch(checkpoint: HeldCheckpoint, file: str, record: FileRecord) -> None:
+def _fetch(checkpoint: CheckpointOnNodes, file: str, record: FileRecord) -> None:
     """Copy a file from another node to this one. Raises :class:`NodeFailed` if other bytes than recorded arrive."""
     target = checkpoint.path / file
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -48,12 +48,12 @@ class Chooser:
         fetched: FetchedCheckpoint | None = None,
         *,
         newest_step: int | None = None,
-        held: Mapping[Path, FetchedCheckpoint] | None = None,
+        on_nodes: Mapping[Path, FetchedCheckpoint] | None = None,
     ) -> tuple[Path, Manifest] | None:
         """Choose and verify the newest usable checkpoint of *run*, or the one that *restore_from* names. Collective.
 
         *fetched* is a checkpoint that was fetched from a store to be loaded, and the only one to choose from then.
-        With *newest_step*, checkpoints of later steps are left out. *held* are the checkpoints that are distributed
+        With *newest_step*, checkpoints of later steps are left out. *on_nodes* are the checkpoints that are distributed
         over several nodes, by path. Returns None if the run has no checkpoint. Rank 0
         logs each skipped checkpoint with the reason. Raises :class:`CheckpointUnusable` on all ranks if no checkpoint
         can be used.
@@ -70,7 +70,7 @@ class Chooser:
         # _examine() is collective, so all ranks must try the same checkpoints in the same order.
         request = agree.broadcast_object(self._group, request)
         assert request is not None
-        chosen = self._first_usable(run, request, fetched, held or {})
+        chosen = self._first_usable(run, request, fetched, on_nodes or {})
         if chosen is not None and request.note and is_rank_0:
             log.info("%s", request.note)
         return chosen
@@ -80,11 +80,11 @@ class Chooser:
         run: RunDirectory,
         request: resume.Request,
         fetched: FetchedCheckpoint | None,
-        held: Mapping[Path, FetchedCheckpoint],
+        on_nodes: Mapping[Path, FetchedCheckpoint],
     ) -> tuple[Path, Manifest] | None:
         skipped: list[resume.Rejected] = []
         for path in request.candidates:
-            manifest, problems = self._examine(path, held.get(path, fetched))
+            manifest, problems = self._examine(path, on_nodes.get(path, fetched))
             # *problems* are those of all ranks: a rank that could read everything must skip the
             # checkpoint, too.
             if manifest is not None and not problems:

@@ -25,7 +25,7 @@ from automodel_ckpt.checkpoint.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.manifest import Tree
-from automodel_ckpt.checkpoint.saving.background import Background, Cancelled, Upload
+from automodel_ckpt.checkpoint.saving.background import Background, Cancelled, SaveTask
 from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
 from automodel_ckpt.checkpoint.saving.plan_reuse import PlanReuse
 from automodel_ckpt.checkpoint.saving.planner import Planner
@@ -107,7 +107,7 @@ class AsyncSaves:
                 written, jobs, objects = self._planner.plan(save, proposals, shares)
                 live = self._reuse.live_state(save)
                 trees = lay_out(jobs)
-                self._upload(save, written, trees, objects)
+                self._copy_and_start(save, written, trees, objects)
         except AutomodelError:
             self._abandon(save)
             raise
@@ -116,13 +116,13 @@ class AsyncSaves:
         return self._report_started(save)
 
     def _report_started(self, save: Save) -> SaveReport:
-        for tree in save.trees.values():
+        for tree in save.plan.trees.values():
             tree.release_values()
         save.stall_seconds = time.monotonic() - save.started
         path = self._settings.run.path / str(save.name)
         return SaveReport(path, save.name.step, save.stall_seconds, published=False)
 
-    def _upload(
+    def _copy_and_start(
         self, save: Save, written: RankManifest, trees: MemoryLayout, objects: Iterable[Job]
     ) -> None:
         """Copy the state, then write the copy in the background."""
@@ -131,7 +131,7 @@ class AsyncSaves:
         layouts = [trees, lay_out(list(objects), trees.end)]
         staged = self._background.stage(layouts, copy_now=_buffers(save.items))
         # From here on the state may change.
-        complete: Callable[[Upload], None] | None = None
+        complete: Callable[[SaveTask], None] | None = None
         if self._is_rank0:
             complete = partial(self._complete, save)
         elif self._nodes is not None and self._nodes.is_leader:
@@ -159,7 +159,7 @@ class AsyncSaves:
         assert self._plan is not None
         self._in_flight = save  # from here on, wait_for_save reports failures
         try:
-            self._upload(save, self._plan.written, self._plan.layout, reuse.prepare())
+            self._copy_and_start(save, self._plan.written, self._plan.layout, reuse.prepare())
         except Exception as error:
             # Not raised: the last exchange is over, so the other ranks would not notice.
             self._background.fail(as_failure(error, f"saving {save.name}", self._settings.run.path))
@@ -167,7 +167,7 @@ class AsyncSaves:
 
     # ---------------------------------------------------------------- in rank 0's thread
 
-    def _complete(self, save: Save, upload: Upload) -> None:
+    def _complete(self, save: Save, task: SaveTask) -> None:
         """Finish the checkpoint, publish and export it, after rank 0 has written its share. Runs in a thread of rank
         0.
 
@@ -180,12 +180,12 @@ class AsyncSaves:
         common = RankManifest(ranks.rank)
         publisher.write_common(save, common)
         if self._nodes is not None:
-            self._nodes.contribute(staging, upload)
+            self._nodes.contribute(staging, task)
         # No collective: two threads that use one process group hang or crash. A rank manifest
         # appears complete, by a rename, and is the last thing that the writer of its rank creates.
         for path in rank_manifest_paths(staging, num_ranks):
             while not path.exists():
-                upload.pause(_POLL_SECONDS)
+                task.pause(_POLL_SECONDS)
         manifest = publisher.partial_manifest(save)
 
         def merged(name: str) -> Tree:
@@ -196,27 +196,27 @@ class AsyncSaves:
         common.files.update(publisher.write_metadata(save, merged))
         if save.before_publishing is not None:
             save.before_publishing()
-        nbytes = upload.finalize(staging, manifest, common, save.previous)
+        nbytes = task.finalize(staging, manifest, common, save.previous)
         if self._nodes is not None:
             # Before rank 0's node: its own checkpoint is the one that the next save continues.
-            self._nodes.publish(staging, str(save.name), upload)
+            self._nodes.publish(staging, str(save.name), task)
         report = publisher.publish(save, nbytes)
         if self._nodes is not None:
-            self._nodes.remove_others(upload)
+            self._nodes.remove_others(task)
         save.is_published = True
-        is_exported = self._settings.exports(save.last)
+        is_exported = self._settings.makes_export(save.last)
         # A log must not ask for a command that this run is about to carry out.
         publisher.notify(save, replace(report, export_command=None) if is_exported else report)
         if is_exported:
-            self._export_in_background(save, upload)
+            self._export_in_background(save, task)
 
-    def _export_in_background(self, save: Save, upload: Upload) -> None:
+    def _export_in_background(self, save: Save, task: SaveTask) -> None:
         path = self._settings.run.root / str(save.name)
         sources = [path / layout.state_directory(name) for name in self._settings.assets]
         try:
             self._settings.run.check_lease()
             lease = self._settings.run.lease_token
-            output, log_lines = self._background.export(upload, sources, lease)
+            output, log_lines = self._background.export(task, sources, lease)
         except Cancelled:
             # disable_exports killed the writer, so that nothing else removes its staging directory.
             for source in sources:
@@ -275,7 +275,7 @@ class AsyncSaves:
         save, background = self._in_flight, self._background
         if save is None:
             return False
-        # Short exchanges, no collective that waits: an upload may exceed the group's timeout.
+        # Short exchanges, no collective that waits: a save may exceed the group's timeout.
         while True:
             mine = (background.state, background.idle_seconds(), background.is_writing)
             reports = agree.gather_objects(self._group, mine)
@@ -311,7 +311,7 @@ class AsyncSaves:
             save.staging.remove()
 
     def abandon_save(self) -> None:
-        """Stop the upload in progress of this rank. Not collective."""
+        """Stop the save in progress of this rank. Not collective."""
         save, self._in_flight = self._in_flight, None
         if save is not None and self._background.state == "busy":
             self._background.abandon()
@@ -319,7 +319,7 @@ class AsyncSaves:
             save.staging.remove()
 
     def wait(self) -> None:
-        """Wait until this rank has no upload in progress. Not collective."""
+        """Wait until this rank has no save in progress. Not collective."""
         self._background.wait()
 
     def wait_unless_dead(self, dead_ranks: Callable[[], Collection[int]]) -> None:

@@ -28,11 +28,11 @@ _LONGEST_POLL_SECONDS = 10.0
 """The most that one observation adds to the time without progress. Ranks exchange theirs several times per second."""
 
 State = Literal["idle", "busy", "failed"]
-"""The state of an upload. The thread of a failed one may still be running."""
+"""The state of the save. The thread of a failed one may still be running."""
 
 
 class Background:
-    """This rank's writer process, the memory that it writes from, and the upload in progress, if there is one."""
+    """This rank's writer process, the memory that it writes from, and the save in progress, if there is one."""
 
     def __init__(self, *, on_cuda: bool = False) -> None:
         """Start the writer process. Raises :class:`OSError` where this system does not support it."""
@@ -40,8 +40,8 @@ class Background:
         self._writer = Writer(self._memory.descriptor)
         self._stream = torch.cuda.Stream() if on_cuda else None  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
-        self._uploads = _Uploads()
-        self._upload = Upload(self._writer)
+        self._thread = _TaskThread()
+        self._task = SaveTask(self._writer)
         self._failure: AutomodelError | None = None
         self._activity: tuple[bytes, ...] = ()
         self._observed_at = self._idle_seconds = 0.0
@@ -62,12 +62,12 @@ class Background:
     def state(self) -> State:
         if self._failure is not None:
             return "failed"
-        return "idle" if self._uploads.idle.is_set() else "busy"
+        return "idle" if self._thread.idle.is_set() else "busy"
 
     @property
     def is_writing(self) -> bool:
-        """Whether the writer process runs a command of the current upload."""
-        return self._upload.is_writing
+        """Whether the writer process runs a command of the current save."""
+        return self._task.is_writing
 
     def reserve(self, nbytes: int) -> None:
         """Allocate *nbytes* of host memory before the first save. Raises :class:`OSError` where there is not enough."""
@@ -127,7 +127,7 @@ class Background:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
-    # ---------------------------------------------------------------- upload
+    # ---------------------------------------------------------------- write
 
     def fail(self, failure: AutomodelError) -> None:
         """Mark the save as failed with *failure*, for a save whose state could not be copied."""
@@ -139,13 +139,13 @@ class Background:
         written: RankManifest,
         jobs: Sequence[bytes],
         *,
-        then: Callable[[Upload], None] | None,
+        then: Callable[[SaveTask], None] | None,
         doing: str,
         previous: Previous | None = None,
     ) -> None:
-        """Write the staged copy in the background, then call *then* with the upload in the upload thread.
+        """Write the staged copy in the background, then call *then* with the task in the thread of saves.
 
-        The previous upload must have ended, or be abandoned. Unchanged files are shared with the checkpoint *previous*.
+        The previous save must have ended, or be abandoned. Unchanged files are shared with the checkpoint *previous*.
         *doing* describes the save in error messages. Raises :class:`OSError` where the writer process has ended and
         cannot be restarted.
         """
@@ -154,34 +154,34 @@ class Background:
             self._writer = Writer(self._memory.descriptor)
         command = Write(str(staging), written, jobs, self._memory.tensor.nbytes, previous)
         self._activity, self._idle_seconds, self._observed_at = (), 0.0, time.monotonic()
-        upload = Upload(self._writer)
-        self._upload = upload
-        self._uploads.begin(lambda: self._run(upload, command, then, doing))
+        task = SaveTask(self._writer)
+        self._task = task
+        self._thread.begin(lambda: self._run(task, command, then, doing))
 
     def _run(
-        self, upload: Upload, command: Write, then: Callable[[Upload], None] | None, doing: str
+        self, task: SaveTask, command: Write, then: Callable[[SaveTask], None] | None, doing: str
     ) -> None:
         try:
             if self._copied is not None:
                 # The writer reads the memory as soon as it has the command.
                 self._copied.synchronize()
-            upload.do(command, Path(command.staging))
+            task.do(command, Path(command.staging))
             if then is not None:
-                then(upload)
+                then(task)
         except Exception as error:
-            # The writer of an abandoned upload was killed: that is a consequence, not a failure.
-            if not upload.is_abandoned:
+            # The writer of an abandoned save was killed: that is a consequence, not a failure.
+            if not task.is_abandoned:
                 self._failure = as_failure(error, doing, Path(command.staging))
         finally:
-            if upload.writer is not self._writer:
-                upload.writer.end()
+            if task.writer is not self._writer:
+                task.writer.end()
 
     def export(
-        self, upload: Upload, sources: Sequence[Path], lease: tuple[Path, str] | None
+        self, task: SaveTask, sources: Sequence[Path], lease: tuple[Path, str] | None
     ) -> tuple[str, list[str]]:
         """Export the model directories *sources* in the writer process; return (last output directory, log lines).
 
-        Called in the thread of *upload*. *lease* is (lock file, token) of the run. Raises :class:`Cancelled` after
+        Called in the thread of *task*. *lease* is (lock file, token) of the run. Raises :class:`Cancelled` after
         :meth:`disable_exports`.
         """
         # Held during an export only: disable_exports must not kill a writer that writes a
@@ -191,7 +191,7 @@ class Background:
                 if self._exports_disabled.is_set():
                     raise Cancelled
                 command = Export([str(source) for source in sources], lease)
-                answer: tuple[str, list[str]] = upload.do(command, sources[0])
+                answer: tuple[str, list[str]] = task.do(command, sources[0])
                 return answer
             except Exception as error:
                 if self._exports_disabled.is_set():
@@ -220,9 +220,9 @@ class Background:
         return self._idle_seconds
 
     def give_up(self, *, also_waiting: bool) -> None:
-        """Mark the upload as failed because it made no progress for too long.
+        """Mark the save as failed because it made no progress for too long.
 
-        Applies where this rank's writer is working; with *also_waiting*, also where the upload waits for other ranks.
+        Applies where this rank's writer is working; with *also_waiting*, also where the save waits for other ranks.
         """
         if not self.is_writing and not (also_waiting and self.state == "busy"):
             return
@@ -233,47 +233,47 @@ class Background:
         seconds = f"{self.idle_seconds():.0f} s (distributed.timeout_minutes)"
         self._failure = kind(
             what,
-            where=str(self._upload.where),
+            where=str(self._task.where),
             value=f"process {self.writer_pid}: none for {seconds}",
             hint="check for a disk that does not respond or a stopped process",
             restart="run the same command",
         )
 
     def wait(self, seconds: float | None = None) -> None:
-        """Return when the upload has ended, or after so many seconds."""
-        self._uploads.idle.wait(seconds)
+        """Return when the save has ended, or after so many seconds."""
+        self._thread.idle.wait(seconds)
 
     def abandon(self) -> AutomodelError | None:
-        """Stop the upload and prepare for the next one. Returns the failure of the upload, or None.
+        """Stop the save and prepare for the next one. Returns the failure of the save, or None.
 
         Raises OSError where a new writer process is needed and cannot be started.
         """
-        self._upload.abandon()
-        if not self._uploads.idle.is_set():
+        self._task.abandon()
+        if not self._thread.idle.is_set():
             self._writer.kill()
             self.wait(_END_SECONDS)
             # The thread may be in a call that cannot be interrupted. A new one replaces it. It ends when the call
-            # returns: its upload stays abandoned, and its writer dead.
-            if not self._uploads.idle.is_set():
-                # First: without it, the next upload would wait for a thread that was stopped.
+            # returns: its task stays abandoned, and its writer dead.
+            if not self._thread.idle.is_set():
+                # First: without it, the next save would wait for a thread that was stopped.
                 writer = Writer(self._memory.descriptor)
-                self._uploads.end()
-                self._writer, self._uploads = writer, _Uploads()
+                self._thread.end()
+                self._writer, self._thread = writer, _TaskThread()
         failure, self._failure = self._failure, None
         return failure
 
     def close(self) -> None:
-        """Wait for the upload, then end the writer process and release the memory."""
+        """Wait for the save, then end the writer process and release the memory."""
         self.wait()
-        self._uploads.end()
+        self._thread.end()
         self._writer.end()
         self._memory.close()
 
 
-class Upload:
+class SaveTask:
     """One save that is being written: what its thread asks of the writer process.
 
-    An abandoned upload stays abandoned. Its thread can return from a disk that did not respond while the next upload is
+    An abandoned task stays abandoned. Its thread can return from a disk that did not respond while the next save is
     in progress, and must not touch that one's writer or state.
     """
 
@@ -292,14 +292,14 @@ class Upload:
         self._abandoned.set()
 
     def pause(self, seconds: float) -> None:
-        """Wait for *seconds*. Raises :class:`Cancelled` when the upload has been abandoned."""
+        """Wait for *seconds*. Raises :class:`Cancelled` when the task has been abandoned."""
         if self._abandoned.wait(seconds):
             raise Cancelled
 
     def do(self, command: Command, where: Path) -> Any:
         """Run *command*, which is about the directory *where*, in the writer process and return its result.
 
-        Raises :class:`Cancelled` when the upload has been abandoned, else what :meth:`Writer.do` raises.
+        Raises :class:`Cancelled` when the task has been abandoned, else what :meth:`Writer.do` raises.
         """
         if self.is_abandoned:
             raise Cancelled
@@ -326,18 +326,17 @@ class Upload:
         return nbytes
 
 
-class _Uploads:
-    """One thread that runs the uploads in order. Starting a thread for each would delay training by milliseconds."""
+class _TaskThread:
+    """One thread that runs the saves in order. Starting a thread for each would delay training by milliseconds."""
 
     def __init__(self) -> None:
         self.idle = threading.Event()
         self.idle.set()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="upload", daemon=True).start()
+        threading.Thread(target=self._run, name="save", daemon=True).start()
 
     def begin(self, task: Callable[[], None]) -> None:
-        # Not in the thread: a caller that waits right after `begin` must find the upload in
-        # progress.
+        # Not in the thread: a caller that waits right after `begin` must find the save in progress.
         self.idle.clear()
         self._tasks.put(task)
 
@@ -354,7 +353,7 @@ class _Uploads:
 
 
 class Cancelled(Exception):
-    """The upload was abandoned, or its export was disabled."""
+    """The save was abandoned, or its export was disabled."""
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -45,12 +45,14 @@ class Exports:
     @property
     def only_at_end(self) -> bool:
         """Whether the last checkpoint of a run is exported, and not each one."""
-        return self._settings.exports(last=True) and not self._settings.exports(last=False)
+        return self._settings.makes_export(last=True) and not self._settings.makes_export(
+            last=False
+        )
 
     @property
     def of_each_checkpoint(self) -> bool:
         """Whether each checkpoint is exported."""
-        return self._settings.exports(last=False)
+        return self._settings.makes_export(last=False)
 
     def command(self, checkpoint: Path) -> str | None:
         """The shell command that exports a checkpoint as Hugging Face files; None where there is nothing to export."""
@@ -76,7 +78,7 @@ class Exports:
         Does nothing where the options ask for no export of this checkpoint (*last*: the last one of a run), or where it
         belongs to another run. Raises :class:`ExportFailed` on all ranks.
         """
-        if self._settings.exports(last) and checkpoint.parent == self._settings.run.root:
+        if self._settings.makes_export(last) and checkpoint.parent == self._settings.run.root:
             self._export_once(checkpoint.name)
 
     def export_best(self) -> None:
@@ -204,10 +206,10 @@ class Exports:
                 run.check_lease()
             for attribute, assets in self._settings.assets.items():
                 export = export_from_memory(
-                    save.trees[attribute],
+                    save.plan.trees[attribute],
                     run.root / str(save.name),
                     assets,
-                    save.tied[attribute],
+                    save.plan.tied[attribute],
                     rank=self._settings.ranks.rank,
                     group=self._group,
                     raise_on_all_ranks=lambda: self._raise_on_all_ranks(save.name),

@@ -93,7 +93,7 @@ class Reuse:
 
     def prepare(self) -> list[FileJob]:
         """Take the present values; return the jobs of objects. The jobs of the trees are those of the plan."""
-        for name, tree in self.save.trees.items():
+        for name, tree in self.save.plan.trees.items():
             tree.set_values(self.live.trees[name])
         return self.planner.object_jobs(self.save, self.digests, self.dp_ranks, self.sizes)
 
@@ -114,7 +114,7 @@ class PlanReuse:
         # A custom state_dict may do anything. The save itself has succeeded with it: only the plan is not reused.
         with contextlib.suppress(Exception):
             live = inspect_state(save.items, save_optimizer=self._planner.settings.save_optimizer)
-            planned = {name: tree.flat() for name, tree in save.trees.items()}
+            planned = {name: tree.flat() for name, tree in save.plan.trees.items()}
             if live.matches(planned):
                 return live
         return None
@@ -145,7 +145,7 @@ class PlanReuse:
         kept = self._kept
         if kept is None:
             return None
-        save.reuse_plan(kept.save)
+        save.plan = kept.save.plan
         live = LiveState()
         # Whatever fails here fails again, and is reported, when the save is planned anew.
         with contextlib.suppress(Exception):

@@ -1,6 +1,9 @@
 """The plan of a save on one rank: which state there is, and what this rank writes.
 
-Used by synchronous saves (``saving/sync_save.py``) and asynchronous ones (``saving/async_saves.py``).
+Synchronous saves (``saving/sync_save.py``) and asynchronous ones (``saving/async_saves.py``) call, in this order:
+:meth:`Planner.read_state`, :meth:`Planner.propose`, :meth:`Planner.assign` with the proposals of all ranks,
+:meth:`Planner.plan`, and :meth:`Planner.create_on_node`. A save that uses the plan of the previous one calls only
+:meth:`Planner.reserve`, :meth:`Planner.object_jobs` and :meth:`Planner.create_on_node` (``saving/plan_reuse.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from automodel_ckpt.checkpoint.saving.agreement import (
 )
 from automodel_ckpt.checkpoint.saving.disk_space import DiskSpace
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
-from automodel_ckpt.checkpoint.saving.save import Proposal, Save
+from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SavePlan
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.state.objects import ObjectPlanner
@@ -65,19 +68,7 @@ class Planner:
         self.expected_bytes = 0
         """Expected bytes on disk of the save that was proposed last; set on rank 0."""
 
-    def create_on_node(self, save: Save) -> None:
-        """Create the staging directory of *save* on the node of this rank, if each node has one. Raises OSError.
-
-        Called by every rank before it writes.
-        """
-        if self.settings.nodes is None:
-            return
-        directories = [tree.directory for tree in save.trees.values()]
-        self.settings.nodes.create(save.staging.path, directories)
-        if self.settings.nodes.is_leader:
-            save.staging.own()
-
-    # ---------------------------------------------------------------- before
+    # ---------------------------------------------------------------- before training
 
     def check_state(self, items: Sequence[Item]) -> None:
         """Raise :class:`RecipeError` for state of *items* that cannot be stored safely."""
@@ -96,39 +87,41 @@ class Planner:
                     check_safe_values(item.name, options)
                     locations(options)
 
-    # ---------------------------------------------------------------- plan
+    # ---------------------------------------------------------------- what this rank has
 
     def read_state(self, save: Save, state: Mapping[str, Any]) -> None:
         """Read the *state* of this rank into *save*. Raises :class:`RecipeError` for state that cannot be stored."""
         save.items = classify(state)
-        save.trees, save.tied, save.objects = {}, {}, {}
-        save.file_layouts, save.metadata, save.layouts = {}, {}, {}
+        # A save that could not use the plan of the previous one still refers to it.
+        save.plan, save.objects = SavePlan(), {}
+        trees = save.plan.trees
         owners = Owners(save.items)
         for item in save.items:
             directory = layout.state_directory(item.name)
             if item.kind == "module":
                 tree, tied = module_state(item.value, detached=False)
                 complete = stored_layout(item.value).complete
-                save.tied[item.name] = tied if complete is None else dict(complete.tied)
+                save.plan.tied[item.name] = tied if complete is None else dict(complete.tied)
                 untrained = untrained_names(item.value)
                 kinds = {name: kind for name, kind in untrained.items() if name in tree}
-                plan = TreePlan(item.name, directory, tree, nested=False, kinds=kinds)
-                save.trees[item.name] = plan
+                trees[item.name] = TreePlan(item.name, directory, tree, nested=False, kinds=kinds)
             elif item.kind == "optimizer" and self.settings.save_optimizer:
                 tree = optimizer_tree(item, save.items, owners)
-                save.trees[item.name] = TreePlan(item.name, directory, tree, nested=True)
+                trees[item.name] = TreePlan(item.name, directory, tree, nested=True)
             elif item.kind == "object":
                 save.objects[item.name] = item.value.state_dict()
 
     def propose(self, save: Save) -> Proposal:
-        """Plan what this rank saves. Rank 0 also creates the staging directory, which the caller removes on failure.
+        """Describe what this rank has, for the other ranks, after :meth:`read_state`.
 
-        Raises OSError, and :class:`SaveFailed` where the disk is too full."""
-        for tree in save.trees.values():
+        Rank 0 also creates the staging directory, which the caller removes on failure. Raises OSError, and
+        :class:`SaveFailed` where the disk is too full.
+        """
+        for tree in save.plan.trees.values():
             state = tree.flatten()
             check_storable(tree.name, state)
             check_safe_values(tree.name, state)
-        save.descriptions = {tree.name: tree.describe() for tree in save.trees.values()}
+        save.descriptions = {tree.name: tree.describe() for tree in save.plan.trees.values()}
         digests = {key: check_safe(key, value) for key, value in save.objects.items()}
         if self.settings.save_optimizer:
             for item in save.items:
@@ -143,11 +136,11 @@ class Planner:
             self.read_contents(save)
             proposal.node, proposal.sizes = node_identity(self.settings.run.root), save.sizes
         if self.settings.ranks.rank == 0:
-            states = {tree.name: tree.state_dict for tree in save.trees.values()}
+            states = {tree.name: tree.state_dict for tree in save.plan.trees.values()}
             forecast = self.disk_space.forecast(save.items, states)
             self.expected_bytes = forecast.nbytes
             proposal.staging = self.reserve(save, forecast)
-            proposal.maps, proposal.tied = self._maps(save), save.tied
+            proposal.maps, proposal.tied = self._maps(save), save.plan.tied
             proposal.previous = save.previous
         return proposal
 
@@ -158,7 +151,7 @@ class Planner:
             if isinstance(item.value, DistributedDataParallel) and item.value.broadcast_buffers:
                 copied.add(item.name)
         found = {}
-        for name, tree in save.trees.items():
+        for name, tree in save.plan.trees.items():
             found[name] = replicated_digests(tree, compares_buffers=name not in copied)
         return found
 
@@ -167,44 +160,17 @@ class Planner:
         if self.settings.files_per_node is not None:
             save.contents = {name: bytes(saved(state)) for name, state in save.objects.items()}
 
-    def assign(
-        self, save: Save, proposals: Sequence[Proposal], group: ProcessGroup | None
-    ) -> dict[str, list[Share]]:
-        """Exchange what the proposals of all ranks do not contain. Returns their shares of each tree. Collective.
-
-        Raises :class:`SaveFailed` on all ranks where they do not have the same trees.
-        """
-        _require_same_trees(proposals)
-        shares: dict[str, list[Share]] = {}
-        # Sorted: the order of the state may differ between ranks, that of their exchanges may not.
-        for name in sorted(save.trees):
-            summaries = [proposal.trees[name] for proposal in proposals]
-            mine = save.descriptions[name]
-            shares[name] = shares_of_all(group, save.trees[name], mine, summaries)
-        digests = []
-        for proposal in proposals:
-            digests.append({name: tree.replicated for name, tree in proposal.trees.items()})
-        self.compare_replicas(group, save.replicated, digests)
-        return shares
-
-    def compare_replicas(
-        self,
-        group: ProcessGroup | None,
-        mine: Mapping[str, Mapping[str, str]],
-        digests: Sequence[Mapping[str, str]],
-    ) -> None:
-        """Warn where ranks have different values of what one of them stores (:class:`ReplicaWarnings`). Collective."""
-        is_reporter = self.settings.ranks.rank == 0
-        self._replica_warnings.compare(group, mine, digests, is_reporter=is_reporter)
+    # ---------------------------------------------------------------- what only rank 0 decides
 
     def reserve(self, save: Save, forecast: Forecast) -> str:
         """Create the staging directory of *save*; only rank 0 calls this. Returns its path.
 
-        Raises OSError, and :class:`SaveFailed` where the disk is too full."""
+        Raises OSError, and :class:`SaveFailed` where the disk is too full.
+        """
         # At every save, not only the first: it checks that no other run took over the directory.
         self.settings.run.hold()
         self.disk_space.check_fits(forecast, save.items)
-        directories = [tree.directory for tree in save.trees.values()]
+        directories = [tree.directory for tree in save.plan.trees.values()]
         staging = save.staging.reserve(self.settings.run.root, str(save.name), directories)
         save.previous = self._find_previous(staging)
         return str(staging)
@@ -226,7 +192,7 @@ class Planner:
         found: dict[str, BaseMaps] = {}
         if self.settings.model_layout == "shards":
             return found
-        for name in save.tied:
+        for name in save.plan.tied:
             assets = self.settings.assets.get(name)
             # Without dtypes: a checkpoint stores each tensor in its own dtype, only an export casts.
             maps = BaseMaps() if assets is None else replace(assets.maps, dtype=None)
@@ -234,12 +200,44 @@ class Planner:
                 found[name] = maps
         return found
 
+    # ---------------------------------------------------------------- what this rank writes
+
+    def assign(
+        self, save: Save, proposals: Sequence[Proposal], group: ProcessGroup | None
+    ) -> dict[str, list[Share]]:
+        """Exchange what the proposals of all ranks do not contain. Returns their shares of each tree. Collective.
+
+        Raises :class:`SaveFailed` on all ranks where they do not have the same trees.
+        """
+        _require_same_trees(proposals)
+        shares: dict[str, list[Share]] = {}
+        # Sorted: the order of the state may differ between ranks, that of their exchanges may not.
+        for name in sorted(save.plan.trees):
+            summaries = [proposal.trees[name] for proposal in proposals]
+            mine = save.descriptions[name]
+            shares[name] = shares_of_all(group, save.plan.trees[name], mine, summaries)
+        digests = []
+        for proposal in proposals:
+            digests.append({name: tree.replicated for name, tree in proposal.trees.items()})
+        self.compare_replicas(group, save.replicated, digests)
+        return shares
+
+    def compare_replicas(
+        self,
+        group: ProcessGroup | None,
+        mine: Mapping[str, Mapping[str, str]],
+        digests: Sequence[Mapping[str, str]],
+    ) -> None:
+        """Warn where ranks have different values of what one of them stores (:class:`ReplicaWarnings`). Collective."""
+        is_reporter = self.settings.ranks.rank == 0
+        self._replica_warnings.compare(group, mine, digests, is_reporter=is_reporter)
+
     def plan(
         self, save: Save, proposals: list[Proposal], shares: Mapping[str, Sequence[Share]]
     ) -> tuple[RankManifest, list[Job], list[FileJob]]:
         """Plan what this rank writes: (rank manifest to be filled in, jobs of trees, jobs of objects).
 
-        Also sets the records and layouts of *save*. *shares* are those of all ranks, by tree.
+        Also completes the plan and the records of *save*. *shares* are those of all ranks, by tree.
         """
         digests = [proposal.digests for proposal in proposals]
         dp_ranks = [proposal.dp_rank for proposal in proposals]
@@ -247,16 +245,16 @@ class Planner:
         save.previous = proposals[0].previous
         if self.settings.files_per_node is not None:
             nodes = [proposal.node for proposal in proposals]
-            save.groups = groups_of(nodes, self.settings.files_per_node)
+            save.plan.groups = groups_of(nodes, self.settings.files_per_node)
         written = RankManifest(self.settings.ranks.rank)
         jobs: list[Job] = []
         self._has_reusable_files = False
-        for tree in save.trees.values():
+        for tree in save.plan.trees.values():
             tree.assign(shares[tree.name], self.settings.ranks.rank)
             untrained = self._untrained_in(tree)
             self._has_reusable_files = self._has_reusable_files or bool(untrained)
             jobs += self._tree_jobs(tree, save, proposals[0], untrained)
-            written.trees[tree.name] = save.layouts[tree.name].rank_tree()
+            written.trees[tree.name] = save.plan.layouts[tree.name].rank_tree()
         sizes = [proposal.sizes for proposal in proposals]
         return written, jobs, self.object_jobs(save, digests, dp_ranks, sizes)
 
@@ -276,27 +274,30 @@ class Planner:
     def _tree_jobs(
         self, tree: TreePlan, save: Save, of_rank0: Proposal, untrained: Mapping[str, str]
     ) -> list[Job]:
-        """The jobs of this rank for a tree, in the tree's format; *untrained* tensors are stored in separate files."""
-        rank = self.settings.ranks.rank
+        """Choose the format of a tree; return the jobs of this rank. *untrained* tensors get separate files."""
+        plan, name, rank = save.plan, tree.name, self.settings.ranks.rank
         # Rank 0's for all ranks: each computes the offsets in files that all of them write.
-        maps = of_rank0.maps.get(tree.name)
+        maps = of_rank0.maps.get(name)
         if maps is not None:
-            tied = of_rank0.tied[tree.name]
+            tied = of_rank0.tied[name]
             file_layout = hf.lay_out(tree, tree.directory, maps, tied, untrained)
-            save.file_layouts[tree.name] = file_layout
-            save.layouts[tree.name] = file_layout.tree_layout(tree.assignment.tensors)
+            plan.formats[name] = hf.NAME
+            plan.file_layouts[name] = file_layout
+            plan.layouts[name] = file_layout.tree_layout(tree.assignment.tensors)
             return list(hf.plan_jobs(tree, rank, file_layout))
-        is_module = tree.name in save.tied
-        if is_module and self.settings.model_format == "safetensors":
-            assets = self.settings.assets.get(tree.name)
+        is_module = name in plan.tied
+        if is_module and self.settings.model_format == safetensors.NAME:
+            assets = self.settings.assets.get(name)
             mapping: Mapping[str, int] = {}
-            if assets is not None and save.groups is None:
+            if assets is not None and plan.groups is None:
                 mapping = assets.file_index_mapping
-            files = safetensors.ShardFiles(mapping, untrained, save.groups)
-            save.layouts[tree.name] = safetensors.lay_out(tree, files)
+            files = safetensors.ShardFiles(mapping, untrained, plan.groups)
+            plan.formats[name] = safetensors.NAME
+            plan.layouts[name] = safetensors.lay_out(tree, files)
             return list(safetensors.plan_jobs(tree, rank, files))
-        save.layouts[tree.name] = torch_save.lay_out(tree)
-        group = () if save.groups is None else save.groups.of(rank)
+        plan.formats[name] = torch_save.NAME
+        plan.layouts[name] = torch_save.lay_out(tree)
+        group = () if plan.groups is None else plan.groups.of(rank)
         return list(torch_save.plan_jobs(tree, rank, group))
 
     def object_jobs(
@@ -307,7 +308,7 @@ class Planner:
         sizes: Sequence[Mapping[str, int]],
     ) -> list[FileJob]:
         """The jobs of objects, which are planned anew at each save; also sets the records of *save*."""
-        objects = ObjectPlanner(self.settings.ranks, digests, dp_ranks, save.groups, sizes)
+        objects = ObjectPlanner(self.settings.ranks, digests, dp_ranks, save.plan.groups, sizes)
         save.records = {item.name: self._record(item, save, objects) for item in save.items}
         save.bundled = objects.bundled
         return objects.jobs
@@ -323,7 +324,17 @@ class Planner:
             scope = NOT_SAVED
         return StateRecord(item.kind, scope, item.path, aliases=item.aliases)
 
-    # ---------------------------------------------------------------- rank 0
+    def create_on_node(self, save: Save) -> None:
+        """Create the staging directory of *save* on the node of this rank, if each node has one. Raises OSError.
+
+        Called by every rank before it writes.
+        """
+        if self.settings.nodes is None:
+            return
+        directories = [tree.directory for tree in save.plan.trees.values()]
+        self.settings.nodes.create(save.staging.path, directories)
+        if self.settings.nodes.is_leader:
+            save.staging.own()
 
 
 def _require_same_trees(proposals: Sequence[Proposal]) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.digests import FileRecord
 from automodel_ckpt.checkpoint.failures import as_failure
-from automodel_ckpt.checkpoint.formats import hf, torch_save
+from automodel_ckpt.checkpoint.formats import torch_save
 from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.environment import environment
 from automodel_ckpt.checkpoint.saving.forecast import free_bytes
-from automodel_ckpt.checkpoint.saving.save import Save, SaveReport, json_values
+from automodel_ckpt.checkpoint.saving.save import Save, SavePlan, SaveReport, json_values
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.checkpoint.saving.side_files import write_finished, write_for_export
 from automodel_ckpt.checkpoint.tree import OBJECTS
@@ -46,11 +46,11 @@ class Publisher:
         files = {layout.CONFIG: save.config_yaml, layout.LOSSES: losses}
         for file, text in files.items():
             written.files[file] = commit.write_file(staging / file, text.encode())
-        for name, file_layout in save.file_layouts.items():
+        for name, file_layout in save.plan.file_layouts.items():
             write_finished(self._settings.assets.get(name), file_layout, staging, written)
         for name, assets in self._settings.assets.items():
-            if name not in save.file_layouts:
-                write_for_export(assets, staging, written, save.trees[name].directory)
+            if name not in save.plan.file_layouts:
+                write_for_export(assets, staging, written, save.plan.trees[name].directory)
 
     def write_metadata(self, save: Save, merged: Callable[[str], Tree]) -> dict[str, FileRecord]:
         """Write DCP's ``.metadata`` of each tree in the format torch_save.
@@ -59,9 +59,9 @@ class Publisher:
         the metadata is new.
         """
         written: dict[str, FileRecord] = {}
-        metadata, formats = save.metadata, self._formats(save)
-        for name, tree in save.trees.items():
-            if formats[name] != torch_save.NAME:
+        metadata = save.plan.metadata
+        for name, tree in save.plan.trees.items():
+            if save.plan.formats[name] != torch_save.NAME:
                 continue
             if name not in metadata:
                 metadata[name] = torch_save.metadata_of(tree, merged(name))
@@ -72,8 +72,8 @@ class Publisher:
     def partial_manifest(self, save: Save) -> Manifest:
         """The manifest without what the ranks wrote: no files, and of each tree the tensors without records."""
         trees: dict[str, Tree] = {}
-        for name, tree_format in self._formats(save).items():
-            trees[name] = self._planned_tree(save, name, tree_format)
+        for name in save.plan.trees:
+            trees[name] = _planned_tree(save.plan, name)
         for name in save.bundled:
             trees[name] = Tree(OBJECTS, {}, {})
         return Manifest(
@@ -92,23 +92,6 @@ class Publisher:
             trees=trees,
             files={},
         )
-
-    def _planned_tree(self, save: Save, name: str, tree_format: str) -> Tree:
-        tree_layout = save.layouts[name]
-        tied = save.tied.get(name, {})
-        return Tree(tree_format, tree_layout.tensors, {}, tied, tree_layout.copies)
-
-    def _formats(self, save: Save) -> dict[str, str]:
-        """The format of each tree, by its name."""
-        formats: dict[str, str] = {}
-        for name in save.trees:
-            if name in save.file_layouts:
-                formats[name] = hf.NAME
-            elif name in save.tied:  # modules only
-                formats[name] = self._settings.model_format
-            else:
-                formats[name] = torch_save.NAME
-        return formats
 
     def _lineage(self) -> dict[str, Any]:
         request = resume.request_text(self._run.path, self._settings.restore_from)
@@ -159,3 +142,10 @@ class Publisher:
             free_bytes=free,
             export_command=self._settings.export_command(path),
         )
+
+
+def _planned_tree(plan: SavePlan, name: str) -> Tree:
+    """A tree of the manifest with its planned tensors, before the ranks have written any slice or value of it."""
+    tree_layout = plan.layouts[name]
+    tied = plan.tied.get(name, {})
+    return Tree(plan.formats[name], tree_layout.tensors, {}, tied, tree_layout.copies)

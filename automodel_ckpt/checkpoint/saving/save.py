@@ -52,38 +52,54 @@ class SaveReport:
 
 @dataclass(slots=True)
 class Proposal:
-    """What a rank sends to the others before a save.
-
-    *trees* summarizes its trees, by name; *digests* are those of its other state. With ``checkpoint.files_per_node``,
-    *node* is the identity of its node, and *sizes* are the bytes of its other state. Only rank 0 sends the others:
-    *staging*, the path that it created; *maps* and *tied*, which name and split the files that all ranks write
-    together, by tree; *previous*, its choice of a checkpoint whose files are shared.
-    """
+    """What a rank sends to the others before a save. Only rank 0 sets the fields from *staging* on."""
 
     trees: dict[str, TreeSummary]
+    """The summary of each tree (module or optimizer), by name."""
     digests: dict[str, str]
+    """The digests of other state, by name."""
     dp_rank: int
-    staging: str | None = None
-    maps: dict[str, BaseMaps] = field(default_factory=dict)
-    tied: dict[str, dict[str, str]] = field(default_factory=dict)
-    previous: Previous | None = None
     node: str = ""
+    """The identity of the rank's node; only with ``checkpoint.files_per_node``."""
     sizes: dict[str, int] = field(default_factory=dict)
+    """The bytes of other state, by name; only with ``checkpoint.files_per_node``."""
+    staging: str | None = None
+    """The path of the staging directory that rank 0 created."""
+    maps: dict[str, BaseMaps] = field(default_factory=dict)
+    """How the files that all ranks write together are named and split, by tree."""
+    tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Tied names of the tensors in these files, by tree."""
+    previous: Previous | None = None
+    """The earlier checkpoint whose unchanged files the save shares."""
+
+
+@dataclass(slots=True)
+class SavePlan:
+    """How the trees (modules and optimizers) are stored. Later saves use it again while names, shapes, dtypes and
+    placements are the same."""
+
+    trees: dict[str, TreePlan] = field(default_factory=dict)
+    """What this rank writes of each tree."""
+    tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    """For each module, each name of a tensor that is stored under another name, to that name. Empty if none is."""
+    formats: dict[str, str] = field(default_factory=dict)
+    """The format of each tree, by the name that the manifest gives it."""
+    layouts: dict[str, TreeLayout] = field(default_factory=dict)
+    """The order of each tree's tensors in the files."""
+    file_layouts: dict[str, hf.FileLayout] = field(default_factory=dict)
+    """The files of the modules that all ranks write together (``checkpoint.model_layout: hf``, and adapters)."""
+    groups: FileGroups | None = None
+    """The ranks that write into one file; None without ``checkpoint.files_per_node``."""
+    metadata: dict[str, bytes] = field(default_factory=dict)
+    """The bytes of DCP's ``.metadata`` by tree, which depend on the plan only. Rank 0 adds them when it publishes."""
 
 
 @dataclass(slots=True)
 class Save:
-    """One save, from its request to its publication. The first fields are the arguments of :meth:`Checkpointer.save`.
+    """One save on this rank, from its request to its publication.
 
-    The others are the state of this rank: *items*; a plan per tree (module or optimizer); the value of each other
-    object; *tied* names by module; *file_layouts* of the modules whose files all ranks write together; *metadata*,
-    the bytes of DCP's ``.metadata`` by tree, which depend on the plan only; *records*, how each attribute is stored;
-    *descriptions* of the trees, with *replicated*, the digests of what only one rank stores, until the plan is made;
-    *layouts*, the order of their tensors in the files; *previous*, the checkpoint whose files are shared; *groups*, the
-    ranks that write into one file, *contents*, the bytes of objects, and *bundled*, those of which a file has the state
-    of several ranks (all three only with ``checkpoint.files_per_node``).
-    While a synchronous save is written, *total_bytes* is about what this rank writes, and *bytes_before* the value of
-    ``METER.nbytes`` at the start.
+    The fields without a default are the arguments of :meth:`Checkpointer.save`, and *started*, the time of the call in
+    seconds of ``time.monotonic``.
     """
 
     name: layout.CheckpointName
@@ -95,36 +111,43 @@ class Save:
     before_publishing: Callable[[], None] | None
     on_saved: Callable[[SaveReport], None] | None
     started: float
+
     staging: Staging = field(default_factory=Staging)
-    items: list[Item] = field(default_factory=list)
-    trees: dict[str, TreePlan] = field(default_factory=dict)
-    tied: dict[str, dict[str, str]] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
-    file_layouts: dict[str, hf.FileLayout] = field(default_factory=dict)
-    metadata: dict[str, bytes] = field(default_factory=dict)
-    records: dict[str, StateRecord] = field(default_factory=dict)
-    descriptions: dict[str, TreeDescription] = field(default_factory=dict)
-    replicated: dict[str, dict[str, str]] = field(default_factory=dict)
-    layouts: dict[str, TreeLayout] = field(default_factory=dict)
     previous: Previous | None = None
-    groups: FileGroups | None = None
+    """The earlier checkpoint whose unchanged files the save shares; None if there is none."""
+
+    # The state of this rank.
+    items: list[Item] = field(default_factory=list)
+    """The objects with state, each once."""
+    objects: dict[str, Any] = field(default_factory=dict)
+    """The state of each object that is no module, optimizer or learning-rate schedule, by name."""
     contents: dict[str, bytes] = field(default_factory=dict)
+    """The bytes of *objects*, where the other ranks must know their number (``checkpoint.files_per_node``)."""
+    descriptions: dict[str, TreeDescription] = field(default_factory=dict)
+    """What this rank has of each tree. Used until the plan is made."""
+    replicated: dict[str, dict[str, str]] = field(default_factory=dict)
+    """For each tree, the digests of what only one rank stores, by name."""
+
+    # What is written.
+    plan: SavePlan = field(default_factory=SavePlan)
+    records: dict[str, StateRecord] = field(default_factory=dict)
+    """How each attribute is stored, by name, for the manifest."""
     bundled: list[str] = field(default_factory=list)
+    """The objects of which one file has the state of several ranks (``checkpoint.files_per_node``)."""
+
+    # Its progress and result.
     bytes_before: int = 0
+    """The value of ``METER.nbytes`` when a synchronous save begins to write."""
     total_bytes: int | None = None
+    """About what this rank writes; None except while a synchronous save is written."""
     stall_seconds: float | None = None
+    """How long training waited for an asynchronous save; None for a synchronous one."""
     is_published: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
         """The bytes of the state of each object in *contents*."""
         return {name: len(data) for name, data in self.contents.items()}
-
-    def reuse_plan(self, previous: Save) -> None:
-        """Take the plan of a previous save, whose state has the same names, shapes, dtypes and placements."""
-        self.trees, self.tied = previous.trees, previous.tied
-        self.file_layouts, self.metadata = previous.file_layouts, previous.metadata
-        self.layouts, self.groups = previous.layouts, previous.groups
 
 
 def json_values(values: Mapping[str, Any]) -> dict[str, Any]:

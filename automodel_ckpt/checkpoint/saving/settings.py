@@ -86,7 +86,7 @@ class SaveSettings:
         """Whether a checkpoint's own model files are what other programs load, so that no export is made."""
         return self.model_layout != "shards"
 
-    def exports(self, last: bool) -> bool:
+    def makes_export(self, last: bool) -> bool:
         """Whether a save is exported too; *last*: it is the last one of a run."""
         if not self.assets:
             return False

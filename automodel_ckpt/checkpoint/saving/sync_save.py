@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -72,7 +73,7 @@ class SyncSaves:
         if reuse is None:
             return None
         written = RankManifest(self._settings.ranks.rank)
-        for name, tree_layout in save.layouts.items():
+        for name, tree_layout in save.plan.layouts.items():
             written.trees[name] = tree_layout.rank_tree()
         with self._saving(save):
             return self._save(save, self._jobs, lambda: (written, reuse.prepare()))
@@ -87,7 +88,7 @@ class SyncSaves:
             raise
         finally:
             self.in_progress = None
-            for tree in save.trees.values():
+            for tree in save.plan.trees.values():
                 tree.release_values()
 
     def _save(
@@ -97,34 +98,43 @@ class SyncSaves:
         plan: Callable[[], tuple[RankManifest, list[FileJob]]],
     ) -> SaveReport:
         """Write the *jobs* of the trees, which *plan* may add to, and those of objects, which it returns; publish."""
-        report = None
-        settings, group = self._settings, self._group
-        is_rank0 = settings.ranks.rank == 0
-        where = settings.run.path
-        with raise_on_all_ranks(group, f"saving {save.name}", where):
+        with self._raise_on_all_ranks(f"saving {save.name}"):
             written, objects = plan()
             self._planner.create_on_node(save)
             self._write(save, written, [*jobs, *objects])
-        if settings.nodes is not None:
-            with raise_on_all_ranks(group, f"saving {save.name}", where):
-                if settings.nodes.is_leader:
-                    settings.nodes.contribute(save.staging.path, Waiting())
-        exports = settings.exports(save.last)
+        nodes = self._settings.nodes
+        if nodes is not None:
+            with self._raise_on_all_ranks(f"saving {save.name}"):
+                if nodes.is_leader:
+                    nodes.contribute(save.staging.path, Waiting())
         # The exchange above is also a barrier: all rank manifests exist when rank 0 reads them.
-        with raise_on_all_ranks(group, f"publishing {save.name}", where):
-            if is_rank0:
+        if not self._settings.makes_export(save.last):
+            return self._publish_on_rank0(save, notifies=True)
+        # The report of a save with an export is complete only after the export.
+        report = self._publish_on_rank0(save, notifies=False)
+        report = self._exports.export_save(save, report)
+        with self._raise_on_all_ranks(f"reporting {save.name}"):
+            if self._is_rank0:
+                self._publisher.notify(save, report)
+        return report
+
+    def _publish_on_rank0(self, save: Save, *, notifies: bool) -> SaveReport:
+        """Publish *save* on rank 0, and call its ``on_saved`` if *notifies*. Returns the report. Collective."""
+        report = None
+        with self._raise_on_all_ranks(f"publishing {save.name}"):
+            if self._is_rank0:
                 report = self._publish(save)
             save.total_bytes = None
-            if report is not None and not exports:
+            if report is not None and notifies:
                 self._publisher.notify(save, report)
-        if report is None:
-            report = self._publisher.report(save)
-        if exports:
-            report = self._exports.export_save(save, report)
-            with raise_on_all_ranks(group, f"reporting {save.name}", where):
-                if is_rank0:
-                    self._publisher.notify(save, report)
-        return report
+        return self._publisher.report(save) if report is None else report
+
+    @property
+    def _is_rank0(self) -> bool:
+        return self._settings.ranks.rank == 0
+
+    def _raise_on_all_ranks(self, doing: str) -> AbstractContextManager[None]:
+        return raise_on_all_ranks(self._group, doing, self._settings.run.path)
 
     def _write(self, save: Save, written: RankManifest, jobs: Sequence[Job]) -> None:
         """Write this rank's files and its rank manifest below the staging directory."""
@@ -132,7 +142,7 @@ class SyncSaves:
         save.bytes_before = METER.nbytes
         save.total_bytes = sum(job.size for job in jobs)
         run_all(jobs, staging, written, previous=save.previous)
-        if self._settings.ranks.rank == 0:
+        if self._is_rank0:
             self._publisher.write_common(save, written)
         # Last: a rank manifest on disk means that all files of its rank are durable.
         commit.write_file(

@@ -38,7 +38,7 @@ from automodel_ckpt.checkpoint.writing.rank_manifest import (
 from automodel_ckpt.checkpoint.writing.reuse import Previous
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
-# Not SCHED_IDLE: on a busy machine, the upload took twice as long.
+# Not SCHED_IDLE: on a busy machine, a save took twice as long.
 NICENESS = 10
 _POLL_SECONDS = 1.0
 _REPORT_SECONDS = 0.25

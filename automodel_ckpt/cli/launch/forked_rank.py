@@ -117,11 +117,7 @@ def launched_rank(
         is_elastic = failure_dir.is_elastic
         _report_restart(earlier, nodes_joined=nodes_joined, is_elastic=is_elastic)
     done = threading.Event()
-    watch = (failure_dir, attempt, rank, done, channel)
-    threading.Thread(target=watch_peers, args=watch, daemon=True).start()
-    if channel is not None and is_local_rank_0():
-        nodes = (failure_dir, attempt, rank)
-        threading.Thread(target=watch_nodes, args=nodes, daemon=True).start()
+    _start_watches(failure_dir, attempt, rank, channel, done)
     hang_action.restart = partial(_restart_after_hang, failure_dir, attempt, rank, channel)
     failures: list[FailureRecord] = []
     stores: list[Any] = []  # references that keep the ranks' store alive
@@ -146,6 +142,21 @@ def launched_rank(
     if stores and rank == 0:
         serve_failure(channel)
     return _end_rank(failure_dir, attempt, code, failures[0] if failures else None, channel)
+
+
+def _start_watches(
+    failure_dir: FailureDirectory,
+    attempt: int,
+    rank: int,
+    channel: FailureChannel | None,
+    done: threading.Event,
+) -> None:
+    """Start the thread that watches the other ranks of this node until *done*, and on local rank 0 that for nodes."""
+    watch = (failure_dir, attempt, rank, done, channel)
+    threading.Thread(target=watch_peers, args=watch, daemon=True).start()
+    if channel is not None and is_local_rank_0():
+        nodes = (failure_dir, attempt, rank)
+        threading.Thread(target=watch_nodes, args=nodes, daemon=True).start()
 
 
 def _dump_stacks_until_training(

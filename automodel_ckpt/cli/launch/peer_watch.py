@@ -93,6 +93,7 @@ def watch_nodes(failure_dir: FailureDirectory, attempt: int, rank: int) -> None:
         listener, token = listen(), secrets.token_hex(16)
         while not channel.publish_keepalive(listener.getsockname()[1], token):
             time.sleep(POLL_SECONDS)
+        # Does not return: on rank 0, nothing of this function is left to do.
         serve_connections(listener, token, report_unreachable)
     while (published := channel.keepalive()) is None:
         time.sleep(POLL_SECONDS)

@@ -15,16 +15,16 @@ from automodel_ckpt.config.references import referenced_variables
 from automodel_ckpt.config.yaml_tree import is_stream
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.store_url import is_url
+from automodel_ckpt.store_url import extra_of, is_url
 
 _CREDENTIALS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
-    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
-    "abfs": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
+    "azure": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
 }
-"""Variables that the client of a store reads, by the scheme of its URL. Instance roles need none of them."""
-_EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}
+"""Variables that the client of a store reads, by the extra that installs it. Instance roles need none of them."""
 _TRACKER_KEYS = {"wandb": "WANDB_API_KEY"}
+_TRACKER_EXTRAS = {"tensorboard"}
+"""Trackers that an extra of this package installs. The others are packages of these names."""
 _NAME_LENGTH = 40
 SCRATCH = "~/.cache/automodel_ckpt/runs"
 """The local directory of runs whose directory is a URL, if the recipe and the environment name no other."""
@@ -60,6 +60,9 @@ class Job:
     variables: Mapping[str, bool]
     credentials: tuple[str, ...]
     extras: tuple[str, ...]
+    """Extras of this package that the recipe needs."""
+    packages: tuple[str, ...]
+    """Other packages that the recipe needs."""
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -94,13 +97,14 @@ def describe_job(
     if has_url_directory:
         # Checkpoints are uploaded from a local directory.
         url, directory = directory, _text(loaded, "checkpoint.scratch_dir") or SCRATCH
-    scheme = url.partition("://")[0] if url else ""
-    trackers = [_TRACKER_KEYS[name] for name in config.logging.trackers if name in _TRACKER_KEYS]
+    store_extra = extra_of(url) if url else ""
+    trackers = set(config.logging.trackers)
+    tracker_keys = [_TRACKER_KEYS[name] for name in sorted(trackers & _TRACKER_KEYS.keys())]
     # References in the file and in overrides; values are never read.
     variables = referenced_variables(loaded.to_yaml())
-    credentials = dict.fromkeys(("HF_TOKEN", *trackers, *_CREDENTIALS.get(scheme, ())))
+    credentials = dict.fromkeys(("HF_TOKEN", *tracker_keys, *_CREDENTIALS.get(store_extra, ())))
     signals = [name.removeprefix("SIG") for name in config.step_scheduler.stop_signals]
-    extras = {_EXTRAS[scheme]} if scheme in _EXTRAS else set()
+    extras = {store_extra} if store_extra else set()
     return Job(
         name=_name(loaded.path),
         recipe=str(loaded.path),
@@ -119,7 +123,8 @@ def describe_job(
         stop=stop_time(loaded, flags, sizes, num_nodes),
         variables=variables,
         credentials=tuple(name for name in credentials if name not in variables),
-        extras=tuple(sorted(extras | (set(config.logging.trackers) & {"wandb"}))),
+        extras=tuple(sorted(extras | (trackers & _TRACKER_EXTRAS))),
+        packages=tuple(sorted(trackers - _TRACKER_EXTRAS)),
     )
 
 

@@ -113,9 +113,10 @@ def _remote_recipe(job: Job) -> str:
 
 def _setup(job: Job) -> str:
     extras = f"[{','.join(job.extras)}]" if job.extras else ""
+    packages = " ".join([f"'.{extras}'", *job.packages])
     return (
         "# From an image (--image), or from this program's repository, if it is the current directory.\n"
-        f"command -v ckpt-train || pip install '.{extras}'\n"
+        f"command -v ckpt-train || pip install {packages}\n"
     )
 
 

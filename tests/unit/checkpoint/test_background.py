@@ -838,8 +838,8 @@ def test_waiting_returns_when_the_save_in_progress_is_published(saver: Saver) ->
     assert latest == "epoch_0_step_1"
 
 
-class Uploading:
-    """A writer process with nothing to write, and uploads whose last part is a function of the test."""
+class InBackground:
+    """A writer process with nothing to write, and saves whose last part is a function of the test."""
 
     def __init__(self) -> None:
         self.background = background.Background()
@@ -851,26 +851,26 @@ class Uploading:
 
 
 @pytest.fixture
-def uploading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploading]:
+def in_background(monkeypatch: pytest.MonkeyPatch) -> Iterator[InBackground]:
     monkeypatch.setattr(background, "_END_SECONDS", 0.2)
-    made = Uploading()
+    made = InBackground()
     yield made
     made.background.close()
 
 
-def test_an_abandoned_upload_stays_abandoned_when_the_next_one_has_started(
-    tmp_path: Path, uploading: Uploading
+def test_an_abandoned_save_stays_abandoned_when_the_next_one_has_started(
+    tmp_path: Path, in_background: InBackground
 ) -> None:
     """As after a disk that did not respond for longer than the wait for the thread."""
     began, respond, ended = threading.Event(), threading.Event(), threading.Event()
     outcome: list[str] = []
 
-    def in_a_call_to_the_disk(upload: Any) -> None:
+    def in_a_call_to_the_disk(task: Any) -> None:
         began.set()
         respond.wait(120)
         for step in (
-            lambda: upload.pause(0),
-            lambda: upload.finalize(tmp_path, None, RankManifest(0)),
+            lambda: task.pause(0),
+            lambda: task.finalize(tmp_path, None, RankManifest(0)),
         ):
             try:
                 step()
@@ -878,36 +878,36 @@ def test_an_abandoned_upload_stays_abandoned_when_the_next_one_has_started(
                 outcome.append("cancelled")
         ended.set()
 
-    uploading.start(tmp_path, in_a_call_to_the_disk)
+    in_background.start(tmp_path, in_a_call_to_the_disk)
     assert began.wait(120)
-    assert uploading.background.abandon() is None
+    assert in_background.background.abandon() is None
     next_one = threading.Event()
-    uploading.start(tmp_path, lambda *_: next_one.wait(120))
+    in_background.start(tmp_path, lambda *_: next_one.wait(120))
     respond.set()
     assert ended.wait(120) and outcome == ["cancelled", "cancelled"]
-    # The late thread changed neither the state nor the failure of the upload in progress.
-    assert uploading.background.state == "busy"
+    # The late thread changed neither the state nor the failure of the save in progress.
+    assert in_background.background.state == "busy"
     next_one.set()
-    uploading.background.wait(120)
-    assert uploading.background.state == "idle"
+    in_background.background.wait(120)
+    assert in_background.background.state == "idle"
 
 
-def test_the_wait_of_an_abandoned_upload_ends_it_without_a_failure(
-    tmp_path: Path, uploading: Uploading
+def test_the_wait_of_an_abandoned_save_ends_it_without_a_failure(
+    tmp_path: Path, in_background: InBackground
 ) -> None:
     began = threading.Event()
 
-    def wait_for_other_ranks(upload: Any) -> None:
+    def wait_for_other_ranks(task: Any) -> None:
         began.set()
         for _ in range(60000):
-            upload.pause(0.01)
+            task.pause(0.01)
         raise AssertionError("nothing ended the wait")
 
-    uploading.start(tmp_path, wait_for_other_ranks)
+    in_background.start(tmp_path, wait_for_other_ranks)
     assert began.wait(120)
-    assert uploading.background.abandon() is None
-    uploading.background.wait(120)
-    assert uploading.background.state == "idle"
+    assert in_background.background.abandon() is None
+    in_background.background.wait(120)
+    assert in_background.background.state == "idle"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -935,27 +935,27 @@ def test_a_busy_writer_is_seen_to_work_where_its_io_counters_cannot_be_read() ->
 
 
 def test_the_failure_says_whether_writing_or_publishing_made_no_progress(
-    tmp_path: Path, uploading: Uploading
+    tmp_path: Path, in_background: InBackground
 ) -> None:
     began = threading.Event()
 
-    def wait_for_other_ranks(upload: Any) -> None:
+    def wait_for_other_ranks(task: Any) -> None:
         began.set()
-        upload.pause(600)
+        task.pause(600)
 
-    uploading.start(tmp_path, wait_for_other_ranks)
+    in_background.start(tmp_path, wait_for_other_ranks)
     assert began.wait(120)
-    uploading.background.give_up(also_waiting=False)
-    assert uploading.background.state == "busy"
-    uploading.background.give_up(also_waiting=True)
-    assert uploading.background.state == "failed"
-    failure = uploading.background.abandon()
+    in_background.background.give_up(also_waiting=False)
+    assert in_background.background.state == "busy"
+    in_background.background.give_up(also_waiting=True)
+    assert in_background.background.state == "failed"
+    failure = in_background.background.abandon()
     assert isinstance(failure, SaveFailed) and not isinstance(failure, ExportFailed)
     assert "publishing made no progress" in str(failure) and str(tmp_path) in str(failure)
-    uploading.background.wait(120)
+    in_background.background.wait(120)
     # Nothing is in progress any more.
-    uploading.background.give_up(also_waiting=True)
-    assert uploading.background.state == "idle"
+    in_background.background.give_up(also_waiting=True)
+    assert in_background.background.state == "idle"
 
 
 def test_host_memory_is_taken_up_to_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -995,14 +995,14 @@ def test_constants_are_copied_once_and_again_where_they_are_replaced() -> None:
 
 
 def test_an_export_that_was_disabled_before_it_began_is_not_started(
-    tmp_path: Path, uploading: Uploading
+    tmp_path: Path, in_background: InBackground
 ) -> None:
-    writer_pid = uploading.background.writer_pid
-    uploading.background.disable_exports()
+    writer_pid = in_background.background.writer_pid
+    in_background.background.disable_exports()
     with pytest.raises(background.Cancelled):
-        uploading.background.export(uploading.background._upload, [tmp_path / "gone"], None)
+        in_background.background.export(in_background.background._task, [tmp_path / "gone"], None)
     # No export was in progress, so the writer may be writing a checkpoint and is left alone.
-    assert uploading.background.writer_pid == writer_pid and is_there(writer_pid)
+    assert in_background.background.writer_pid == writer_pid and is_there(writer_pid)
 
 
 def test_a_run_that_lost_its_directory_while_publishing_starts_no_export(

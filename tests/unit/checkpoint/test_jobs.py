@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint.digests import digest_of
-from automodel_ckpt.checkpoint.discovery import raw_bytes
 from automodel_ckpt.checkpoint.files.torch_archive import tensor_archive
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
 from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.tensor_bytes import raw_bytes
 from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob, Span, run_all
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
 

@@ -12,7 +12,7 @@ import pytest
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.memory.save_files import SAVE, is_of_save
-from automodel_ckpt.checkpoint.memory.survey import HeldCheckpoint, _complete
+from automodel_ckpt.checkpoint.memory.survey import CheckpointOnNodes, _complete
 from automodel_ckpt.checkpoint.node_directories import NodeDirectories
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.errors import AutomodelError
@@ -54,10 +54,10 @@ def test_a_checkpoint_of_which_files_are_missing_is_kept_until_training_goes_on(
     elsewhere = tmp_path / "another node"
     os.rename(root / SECOND / file, elsewhere)
     with directories(root) as found:
-        assert [path.name for path in found.held] == names_in(root) == [FIRST]
+        assert [path.name for path in found.on_nodes] == names_in(root) == [FIRST]
     os.rename(elsewhere, root / f".unusable-{SECOND}" / file)
     with directories(root) as found:
-        assert {path.name for path in found.held} == {FIRST, SECOND}
+        assert {path.name for path in found.on_nodes} == {FIRST, SECOND}
         assert names_in(root) == [SECOND, FIRST]
     os.rename(root / SECOND / file, elsewhere)
     with directories(root) as found:
@@ -76,7 +76,7 @@ def test_what_the_run_has_abandoned_is_removed_when_training_goes_on(root: Path)
         found.begin(10)
         assert names_in(root) == [SECOND, FIRST]
     with directories(root) as found:
-        assert [path.name for path in found.held] == [FIRST]
+        assert [path.name for path in found.on_nodes] == [FIRST]
         found.begin(10)
     assert not list(root.glob(f"*{SECOND}*"))
     assert names_in(root) == [FIRST]
@@ -112,7 +112,7 @@ def test_a_directory_that_no_save_has_written_is_left_alone(root: Path) -> None:
     (root / FOREIGN / "notes.txt").write_text("mine")
     with directories(root) as found:
         found.begin(20)
-        assert {path.name for path in found.held} == {FIRST, SECOND}
+        assert {path.name for path in found.on_nodes} == {FIRST, SECOND}
     assert (root / FOREIGN / "notes.txt").read_text() == "mine"
 
 
@@ -127,7 +127,7 @@ def test_what_has_the_name_of_a_checkpoint_of_another_node_is_renamed(
     with directories(root) as found:
         data = (saved / layout.MANIFEST).read_bytes()
         manifest = Manifest.read(saved)
-        held = HeldCheckpoint(
+        held = CheckpointOnNodes(
             root / SECOND,
             manifest.digest,
             data,

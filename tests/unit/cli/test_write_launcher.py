@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from automodel_ckpt.cli.train import EXAMPLES, main
+from automodel_ckpt.cli.example_recipes import EXAMPLES
+from automodel_ckpt.cli.train import main
 from automodel_ckpt.cli.write_launcher import stop_time
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE
 
@@ -174,7 +175,15 @@ def test_variables_are_required_by_name_and_their_values_are_in_no_launcher(
     task = yaml.safe_load(texts["skypilot"])
     assert task["secrets"] == {"STORE_TOKEN": None}
     assert "CHECKPOINT_URL" not in task["envs"]
-    assert "pip install '.[s3,wandb]'" in task["setup"]
+    assert "pip install '.[s3]' wandb" in task["setup"]
+
+
+def test_a_skypilot_task_installs_what_the_recipe_needs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--checkpoint.remote.url=abfss://b/run", "--logging.trackers={tensorboard: {}}"]
+    task = yaml.safe_load(written(capsys, "skypilot", *words))
+    assert "pip install '.[azure,tensorboard]'\n" in task["setup"]
 
 
 # Kubernetes

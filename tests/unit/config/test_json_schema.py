@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from automodel_ckpt.cli.train import examples, main
+from automodel_ckpt.cli.example_recipes import examples
+from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.json_schema import FILE_NAME, recipe_schema
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig

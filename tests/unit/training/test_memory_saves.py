@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.failures import REPAIR, RESUME, text_while_runnin
 from automodel_ckpt.checkpoint.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.saving import disk_space
-from automodel_ckpt.checkpoint.saving.background import Upload
+from automodel_ckpt.checkpoint.saving.background import SaveTask
 from automodel_ckpt.config.sections.checkpoint import CheckpointConfig, MemoryConfig
 from automodel_ckpt.errors import LeaseLost, SaveFailed
 from automodel_ckpt.recipes import memory_saves
@@ -97,13 +97,13 @@ def test_a_rollback_during_a_save_leaves_nothing_of_the_abandoned_generation(
     model = {"model": nn.Linear(2, 2)}
     disk.save(model, step=1, epoch=0)
     # A busy machine: the save is in progress when the run goes back.
-    do = Upload.do
+    do = SaveTask.do
 
     def do_later(*given: Any) -> Any:
         time.sleep(0.2)
         return do(*given)
 
-    monkeypatch.setattr(Upload, "do", do_later)
+    monkeypatch.setattr(SaveTask, "do", do_later)
     every_third.step(6)
     assert saves.checkpointer is not None and saves.checkpointer.is_writing
     saves.finish_save()

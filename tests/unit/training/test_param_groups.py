@@ -19,7 +19,8 @@ from automodel_ckpt.config.sections.optimizer import (
     TargetGroup,
 )
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.recipes.optimizers import build_optimizer, trained_parameters
+from automodel_ckpt.recipes.optimizers import build_optimizer
+from automodel_ckpt.recipes.parameter_groups import trained_parameters
 from automodel_ckpt.training.combined_optimizer import CombinedOptimizer
 from automodel_ckpt.training.optim import FusedAdamW
 

@@ -1,7 +1,7 @@
-"""Copy the bytes of tensors on a GPU to the host, through two page-locked buffers of limited size.
+"""The row-major bytes of tensors: of those on the CPU in place if possible, of those on a GPU through two buffers.
 
-A copy to ordinary memory goes through a buffer of the driver, and the next one begins when the host has taken the data.
-Here, the GPU fills one buffer while the host digests and writes the other.
+An ordinary copy from a GPU goes through a buffer of the driver, and the next one begins when the host has taken the
+data. Here, the GPU fills one page-locked buffer while the host digests and writes the other.
 """
 
 from __future__ import annotations
@@ -36,6 +36,21 @@ class _Copy:
             self.event.synchronize()
         view: memoryview = self.target.numpy().data
         return view
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The row-major bytes of a tensor: its memory where it is contiguous and on the CPU, else a copy."""
+    # A view of live memory if possible: the caller reads it before training changes the tensor.
+    return flat_bytes(tensor.to("cpu")).numpy().data
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The row-major bytes of a tensor on its device: of shape (bytes,), a view where it is contiguous, else a copy."""
+    contiguous = tensor.detach().contiguous()
+    # A lazy conjugation or negation is not in the bytes yet.
+    if contiguous.is_conj() or contiguous.is_neg():
+        contiguous = contiguous.resolve_conj().resolve_neg()
+    return contiguous.reshape(-1).view(torch.uint8)
 
 
 def page_locked(nbytes: int) -> torch.Tensor:

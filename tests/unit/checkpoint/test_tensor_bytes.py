@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.device_bytes import blocks_of, gathered
 from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.files.direct import begins_at_a_sector
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.tensor_bytes import blocks_of, gathered
 from automodel_ckpt.checkpoint.writing.jobs import Blocks, Chunk, FileJob
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
 
