@@ -32,7 +32,7 @@ def show_compute_types(model: nn.Module, float32_names: Collection[str] = ()) ->
     """Let the forward passes of *model*, which fsdp2 has sharded, read the type in which each parameter is computed.
 
     A model may convert inputs to the type of a layer's weight before it calls the layer. fsdp2 has not gathered the
-    weight then, so that it is in the type in which it is stored. Therefore the modules have tensors without values in
+    weight then: it is a DTensor of the type in which it is stored. Therefore the modules have tensors without values in
     the place of such parameters during a forward pass. Computing with one raises :class:`RecipeError`. The parameters
     *float32_names* are computed in the type in which they are stored.
     """
@@ -43,7 +43,7 @@ def show_compute_types(model: nn.Module, float32_names: Collection[str] = ()) ->
     of_group: dict[int, list[_Shown]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            of_group[id(module)] = _cast_parameters(name, module, kept)
+            of_group[id(module)] = _parameters_of(name, module, kept)
     forward = _ForwardPass()
     for module in model.modules():
         inner: list[_Shown] = []
@@ -54,18 +54,16 @@ def show_compute_types(model: nn.Module, float32_names: Collection[str] = ()) ->
             forward.watch(module, inner)
 
 
-def _cast_parameters(name: str, module: FSDPModule, kept: Collection[int]) -> list[_Shown]:
-    """The parameters in the group of *module* that are stored in another type than they are computed in."""
+def _parameters_of(name: str, module: FSDPModule, kept: Collection[int]) -> list[_Shown]:
     group: Any = module._get_fsdp_state()._fsdp_param_group
-    computed = group.mp_policy.param_dtype if group is not None else None
-    if computed is None:
+    if group is None:
         return []
     found: list[_Shown] = []
     for parameter in group.fsdp_params:
         sharded = parameter.sharded_param
-        is_cast = sharded.dtype != computed and sharded.is_floating_point()
-        if is_cast and id(sharded) not in kept:
-            found.append(_Shown(parameter, computed, name))
+        is_cast = sharded.is_floating_point() and id(sharded) not in kept
+        computed = group.mp_policy.param_dtype if is_cast else None
+        found.append(_Shown(parameter, computed or sharded.dtype, name))
     return found
 
 

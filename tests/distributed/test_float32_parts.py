@@ -392,7 +392,9 @@ def test_a_model_reads_the_type_in_which_a_layer_is_computed_before_it_is_gather
     inputs = torch.randn(2, 8)
     how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
 
-    def sharded(convert: Callable[[Any, torch.Tensor], torch.Tensor]) -> nn.Module:
+    def sharded(
+        convert: Callable[[Any, torch.Tensor], torch.Tensor], how: Parallelism = how
+    ) -> nn.Module:
         return parallelize(Tower(convert), layout_here(), how)
 
     def found() -> dict[str, torch.Tensor]:
@@ -401,6 +403,7 @@ def test_a_model_reads_the_type_in_which_a_layer_is_computed_before_it_is_gather
             tower = sharded(convert)
             outputs[form] = tower(inputs).detach().clone()
             assert all(isinstance(each, DTensor) for each in tower.parameters())
+        outputs["stored"] = sharded(CONVERSIONS["to"], Parallelism("fsdp2"))(inputs).detach()
         failing = sharded(lambda tower, inputs: inputs.bfloat16() @ tower.weight())
         with pytest.raises(RecipeError, match=r"outside of the layer") as error:
             failing(inputs)
@@ -412,6 +415,7 @@ def test_a_model_reads_the_type_in_which_a_layer_is_computed_before_it_is_gather
     expected = Tower(CONVERSIONS["dtype"]).bfloat16()(inputs)
     for form in CONVERSIONS:
         assert torch.equal(outputs[form], expected), form
+    assert torch.equal(outputs["stored"], Tower(CONVERSIONS["dtype"])(inputs))
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["in full", "LoRA"])
