@@ -74,21 +74,35 @@ class _Shown:
         self._parameter = parameter
         self._set = parameter._setattr_on_modules
         sharded: nn.Parameter = parameter.sharded_param
-        self._stand_in = NotGathered(
+        self._stand_in: Any = NotGathered(
             sharded.shape, dtype, parameter.device, layer, requires_grad=sharded.requires_grad
         )
         self._is_shown = False
+        places = parameter._module_info
+        self._places = [
+            (places.module, places.param_name),
+            *zip(places.shared_modules, places.shared_param_names, strict=True),
+        ]
+        self._are_plain = all(
+            type(module).__setattr__ is nn.Module.__setattr__ for module, _ in self._places
+        )
         # fsdp2 calls it when it gathers the parameter, and when it frees what it has gathered.
         parameter._setattr_on_modules = self._set_unless_shown
 
     def _set_unless_shown(self, value: nn.Parameter) -> None:
-        is_sharded = value is self._parameter.sharded_param
-        self._set(self._stand_in if is_sharded and self._is_shown else value)
+        if self._is_shown and value is self._parameter.sharded_param:
+            value = self._stand_in
+        if not self._are_plain:
+            self._set(value)
+            return
+        # A tenth of the time of setattr.
+        for module, name in self._places:
+            module._parameters[name] = value
 
     def show(self, is_shown: bool) -> None:
         self._is_shown = is_shown
-        if self._parameter.sharded_state == ShardedState.SHARDED:
-            self._set(self._stand_in if is_shown else self._parameter.sharded_param)
+        if self._parameter.sharded_state is ShardedState.SHARDED:
+            self._set_unless_shown(self._parameter.sharded_param)
 
 
 class _ForwardPass:

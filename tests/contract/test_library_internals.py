@@ -94,6 +94,7 @@ PRIVATE_NAMES: dict[str, str] = {
     # What a model reads of a parameter that fsdp2 has not gathered.
     "_fsdp_param": "torch.distributed.fsdp._fully_shard",
     "_setattr_on_modules": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+    "_module_info": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
     "_make_wrapper_subclass": "torch.Tensor",
     "_disabled_torch_function_impl": "torch._C",
     # Which buffers a model creates in its type, and layers with running statistics.
