@@ -83,9 +83,8 @@ class _Shown:
             (places.module, places.param_name),
             *zip(places.shared_modules, places.shared_param_names, strict=True),
         ]
-        self._are_plain = all(
-            type(module).__setattr__ is nn.Module.__setattr__ for module, _ in self._places
-        )
+        usual: Any = nn.Module.__setattr__
+        self._are_plain = all(type(module).__setattr__ is usual for module, _ in self._places)
         # fsdp2 calls it when it gathers the parameter, and when it frees what it has gathered.
         parameter._setattr_on_modules = self._set_unless_shown
 
