@@ -8,8 +8,10 @@ that was not interrupted, would round differently.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -39,8 +41,13 @@ class FixedBucketsDDP(DistributedDataParallel):
     def _post_forward(self, output: Any) -> Any:
         """Finish a forward pass as DistributedDataParallel does, without its warning about unused parameters.
 
-        If it found none, torch recommends to turn off the search, which another batch may need.
+        If it found none, torch recommends to turn off the search, which another batch may need. The search begins at
+        the tensors in the output. torch does not find those in an object with attributes.
         """
+        if self.find_unused_parameters and _has_hidden_tensors(output):
+            found = copy.copy(output)
+            vars(found).update(self._post_forward(dict(vars(output))))
+            return found
         if not self._may_warn or not torch.is_grad_enabled():
             return super()._post_forward(output)  # type: ignore[no-untyped-call]
         results: list[Any] = []
@@ -59,6 +66,12 @@ class FixedBucketsDDP(DistributedDataParallel):
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         (result,) = results
         return result
+
+
+def _has_hidden_tensors(output: Any) -> bool:
+    if isinstance(output, (torch.Tensor, list, tuple, dict)) or is_dataclass(output):
+        return False
+    return any(isinstance(each, torch.Tensor) for each in getattr(output, "__dict__", {}).values())
 
 
 _NONE_UNUSED = "did not find any unused parameters in the forward pass"

@@ -11,8 +11,8 @@ from torch import nn
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model, none inside of another.
 
-    These are the modules of the classes in ``_no_split_modules``, or else the elements of the longest ModuleList; of an
-    encoder-decoder, those of both of its parts.
+    These are the modules of the classes in ``_no_split_modules``, or else the elements of the longest ModuleList whose
+    elements can be called; of an encoder-decoder, those of both of its parts.
     """
     modules = list(model.modules())
     names = set(getattr(model, "_no_split_modules", None) or ())
@@ -20,12 +20,18 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     if not layers:
         for part in _parts(model):
             lists = [list(module) for module in part.modules() if isinstance(module, nn.ModuleList)]
-            longest: list[nn.Module] = max(lists, key=len, default=[])
+            callable_lists = [each for each in lists if all(map(_has_forward, each))]
+            longest: list[nn.Module] = max(callable_lists, key=len, default=[])
             layers += longest
     inner: set[int] = set()
     for layer in layers:
         inner.update(id(part) for part in layer.modules() if part is not layer)
     return [layer for layer in layers if id(layer) not in inner]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether *module* can be called: a ModuleDict or a ModuleList cannot."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _parts(model: Any) -> list[nn.Module]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +29,7 @@ from automodel_ckpt.distributed.group_types import divide_groups_by_type
 from automodel_ckpt.distributed.mesh import RankLayout, build_mesh, data_mesh
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.model_layers import separate_ends, untied_layers
+from automodel_ckpt.distributed.shown_types import show_compute_types
 from automodel_ckpt.distributed.tensor_parallel import apply_plan
 from automodel_ckpt.distributed.tensor_plan import Plan, plan_for
 from automodel_ckpt.distributed.unused_gradients import may_vary
@@ -40,7 +39,6 @@ log = logging.getLogger("automodel_ckpt")
 
 _DEFERS = "_defers_gradient_sync"
 """The attribute of a model sharded by fsdp2 with the value of ``defer_gradient_sync``."""
-_TYPE_OF_LAYER = re.compile(r"\[0\](\.\w+)*\.dtype\b")
 Materialise = Callable[[nn.Module, torch.device], None]
 """Called with a model on the meta device and a device; gives the model this rank's values there."""
 
@@ -49,7 +47,8 @@ Materialise = Callable[[nn.Module, torch.device], None]
 class Parallelism:
     """The settings of the recipe besides the sizes. A ``compute_dtype`` of None is the dtype of the parameters.
 
-    With fsdp2, the parameters named in ``float32_names`` are computed in their own type.
+    With fsdp2, the parameters named in ``float32_names`` are computed in their own type, and the buffers named in
+    ``constants`` are cast to ``compute_dtype``.
     """
 
     strategy: str = "auto"
@@ -60,6 +59,7 @@ class Parallelism:
     sequence_parallel: bool = False
     tp_plan: Plan | None = None
     float32_names: frozenset[str] = frozenset()
+    constants: frozenset[str] = frozenset()
 
 
 def check_parallelism(how: Parallelism, layout: RankLayout) -> None:
@@ -115,6 +115,8 @@ def parallelize(
     if materialise is not None:
         materialise(model, device)
     model = model.to(device)
+    if strategy == "fsdp2" and how.compute_dtype is not None:
+        _cast_buffers(model, how.constants, how.compute_dtype)
     if how.cpu_offload:
         # fsdp2 moves only parameters between the devices.
         _move_buffers(model, layout.device)
@@ -136,6 +138,13 @@ def parallelize(
             find_unused_parameters=varies,
         )
     return model
+
+
+def _cast_buffers(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> None:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if (f"{prefix}.{name}" if prefix else name) in names:
+                module._buffers[name] = buffer.to(dtype)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -180,13 +189,13 @@ def _shard_experts(
     if layout.sizes.dp_replicate > 1:
         names.insert(0, "dp_replicate")
     # They get the weights of the router in its type.
-    policy_of = _layer_policy(model, options["mp_policy"])
+    of_layers = _layer_policy(model, options["mp_policy"])
     for module in divide_experts(model, mesh["ep"]):
         fully_shard(
             module,
             mesh=mesh[tuple(names)],
             reshard_after_forward=how.reshard_after_forward,
-            **{**options, "mp_policy": policy_of(module)},
+            **{**options, "mp_policy": of_layers},
         )
 
 
@@ -197,12 +206,12 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
     embeddings, heads = separate_ends(model)
     # Layers before the root: fully_shard gives the root's group all parameters that no inner group
     # has.
-    policy_of = _layer_policy(model, options["mp_policy"])
+    of_layers = _layer_policy(model, options["mp_policy"])
     for layer in untied_layers(model):
         fully_shard(
             layer,
             reshard_after_forward=how.reshard_after_forward,
-            **{**options, "mp_policy": policy_of(layer)},
+            **{**options, "mp_policy": of_layers},
         )
     kept = {id(each) for name, each in model.named_parameters() if name in how.float32_names}
     for module in embeddings:
@@ -225,37 +234,19 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
         )
     fully_shard(model, reshard_after_forward=not is_trained, **options)
     divide_groups_by_type(model, how.float32_names)
+    show_compute_types(model, how.float32_names)
     setattr(model, _DEFERS, how.defer_gradient_sync)
     _prefetch(model, embeddings, heads)
 
 
-def _layer_policy(
-    model: nn.Module, policy: MixedPrecisionPolicy
-) -> Callable[[nn.Module], MixedPrecisionPolicy]:
+def _layer_policy(model: nn.Module, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """The types of a decoder layer: *policy*, but layers of transformers get their inputs as the model computes them.
 
-    Some models give their layers positions or hidden states in float32 although their weights are in bfloat16. Others
-    compute the inputs in the type that a layer's weight has, which is the stored one before the layer is called.
+    Some models give their layers positions or hidden states in float32 although their weights are in bfloat16.
     """
     if not hasattr(model, "_keep_in_fp32_modules_strict"):
-        return lambda layer: policy
-    as_given = replace(policy, cast_forward_inputs=False)
-    cast: set[int] = set()
-    for module in model.modules():
-        lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
-        if lists and _reads_type_of_layer(type(module)):  # type: ignore[arg-type]
-            cast.update(id(layer) for each in lists for layer in each)
-    return lambda layer: policy if id(layer) in cast else as_given
-
-
-@cache
-def _reads_type_of_layer(module_class: type[nn.Module]) -> bool:
-    """Whether the forward function has an expression such as ``self.layers[0].norm.weight.dtype``."""
-    try:
-        source = inspect.getsource(inspect.unwrap(module_class.forward))
-    except (OSError, TypeError):
-        return False
-    return _TYPE_OF_LAYER.search(source) is not None
+        return policy
+    return replace(policy, cast_forward_inputs=False)
 
 
 def _end_policy(

@@ -18,6 +18,18 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
+CANNOT_BUILD = (
+    ValueError,
+    ImportError,
+    RuntimeError,
+    AttributeError,
+    TypeError,
+    KeyError,
+    NotImplementedError,
+    AssertionError,
+)
+"""What transformers' and torch's constructors raise; AssertionError: a padding token beyond a smaller vocabulary."""
+
 
 class InitialValues:
     """The initial values of a transformers model, equal for any number of ranks.

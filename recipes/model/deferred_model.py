@@ -19,6 +19,7 @@ from automodel_ckpt.distributed.agree import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.distributed.parallelize import Materialise
 from automodel_ckpt.models.build import build_model, fresh_dtype, uses_code
 from automodel_ckpt.models.meta_init import (
+    CANNOT_BUILD,
     InitialValues,
     allocate,
     initialise,
@@ -40,18 +41,6 @@ from automodel_ckpt.recipes.model.pretrained_files import (
 from automodel_ckpt.recipes.repository import repository_options
 
 log = logging.getLogger("automodel_ckpt")
-
-_CANNOT_BUILD = (
-    ValueError,
-    ImportError,
-    RuntimeError,
-    AttributeError,
-    TypeError,
-    KeyError,
-    NotImplementedError,
-    AssertionError,
-)
-"""What transformers' and torch's constructors raise; AssertionError: a padding token beyond a smaller vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +160,7 @@ def _freeze_as_built(
     try:
         with importing_code(uses_code_of_base):
             built = on_meta(lambda: _made(_not_quantized(config), auto_class, options, None))
-    except _CANNOT_BUILD:
+    except CANNOT_BUILD:
         log.debug("the model cannot be built without memory", exc_info=True)
         return
     frozen = {name for name, each in built.named_parameters() if not each.requires_grad}
@@ -235,7 +224,7 @@ def _on_meta(
             raise NotDeferrable(
                 f"{type(model).__name__} has values that only its constructor knows"
             )
-    except _CANNOT_BUILD as error:
+    except CANNOT_BUILD as error:
         raise NotDeferrable(
             f"it cannot be built without memory ({type(error).__name__}: {error})"
         ) from error

@@ -22,7 +22,7 @@ from automodel_ckpt.distributed.parallelize import compute_context, parallelize
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.activation_memory import HostActivations
 from automodel_ckpt.models.compiling import compile_layers, num_row_widths
-from automodel_ckpt.models.float32_parts import float32_names
+from automodel_ckpt.models.float32_parts import constants_in, float32_names
 from automodel_ckpt.models.stage_division import check_stages
 from automodel_ckpt.recipes.model.cuda_graphs import has_cuda_graphs, marking_steps
 from automodel_ckpt.recipes.model.deferred_model import DeferredModel
@@ -78,8 +78,10 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
     model, section = deferred.model, config.distributed
     plan = build(section.tp_plan, model=model) if section.tp_plan is not None else None
     how = replace(parallelism(section), tp_plan=plan)
-    how = replace(how, float32_names=float32_names(model, how.compute_dtype))
     strategy = choose_strategy(how.strategy, layout.sizes)
+    if strategy == "fsdp2":
+        how = replace(how, float32_names=float32_names(model, how.compute_dtype))
+        how = replace(how, constants=constants_in(model, how.compute_dtype))
     compute = compute_context(strategy, layout.device, how.compute_dtype)
     stages = None
     if layout.in_stages:

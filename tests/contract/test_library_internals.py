@@ -91,6 +91,15 @@ PRIVATE_NAMES: dict[str, str] = {
     "_reduce_dtype": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_sharded_state": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_subclasses": "torch",
+    # What a model reads of a parameter that fsdp2 has not gathered.
+    "_fsdp_param": "torch.distributed.fsdp._fully_shard",
+    "_setattr_on_modules": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+    "_module_info": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+    "_make_wrapper_subclass": "torch.Tensor",
+    "_disabled_torch_function_impl": "torch._C",
+    # Which buffers a model creates in its type, and layers with running statistics.
+    "_from_config": "transformers.PreTrainedModel",
+    "_BatchNorm": "torch.nn.modules.batchnorm",
     # Module paths whose functions compute this rank's part of a DTensor, and end data loader workers.
     "_utils": "torch.distributed.tensor",
     "_SIGCHLD_handler_set": "torch.utils.data._utils.signal_handling",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,22 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     FSMTConfig,
     FSMTForConditionalGeneration,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
 )
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
-from automodel_ckpt.models.float32_parts import float32_names
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.float32_parts import constants_in, float32_names
 from tests.support import ranks
 from tests.support.parallel import VOCABULARY, global_batch, layout_here, train_steps
 from tests.support.training import EXPORT, RECIPE, train, write_recipe
@@ -287,14 +292,66 @@ def fsmt() -> nn.Module:
     return FSMTForConditionalGeneration(config)
 
 
+def test_tables_of_positions_and_batch_normalization_suit_layers_in_bfloat16() -> None:
+    """M2M100 adds a table, which is no parameter, to its embeddings. Running means stay in float32."""
+    inputs = global_batch(0)
+    features = torch.randn(4, 8)
+
+    def found() -> tuple[torch.Tensor, torch.Tensor]:
+        model = m2m()
+        constants = constants_in(model, torch.bfloat16)
+        assert constants == {
+            f"model.{part}.embed_positions.weights" for part in ("encoder", "decoder")
+        }
+        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16, constants=constants)
+        sharded = parallelize(model, layout_here(), how)
+        logits = sharded(input_ids=inputs, decoder_input_ids=inputs, use_cache=False).logits
+        block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        names = float32_names(block, torch.bfloat16)
+        assert names == {"1.weight", "1.bias"}
+        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16, float32_names=names)
+        normalized = parallelize(block, layout_here(), how)(features)
+        assert block[1].running_mean.dtype == torch.float32
+        return logits.detach(), normalized.detach()
+
+    ((logits, normalized),) = ranks.run(found, 1)
+    plain = m2m(torch.bfloat16)
+    plain.load_state_dict(m2m().state_dict())
+    expected = plain(input_ids=inputs, decoder_input_ids=inputs, use_cache=False).logits
+    assert torch.equal(logits, expected)
+    assert normalized.dtype == torch.bfloat16
+
+
+def m2m(dtype: torch.dtype = torch.float32) -> nn.Module:
+    config = M2M100Config(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        max_position_embeddings=32,
+        dropout=0.0,
+        attention_dropout=0.0,
+        encoder_layerdrop=0.0,
+        decoder_layerdrop=0.0,
+        init_std=0.3,
+    )
+    torch.manual_seed(0)
+    model: nn.Module = M2M100ForConditionalGeneration._from_config(config, dtype=dtype)
+    return model
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        normalized: torch.Tensor = self.norm(inputs)
-        return normalized
+        outputs: torch.Tensor = self.linear(inputs)
+        return outputs
 
 
 class Tower(nn.Module):
@@ -303,26 +360,62 @@ class Tower(nn.Module):
     _no_split_modules = ("Layer",)
     _keep_in_fp32_modules_strict = None
 
-    def __init__(self) -> None:
+    def __init__(self, convert: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.layers = nn.ModuleList([Layer(), Layer()])
+        self._convert = convert
+
+    def weight(self) -> torch.Tensor:
+        return self.layers[0].linear.weight  # type: ignore[union-attr, return-value]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        inputs = inputs.to(self.layers[0].norm.weight.dtype)  # type: ignore[union-attr, arg-type]
+        inputs = self._convert(self, inputs.float())
         for layer in self.layers:
             inputs = layer(inputs)
         return inputs
 
 
-def test_layers_get_inputs_in_bfloat16_if_the_model_reads_the_type_of_a_layer() -> None:
+CONVERSIONS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "dtype": lambda tower, inputs: inputs.to(tower.weight().dtype),
+    "first parameter": lambda tower, inputs: inputs.to(next(tower.parameters()).dtype),
+    "to": lambda tower, inputs: inputs.to(tower.weight()),
+    "type_as": lambda tower, inputs: inputs.type_as(tower.weight().data),
+    "new tensor": lambda tower, inputs: tower.weight().new_zeros(inputs.shape) + inputs.bfloat16(),
+    "state": lambda tower, inputs: inputs.to(
+        dict(tower.named_parameters())["layers.1.linear.bias"]
+    ),
+}
+
+
+def test_a_model_reads_the_type_in_which_a_layer_is_computed_before_it_is_gathered() -> None:
     inputs = torch.randn(2, 8)
+    how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
 
-    def found() -> torch.Tensor:
-        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
-        sharded: torch.Tensor = parallelize(Tower(), layout_here(), how)(inputs).detach()
-        return sharded
+    def sharded(
+        convert: Callable[[Any, torch.Tensor], torch.Tensor], how: Parallelism = how
+    ) -> nn.Module:
+        return parallelize(Tower(convert), layout_here(), how)
 
-    assert torch.equal(ranks.run(found, 1)[0], Tower().bfloat16()(inputs))
+    def found() -> dict[str, torch.Tensor]:
+        outputs = {}
+        for form, convert in CONVERSIONS.items():
+            tower = sharded(convert)
+            outputs[form] = tower(inputs).detach().clone()
+            assert all(isinstance(each, DTensor) for each in tower.parameters())
+        outputs["stored"] = sharded(CONVERSIONS["to"], Parallelism("fsdp2"))(inputs).detach()
+        failing = sharded(lambda tower, inputs: inputs.bfloat16() @ tower.weight())
+        with pytest.raises(RecipeError, match=r"outside of the layer") as error:
+            failing(inputs)
+        assert "mm with a weight of layers.0" in str(error.value)
+        assert all(isinstance(each, DTensor) for each in failing.parameters())
+        return outputs
+
+    (outputs,) = ranks.run(found, 1)
+    expected = Tower(CONVERSIONS["dtype"]).bfloat16()(inputs)
+    for form in CONVERSIONS:
+        assert torch.equal(outputs[form], expected), form
+    assert torch.equal(outputs["stored"], Tower(CONVERSIONS["dtype"])(inputs))
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["in full", "LoRA"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,7 +53,14 @@ class LoopedExperts(nn.Module):
         return output.view_as(hidden)
 
 
-def looped() -> LlamaForCausalLM:
+class WithAttributes(LlamaForCausalLM):
+    """Returns an object in which torch finds no tensors."""
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return SimpleNamespace(logits=super().forward(*arguments, **options).logits)
+
+
+def looped(with_attributes: bool = False) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=300,
         hidden_size=16,
@@ -60,7 +68,7 @@ def looped() -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=2,
     )
-    model = LlamaForCausalLM(config)
+    model = (WithAttributes if with_attributes else LlamaForCausalLM)(config)
     for layer in model.model.layers:
         layer.mlp = LoopedExperts(config.hidden_size)
     return model
@@ -89,12 +97,14 @@ def test_experts_that_one_rank_does_not_use_get_the_gradient_of_the_others(tmp_p
     recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET))
     whole = "--step_scheduler.local_batch_size=8"
     (((expected, _),),) = ranks.run_each([training(recipe, whole)], 1)
-    fsdp2, small = "--distributed.strategy=fsdp2", "--step_scheduler.local_batch_size=1"
+    fsdp2, ddp = "--distributed.strategy=fsdp2", "--distributed.strategy=ddp"
+    small = "--step_scheduler.local_batch_size=1"
     ways = [
         training(recipe, fsdp2, small),
         training(recipe, fsdp2, small, "--distributed.reshard_after_forward=false"),
         training(recipe, fsdp2, small, "--distributed.defer_gradient_sync=true"),
-        training(recipe, "--distributed.strategy=ddp", small),
+        training(recipe, ddp, small),
+        training(recipe, ddp, small, "--model.with_attributes=true"),
     ]
     for (weights, used_by_first), (_, used_by_second) in ranks.run_each(ways, 2):
         assert used_by_first != used_by_second

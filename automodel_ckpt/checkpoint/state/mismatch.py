@@ -8,9 +8,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES
 from automodel_ckpt.checkpoint.formats.reading import differences
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest
+from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.state.param_groups import DIVIDED
 from automodel_ckpt.checkpoint.tree import Tree
 from automodel_ckpt.errors import CheckpointUnusable
@@ -52,7 +56,19 @@ def check_differences(
             )
         allow = f"--checkpoint.allow_missing_state '[{item.name}]'"
         hints.append(f"continue with new state of the optimizer, and the saved weights: {allow}")
-    if types := _only_types(lines):
+    types = _only_types(lines)
+    others = [each for name, each in tree.tensors.items() if _same_type(name, each, state)]
+    if types is not None and item.kind == "module" and types[0] in {each.dtype for each in others}:
+        # Not model.dtype: the program or transformers keeps these in another type than the version that saved them.
+        raise unusable(
+            path,
+            f"the checkpoint's {item.name!r} has tensors in another type than they are trained in now",
+            lines,
+            "start a new run from its weights, which are cast: "
+            f"--init_from.path {path} and another checkpoint.checkpoint_dir; "
+            "or resume with the versions of this program and of transformers that wrote it",
+        )
+    if types is not None and len(lines) > 1:
         lines = [f"~ {counted(len(lines), 'tensor')}: saved as {types[0]}, here {types[1]}"]
         hints[0] = "resume with the data type of the saved weights (model.dtype)"
     hints.append(
@@ -77,13 +93,17 @@ def _by_entry(name: str, lines: Iterable[str]) -> list[str]:
 
 
 def _only_types(lines: Iterable[str]) -> tuple[str, str] | None:
-    """The data types that were saved and that are here, if several *lines* differ in them alone; otherwise None."""
-    lines = list(lines)
+    """The data types that were saved and that are here, if all *lines* differ in these alone; otherwise None."""
     found: set[tuple[str, str] | None] = set()
     for line in lines:
         match = re.fullmatch(r"~ .+: saved as (\w+) (\[.*\]), here (\w+) \2", line)
         found.add((match[1], match[3]) if match is not None else None)
-    return found.pop() if len(found) == 1 and len(lines) > 1 else None
+    return found.pop() if len(found) == 1 else None
+
+
+def _same_type(name: str, saved: Tensor, state: Mapping[str, Any]) -> bool:
+    here = state.get(name)
+    return isinstance(here, torch.Tensor) and DTYPE_CODES.get(here.dtype) == saved.dtype
 
 
 def has_weights_only(manifest: Manifest) -> bool:

@@ -287,6 +287,8 @@ def test_the_decoder_layers_are_found_by_class_or_as_the_longest_list() -> None:
         {
             "few": torch.nn.ModuleList([torch.nn.Linear(2, 2)]),
             "many": torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(4)]),
+            # Cannot be called, so fsdp2 could not shard them.
+            "containers": torch.nn.ModuleList([torch.nn.ModuleDict() for _ in range(5)]),
         }
     )
     assert decoder_layers(plain) == list(plain["many"])  # type: ignore[arg-type]

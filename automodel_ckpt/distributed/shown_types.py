@@ -1,0 +1,190 @@
+"""The types of parameters that fsdp2 has not gathered, as the code of a model reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.utils._pytree import tree_map_only
+
+from automodel_ckpt.errors import RecipeError
+
+_READS_NO_VALUES = frozenset(
+    {
+        "empty_like",
+        "full_like",
+        "new_empty",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "ones_like",
+        "zeros_like",
+    }
+)
+"""Operations that read the shape, the type and the device of a tensor only."""
+
+
+def show_compute_types(model: nn.Module, float32_names: Collection[str] = ()) -> None:
+    """Let the forward passes of *model*, which fsdp2 has sharded, read the type in which each parameter is computed.
+
+    A model may convert inputs to the type of a layer's weight before it calls the layer. fsdp2 has not gathered the
+    weight then: it is a DTensor of the type in which it is stored. Therefore the modules have tensors without values in
+    the place of such parameters during a forward pass. Computing with one raises :class:`RecipeError`. The parameters
+    *float32_names* are computed in the type in which they are stored.
+    """
+    kept: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in float32_names:
+            kept.add(id(parameter))
+    of_group: dict[int, list[_Shown]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            of_group[id(module)] = _parameters_of(name, module, kept)
+    forward = _ForwardPass()
+    for module in model.modules():
+        inner: list[_Shown] = []
+        for part in module.modules():
+            if part is not module:
+                inner += of_group.get(id(part), ())
+        if inner:
+            forward.watch(module, inner)
+
+
+def _parameters_of(name: str, module: FSDPModule, kept: Collection[int]) -> list[_Shown]:
+    group: Any = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return []
+    found: list[_Shown] = []
+    for parameter in group.fsdp_params:
+        sharded = parameter.sharded_param
+        is_cast = sharded.is_floating_point() and id(sharded) not in kept
+        computed = group.mp_policy.param_dtype if is_cast else None
+        found.append(_Shown(parameter, computed or sharded.dtype, name))
+    return found
+
+
+class _Shown:
+    """A parameter of fsdp2, in whose place modules have a tensor without values during a forward pass."""
+
+    def __init__(self, parameter: Any, dtype: torch.dtype, layer: str) -> None:
+        self._parameter = parameter
+        self._set = parameter._setattr_on_modules
+        sharded: nn.Parameter = parameter.sharded_param
+        self._stand_in: Any = NotGathered(
+            sharded.shape, dtype, parameter.device, layer, requires_grad=sharded.requires_grad
+        )
+        self._is_shown = False
+        places = parameter._module_info
+        self._places = [
+            (places.module, places.param_name),
+            *zip(places.shared_modules, places.shared_param_names, strict=True),
+        ]
+        usual: Any = nn.Module.__setattr__
+        self._are_plain = all(type(module).__setattr__ is usual for module, _ in self._places)
+        # fsdp2 calls it when it gathers the parameter, and when it frees what it has gathered.
+        parameter._setattr_on_modules = self._set_unless_shown
+
+    def _set_unless_shown(self, value: nn.Parameter) -> None:
+        if self._is_shown and value is self._parameter.sharded_param:
+            value = self._stand_in
+        if not self._are_plain:
+            self._set(value)
+            return
+        # A tenth of the time of setattr.
+        for module, name in self._places:
+            module._parameters[name] = value
+
+    def show(self, is_shown: bool) -> None:
+        self._is_shown = is_shown
+        if self._parameter.sharded_state is ShardedState.SHARDED:
+            self._set_unless_shown(self._parameter.sharded_param)
+
+
+class _ForwardPass:
+    """Shows the parameters inside of a module while the module computes. The outermost module decides."""
+
+    def __init__(self) -> None:
+        self._outermost: nn.Module | None = None
+
+    def watch(self, module: nn.Module, parameters: Sequence[_Shown]) -> None:
+        def begin(*_: Any) -> None:
+            if self._outermost is None:
+                self._outermost = module
+                for each in parameters:
+                    each.show(True)
+
+        def end(*_: Any) -> None:
+            if self._outermost is module:
+                self._outermost = None
+                for each in parameters:
+                    each.show(False)
+
+        # fsdp2's own hook is before this one: it gathers the other parameters of the module.
+        module.register_forward_pre_hook(torch.compiler.disable(begin))  # type: ignore[no-untyped-call]
+        # Also after an error.
+        module.register_forward_hook(torch.compiler.disable(end), always_call=True)  # type: ignore[no-untyped-call]
+
+
+class NotGathered(torch.Tensor):
+    """A parameter without values, with the shape, the type and the device that it has when it is gathered."""
+
+    _layer: str
+    _is_param = True
+
+    # A subclass without values: results are ordinary tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        layer: str,
+        requires_grad: bool = False,
+    ) -> NotGathered:
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        made._layer = layer
+        found: NotGathered = made
+        return found
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"NotGathered({tuple(self.shape)}, {self.dtype}, layer={self._layer!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        if name == "detach":
+            return args[0]._detached()
+        if name in _READS_NO_VALUES:
+            args, kwargs = tree_map_only(NotGathered, NotGathered._without_memory, (args, kwargs))
+            return function(*args, **kwargs or {})
+        if name in ("to", "type_as"):
+            # torch decomposes them before, except in inference mode.
+            return function.decompose(*args, **kwargs or {})
+        raise RecipeError(
+            "the model computes with a weight of a layer outside of the layer, where fsdp2 has not gathered it",
+            where="distributed.strategy",
+            value=f"{name} with a weight of {cls._layer_in(args, kwargs) or 'the model'}",
+            hint="call the layer (not its forward method), or set distributed.strategy to ddp",
+        )
+
+    def _detached(self) -> NotGathered:
+        return NotGathered(self.shape, self.dtype, self.device, self._layer)
+
+    def _without_memory(self) -> torch.Tensor:
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+    @staticmethod
+    def _layer_in(*arguments: Any) -> str:
+        layers: list[str] = []
+        tree_map_only(NotGathered, lambda each: layers.append(each._layer), arguments)
+        return layers[0]
