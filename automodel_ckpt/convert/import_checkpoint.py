@@ -24,8 +24,8 @@ from automodel_ckpt.convert.import_source import ImportSource, check_not_sparse
 from automodel_ckpt.convert.model_names import (
     NameComparer,
     NameDifferences,
+    fitting_prefixes,
     has_odd_prefix,
-    possible_prefixes,
 )
 from automodel_ckpt.convert.names.conversion import check_converted
 from automodel_ckpt.convert.names_file import Renaming, rename, without_prefix
@@ -40,8 +40,6 @@ from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import counted
 
 _CONFIG = "config.json"
-# Each one is compared with the model.
-_MAX_PREFIXES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +187,18 @@ def _without_prefix(
 
     None if there is no such prefix, or several, as of a model and its average.
     """
-    if not found.unknown or not found.missing or options.compare_names is None:
+    compare = options.compare_names
+    if not found.unknown or not found.missing or compare is None:
         return None
     names = [*weights.tensors, *weights.tied]
     config = source.side_files(options.config)[_CONFIG]
-    fitting: list[str] = []
-    for prefix in possible_prefixes(names, found.missing)[:_MAX_PREFIXES]:
+
+    def fits(prefix: str) -> bool:
         stripped = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        again = options.compare_names(config, stripped)
-        if again is not None and not again.unknown and not again.missing:
-            fitting.append(prefix)
+        again = compare(config, stripped)
+        return again is not None and not again.unknown and not again.missing
+
+    fitting = fitting_prefixes(names, found.missing, fits)
     return without_prefix(weights, fitting[0]) if len(fitting) == 1 else None
 
 
