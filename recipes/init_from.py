@@ -146,8 +146,12 @@ class Start:
         self.tensors = _without(prefix, self.tensors)
         tied = _without(prefix, self.tied)
         self.tied = {alias: name.removeprefix(prefix) for alias, name in tied.items()}
+        self.allow_unexpected = self.unexpected_after(prefix)
+
+    def unexpected_after(self, prefix: str) -> list[str]:
+        """The patterns of ``allow_unexpected`` for names without *prefix*."""
         escaped = glob.escape(prefix)
-        self.allow_unexpected = [name.removeprefix(escaped) for name in self.allow_unexpected]
+        return [name.removeprefix(escaped) for name in self.allow_unexpected]
 
     def covers(self, name: str) -> bool:
         """Whether *name* of the model is in one of the modules that get weights."""
@@ -423,14 +427,14 @@ def _compare(
     """
     resizable = set(resizable)
     pair = _names_of(start, modules)
-    verdict = _verdict(start, pair, resizable)
+    verdict = _verdict(start, pair, resizable, start.allow_unexpected)
     hint = ""
     if isinstance(section, InitFromConfig) and verdict.new and verdict.unexpected:
         prefixes = _prefixes(start, pair, verdict, resizable)
         if len(prefixes) == 1:
             start.remove_prefix(prefixes[0])
             pair = _names_of(start, modules)
-            verdict = _verdict(start, pair, resizable)
+            verdict = _verdict(start, pair, resizable, start.allow_unexpected)
         elif prefixes:
             sources = " or ".join(f"[{{path: ..., strip: {each[:-1]}}}]" for each in prefixes)
             hint = f"the names there fit the model after several prefixes; remove one of them with init_from: {sources}"
@@ -439,14 +443,16 @@ def _compare(
     return pair, verdict
 
 
-def _verdict(start: Start, pair: _Pair, resizable: Collection[str]) -> Verdict:
+def _verdict(
+    start: Start, pair: _Pair, resizable: Collection[str], allow_unexpected: Sequence[str]
+) -> Verdict:
     return compare(
         pair.here,
         pair.there,
         prefix=pair.prefix,
         resizable=resizable,
         allow_missing=start.allow_missing,
-        allow_unexpected=start.allow_unexpected,
+        allow_unexpected=allow_unexpected,
     )
 
 
@@ -456,7 +462,8 @@ def _prefixes(start: Start, pair: _Pair, verdict: Verdict, resizable: Collection
     def fits(prefix: str) -> bool:
         tied = {alias: name.removeprefix(prefix) for alias, name in there.tied.items()}
         stripped = Names(_without(prefix, there.shapes), _without(prefix, tied))
-        shorter = _verdict(start, pair._replace(there=stripped), resizable)
+        allowed = start.unexpected_after(prefix)
+        shorter = _verdict(start, pair._replace(there=stripped), resizable, allowed)
         return bool(shorter.matches) and not shorter.lines(allowed=False)
 
     there = pair.there
