@@ -57,6 +57,7 @@ from automodel_ckpt.units import counted
 log = logging.getLogger("automodel_ckpt")
 
 MODEL = "model"
+_MAX_NAMED = 3
 
 
 Section = InitFromConfig | Sequence[InitFromSource]
@@ -435,6 +436,7 @@ def _compare(
             start.remove_prefix(prefixes[0])
             pair = _names_of(start, modules)
             verdict = _verdict(start, pair, resizable, start.allow_unexpected)
+            hint = _unexpected_hint(prefixes[0], verdict)
         elif prefixes:
             sources = " or ".join(f"[{{path: ..., strip: {each[:-1]}}}]" for each in prefixes)
             hint = f"the names there fit the model after several prefixes; remove one of them with init_from: {sources}"
@@ -457,17 +459,29 @@ def _verdict(
 
 
 def _prefixes(start: Start, pair: _Pair, verdict: Verdict, resizable: Collection[str]) -> list[str]:
-    """The prefixes of the names in *start* after which these, and no others, are those of the model."""
+    """The prefixes of the names in *start* after which these are all of those of the model."""
 
     def fits(prefix: str) -> bool:
         tied = {alias: name.removeprefix(prefix) for alias, name in there.tied.items()}
         stripped = Names(_without(prefix, there.shapes), _without(prefix, tied))
         allowed = start.unexpected_after(prefix)
         shorter = _verdict(start, pair._replace(there=stripped), resizable, allowed)
-        return bool(shorter.matches) and not shorter.lines(allowed=False)
+        return bool(shorter.matches) and shorter.allowed.issuperset(shorter.new)
 
     there = pair.there
     return fitting_prefixes([*there.shapes, *there.tied], verdict.new, fits)
+
+
+def _unexpected_hint(prefix: str, verdict: Verdict) -> str:
+    """The hint for tensors that the model lacks, under their names in the source."""
+    names = [name for name in verdict.unexpected if name not in verdict.allowed]
+    patterns = [f"'{prefix}{name}'" for name in names]
+    if len(names) > _MAX_NAMED:
+        patterns = [f"'{prefix}*'"]
+    return (
+        f"the names there are those of the model after the prefix {prefix}, except these; name the weights of this "
+        f"model, or, to ignore these, set init_from.allow_unexpected: [{', '.join(patterns)}]"
+    )
 
 
 def _check_allowed(section: Section, start: Start, pair: _Pair, verdict: Verdict) -> None:
