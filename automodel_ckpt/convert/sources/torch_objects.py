@@ -37,8 +37,11 @@ STORAGE_DTYPES = {
     "ComplexDoubleStorage": "C128",
 }
 """The dtype codes of torch's typed storages, by class name."""
-_TENSOR_MAKERS = "torch._utils._rebuild_"
-"""How the names of the functions begin that make a tensor of any class (torch 2.13)."""
+_MAKERS_WITHOUT_STORAGE = (
+    "torch._utils._rebuild_meta_tensor_no_storage",
+    "torch._utils._rebuild_device_tensor_from_numpy",
+)
+"""Functions that make a tensor of something else than a storage (torch 2.13)."""
 _MAX_DIMENSIONS = 64
 # A tuple is hashed as a key, which takes stack for each level of nesting. These types take none.
 _KEY_TYPES = (str, int, float, bool, bytes, type(None))
@@ -142,7 +145,7 @@ def has_tensor(value: Any) -> bool:
     for item in _items_in(value):
         if isinstance(item, StoredView):
             return True
-        if isinstance(item, Opaque) and item.kind.startswith(_TENSOR_MAKERS):
+        if isinstance(item, Opaque) and item.kind in _MAKERS_WITHOUT_STORAGE:
             return True
     return False
 
