@@ -65,12 +65,41 @@ def load_recipe(
     :class:`~automodel_ckpt.errors.RecipeError` with all mistakes together.
     """
     changes = []
-    for key, value in (overrides or {}).items():
+    for key, value in _checked_overrides(overrides).items():
         changes.append(Override(key, node_of(value, f"overrides[{key!r}]")))
     if isinstance(recipe, Mapping):
         root = node_of(dict(recipe), "the recipe's mapping")
         return load.bind_recipe(_MAPPING, root, changes)
-    return load.load_recipe(recipe, changes)
+    return load.load_recipe(_checked_path(recipe), changes)
+
+
+def _checked_overrides(overrides: Any) -> Mapping[str, Any]:
+    """Return *overrides*, which map dotted keys to values. Raises :class:`RecipeError` for anything else."""
+    if overrides is None:
+        return {}
+    if isinstance(overrides, Mapping) and all(isinstance(key, str) for key in overrides):
+        return overrides
+    raise RecipeError(
+        "overrides must be a mapping from keys to values",
+        where="load_recipe(overrides=...)",
+        value=f"{overrides!r:.200}",
+        hint='pass {"optimizer.lr": 1e-5}, for example',
+    )
+
+
+def _checked_path(recipe: Any) -> Path:
+    """Return the path of a recipe. Raises :class:`RecipeError` for what is no path."""
+    try:
+        text = os.fsdecode(recipe)
+    except TypeError:
+        text = ""
+    if not text or "\n" in text or "\0" in text:
+        what = "this is neither the path of a recipe nor a mapping"
+        hint = "pass the path of a YAML file, or its content as a mapping"
+        if "\n" in text:
+            hint = "pass yaml.safe_load(text), or the path of a file with this text"
+        raise RecipeError(what, where="load_recipe(recipe)", value=f"{recipe!r:.200}", hint=hint)
+    return Path(text)
 
 
 def train(
@@ -94,6 +123,9 @@ def train(
     from automodel_ckpt.config.trust import Trust
     from automodel_ckpt.distributed.hang_action import ending_processes
 
+    if isinstance(trust, str):
+        # It is a sequence, too: of its characters.
+        trust = [trust]
     if isinstance(recipe, LoadedRecipe):
         if overrides:
             raise RecipeError(

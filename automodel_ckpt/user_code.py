@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import sys
+import sysconfig
 import traceback
 import types
 from collections.abc import Iterator
@@ -21,6 +24,22 @@ _user_modules: set[str] = set()
 def register_user_code(module: str) -> None:
     """Register *module*, and its submodules, as user code."""
     _user_modules.add(module)
+
+
+def register_object(value: object) -> None:
+    """Register the module of the class of *value* as user code, unless it is part of this package or of a library."""
+    module = type(value).__module__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    # Neither a notebook nor an interactive session has a file.
+    is_library = module != "__main__" and (file is None or _is_in_library(file))
+    if not is_library and _owner(module) != "package":
+        register_user_code(module)
+
+
+@functools.cache
+def _is_in_library(file: str) -> bool:
+    paths = sysconfig.get_paths()
+    return any(file.startswith(paths[kind] + os.sep) for kind in ("stdlib", "purelib", "platlib"))
 
 
 def location_in_user_code(error: BaseException) -> str | None:

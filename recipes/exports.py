@@ -18,6 +18,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub.background import check_hub
+from automodel_ckpt.models.float32_parts import float32_kept
 from automodel_ckpt.models.repository import base_directory, code_directory
 from automodel_ckpt.recipes.model.adapters import adapter_assets
 from automodel_ckpt.recipes.trainable import Trainable
@@ -81,6 +82,7 @@ def export_assets(
         code_dir=code_directory(unwrap(trainable.model), section.revision),
         declared=declared,
         further=further,
+        float32_in=float32_kept(unwrap(trainable.model)),
     )
     # Now, not at the first export: transformers rejects an invalid generation config when it saves.
     assets.validate()

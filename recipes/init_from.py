@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import glob
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -27,6 +27,7 @@ from automodel_ckpt.checkpoint.state.fill_modules import (
 )
 from automodel_ckpt.checkpoint.verify import Level
 from automodel_ckpt.config.sections.init_from import InitFromConfig, InitFromSource
+from automodel_ckpt.convert.model_names import fitting_prefixes
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
@@ -56,6 +57,7 @@ from automodel_ckpt.units import counted
 log = logging.getLogger("automodel_ckpt")
 
 MODEL = "model"
+_MAX_NAMED = 3
 
 
 Section = InitFromConfig | Sequence[InitFromSource]
@@ -68,8 +70,9 @@ class Start:
     *tensors* maps names in the model to the module of a source and the name there, *tied* maps aliases to such names.
     *directories* has the directory with the side files of each module of a source, by id, and *whole* those of sources
     for the whole model. *differences* are those to the model's config and to the tokenizer.
-    *scopes* are the modules of the model that get weights; empty text is the whole model. *unused* has the names in the
-    sources that ``strip`` leaves out. The patterns are those of all sources.
+    *scopes* are the modules of the model that get weights; empty text is the whole model. *found_prefix* was removed
+    from the names, besides those of ``strip``; *unused* are those without such a prefix. The patterns are those of all
+    sources.
     """
 
     sources: list[Weights] = field(default_factory=list)
@@ -80,6 +83,7 @@ class Start:
     differences: list[Difference] = field(default_factory=list)
     scopes: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
+    found_prefix: str = ""
     allow_missing: list[str] = field(default_factory=list)
     allow_unexpected: list[str] = field(default_factory=list)
 
@@ -136,6 +140,20 @@ class Start:
         if any(fnmatchcase(own_name, pattern) for pattern in section.allow_unexpected):
             self.allow_unexpected.append(glob.escape(name))
 
+    def remove_prefix(self, prefix: str) -> None:
+        """Remove *prefix* from all names in the sources; those without it are not used."""
+        self.found_prefix = prefix
+        self.unused += [name for name in self.tensors if not name.startswith(prefix)]
+        self.tensors = _without(prefix, self.tensors)
+        tied = _without(prefix, self.tied)
+        self.tied = {alias: name.removeprefix(prefix) for alias, name in tied.items()}
+        self.allow_unexpected = self.unexpected_after(prefix)
+
+    def unexpected_after(self, prefix: str) -> list[str]:
+        """The patterns of ``allow_unexpected`` for names without *prefix*."""
+        escaped = glob.escape(prefix)
+        return [name.removeprefix(escaped) for name in self.allow_unexpected]
+
     def covers(self, name: str) -> bool:
         """Whether *name* of the model is in one of the modules that get weights."""
         return name.startswith(tuple(self.scopes))
@@ -177,8 +195,7 @@ def start_from(
             for one, where in _sections(section):
                 weights = _open(one, where, _config_for(one, config))
                 start.add(one, weights, where)
-        pair = _names_of(start, modules)
-        verdict = _compare(section, start, pair, resizable)
+        pair, verdict = _compare(section, start, modules, resizable)
         _check_configs(start, modules)
         for weights in start.sources:
             weights.verify(verify, ranks.rank, ranks.world_size)
@@ -189,9 +206,11 @@ def start_from(
     # From here on weights are overwritten: all ranks have compared and verified the files above.
     log.info("Starting from the weights in %s", start.paths)
     verdict.log_differences("they and the model")
+    if start.found_prefix:
+        log.info("The names there have the prefix %s, which is removed", start.found_prefix)
     if start.unused:
         names = "\n    ".join(sorted(start.unused))
-        log.info("Tensors that strip leaves out are not used:\n    %s", names)
+        log.info("Tensors without the prefix that is removed are not used:\n    %s", names)
 
     with raise_on_all_ranks(group):
         for name, module in modules.items():
@@ -218,7 +237,7 @@ def inspect_start(
             if weights is None:
                 return None
             start.add(one, weights, where)
-    verdict = _compare(section, start, _names_of(start, modules), resizable)
+    _, verdict = _compare(section, start, modules, resizable)
     _check_configs(start, modules)
     start.differences += other_vocabularies(tokenizer, start.whole)
     for weights in start.sources:
@@ -242,6 +261,16 @@ def _config_for(section: InitFromConfig, config: Path | None) -> Path | None:
     """The directory of the model's config, if the weights are for the whole model and not for a part of it."""
     is_part = isinstance(section, InitFromSource) and bool(section.strip or section.into)
     return None if is_part else config
+
+
+_Value = TypeVar("_Value")
+
+
+def _without(prefix: str, named: Mapping[str, _Value]) -> dict[str, _Value]:
+    """The items whose names begin with *prefix*, without it."""
+    return {
+        name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)
+    }
 
 
 def _prefix(name: str) -> str:
@@ -389,15 +418,73 @@ def _check_tied(start: Start, modules: Mapping[str, nn.Module], pair: _Pair) -> 
     check_tied(copies, start.tensors, "init_from.path")
 
 
-def _compare(section: Section, start: Start, pair: _Pair, resizable: Iterable[str]) -> Verdict:
-    verdict = compare(
+def _compare(
+    section: Section, start: Start, modules: Mapping[str, nn.Module], resizable: Iterable[str]
+) -> tuple[_Pair, Verdict]:
+    """Compare the tensors of *start* with those of the *modules*, without the prefix of their names if there is one.
+
+    A list of sources states its prefixes (``strip``). Raises :class:`RecipeError` for differences that the section does
+    not allow.
+    """
+    resizable = set(resizable)
+    pair = _names_of(start, modules)
+    verdict = _verdict(start, pair, resizable, start.allow_unexpected)
+    hint = ""
+    if isinstance(section, InitFromConfig) and verdict.new and verdict.unexpected:
+        prefixes = _prefixes(start, pair, verdict, resizable)
+        if len(prefixes) == 1:
+            start.remove_prefix(prefixes[0])
+            pair = _names_of(start, modules)
+            verdict = _verdict(start, pair, resizable, start.allow_unexpected)
+            hint = _unexpected_hint(prefixes[0], verdict)
+        elif prefixes:
+            sources = " or ".join(f"[{{path: ..., strip: {each[:-1]}}}]" for each in prefixes)
+            hint = f"the names there fit the model after several prefixes; remove one of them with init_from: {sources}"
+    with _with_hint(hint):
+        _check_allowed(section, start, pair, verdict)
+    return pair, verdict
+
+
+def _verdict(
+    start: Start, pair: _Pair, resizable: Collection[str], allow_unexpected: Sequence[str]
+) -> Verdict:
+    return compare(
         pair.here,
         pair.there,
         prefix=pair.prefix,
-        resizable=set(resizable),
+        resizable=resizable,
         allow_missing=start.allow_missing,
-        allow_unexpected=start.allow_unexpected,
+        allow_unexpected=allow_unexpected,
     )
+
+
+def _prefixes(start: Start, pair: _Pair, verdict: Verdict, resizable: Collection[str]) -> list[str]:
+    """The prefixes of the names in *start* after which these are all of those of the model."""
+
+    def fits(prefix: str) -> bool:
+        tied = {alias: name.removeprefix(prefix) for alias, name in there.tied.items()}
+        stripped = Names(_without(prefix, there.shapes), _without(prefix, tied))
+        allowed = start.unexpected_after(prefix)
+        shorter = _verdict(start, pair._replace(there=stripped), resizable, allowed)
+        return bool(shorter.matches) and shorter.allowed.issuperset(shorter.new)
+
+    there = pair.there
+    return fitting_prefixes([*there.shapes, *there.tied], verdict.new, fits)
+
+
+def _unexpected_hint(prefix: str, verdict: Verdict) -> str:
+    """The hint for tensors that the model lacks, under their names in the source."""
+    names = [name for name in verdict.unexpected if name not in verdict.allowed]
+    patterns = [f"'{prefix}{name}'" for name in names]
+    if len(names) > _MAX_NAMED:
+        patterns = [f"'{prefix}*'"]
+    return (
+        f"the names there are those of the model after the prefix {prefix}, except these; name the weights of this "
+        f"model, or, to ignore these, set init_from.allow_unexpected: [{', '.join(patterns)}]"
+    )
+
+
+def _check_allowed(section: Section, start: Start, pair: _Pair, verdict: Verdict) -> None:
     paths = paths_of(section)
     if isinstance(section, InitFromConfig):
         if not (section.allow_missing or section.allow_unexpected):
@@ -408,7 +495,17 @@ def _compare(section: Section, start: Start, pair: _Pair, resizable: Iterable[st
             verdict.check_allowed("init_from.path", paths, "init_from")
     else:
         verdict.check_allowed("init_from", paths, "init_from.N")
-    return verdict
+
+
+@contextlib.contextmanager
+def _with_hint(hint: str) -> Iterator[None]:
+    """Let differences be reported with this *hint*, unless it is empty."""
+    try:
+        yield
+    except RecipeError as error:
+        if not hint:
+            raise
+        raise RecipeError.all_of([replace(each, hint=hint) for each in error.problems]) from None
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,12 +28,20 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import layout, policy
-from automodel_ckpt.checkpoint.arguments import check_state, count, plain_numbers
+from automodel_ckpt.checkpoint.arguments import (
+    check_call,
+    check_state,
+    count,
+    path_text,
+    plain_numbers,
+    yaml_text,
+)
 from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.collector import collector_paused
 from automodel_ckpt.checkpoint.discovery import classify
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
+from automodel_ckpt.checkpoint.library_terms import in_library_terms
 from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed, Streamed
 from automodel_ckpt.checkpoint.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.memory.nodes import Nodes
@@ -93,6 +102,7 @@ class Checkpointer:
     Raises :class:`RecipeError` for options that exclude each other.
     """
 
+    @in_library_terms
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -105,9 +115,11 @@ class Checkpointer:
         is_quiet: bool = False,
         nodes: Nodes | None = None,
     ) -> None:
-        directory, options = with_local_directory(
-            directory, CheckpointOptions() if options is None else options
-        )
+        options = CheckpointOptions() if options is None else options
+        self.is_library = isinstance(options, CheckpointOptions)
+        """Whether the options are those of a program, not a recipe's: messages are in its terms."""
+        check_call(ranks, options, assets)
+        directory, options = with_local_directory(path_text(directory), options)
         validate_options(options)
         if ranks is None:
             if group is None and dist.is_initialized():
@@ -125,6 +137,9 @@ class Checkpointer:
             options.best_mode,
         )
         run = RunDirectory(directory, keep, options.best_metric_key)
+        # A notebook that creates its checkpointer again cannot close the lost one.
+        self._release_if_lost = weakref.finalize(self, run.release)
+        self._release_if_lost.atexit = False
         self._settings = SaveSettings(run, ranks, self.assets, options)
         if nodes is not None:
             self._settings.use_nodes(nodes)
@@ -162,6 +177,7 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- before training
 
+    @in_library_terms
     def open(self) -> None:
         """Create and lock the run directory before the model is built. Collective.
 
@@ -209,6 +225,7 @@ class Checkpointer:
         nodes = self._settings.nodes
         return self.is_rank0 if nodes is None else nodes.is_leader
 
+    @in_library_terms
     def check(self, state: Mapping[str, Any]) -> None:
         """Validate *state* before training. Raises :class:`RecipeError` for state that clashes or cannot be stored
         safely.
@@ -222,6 +239,7 @@ class Checkpointer:
         """
         self._run.check_lease()
 
+    @in_library_terms
     def check_lease_on_all_ranks(self) -> None:
         """Raise :class:`LeaseLost` on all ranks if another run took over the directory. Collective."""
         doing = "checking which run holds the run directory"
@@ -229,6 +247,7 @@ class Checkpointer:
         with self._raise_on_all_ranks(doing), contextlib.suppress(OSError):
             self.check_lease()
 
+    @in_library_terms
     def call_on_rank0(self, doing: str, work: Callable[[], object]) -> None:
         """Call *work* on rank 0, while the other ranks wait. Collective.
 
@@ -293,6 +312,7 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- save
 
+    @in_library_terms
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Set up asynchronous saves before the first step, or log why saves will be synchronous. Collective.
 
@@ -304,6 +324,8 @@ class Checkpointer:
             self._planner, self._group, state, timeout_seconds=self._timeout_seconds
         )
         if self._async is not None:
+            # Its process may still write.
+            self._release_if_lost.detach()
             return
         self._is_async = False
         if self._settings.nodes is not None and self._directories is None:
@@ -324,6 +346,7 @@ class Checkpointer:
             saves, self._async = self._async, None
             saves.close()
 
+    @in_library_terms
     @collector_paused()
     def save(
         self,
@@ -365,6 +388,7 @@ class Checkpointer:
             plain_numbers("losses", losses or {}),
             plain_numbers("progress", progress or {}),
         )
+        config_yaml = yaml_text(config_yaml)
         self.wait_for_save()
         started = time.monotonic()
         self._begin_generation(None, abandons_later=True)
@@ -441,6 +465,7 @@ class Checkpointer:
         if self._async is not None:
             self._async.await_copies()
 
+    @in_library_terms
     def wait_for_save(self) -> bool:
         """Wait for the background save; return True if one was in progress. Collective.
 
@@ -473,6 +498,7 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- load
 
+    @in_library_terms
     @collector_paused()
     def load(
         self,
@@ -529,6 +555,7 @@ class Checkpointer:
             return found
         return resume.expected(self._run.root, restore_from, memory)
 
+    @in_library_terms
     @collector_paused()
     def roll_back(self, state: Mapping[str, Any], step: int) -> Resumed | None:
         """Load the newest usable checkpoint of *step* or an earlier one into *state*, during training. Collective.
@@ -556,6 +583,7 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- end
 
+    @in_library_terms
     def finish_uploads(self, must_end: Callable[[], bool] = lambda: False) -> None:
         """Wait until the checkpoints are in the store of ``remote``; without ``required``, while it answers.
 
@@ -585,12 +613,14 @@ class Checkpointer:
         seconds = min(remote.wait_after_signal_seconds, grace_seconds) - passed
         self._transfers.finish_before_stop(self._run, seconds, must_end)
 
+    @in_library_terms
     def wait(self) -> None:
         """Wait until this rank has no save or removal in progress. Not collective."""
         if self._async is not None:
             self._async.wait()
         self._run.wait()
 
+    @in_library_terms
     def close(self, dead_ranks: Callable[[], Collection[int]] = tuple) -> None:
         """Wait, then release the run directory.
 

@@ -13,7 +13,7 @@ import functools
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +74,8 @@ class HFAssets:
     maps each other name to the stored one it shares its memory with. *code_dir* has the Python files that define the
     model's class, if transformers does not define it. *declared* are names, or globs over them, of
     tensors that differ from the base's intentionally: new, resized or omitted. *further* are other files, by relative
-    path, that take precedence over those of the base.
+    path, that take precedence over those of the base. *float32_in* has the names of tensors that the model keeps in
+    float32 if the others are cast to a dtype (by its safetensors code).
     """
 
     def __init__(
@@ -90,8 +91,10 @@ class HFAssets:
         tied: Mapping[str, str] | None = None,
         declared: Iterable[str] = (),
         further: Mapping[str, bytes] | None = None,
+        float32_in: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self._further = dict(further or {})
+        self._float32_in = dict(float32_in or {})
         self._config, self._generation_config = config, generation_config
         self._tokenizer = tokenizer
         self._base_dir = Path(base_dir) if base_dir is not None else None
@@ -111,15 +114,26 @@ class HFAssets:
         code_dir: Path | None = None,
         declared: Iterable[str] = (),
         further: Mapping[str, bytes] | None = None,
+        float32_in: Mapping[str, Collection[str]] | None = None,
     ) -> HFAssets:
         """The assets of a transformers model, sharded or not; *base_dir* None: not from a local directory.
 
-        *code_dir* has the Python files of a class that transformers does not define.
+        *code_dir* has the Python files of a class that transformers does not define. The names in *float32_in* are
+        those in memory.
         """
-        from automodel_ckpt.checkpoint.module_tensors import complete_state, unwrap
+        from automodel_ckpt.checkpoint.module_tensors import (
+            complete_state,
+            stored_layout,
+            unwrap,
+        )
 
         inner: Any = unwrap(model)
         _, tied = complete_state(inner)
+        names = stored_layout(inner)
+        kept: dict[str, set[str]] = {}
+        for code, fqns in (float32_in or {}).items():
+            for fqn in fqns:
+                kept.setdefault(code, set()).update((names.name_of(fqn), *names.rows.get(fqn, ())))
         generation_config = None
         if inner.can_generate():
             generation_config = getattr(inner, "generation_config", None)
@@ -135,6 +149,7 @@ class HFAssets:
             tied=tied,
             declared=declared,
             further=further,
+            float32_in=kept,
         )
 
     def validate(self) -> None:
@@ -174,7 +189,10 @@ class HFAssets:
         if not self._tensors:
             return BaseMaps(None, dtypes or None, None, is_tied)
         shapes = {fqn: spec.shape for fqn, spec in self._exported.items()}
-        return BaseMaps(dict(self.file_index_mapping), dtypes or None, shapes, is_tied)
+        float32_in = {fqn: codes for fqn in self._exported if (codes := self._float32_of(fqn))}
+        return BaseMaps(
+            dict(self.file_index_mapping), dtypes or None, shapes, is_tied, float32_in=float32_in
+        )
 
     @property
     def files(self) -> Mapping[str, bytes]:
@@ -303,13 +321,20 @@ class HFAssets:
         return tensors
 
     def _expected(self, fqn: str) -> dict[str, Any]:
-        """A tensor that an export must contain: its shape, and the declared difference from the base, if any."""
+        """A tensor that an export must contain: its shape, the declared difference from the base, if any, and the
+        dtypes of an export in which it stays float32.
+        """
         expected: dict[str, Any] = {"shape": list(self._exported[fqn].shape)}
+        if codes := self._float32_of(fqn):
+            expected["float32_in"] = sorted(codes)
         for difference, names in self._differences.items():
             if fqn in names and self._is_declared(fqn):
                 expected["declared"] = difference
                 break
         return expected
+
+    def _float32_of(self, fqn: str) -> frozenset[str]:
+        return frozenset(code for code, names in self._float32_in.items() if fqn in names)
 
     def _is_declared(self, fqn: str) -> bool:
         return any(fnmatchcase(fqn, pattern) for pattern in self._declared)

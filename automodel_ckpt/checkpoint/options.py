@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
@@ -152,6 +153,40 @@ class CheckpointOptions:
     remote: RemoteStorage | None = None
     """Where published checkpoints are uploaded in the background, and fetched from at the start; None: nowhere."""
 
+    def __post_init__(self) -> None:
+        """Read iterables once, and paths as text. Raises :class:`RecipeError` for values of other kinds."""
+        steps, names = self.keep_steps, self.allow_missing_state
+        # The class is frozen.
+        object.__setattr__(self, "keep_steps", _items("keep_steps", steps, int))
+        object.__setattr__(self, "allow_missing_state", _items("allow_missing_state", names, str))
+        for name in ("restore_from", "scratch_dir"):
+            value = getattr(self, name)
+            if isinstance(value, os.PathLike):
+                object.__setattr__(self, name, os.fsdecode(value))
+            elif value is not None and not isinstance(value, str):
+                raise _wrong_value(name, value, "use a name or a path")
+
+
+def _items(name: str, values: Any, kind: type) -> tuple[Any, ...]:
+    """Return *values* of the option *name* as a tuple. Raises :class:`RecipeError` unless all are of this *kind*."""
+    hint = f"use a list of {'whole numbers' if kind is int else 'names'}"
+    # A text is an iterable of its characters.
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise _wrong_value(name, values, hint)
+    items = tuple(values)
+    if not all(isinstance(item, kind) for item in items):
+        raise _wrong_value(name, list(items), hint)
+    return items
+
+
+def _wrong_value(name: str, value: Any, hint: str) -> RecipeError:
+    return RecipeError(
+        f"the option {name} has no such value",
+        where="CheckpointOptions",
+        value=f"{value!r:.200}",
+        hint=hint,
+    )
+
 
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "model_save_format": get_args(ModelFormat),
@@ -168,15 +203,11 @@ def _check_values(options: Options) -> None:
     for name, choices in _CHOICES.items():
         value = getattr(options, name)
         if value not in choices:
-            hint = f"use {', '.join(map(repr, choices))}"
-            what = f"the option {name} has no such value"
-            raise RecipeError(what, where="CheckpointOptions", value=repr(value), hint=hint)
+            raise _wrong_value(name, value, f"use {', '.join(map(repr, choices))}")
     for name, least in _AT_LEAST.items():
         value = getattr(options, name)
         if value is not None and not (isinstance(value, int) and value >= least):
-            hint = f"use a whole number from {least}"
-            what = f"the option {name} has no such value"
-            raise RecipeError(what, where="CheckpointOptions", value=repr(value), hint=hint)
+            raise _wrong_value(name, value, f"use a whole number from {least}")
 
 
 def validate_options(options: Options) -> None:

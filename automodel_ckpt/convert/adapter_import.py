@@ -231,6 +231,7 @@ def _read_settings(directory: Path, tensors: Mapping[str, Tensor]) -> AdapterSet
     options = read_json(directory, layout.ADAPTER_CONFIG)
     if options is None:
         raise _unusable("the adapter has no description", path, "no such file")
+    options = _with_whole_numbers(options)
     _check_options(options, path)
     targets, others = _modules_of(tensors, path)
     ranks = _numbers_of(options, "rank_pattern", targets, path)
@@ -257,6 +258,21 @@ def _read_settings(directory: Path, tensors: Mapping[str, Tensor]) -> AdapterSet
     )
 
 
+def _with_whole_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return *options* with integers for ``16.0``, as some programs write ``lora_alpha``."""
+
+    def whole(value: Any) -> Any:
+        return int(value) if type(value) is float and value.is_integer() else value
+
+    changed = dict(options)
+    for name in ("r", "lora_alpha"):
+        changed[name] = whole(options.get(name))
+    for name in ("rank_pattern", "alpha_pattern"):
+        if isinstance(patterns := options.get(name), dict):
+            changed[name] = {key: whole(value) for key, value in patterns.items()}
+    return changed
+
+
 def _numbers_of(
     options: Mapping[str, Any], option: str, targets: Sequence[str], path: Path
 ) -> dict[str, int]:
@@ -271,7 +287,7 @@ def _numbers_of(
     used: dict[str, int] = {}
     for pattern, number in patterns.items():
         if type(number) is not int or not 0 < number <= _MAX_RANK:
-            what = "an option of the adapter is not a positive number"
+            what = "an option of the adapter is not a positive whole number"
             raise _unusable(what, path, f"{option}: {pattern[:100]!r}: {number!r:.100}")
         try:
             matches = [name for name in targets if matches_layer(pattern, name)]
@@ -308,7 +324,9 @@ def _check_options(options: Mapping[str, Any], path: Path) -> None:
         value = options.get(name)
         if type(value) is not int or not 0 < value <= _MAX_RANK:
             raise _unusable(
-                "an option of the adapter is not a positive number", path, f"{name}: {value!r:.100}"
+                "an option of the adapter is not a positive whole number",
+                path,
+                f"{name}: {value!r:.100}",
             )
     dropout = options.get("lora_dropout", 0.0)
     if type(dropout) not in (int, float) or not 0 <= dropout < 1:

@@ -24,8 +24,8 @@ from automodel_ckpt.convert.import_source import ImportSource, check_not_sparse
 from automodel_ckpt.convert.model_names import (
     NameComparer,
     NameDifferences,
+    fitting_prefixes,
     has_odd_prefix,
-    possible_prefixes,
 )
 from automodel_ckpt.convert.names.conversion import check_converted
 from automodel_ckpt.convert.names_file import Renaming, rename, without_prefix
@@ -40,8 +40,6 @@ from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import counted
 
 _CONFIG = "config.json"
-# Each one is compared with the model.
-_MAX_PREFIXES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +50,16 @@ class ImportOptions:
     with other names for the tensors (``names_file.py``). *config* is the path of the Hugging Face model's config.json,
     or of its directory, by default the source; the names of Megatron, and of torchtitan's Llama, are converted to those
     of this model, and the import has its config and tokenizer. With *parameters*, the training state is imported, too.
-    It is called with the directory of config.json, and returns a function that lists the model's parameters. *adapters*
-    builds the model of an adapter, which cannot be imported without it. *compare_names* compares the names of tensors
-    with those of the model; None: they are not compared.
+    It is called with the directory of config.json, and returns a function that lists the model's parameters. *groups*
+    states which parameters each group of a numbered optimizer may have (``stated_groups.py``). *adapters* builds the
+    model of an adapter, which cannot be imported without it. *compare_names* compares the names of tensors with those
+    of the model; None: they are not compared.
     """
 
     step: int | None = None
     epoch: int | None = None
     parameters: Callable[[Path], Parameters] | None = None
+    groups: tuple[str, ...] = ()
     names: Path | None = None
     config: Path | None = None
     adapters: AdapterBuilder | None = None
@@ -145,7 +145,12 @@ def _training(
     if options.parameters is None:
         return None
     path, state = training_state_of(
-        source, weights, options.parameters, config=options.config, renaming=renaming
+        source,
+        weights,
+        options.parameters,
+        config=options.config,
+        renaming=renaming,
+        groups=options.groups,
     )
     return training_import(
         state,
@@ -182,16 +187,18 @@ def _without_prefix(
 
     None if there is no such prefix, or several, as of a model and its average.
     """
-    if not found.unknown or not found.missing or options.compare_names is None:
+    compare = options.compare_names
+    if not found.unknown or not found.missing or compare is None:
         return None
     names = [*weights.tensors, *weights.tied]
     config = source.side_files(options.config)[_CONFIG]
-    fitting: list[str] = []
-    for prefix in possible_prefixes(names, found.missing)[:_MAX_PREFIXES]:
+
+    def fits(prefix: str) -> bool:
         stripped = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        again = options.compare_names(config, stripped)
-        if again is not None and not again.unknown and not again.missing:
-            fitting.append(prefix)
+        again = compare(config, stripped)
+        return again is not None and not again.unknown and not again.missing
+
+    fitting = fitting_prefixes(names, found.missing, fits)
     return without_prefix(weights, fitting[0]) if len(fitting) == 1 else None
 
 

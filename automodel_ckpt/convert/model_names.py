@@ -10,6 +10,8 @@ from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import counted
 
 _MAX_NAMED = 3
+# Each one is compared with the model.
+_MAX_PREFIXES = 4
 # Usual names of the backbone in a model, which all tensors are in if the output layer is tied.
 _BACKBONES = ("model", "transformer")
 
@@ -57,8 +59,19 @@ The command that imports passes it: it builds the model, which needs torch and t
 """
 
 
-def possible_prefixes(names: Iterable[str], missing: Iterable[str]) -> list[str]:
-    """Return prefixes with which *names* are those of *missing* tensors of the model: attributes of a script."""
+def fitting_prefixes(
+    names: Iterable[str], missing: Iterable[str], fits: Callable[[str], bool]
+) -> list[str]:
+    """Return the prefixes without which stored *names* are those of the model: usually one, the attribute of a script.
+
+    *missing* are tensors of the model that *names* lack. *fits* compares the names that have a prefix, without it, with
+    those of the model. A model and its average (EMA) have a prefix each.
+    """
+    return [each for each in _possible_prefixes(names, missing)[:_MAX_PREFIXES] if fits(each)]
+
+
+def _possible_prefixes(names: Iterable[str], missing: Iterable[str]) -> list[str]:
+    """Return prefixes with which *names* are those of *missing* tensors of the model."""
     found: set[str] = set()
     suffixes = [f".{name}" for name in itertools.islice(missing, _MAX_NAMED)]
     for name in names:

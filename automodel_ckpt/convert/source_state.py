@@ -20,8 +20,10 @@ from automodel_ckpt.convert.names.torchtitan import (
     required_torchtitan_conversion,
 )
 from automodel_ckpt.convert.names_file import Renaming
+from automodel_ckpt.convert.sources.parameter_orders import AS_STATED
+from automodel_ckpt.convert.stated_groups import OPTION, StatedParameters
 from automodel_ckpt.convert.training_state import OptimizerState, Parameters, TrainingState
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _CONFIG = "config.json"
 
@@ -56,21 +58,29 @@ def training_state_of(
     *,
     config: Path | None,
     renaming: Renaming | None,
+    groups: tuple[str, ...] = (),
 ) -> tuple[Path, TrainingState]:
     """Return the training state of the source under the names of *weights*, and the path that has it.
 
     *parameters* is called with the directory of config.json, by default that of the source, and returns a function that
-    lists the model's parameters. *renaming* has the names that a file of the user gives.
+    lists the model's parameters. *renaming* has the names that a file of the user gives, and *groups* what the user
+    states about the groups of an optimizer that numbers its parameters.
 
-    Raises :class:`CheckpointUnusable` if there is no training state.
+    Raises :class:`CheckpointUnusable` if there is no training state, and :class:`RecipeError` if *groups* are stated
+    although the files name the parameters.
     """
     directory = config or _directory_of_config(source)
     kinds = []
     for path, known in source.states():
-        state = known.training_state(path, parameters(directory))
+        listed = parameters(directory)
+        if groups:
+            listed = StatedParameters(listed, groups)
+        state = known.training_state(path, listed)
         if state is None:
             kinds.append(known.name)
             continue
+        if groups and (state.optimizer is None or state.optimizer.names_from != AS_STATED):
+            raise _groups_without_effect(path, state)
         state = _completed(state, parse_name(source.path.name))
         state = _in_names_of(renaming.before if renaming else weights, state, directory)
         if renaming is not None:
@@ -84,6 +94,18 @@ def training_state_of(
         where=str(source.path),
         value=", ".join(kinds) or "no known format",
         hint="import the weights without --training-state",
+    )
+
+
+def _groups_without_effect(path: Path, state: TrainingState) -> RecipeError:
+    reason = "the files name the parameters of the optimizer"
+    if state.optimizer is None:
+        reason = "there is no optimizer that can be imported"
+    return RecipeError(
+        f"{OPTION} is for an optimizer that numbers its parameters",
+        where=str(path),
+        value=reason,
+        hint=f"remove {OPTION}",
     )
 
 

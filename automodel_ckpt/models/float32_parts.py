@@ -37,6 +37,18 @@ def float32_pattern(model: nn.Module, dtype: torch.dtype | None) -> re.Pattern[s
     return re.compile("|".join(f"(?:{entry.replace('*', '.*')})" for entry in sorted(entries)))
 
 
+def float32_kept(model: nn.Module) -> dict[str, frozenset[str]]:
+    """The names of the parameters and buffers that *model* keeps in float32, by the dtype code of the others."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    found: dict[str, frozenset[str]] = {}
+    for code, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
+        pattern = float32_pattern(model, dtype)
+        if pattern is not None:
+            found[code] = frozenset(name for name in names if pattern.search(name))
+    return found
+
+
 def float32_names(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
     """The names of the parameters that *model*, which may have adapters, keeps in float32 if it computes in *dtype*.
 

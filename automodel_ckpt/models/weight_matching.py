@@ -122,26 +122,7 @@ def _hint(verdict: Verdict, section: str) -> str:
         parts.append(f"{section}.allow_missing: {_patterns(missing)}")
     if unexpected:
         parts.append(f"{section}.allow_unexpected: {_patterns(unexpected)}")
-    prefixes = []
-    if section.startswith("init_from") and not verdict.matches:
-        prefixes = _prefixes(missing, unexpected)
-    if prefixes:
-        sources = " or ".join(f"[{{path: ..., strip: {prefix}}}]" for prefix in prefixes)
-        return f"all names have a prefix there; remove it with init_from: {sources}"
     return f"name the weights of this model, or, to ignore these, set {' and '.join(parts)}"
-
-
-def _prefixes(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
-    """The prefixes with which the source has all *missing* names among its *unexpected* ones, without the last dot."""
-    if not missing:
-        return []
-    present = set(unexpected)
-    found = []
-    for name in unexpected:
-        prefix = name.removesuffix(f".{missing[0]}")
-        if prefix != name and all(f"{prefix}.{each}" in present for each in missing):
-            found.append(prefix)
-    return found
 
 
 def _patterns(names: Sequence[str]) -> str:

@@ -99,6 +99,23 @@ def test_mistakes_are_errors_that_name_their_place(
         assert f"overrides['{key}']" in str(failure.value)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "text"),
+    [
+        (None, None, "neither the path of a recipe nor a mapping"),
+        (3, None, "neither the path of a recipe nor a mapping"),
+        ("model:\n  from_pretrained: x\n", None, "yaml.safe_load"),
+        (b"nowhere.yaml", None, "recipe file not found"),
+        ({}, ["optimizer.lr=1"], "overrides must be a mapping"),
+        ({}, "optimizer.lr=1", "overrides must be a mapping"),
+        ({}, {1: 2}, "overrides must be a mapping"),
+    ],
+)
+def test_arguments_of_other_kinds_are_errors(recipe: Any, overrides: Any, text: str) -> None:
+    with pytest.raises(RecipeError, match=text):
+        load_recipe(recipe, overrides)
+
+
 def test_a_loaded_recipe_takes_no_further_overrides(tmp_path: Path) -> None:
     loaded = load_recipe(RECIPE, changes(tmp_path))
     with pytest.raises(RecipeError, match="a loaded recipe takes no overrides"):

@@ -294,7 +294,7 @@ CASES: dict[Callable[[Case], None], tuple[int | None, str]] = {
     the_files_of_the_base: (1, "a file is missing"),
     a_model_with_partial_sums: (
         None,
-        "recipe attribute 'model', weight; the placement Partial(sum): no rank",
+        "state 'model', weight; the placement Partial(sum): no rank",
     ),
     an_optimizer_with_partial_sums: (
         None,

@@ -456,6 +456,24 @@ def test_a_run_continues_exactly_and_its_export_has_the_types_of_the_base(
     read = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16)
     assert read.get_parameter(ROUTER).dtype == torch.float32
     assert torch.equal(after[ROUTER], before[ROUTER]) == adapters
+    if not adapters:
+        check_casts(tmp_path / "whole", after)
+
+
+def check_casts(run: Path, expected: dict[str, torch.Tensor]) -> None:
+    """An export in 16 bits keeps in float32 what transformers does, bit for bit; others are cast."""
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        output = run.with_name(name)
+        command = ["consolidate", str(run / "LATEST"), "--cast-dtype", name]
+        assert main([*command, "--output", str(output)]) == 0
+        (file,) = output.glob("*.safetensors")
+        cast = load_file(file)
+        kept = {key for key, value in cast.items() if value.dtype == torch.float32}
+        assert ROUTER in kept and len(kept) < len(cast)
+        for key, value in cast.items():
+            assert torch.equal(value, expected[key].to(torch.float32 if key in kept else dtype))
+        read = AutoModelForCausalLM.from_pretrained(output, dtype=dtype)
+        assert torch.equal(read.get_parameter(ROUTER), expected[ROUTER])
 
 
 def mixture(directory: Path) -> None:

@@ -140,7 +140,7 @@ CHECKPOINT_ORDER = (
     {"manifest_consistency"},
     {"manifest"},
     {"commit", "merkle", "export_leftovers", "export_manifest", "verify"},
-    {"options", "arguments"},
+    {"options", "arguments", "library_terms"},
     {"run"},
     {"remote"},
     {"memory"},

@@ -258,12 +258,16 @@ def _some(names: Sequence[str], limit: int = 5) -> str:
 
 
 def _dtype(fqn: str, tensor: Tensor, maps: BaseMaps, cast_dtype: str | None) -> str:
-    """Return the dtype of an exported tensor. Only ordinary floats are cast, and only to ordinary floats."""
+    """Return the dtype of an exported tensor. Only ordinary floats are cast, and only to ordinary floats.
+
+    Tensors that the model keeps in float32 beside others of the dtype *cast_dtype* stay so.
+    """
     original = (maps.dtype or {}).get(fqn, tensor.dtype)
     if tensor.dtype not in ORDINARY_FLOATS:
         return tensor.dtype
     if cast_dtype is not None:
-        return cast_dtype
+        is_kept = cast_dtype in maps.float32_in.get(fqn, ()) and tensor.dtype in ("F32", "F64")
+        return "F32" if is_kept else cast_dtype
     if original in ORDINARY_FLOATS:
         return original
     return tensor.dtype

@@ -48,6 +48,10 @@ class Header:
     data_start: int = 0
 
 
+_LFS_POINTER = b"version "
+"""What a small text file begins with that a clone of a repository has if Git LFS is not installed."""
+
+
 class _Fault(Exception):
     """What is wrong with a header; :func:`read_header` adds the file."""
 
@@ -136,6 +140,8 @@ def _header_length(prefix: bytes, file_bytes: int) -> int:
     if len(prefix) < _LENGTH_BYTES:
         raise _Fault(f"it has {file_bytes} bytes, too few for a header")
     length = int.from_bytes(prefix, "little")
+    if prefix == _LFS_POINTER:
+        raise _Fault("it is a pointer of Git LFS: `git lfs pull` downloads the file itself")
     if length > MAX_HEADER_BYTES:
         raise _Fault(f"its header has {length} bytes, the format allows {MAX_HEADER_BYTES}")
     if _LENGTH_BYTES + length > file_bytes:

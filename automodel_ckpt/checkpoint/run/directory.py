@@ -6,6 +6,7 @@ Only rank 0 uses it. No collective is called.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import threading
@@ -18,6 +19,7 @@ from automodel_ckpt.checkpoint.export_leftovers import clear_checkpoint
 from automodel_ckpt.checkpoint.failures import NEXT_SAVE
 from automodel_ckpt.checkpoint.run import late_validations, links, resume
 from automodel_ckpt.checkpoint.run.lease import RUN_HINT, Lease
+from automodel_ckpt.checkpoint.run.lock_file import HeldByThisProcess
 from automodel_ckpt.checkpoint.run.writable import check_links, check_outside_checkpoints
 from automodel_ckpt.errors import os_problem
 
@@ -31,6 +33,8 @@ class RunDirectory:
 
     def __init__(self, path: Path, keep: policy.KeepPolicy, metric_key: str) -> None:
         self.path = path
+        # The program may change its working directory later.
+        self._root = path.absolute()
         self._keep = keep
         self._metric_key = metric_key
         self._lease: Lease | None = None
@@ -50,7 +54,7 @@ class RunDirectory:
     @property
     def root(self) -> Path:
         """The absolute path of the run directory."""
-        return self.path.absolute()
+        return self._root
 
     def display_path(self, checkpoint: Path) -> Path:
         """Return a checkpoint's path relative to the run directory as the user wrote it."""
@@ -79,11 +83,19 @@ class RunDirectory:
         if not self.root.is_dir():
             commit.make_run_directory(self.root)
             self._was_created = True
-        self._lease = Lease(self.root, hint=hint)
+        self._lease = self._acquired(hint)
         before = self._lease.taken_over
         if before is not None and not before.is_of_this_launch():
             message = "taking over %s from process %d on %s, which did not release it"
             log.info(message, self.path, before.pid, before.host)
+
+    def _acquired(self, hint: str) -> Lease:
+        try:
+            return Lease(self.root, hint=hint)
+        except HeldByThisProcess:
+            # By an object that nothing refers to any more: its finalizer releases the directory.
+            gc.collect()
+            return Lease(self.root, hint=hint)
 
     @property
     def is_lost(self) -> bool:

@@ -111,10 +111,18 @@ class Lease:
         return self._loss is not None
 
     def check(self) -> None:
-        """Check that the lock file contains the token of this run.
+        """Check that the lock file contains the token of this run, and that this is the process that has the lease.
 
         Raises :class:`LeaseLost` if it does not, and in all later calls. Raises OSError if it cannot be read.
         """
+        if os.getpid() != self._process:
+            # The child of a fork has a copy of this object, and the parent still writes.
+            raise LeaseLost(
+                "this process was forked from that of the run, which alone may write in its directory",
+                where=str(self._path.parent),
+                value=f"process {os.getpid()}, a child of {self._process}",
+                hint="save in the process that created the Checkpointer",
+            )
         with self._file_guard:
             os.close(self._open_own(os.O_RDONLY))
 

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import socket
 import stat
 import time
 from dataclasses import asdict, dataclass
@@ -77,6 +78,11 @@ class Holder:
         if self.boot_id != kernel_boot_id():
             return False
         return (self.device, self.file_system_id) == file_system_identity(descriptor)
+
+    def is_this_process(self) -> bool:
+        """Whether this process is the owner."""
+        here = (os.getpid(), kernel_boot_id() or socket.gethostname(), pid_namespace())
+        return (self.pid, self.boot_id, self.pid_namespace) == here
 
     def is_of_this_launch(self) -> bool:
         """Whether this process is a restart of the holder, by the same launcher or the same run of several nodes."""
@@ -184,8 +190,19 @@ def reject_special_file(path: Path) -> None:
             )
 
 
+class HeldByThisProcess(RecipeError):
+    """Another object of this process holds the directory."""
+
+
 def rejection(path: Path, holder: Holder | None, hint: str) -> RecipeError:
-    """The error of a process that finds another live one in the directory of the lock file *path*."""
+    """The error of a process that finds another live one, or itself, in the directory of the lock file *path*."""
+    if holder is not None and holder.is_this_process():
+        return HeldByThisProcess(
+            "this process uses this directory already, in another run or Checkpointer",
+            where=str(path.parent),
+            value=_described(holder),
+            hint=f"close() the other one, or, if it is lost (in a notebook), restart the process; {hint}",
+        )
     return RecipeError(
         "another process is using this directory",
         where=str(path.parent),

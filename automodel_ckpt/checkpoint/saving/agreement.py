@@ -69,7 +69,7 @@ def replicated_digests(plan: TreePlan, *, compares_buffers: bool) -> dict[str, s
         if compares_buffers and plan.kinds.get(name) == BUFFERS:
             is_compared = True
         if is_compared and whole is not None:
-            found[name] = check_safe(name, whole)
+            found[name] = check_safe(plan.name, {name: whole})
     return found
 
 
@@ -80,7 +80,8 @@ def present_digests(
     found: dict[str, dict[str, str]] = {}
     for tree, names in compared.items():
         values = trees.get(tree, {})
-        found[tree] = {name: check_safe(name, _whole(values[name])) for name in names}
+        digests = {name: check_safe(tree, {name: _whole(values[name])}) for name in names}
+        found[tree] = digests
     return found
 
 

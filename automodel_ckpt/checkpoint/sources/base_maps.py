@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class BaseMaps:
     shape: Mapping[str, tuple[int, ...]] | None = None
     tie_word_embeddings: bool = False
     is_adapter: bool = False
+    float32_in: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """The dtypes (safetensors codes) to which an export does not cast a tensor: the model keeps it in float32."""
 
     @property
     def names(self) -> frozenset[str] | None:
@@ -81,14 +83,17 @@ def read_maps(directory: Path | None) -> BaseMaps:
     if dtype_names is not None:
         dtypes = {fqn: dtype_code(str(name)) for fqn, name in dtype_names.items()}
     shapes = None
+    float32_in: dict[str, frozenset[str]] = {}
     if expected is not None:
         shapes = _shapes(expected, directory / EXPECTED_TENSORS)
+        float32_in = _float32_in(expected, directory / EXPECTED_TENSORS)
     return BaseMaps(
         file_index,
         dtypes,
         shapes,
         bool(config.get("tie_word_embeddings", False)),
         is_adapter=(directory / layout.ADAPTER_CONFIG).is_file(),
+        float32_in=float32_in,
     )
 
 
@@ -127,3 +132,14 @@ def _shapes(raw: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
             raise unusable(f"this map gives no shape for {fqn!r}", path, repr(entry)[:200])
         shapes[fqn] = shape
     return shapes
+
+
+def _float32_in(raw: Mapping[str, Any], path: Path) -> dict[str, frozenset[str]]:
+    found: dict[str, frozenset[str]] = {}
+    for fqn, entry in raw.items():
+        codes = entry.get("float32_in", [])
+        if not isinstance(codes, list) or not all(isinstance(code, str) for code in codes):
+            raise unusable(f"this map is damaged for {fqn!r}", path, repr(entry)[:200])
+        if codes:
+            found[fqn] = frozenset(codes)
+    return found

@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.formats.description import local_tensor
+from automodel_ckpt.checkpoint.formats.planning import DTYPES
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.module_tensors import (
@@ -24,9 +26,11 @@ from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.module_loading import set_module_state
 from automodel_ckpt.checkpoint.state.quantized_tensors import QuantizedTensor, dequantized_rows
 from automodel_ckpt.checkpoint.state.stored_rows import read_rows
+from automodel_ckpt.errors import CheckpointUnusable
 
 NewRows = Literal["mean", "init"]
 _BLOCK_BYTES = 16 << 20
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +76,11 @@ def fill_module(
     parameter's dtype. The common rows of a resized tensor are read. With *new_rows* ``mean``, its other rows become the
     mean of all stored rows; with ``init``, they are unchanged. Tensors that only other ranks have are skipped; no
     collective.
-    Raises :class:`CheckpointUnusable` naming the file.
+    Raises :class:`CheckpointUnusable` naming the file, and for values that are no ordinary floats in the place of
+    floats, before any tensor is read.
     """
     state, tied = module_state(module, layout)
+    _check_types(state, fillings)
     sources = {id(filling.source): filling.source for filling in fillings.values()}
     for source in sources.values():
         # All tensors of one source are read together, so that each of its files is opened once.
@@ -94,6 +100,29 @@ def fill_module(
                 targets[fqn] = state[fqn]
         read_tree(source.root, Tree("", unresized, {}), targets)
     set_module_state(module, state, tied, strict=True, layout=layout)
+
+
+def _check_types(state: Mapping[str, Any], fillings: Mapping[str, Filling]) -> None:
+    """Raise :class:`CheckpointUnusable` for integers and other quantized values that would become weights unscaled."""
+    faults: list[str] = []
+    path = None
+    for fqn, filling in fillings.items():
+        if filling.quantized is not None or fqn not in state:
+            continue
+        target, stored = state[fqn].dtype, filling.source.tensors[filling.name]
+        is_float = target.is_floating_point or target.is_complex
+        if not is_float or stored.dtype in ORDINARY_FLOATS or DTYPES.get(stored.dtype) == target:
+            continue
+        faults.append(f"{filling.name}: {stored.dtype}, here {str(target).removeprefix('torch.')}")
+        path = path or filling.source.root
+    if faults:
+        more = f"\n    and {len(faults) - _MAX_NAMED} more" if len(faults) > _MAX_NAMED else ""
+        raise CheckpointUnusable(
+            "these values are not weights as they are: they are quantized, or of another kind",
+            where=str(path),
+            value="\n    " + "\n    ".join(faults[:_MAX_NAMED]) + more,
+            hint="use weights in float32, bfloat16 or float16; dequantize these with the program that quantized them",
+        )
 
 
 def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: NewRows) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.module_tensors import has_plain_names, unwrap, without_memory
 from automodel_ckpt.checkpoint.state.optimizer_state import FORMS, forms_of
 from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger("automodel_ckpt")
 
 Groups = list[dict[str, torch.Tensor]]
 """For each of an optimizer's parameter groups, {FQN: a tensor without memory} of what it trains."""
@@ -148,8 +151,13 @@ def optimizer_tree(
     for other in items:
         if other.owner == item.name:
             tree[other.name] = (other.value.state_dict(),)
-    with _state_creation(item) if create else _no_state_creation(item.value):
-        state = owners.optimizer_state(item)
+    state = None
+    if create:
+        with _state_creation(item):
+            state = owners.optimizer_state(item)
+    if state is None:
+        with _no_state_creation(item.value):
+            state = owners.optimizer_state(item)
     forms = {} if create else forms_of(state)
     if forms:
         state[FORMS] = (forms,)
@@ -178,7 +186,8 @@ def _state_creation(item: Item) -> Iterator[None]:
 
     It creates state for all parameters or for none, and for none where one has a gradient. A gradient would belong to
     weights other than those that are read. It creates state by a step with a closure, which not every optimizer
-    accepts. Raises :class:`RecipeError` where the step fails.
+    accepts. A step that fails (those of LBFGS and SparseAdam do: one needs losses, the other sparse gradients) ends the
+    block, and leaves the optimizer without state.
     """
     optimizer = item.value
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -187,6 +196,7 @@ def _state_creation(item: Item) -> Iterator[None]:
         optimizer.state.clear()
         for parameter in trained:
             parameter.grad = None
+    rates = [{"lr": group["lr"]} if "lr" in group else {} for group in optimizer.param_groups]
     step = optimizer.step
     # LR schedulers replace step on the instance; what they have set must be restored.
     instance_step = vars(optimizer).get("step")
@@ -199,13 +209,13 @@ def _state_creation(item: Item) -> Iterator[None]:
     except RecipeError:
         raise
     except Exception as error:
-        raise RecipeError(
-            "the optimizer cannot create its state: its step() failed with zero gradients",
-            where=f"recipe attribute {item.name!r}",
-            value=repr(error),
-            hint="change step() so that it works with zero gradients: "
-            "a resume reads the saved state into what it creates",
-        ) from error
+        log.debug("%s has no state before the load: %r", item.name, error)
+        optimizer.state.clear()
+        # PyTorch has set both before the step.
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group.update(rate)
+        for parameter in trained:
+            parameter.grad = None
     finally:
         vars(optimizer).pop("step", None)
         if instance_step is not None:

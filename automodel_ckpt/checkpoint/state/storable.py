@@ -144,6 +144,8 @@ class _Walk:
         elif (kind is np.ndarray or isinstance(value, np.generic)) and has_counterpart(value.dtype):
             self.digest.update(f"{value.dtype}{value.shape}".encode())
             self.digest.update(value.tobytes())
+        elif isinstance(value, np.ndarray | np.generic):
+            self.unsafe.append((key, f"{_name(kind)} of the type {value.dtype}"))
         else:
             self.unsafe.append((key, _name(kind)))
 

@@ -332,6 +332,8 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
     num_matches = len(match.matches)
     num_tensors = num_matches + len(match.new)
     matches = f"{num_matches} of {num_tensors} tensors match (names and shapes compared)"
+    if start.found_prefix:
+        matches += f", without the prefix {start.found_prefix}"
     yield "init_from", f"{start.paths}: {matches}"
     differences = match.lines(allowed=True)
     for line in differences[:_MAX_LINES]:

@@ -27,7 +27,7 @@ from automodel_ckpt.convert.sources.torch_files import (
     read_archive,
     tensor_of_view,
 )
-from automodel_ckpt.convert.sources.torch_objects import Opaque, StoredView, views_in
+from automodel_ckpt.convert.sources.torch_objects import Opaque, StoredView, has_tensor
 from automodel_ckpt.convert.training_state import OptimizerState, Parameters
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import counted
@@ -212,7 +212,7 @@ class StateFile:
         for key, item in mapping.items():
             if isinstance(item, StoredView):
                 yield self.checked_name(key), item
-            elif any(True for _ in views_in(item)):
+            elif has_tensor(item):
                 kind = item.kind if isinstance(item, Opaque) else type(item).__name__
                 what = "a tensor of the model is of a class that is not read"
                 raise unusable(what, self.path, f"{key!r:.200}: {kind}")

@@ -2,7 +2,8 @@
 
 The optimizer's groups are known as lists of shapes, without names. The search assumes that each group lists its
 parameters in the order of ``named_parameters()``; which group a parameter is in, and which parameters are in none
-because they were frozen, is unknown. :func:`divide` returns a division only if no other one fits.
+because they were frozen, is unknown, unless the user states it. :func:`divide` returns a division only if no other one
+fits.
 
 It visits the model's parameters in order, and keeps for every point the set of states that can be reached: how many
 members of each group have been found. A state that can be reached in two ways has two divisions.
@@ -10,7 +11,7 @@ members of each group have been found. A state that can be reached in two ways h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,29 +44,51 @@ class Division:
         return self.choice is not None or self.equal_groups is not None or self.is_too_large
 
 
-def divide(groups: Sequence[Sequence[Shape | None]], model: Sequence[Shape]) -> Division:
-    """Divide the parameters of a model with the shapes *model* into *groups*; a shape of None fits any parameter."""
+def divide(
+    groups: Sequence[Sequence[Shape | None]],
+    model: Sequence[Shape],
+    allowed: Sequence[Collection[int]] | None = None,
+) -> Division:
+    """Divide the parameters of a model with the shapes *model* into *groups*; a shape of None fits any parameter.
+
+    *allowed* has, for each group, the positions in the model that its parameters can have; by default all.
+    """
     num_members = sum(len(group) for group in groups)
-    windows = [_windows(group, model) for group in groups]
+    # For each group, the shapes of the parameters that it can have, and None in the places of others.
+    available: list[Sequence[Shape | None]] = [model] * len(groups)
+    if allowed is not None:
+        available = [only_allowed(model, positions) for positions in allowed]
+    windows = [_windows(*pair) for pair in zip(groups, available, strict=True)]
     if num_members > len(model) or None in windows:
         return Division()
-    if (pair := _equal_groups(groups)) is not None:
+    if (pair := _equal_groups(groups, available)) is not None:
         return Division(equal_groups=pair)
     found = [each for each in windows if each is not None]
-    if _are_independent(groups):
+    if _are_independent(groups, available):
         return _from_windows(found)
-    return _Search(groups, model, found).result()
+    return _Search(groups, available, found).result()
 
 
-def _are_independent(groups: Sequence[Sequence[Shape | None]]) -> bool:
+def only_allowed(model: Sequence[Shape], allowed: Collection[int]) -> list[Shape | None]:
+    """Return the shapes of *model* at the positions *allowed*, and None at others."""
+    return [shape if position in allowed else None for position, shape in enumerate(model)]
+
+
+def _are_independent(
+    groups: Sequence[Sequence[Shape | None]], available: Sequence[Sequence[Shape | None]]
+) -> bool:
     """Whether no parameter fits members of two groups."""
-    seen: set[Shape | None] = set()
-    num_shapes = 0
-    filled = [set(group) for group in groups if group]
-    for shapes in filled:
-        num_shapes += len(shapes)
-        seen |= shapes
-    return len(filled) == 1 or (None not in seen and num_shapes == len(seen))
+    taken: set[int] = set()
+    for group, shapes in zip(groups, available, strict=True):
+        wanted = set(group)
+        fitting: set[int] = set()
+        for position, shape in enumerate(shapes):
+            if shape is not None and (shape in wanted or None in wanted):
+                fitting.add(position)
+        if taken & fitting:
+            return False
+        taken |= fitting
+    return True
 
 
 def _from_windows(windows: Sequence[Sequence[range]]) -> Division:
@@ -77,37 +100,48 @@ def _from_windows(windows: Sequence[Sequence[range]]) -> Division:
     return Division(tuple(tuple(window[0] for window in members) for members in windows))
 
 
-def _equal_groups(groups: Sequence[Sequence[Shape | None]]) -> tuple[int, int] | None:
+def _equal_groups(
+    groups: Sequence[Sequence[Shape | None]], available: Sequence[Sequence[Shape | None]]
+) -> tuple[int, int] | None:
     """Return the numbers of two groups with the same shapes: whatever fits one of them fits the other one."""
-    seen: dict[tuple[Shape | None, ...], int] = {}
-    for number, group in enumerate(groups):
+    seen: dict[tuple[tuple[Shape | None, ...], tuple[Shape | None, ...]], int] = {}
+    for number, (group, shapes) in enumerate(zip(groups, available, strict=True)):
         if group:
-            first = seen.setdefault(tuple(group), number)
+            first = seen.setdefault((tuple(group), tuple(shapes)), number)
             if first != number:
                 return first, number
     return None
 
 
-def _windows(group: Sequence[Shape | None], model: Sequence[Shape]) -> list[range] | None:
+def _windows(
+    group: Sequence[Shape | None], available: Sequence[Shape | None]
+) -> list[range] | None:
     """Return the positions that each member of a group can have if there were no other groups; None if it has none."""
-    first = first_positions(group, model)
+    first = first_positions(group, available)
     if first is None:
         return None
-    last = last_positions(group, model)
+    last = last_positions(group, available)
     return [range(begin, end + 1) for begin, end in zip(first, last, strict=True)]
 
 
-def first_positions(wanted: Sequence[Shape | None], available: Sequence[Shape]) -> list[int] | None:
+def fits(wanted: Shape | None, available: Shape | None) -> bool:
+    """Whether a member with the shape *wanted* (None: any) can be the parameter *available* (None: none)."""
+    return available is not None and wanted in (None, available)
+
+
+def first_positions(
+    wanted: Sequence[Shape | None], available: Sequence[Shape | None]
+) -> list[int] | None:
     """Return the first possible position of each of the *wanted* shapes, in order; None if they do not fit.
 
-    They are a subsequence of those that are *available*, because frozen parameters have no number.
+    They are a subsequence of those that are *available*, because frozen parameters have no number. None among those is
+    the place of a parameter that cannot be a member.
     """
     positions: list[int] = []
     position = 0
     for shape in wanted:
-        if shape is not None:
-            while position < len(available) and available[position] != shape:
-                position += 1
+        while position < len(available) and not fits(shape, available[position]):
+            position += 1
         if position == len(available):
             return None
         positions.append(position)
@@ -115,7 +149,7 @@ def first_positions(wanted: Sequence[Shape | None], available: Sequence[Shape]) 
     return positions
 
 
-def last_positions(wanted: Sequence[Shape | None], available: Sequence[Shape]) -> list[int]:
+def last_positions(wanted: Sequence[Shape | None], available: Sequence[Shape | None]) -> list[int]:
     """Return the last possible position of each of the *wanted* shapes, which fit.
 
     Where it equals the first possible position of all of them, there is only one way to assign them.
@@ -131,11 +165,12 @@ class _Search:
     def __init__(
         self,
         groups: Sequence[Sequence[Shape | None]],
-        model: Sequence[Shape],
+        available: Sequence[Sequence[Shape | None]],
         windows: Sequence[Sequence[range]],
     ) -> None:
-        self._groups, self._model, self._windows = groups, model, windows
-        self._num_frozen = len(model) - sum(len(group) for group in groups)
+        self._groups, self._available, self._windows = groups, available, windows
+        self._num_parameters = len(available[0])
+        self._num_frozen = self._num_parameters - sum(len(group) for group in groups)
         # For each parameter, the states after it with the one or two states that lead to each.
         self._steps: list[dict[_State, list[_State]]] = []
 
@@ -143,8 +178,8 @@ class _Search:
         start = tuple(0 for _ in self._groups)
         reached = [start]
         num_states = 0
-        max_states = max(_MAX_STATES, _STATES_PER_PARAMETER * len(self._model))
-        for position in range(len(self._model)):
+        max_states = max(_MAX_STATES, _STATES_PER_PARAMETER * self._num_parameters)
+        for position in range(self._num_parameters):
             step: dict[_State, list[_State]] = {}
             for state in reached:
                 for following in self._following(state, position):
@@ -182,7 +217,7 @@ class _Search:
                 continue
             if found == len(self._groups[group]) or position not in self._windows[group][found]:
                 continue
-            if self._groups[group][found] in (None, self._model[position]):
+            if fits(self._groups[group][found], self._available[group][position]):
                 yield (*state[:group], found + 1, *state[group + 1 :])
 
     def _paths(self, end: _State) -> tuple[list[_State], list[_State] | None]:
@@ -199,8 +234,8 @@ class _Search:
         else:
             return first[::-1], None
         # From there on, another way.
-        second.append(self._steps[len(self._model) - len(second)][second[-1]][1])
-        for step in reversed(self._steps[: len(self._model) + 1 - len(second)]):
+        second.append(self._steps[self._num_parameters - len(second)][second[-1]][1])
+        for step in reversed(self._steps[: self._num_parameters + 1 - len(second)]):
             second.append(step[second[-1]][0])
         return first[::-1], second[::-1]
 

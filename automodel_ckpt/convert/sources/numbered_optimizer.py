@@ -25,6 +25,7 @@ from automodel_ckpt.convert.sources.nested_state import without_wrappers
 from automodel_ckpt.convert.sources.parameter_orders import Key, NumberedGroups, fitting_names
 from automodel_ckpt.convert.sources.torch_files import check_view, faults_of, tensor_of_view
 from automodel_ckpt.convert.sources.torch_objects import Archive, StoredView
+from automodel_ckpt.convert.stated_groups import StatedGroup, groups_of
 from automodel_ckpt.convert.training_state import (
     ModelParameter,
     OptimizerState,
@@ -61,15 +62,18 @@ def optimizer_state(
     """Return the state of an optimizer under the names of its parameters.
 
     *state_dict* is a value in *archive*, the description of the file ``root / file``: the optimizer's state dict.
-    *parameters* returns the model's parameters; it is called once. *rename* converts names that the file states to
-    those of the model; by default, the prefixes of DDP, torch.compile and FSDP are removed. *by_trainer*: the file is
-    one of transformers' Trainer, which has a rule for its groups.
+    *parameters* returns the model's parameters; it is called once. It may have the groups that the user states
+    (``stated_groups.py``). *rename* converts names that the file states to those of the model; by default, the prefixes
+    of DDP, torch.compile and FSDP are removed. *by_trainer*: the file is one of transformers' Trainer, which has a rule
+    for its groups.
 
-    Raises :class:`CheckpointUnusable` if the names cannot be determined.
+    Raises :class:`CheckpointUnusable` if the names cannot be determined, and :class:`RecipeError` for a stated group
+    without a parameter.
     """
     path = root / file
     # Not in the block below, which reports any exception as damage of the file.
     model = parameters()
+    stated = groups_of(parameters, model)
     with faults_of(path):
         reader = _Reader(archive, path, file)
         try:
@@ -79,6 +83,7 @@ def optimizer_state(
                 model,
                 root,
                 rename or without_wrappers,
+                stated=stated,
                 by_trainer=by_trainer,
             )
         finally:
@@ -92,6 +97,7 @@ def _read(
     root: Path,
     rename: Callable[[str], str],
     *,
+    stated: Sequence[StatedGroup],
     by_trainer: bool,
 ) -> OptimizerState:
     entries, groups = _validated(state_dict, reader.path)
@@ -104,7 +110,7 @@ def _read(
     if names is None:
         plain = [reader.options(group) for group in groups]
         numbered = NumberedGroups(keys, shapes, plain, reader.path)
-        names, names_from = fitting_names(numbered, model, by_trainer=by_trainer)
+        names, names_from = fitting_names(numbered, model, stated, by_trainer=by_trainer)
     else:
         names = _without_prefix(names, frozenset(parameter.name for parameter in model))
     _check_stated(names, shapes, model, reader.path)

@@ -5,7 +5,7 @@ in the order of ``named_parameters()``: this is the order of ``AdamW(model.param
 that puts the parameters into groups (weight decay, learning rates by layer or by part of the model, LoRA+).
 :func:`fitting_names` returns names only if a single division of the model's parameters into groups fits all shapes
 (``group_division.py``). Otherwise it rejects the state, because moments of other parameters would damage the training
-without an error.
+without an error. The user can state which parameters each group may have (``convert/stated_groups.py``).
 
 The Trainer of transformers has a rule of two groups: first the parameters with weight decay, then those without (5.23,
 ``Trainer.create_optimizer``). In its checkpoints, this division is used if several fit, and if the groups differ in
@@ -24,8 +24,11 @@ from automodel_ckpt.convert.sources.group_division import (
     Shape,
     divide,
     first_positions,
+    fits,
     last_positions,
+    only_allowed,
 )
+from automodel_ckpt.convert.stated_groups import OPTION, StatedGroup
 from automodel_ckpt.convert.training_state import ModelParameter
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import counted
@@ -36,12 +39,24 @@ Key = int | str
 IN_ORDER = "by shape, in the order of named_parameters()"
 IN_GROUPS = "by shape, each group in the order of named_parameters()"
 BY_TRAINER = "by the Trainer's groups: first the parameters with weight decay"
+AS_STATED = f"as {OPTION} states, each group in the order of named_parameters()"
 _DECAY = "weight_decay"
 _MAX_NAMED = 8
+_MAX_GROUPS = 40
 _WITH_PARAMETERS = ("params", "param_names")
+_SHOWN_OPTIONS = ("lr", "initial_lr", _DECAY)
 _HINT = (
-    "give each of its param_groups the names of its parameters as a list 'param_names', which torch saves if the "
-    "optimizer gets named_parameters(), or import the weights without --training-state"
+    f"state the parameters of each group with {OPTION} (docs/guides/migrate.md, Numbered parameters); or give each of "
+    "the file's param_groups the names of its parameters as a list 'param_names', which torch saves if the optimizer "
+    "gets named_parameters(); or import the weights without --training-state"
+)
+_NARROWER_HINT = (
+    f"state the groups with globs that match fewer parameters: leave out frozen ones, and in each {OPTION} those of "
+    "other groups"
+)
+_STATED_HINT = (
+    f"give one {OPTION} for each group, in the order of the optimizer's param_groups, with globs that match its "
+    "parameters"
 )
 
 
@@ -79,13 +94,20 @@ class NumberedGroups:
 
 
 def fitting_names(
-    numbered: NumberedGroups, model: Sequence[ModelParameter], *, by_trainer: bool = False
+    numbered: NumberedGroups,
+    model: Sequence[ModelParameter],
+    stated: Sequence[StatedGroup] = (),
+    *,
+    by_trainer: bool = False,
 ) -> tuple[dict[Key, str], str]:
     """Return the names of the parameters by their numbers, and how they were found, in words.
 
-    *model* are the parameters of the model in its order. *by_trainer*: the file is one of transformers' Trainer. Raises
-    :class:`CheckpointUnusable` if the names do not follow from the shapes.
+    *model* are the parameters of the model in its order, and *stated* the groups that the user states. *by_trainer*:
+    the file is one of transformers' Trainer. Raises :class:`CheckpointUnusable` if the names do not follow from the
+    shapes and from what is stated.
     """
+    if stated:
+        return _stated_names(numbered, model, stated), AS_STATED
     groups = numbered.filled
     has_moments = any(shape is not None for shape in numbered.shapes.values())
     if not has_moments and numbered.have_equal_options:
@@ -94,16 +116,98 @@ def fitting_names(
     shapes = [[numbered.shapes[key] for key in group] for group in groups]
     division = divide(shapes, [parameter.shape for parameter in model])
     if division.positions is not None:
-        names: dict[Key, str] = {}
-        for group, positions in zip(groups, division.positions, strict=True):
-            for key, position in zip(group, positions, strict=True):
-                names[key] = model[position].name
+        names = _names_at(groups, division.positions, model)
         return names, IN_ORDER if len(groups) == 1 else IN_GROUPS
     if division.is_ambiguous and by_trainer and numbered.differ_in_decay:
         found = _names_by_rule(numbered, _by_decay(model))
         if found is not None:
             return found, BY_TRAINER
     raise _failure(numbered, groups, division, model)
+
+
+def _stated_names(
+    numbered: NumberedGroups, model: Sequence[ModelParameter], stated: Sequence[StatedGroup]
+) -> dict[Key, str]:
+    """Return the names in the groups that the user states. Raises :class:`CheckpointUnusable` if they do not fit."""
+    if len(stated) == len(numbered.keys):
+        # Also for groups that are empty in the file, as those of the decay of a part that has only matrices.
+        stated = [group for group, keys in zip(stated, numbered.keys, strict=True) if keys]
+    groups = numbered.filled
+    if len(stated) != len(groups):
+        raise _wrong_statement(numbered, f"{counted(len(stated), 'group')} stated")
+    shapes = [[numbered.shapes[key] for key in group] for group in groups]
+    available = [parameter.shape for parameter in model]
+    division = divide(shapes, available, [group.positions for group in stated])
+    if division.positions is not None:
+        return _names_at(groups, division.positions, model)
+    if division.is_ambiguous:
+        raise _failure(numbered, groups, division, model, hint=_NARROWER_HINT)
+    for keys, wanted, group in zip(groups, shapes, stated, strict=True):
+        found = _first_fault(keys, wanted, only_allowed(available, group.positions), model)
+        if found:
+            raise _wrong_statement(numbered, f"{OPTION} {group.text!r:.200}: {found}")
+    raise _wrong_statement(numbered, "each group fits alone, but two of them need a parameter")
+
+
+def _first_fault(
+    keys: Sequence[Key],
+    wanted: Sequence[Shape | None],
+    available: Sequence[Shape | None],
+    model: Sequence[ModelParameter],
+) -> str:
+    """Describe why a group does not fit the parameters that are *available*; empty if it fits."""
+    matched = [model[at].name for at, shape in enumerate(available) if shape is not None]
+    sizes = f"it matches {counted(len(matched), 'parameter')}, {matched[0]} to {matched[-1]}"
+    if len(keys) > len(matched):
+        return f"{sizes}; the group has {len(keys)}"
+    position = 0
+    for key, shape in zip(keys, wanted, strict=True):
+        start = position
+        while position < len(available) and not fits(shape, available[position]):
+            position += 1
+        if position == len(available):
+            following = [at for at in range(start, len(available)) if available[at] is not None]
+            found = "none is left"
+            if following:
+                found = f"the next is {model[following[0]].name} {list(model[following[0]].shape)}"
+            needed = "any shape" if shape is None else f"the shape {list(shape)}"
+            return f"{sizes}; {key} needs one with {needed}, and {found}"
+        position += 1
+    return ""
+
+
+def _wrong_statement(numbered: NumberedGroups, value: str) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        f"the groups that {OPTION} states do not fit the optimizer's state",
+        where=str(numbered.path),
+        value=f"{value}{_listed(numbered)}",
+        hint=_STATED_HINT,
+    )
+
+
+def _listed(numbered: NumberedGroups) -> str:
+    """Describe each group in a line."""
+    lines = ["; the groups of the optimizer:"]
+    for number, (keys, options) in enumerate(zip(numbered.keys, numbered.options, strict=True)):
+        if number == _MAX_GROUPS:
+            lines.append(f"{len(numbered.keys) - number} more")
+            break
+        described = [counted(len(keys), "parameter")]
+        described += [f"{name} {options[name]!r:.40}" for name in _SHOWN_OPTIONS if name in options]
+        lines.append(f"{number}: {', '.join(described)}")
+    return "\n    ".join(lines)
+
+
+def _names_at(
+    groups: Sequence[Sequence[Key]],
+    positions: Sequence[Sequence[int]],
+    model: Sequence[ModelParameter],
+) -> dict[Key, str]:
+    names: dict[Key, str] = {}
+    for group, places in zip(groups, positions, strict=True):
+        for key, position in zip(group, places, strict=True):
+            names[key] = model[position].name
+    return names
 
 
 def _without(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -140,6 +244,8 @@ def _failure(
     groups: Sequence[Sequence[Key]],
     division: Division,
     model: Sequence[ModelParameter],
+    *,
+    hint: str = _HINT,
 ) -> CheckpointUnusable:
     if not division.is_ambiguous:
         return _not_fitting(numbered, model)
@@ -162,8 +268,8 @@ def _failure(
     return CheckpointUnusable(
         "the numbers in the optimizer's state fit the model's parameters in several ways",
         where=str(numbered.path),
-        value="; ".join(reasons),
-        hint=_HINT,
+        value="; ".join(reasons) + (_listed(numbered) if len(groups) > 1 else ""),
+        hint=hint,
     )
 
 

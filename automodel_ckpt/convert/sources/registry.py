@@ -26,6 +26,7 @@ from automodel_ckpt.convert.sources.torch_files import TorchFile, TorchModelDire
 from automodel_ckpt.convert.sources.trainer import TransformersTrainer
 from automodel_ckpt.convert.sources.unsupported_files import (
     Hdf5File,
+    LfsPointer,
     NumpyArchive,
     Pickle,
     TarArchive,
@@ -80,6 +81,7 @@ FORMATS: tuple[Format, ...] = (
     TarArchive(),
     Pickle(),
     Hdf5File(),
+    LfsPointer(),
     SINGLE_FILE,
     UnknownFile(),
 )

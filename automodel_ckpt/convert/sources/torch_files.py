@@ -33,6 +33,7 @@ from automodel_ckpt.convert.sources.torch_objects import (
     Opaque,
     StoredView,
     describe_archive,
+    has_tensor,
     views_in,
 )
 from automodel_ckpt.convert.sources.unsupported_files import Pickle
@@ -266,7 +267,7 @@ def _model_of(archive: Archive, path: Path) -> TorchModel:
     for name, item in _leaves(state_dict):
         if isinstance(item, StoredView):
             views[name] = item
-        elif any(True for _ in views_in(item)):
+        elif has_tensor(item):
             raise _unknown_tensor(path, name, item)
         else:
             num_values += 1

@@ -37,6 +37,11 @@ STORAGE_DTYPES = {
     "ComplexDoubleStorage": "C128",
 }
 """The dtype codes of torch's typed storages, by class name."""
+_MAKERS_WITHOUT_STORAGE = (
+    "torch._utils._rebuild_meta_tensor_no_storage",
+    "torch._utils._rebuild_device_tensor_from_numpy",
+)
+"""Functions that make a tensor of something else than a storage (torch 2.13)."""
 _MAX_DIMENSIONS = 64
 # A tuple is hashed as a key, which takes stack for each level of nesting. These types take none.
 _KEY_TYPES = (str, int, float, bool, bytes, type(None))
@@ -130,6 +135,23 @@ def describe_archive(data: bytes | memoryview, *, max_program_bytes: int | None 
 
 def views_in(value: Any) -> Iterator[StoredView]:
     """Yield the tensors anywhere in *value*, each container once."""
+    for item in _items_in(value):
+        if isinstance(item, StoredView):
+            yield item
+
+
+def has_tensor(value: Any) -> bool:
+    """Whether there is a tensor in *value*, also one without a storage: on the device meta, or of another device."""
+    for item in _items_in(value):
+        if isinstance(item, StoredView):
+            return True
+        if isinstance(item, Opaque) and item.kind in _MAKERS_WITHOUT_STORAGE:
+            return True
+    return False
+
+
+def _items_in(value: Any) -> Iterator[StoredView | Opaque]:
+    """Yield the tensors and the unknown objects anywhere in *value*, each container once."""
     seen: set[int] = set()
     pending = [value]
     while pending:
@@ -144,6 +166,7 @@ def views_in(value: Any) -> Iterator[StoredView]:
         if isinstance(item, dict):
             pending.extend(item.values())
         elif isinstance(item, Opaque):
+            yield item
             # The tuple is new: it would be freed, and its id used again, if it were pending itself.
             pending.extend(item.contents())
         else:
@@ -184,12 +207,18 @@ class _Function:
 
 
 def _view(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> StoredView:
-    # The rest is requires_grad, hooks and, of _rebuild_tensor_v3, the dtype, whose storage is untyped.
+    # The rest is requires_grad, hooks and, of _rebuild_tensor_v3, the dtype, whose storage is untyped; then whether the
+    # tensor is the conjugate or the negative of what is stored.
     if type(storage) is not _Storage:
         raise Fault("a tensor is not made of a storage")
     dtype = storage.dtype
     if len(rest) > 2 and isinstance(rest[2], str):
         dtype = rest[2]
+    for metadata in rest[2:]:
+        if isinstance(metadata, dict) and (metadata.get("conj") or metadata.get("neg")):
+            raise Fault(
+                "a tensor's values are stored conjugated or negated: save its resolve_conj().resolve_neg()"
+            )
     extents, steps, starts = counts(shape), counts(strides), counts([offset])
     if extents is None or steps is None or starts is None or len(extents) != len(steps):
         raise Fault("the shape, the strides or the offset of a tensor are not counts")
@@ -212,6 +241,9 @@ def _typed(function: Any, kind: Any, arguments: Any, *_: Any) -> Any:
     if is_plain and type(function) is _Function and type(arguments) is tuple:
         return function.replacement(*arguments)
     name = kind.name if type(kind) is _Class else "a subclass of torch.Tensor"
+    if type(function) is _Function and type(arguments) is tuple:
+        # A tensor of the subclass has a storage.
+        arguments = function.replacement(*arguments)
     return Opaque(name, (arguments,))
 
 

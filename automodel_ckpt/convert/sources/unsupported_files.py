@@ -75,6 +75,16 @@ class Hdf5File(_FileByContent):
         return head[:8] == b"\x89HDF\r\n\x1a\n"
 
 
+class LfsPointer(_FileByContent):
+    """What a clone of a repository has in the place of a large file if Git LFS is not installed."""
+
+    name = "a pointer of Git LFS in the place of the file"
+    hint = "download the file itself: git lfs pull, or hf download"
+
+    def matches(self, head: bytes) -> bool:
+        return head.startswith(b"version https://git-lfs.github.com/")
+
+
 class UnknownFile(_FileByContent):
     """Any other file. Register it last."""
 

@@ -285,7 +285,7 @@ def test_a_lock_on_a_file_that_has_lost_its_name_is_worth_nothing(
         others.append(Lease(tmp_path))
 
     at_the_first_lock(monkeypatch, the_next_run_comes)
-    with pytest.raises(RecipeError, match="another process is using"):
+    with pytest.raises(RecipeError, match="this process uses this directory already"):
         Lease(tmp_path)
     others[0].check()
     others[0].release()
@@ -305,7 +305,7 @@ def test_a_run_that_starts_during_the_watch_is_respected(
     monkeypatch.setattr(
         lease, "is_beating", lambda path, seconds: the_holder_ends_and_another_starts(seconds)
     )
-    with pytest.raises(RecipeError, match="another process is using"):
+    with pytest.raises(RecipeError, match="this process uses this directory already"):
         Lease(tmp_path)
     others[0].check()
     others[0].release()
@@ -342,7 +342,7 @@ def test_where_there_are_no_hard_links_the_lock_file_gets_its_name_by_rename(
 
     monkeypatch.setattr(lock_file.os, "link", unsupported)
     held = Lease(tmp_path)
-    with pytest.raises(RecipeError, match="another process is using"):
+    with pytest.raises(RecipeError, match="this process uses this directory already"):
         Lease(tmp_path)
     held.check()
     held.release()
@@ -358,7 +358,7 @@ def test_where_there_are_no_locks_the_beat_alone_decides(
     monkeypatch.setattr(fcntl, "flock", unsupported)
     Lease(tmp_path, watch_seconds=0.3).release()
     alive = Lease(tmp_path, beat_seconds=0.05)
-    with pytest.raises(RecipeError, match="another process is using"):
+    with pytest.raises(RecipeError, match="this process uses this directory already"):
         Lease(tmp_path, watch_seconds=5)
     alive.release()
 

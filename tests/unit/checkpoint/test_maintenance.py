@@ -174,7 +174,7 @@ def test_a_live_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str])
     assert main(["prune", str(run), "--keep-last", "1"]) == 2
     lease.release()
     message = capsys.readouterr().err
-    assert "another process is using" in message and len(names(run)) == 4
+    assert "this process uses this directory already" in message and len(names(run)) == 4
     # Neither a command has a recipe, nor can it be given another directory.
     assert "run this command again" in message and "checkpoint_dir" not in message
 

@@ -362,6 +362,9 @@ def nemo_file(path: Path) -> None:
         archive.add(path.parent / "model_config.yaml", "model_config.yaml")
 
 
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+
+
 @pytest.mark.parametrize(
     ("name", "write", "said"),
     [
@@ -373,6 +376,8 @@ def nemo_file(path: Path) -> None:
         ("m.h5", lambda path: path.write_text("x"), "unknown"),
         ("empty.pt", lambda path: path.write_bytes(b""), "unknown"),
         ("m.safetensors", lambda path: path.write_bytes(b"\x05"), "too few for a header"),
+        ("p.safetensors", lambda path: path.write_text(LFS_POINTER), "git lfs pull"),
+        ("p.bin", lambda path: path.write_text(LFS_POINTER), "a pointer of Git LFS"),
     ],
 )
 def test_a_single_file_is_refused_by_the_name_of_its_format(

@@ -268,9 +268,11 @@ def test_an_expression_that_can_take_forever_is_an_error(tmp_path: Path, error: 
 
     text = message(alpha_pattern={"(.*.*.*)+x": 4})
     assert "alpha_pattern: '(.*.*.*)+x'" in text and "replace it in the file" in text
-    assert "not a positive number" in message(rank_pattern={"q_proj": True})
+    assert "not a positive whole number" in message(rank_pattern={"q_proj": True})
+    assert "not a positive whole number" in message(lora_alpha=2.5)
     assert "an option of the adapter is damaged" in message(rank_pattern=["q_proj"])
-    text = message(rank_pattern={"q_proj": 4})
+    # 4.0 is read as 4.
+    text = message(lora_alpha=4.0, alpha_pattern={"q_proj": 8.0}, rank_pattern={"q_proj": 4})
     assert "lora_A.weight: in the file [2, 8], in the model [4, 8]" in text
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+
+import pytest
 
 from automodel_ckpt.convert.sources.group_division import Division, Shape, divide
 
@@ -11,9 +13,11 @@ Positions = tuple[tuple[int, ...], ...]
 
 
 def all_divisions(
-    groups: Sequence[Sequence[Shape | None]], model: Sequence[Shape]
+    groups: Sequence[Sequence[Shape | None]],
+    model: Sequence[Shape],
+    allowed: Sequence[Collection[int]],
 ) -> set[Positions]:
-    """Find all divisions by trying every parameter in every group."""
+    """Find all divisions by trying every parameter in every group that may have it."""
 
     def following(position: int, found: list[list[int]]) -> Iterator[Positions]:
         if position == len(model):
@@ -21,8 +25,10 @@ def all_divisions(
                 yield tuple(tuple(each) for each in found)
             return
         yield from following(position + 1, found)
-        for group, members in zip(groups, found, strict=True):
-            if len(members) < len(group) and group[len(members)] in (None, model[position]):
+        for group, members, places in zip(groups, found, allowed, strict=True):
+            if position not in places or len(members) == len(group):
+                continue
+            if group[len(members)] in (None, model[position]):
                 members.append(position)
                 yield from following(position + 1, found)
                 members.pop()
@@ -55,13 +61,28 @@ def random_case(rng: random.Random) -> tuple[list[list[Shape | None]], list[Shap
     return groups, model, tuple(tuple(positions) for positions in truth)
 
 
-def test_a_division_is_found_exactly_if_no_other_one_fits() -> None:
+def random_statement(
+    rng: random.Random, truth: Positions, num_parameters: int
+) -> list[frozenset[int]]:
+    """Return for each group some of the positions of others, and its own."""
+    share = rng.choice([0.0, 0.3, 0.7, 1.0])
+    stated = []
+    for positions in truth:
+        others = {at for at in range(num_parameters) if rng.random() < share}
+        stated.append(frozenset(others.union(positions)))
+    return stated
+
+
+@pytest.mark.parametrize("is_stated", [False, True])
+def test_a_division_is_found_exactly_if_no_other_one_fits(is_stated: bool) -> None:
     rng = random.Random(0)
     num_found = num_ambiguous = 0
     for _ in range(300):
         groups, model, truth = random_case(rng)
-        division = divide(groups, model)
-        possible = all_divisions(groups, model)
+        anywhere = [frozenset(range(len(model)))] * len(groups)
+        allowed = random_statement(rng, truth, len(model)) if is_stated else None
+        division = divide(groups, model, allowed)
+        possible = all_divisions(groups, model, allowed or anywhere)
         assert truth in possible
         if len(possible) == 1:
             assert division.positions == truth and not division.is_ambiguous
@@ -82,7 +103,7 @@ def test_shapes_that_fit_in_no_way_are_not_ambiguous() -> None:
     for _ in range(300):
         groups, _, _ = random_case(rng)
         _, model, _ = random_case(rng)
-        if not all_divisions(groups, model):
+        if not all_divisions(groups, model, [range(len(model))] * len(groups)):
             division = divide(groups, model)
             assert division.positions is None
             # Equal groups are reported before it is known whether they fit.

@@ -13,7 +13,7 @@ from torch import nn
 from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.convert.sources.numbered_optimizer import optimizer_state
 from automodel_ckpt.convert.sources.torch_files import read_archive
-from automodel_ckpt.convert.training_state import ModelParameter, OptimizerState
+from automodel_ckpt.convert.training_state import ModelParameter, OptimizerState, Parameters
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 
@@ -66,13 +66,20 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": with_decay, "weight_decay": 0.5}, {"params": without, "weight_decay": 0.0}]
 
 
-def read(path: Path, value: Any, model: nn.Module, *, by_trainer: bool = False) -> OptimizerState:
+def read(
+    path: Path,
+    value: Any,
+    model: nn.Module,
+    *,
+    parameters: Parameters | None = None,
+    by_trainer: bool = False,
+) -> OptimizerState:
     torch.save(value, path)
     archive = read_archive(path)
     return optimizer_state(
         archive.value,
         archive,
-        parameters_of(model),
+        parameters or parameters_of(model),
         root=path.parent,
         file=path.name,
         by_trainer=by_trainer,

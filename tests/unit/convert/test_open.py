@@ -140,6 +140,24 @@ def test_linked_files_with_an_index_are_read_and_cast(tmp_path: Path) -> None:
     assert torch.equal(net.head.weight, tensors["head.weight"].float())
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool, torch.complex64])
+def test_values_that_are_no_ordinary_floats_do_not_become_weights(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    net = Net(6)
+    before = net.embed.weight.detach().clone()
+    changed = {"embed.weight": before.to(dtype), "head.weight": net.head.weight.detach()}
+    save_file(changed, tmp_path / "model.safetensors")
+    source = open_weights(tmp_path / "model.safetensors").modules["model"]
+    with pytest.raises(CheckpointUnusable, match=r"embed.weight: \w+, here float32"):
+        fill_module(net, fillings(source), "mean")
+    assert torch.equal(net.embed.weight, before)
+    # A module with values of this type gets them.
+    net.embed.weight = nn.Parameter(torch.zeros_like(before, dtype=dtype), requires_grad=False)
+    fill_module(net, fillings(source), "mean")
+    assert torch.equal(net.embed.weight.to(torch.complex64), before.to(dtype).to(torch.complex64))
+
+
 @pytest.mark.parametrize("new_rows", ["mean", "init"])
 def test_more_rows_keep_the_stored_ones_and_fill_the_rest(tmp_path: Path, new_rows: Any) -> None:
     tensors = hugging_face(tmp_path / "hub" / "snapshot")

@@ -145,6 +145,30 @@ def test_views_parameters_and_nested_mappings_are_read(tmp_path: Path) -> None:
     assert strided == {"columns", "transposed", "expanded"}
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
+COMPLEX = torch.complex(torch.ones(2), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        # Their values are stored with the other sign, beside a flag.
+        (COMPLEX.conj(), "save its resolve_conj().resolve_neg()"),
+        (COMPLEX.conj().imag, "save its resolve_conj().resolve_neg()"),
+        (torch.ones(2).as_subclass(Subclass), "w: tests.unit.convert.test_torch_files.Subclass"),
+        (torch.ones(2, device="meta"), "w: torch._utils._rebuild_meta_tensor_no_storage"),
+    ],
+    ids=["conjugate", "negative", "subclass", "meta"],
+)
+def test_a_tensor_that_is_more_than_its_storage_is_an_error(
+    tmp_path: Path, value: torch.Tensor, text: str
+) -> None:
+    assert text in error_of(write(tmp_path / "m.pt", {"w": value, "b": torch.ones(1)}))
+
+
 def test_a_large_expanded_tensor_is_an_error_that_names_it(tmp_path: Path) -> None:
     text = error_of(write(tmp_path / "t.pt", {"big": torch.zeros(300).expand(300, 300)}))
     assert "'big'" in text

@@ -49,23 +49,6 @@ def test_an_error_lists_some_of_many_differences_in_order() -> None:
     assert lines[-1].strip() == f"... and {100 - len(lines) + 2} more"
 
 
-def test_the_hint_names_the_prefixes_that_all_names_have_in_the_source() -> None:
-    prefixed = {}
-    for prefix in ("model_ema", "weights.module"):
-        prefixed.update({f"{prefix}.{name}": shape for name, shape in HERE.shapes.items()})
-    verdict = compare(HERE, Names(prefixed))
-    with pytest.raises(RecipeError) as caught:
-        verdict.check_allowed("init_from.path", "base", "init_from")
-    sources = "[{path: ..., strip: model_ema}] or [{path: ..., strip: weights.module}]"
-    assert f"remove it with init_from: {sources}" in str(caught.value)
-    # Without one of the tensors, or beside others that match, it is no prefix of the model.
-    del prefixed["model_ema.score.weight"], prefixed["weights.module.score.weight"]
-    for more in ({}, {"score.weight": (3, 4)}):
-        verdict = compare(HERE, Names(prefixed | more))
-        with pytest.raises(RecipeError, match=r"init_from\.allow_missing"):
-            verdict.check_allowed("init_from.path", "base", "init_from")
-
-
 def test_patterns_allow_differences_and_they_are_listed_all_the_same() -> None:
     verdict = compare(
         HERE,
