@@ -1,6 +1,7 @@
 """Run the pods of a written manifest as processes, as a kubelet would: arguments, environment, mounts, signals.
 
-Each pod has a mount namespace, in which its volumes, the recipe's ConfigMap and /etc/hosts are bind mounts. Needs root.
+Each pod has a mount namespace, in which its volumes, the recipe's ConfigMap and /etc/hosts are bind mounts. Where a
+volume hides the directory of this program or of its environment, they are mounted below it. Needs root.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import yaml
 
+ROOT = Path(__file__).parents[2]
 RANK_FIELD = "metadata.labels['batch.kubernetes.io/job-completion-index']"
 _ENTER = """\
 set -euo pipefail
@@ -126,9 +128,11 @@ class Pods:
         sources = {"work": "volume", "recipe": "recipe"}
         for mount in container["volumeMounts"]:
             if mount["name"] in sources:
-                mounts += [str(self.directory / sources[mount["name"]]), mount["mountPath"]]
+                source = self.directory / sources[mount["name"]]
+                mounts += _mounts(source, Path(mount["mountPath"]), self.directory / "programs")
         environment = {
             "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "WORKING_DIR": container["workingDir"],
             **variables,
@@ -163,6 +167,21 @@ class Pods:
     def log(self) -> str:
         """What the pods have printed."""
         return "\n".join(path.read_text() for path in sorted(self.directory.glob("pod_*.log")))
+
+
+def _mounts(source: Path, target: Path, aside: Path) -> list[str]:
+    """Sources and targets of the bind mounts that show *source* at *target*, and the programs that it would hide.
+
+    The programs are mounted below *aside* first: *target* hides their directories.
+    """
+    needed = {ROOT.resolve(), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}
+    hidden = sorted(path for path in needed if path.is_relative_to(target))
+    before, after = [], []
+    for number, path in enumerate(hidden):
+        kept = str(aside / str(number))
+        before += [str(path), kept]
+        after += [kept, str(path)]
+    return [*before, str(source), str(target), *after]
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:
