@@ -2,7 +2,8 @@
 
 1. Their schemas, in the environment of PYTHON (see tools/launchers/schemas.py).
 2. The pods of a TrainJob and of an indexed Job as processes: one pod receives SIGTERM, all save and exit with 75, which
-   the pod failure policy ignores, and new pods resume; a killed pod is counted; a wrong recipe fails the job.
+   the pod failure policy ignores, and new pods resume; a killed pod is counted, and with --max-restarts the other pod
+   waits for its replacement; a wrong recipe fails the job.
 3. The commands of a SkyPilot task on two nodes with a store: SIGTERM, loss of both disks, resume from the store.
 
 Needs root for mount namespaces. `make slurm` checks the scripts for Slurm.
@@ -85,10 +86,15 @@ def check_pods(path: Path, directory: Path) -> None:
         pods.start()
         wait_for_step(run, stopped + 5, pods.processes)
         pods.processes[1].kill()
-        codes = pods.wait(60)
-        print(f"  a pod was killed: {codes}")
-        assert manifest.action(codes[0]) == "Count", codes
-        pods.start()
+        if manifest.restarts_ranks:
+            pods.processes[1].wait()
+            pods.replace(1)
+            print("  a pod was killed: the other one waits for its replacement")
+        else:
+            codes = pods.wait(60)
+            print(f"  a pod was killed: {codes}")
+            assert manifest.action(codes[0]) == "Count", codes
+            pods.start()
         assert pods.wait(END_SECONDS) == [0, 0]
         assert steps(run) == list(range(1, STEPS + 1)), steps(run)
         manifest.container["args"].append("--optimizer.lr=none")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -71,6 +72,11 @@ class Manifest:
         address = f"{name}-node-0-0.{name}"
         return cls(name, job, pod, container, recipe, address, is_kubeflow=True)
 
+    @property
+    def restarts_ranks(self) -> bool:
+        """Whether the launcher of a pod starts its ranks again after the loss of another pod."""
+        return any(word.startswith("--max-restarts") for word in self.container["args"])
+
     def action(self, code: int) -> str:
         """What the pod failure policy does with a container's exit code; Count if no rule matches."""
         for rule in self.job["podFailurePolicy"]["rules"]:
@@ -110,13 +116,18 @@ class Pods:
         directory.mkdir(exist_ok=True)
         (directory / "recipe").mkdir(exist_ok=True)
         (directory / "recipe" / "recipe.yaml").write_text(manifest.recipe)
-        (directory / "hosts").write_text(f"127.0.0.1 localhost {manifest.address}\n")
+        names = f"localhost {socket.gethostname()} {manifest.address}"
+        (directory / "hosts").write_text(f"127.0.0.1 {names}\n")
         (directory / "volume").mkdir(exist_ok=True)
 
     def start(self) -> None:
         """Start one process per pod."""
         indices = range(self.manifest.job["completions"])
         self.processes = [self._started(index) for index in indices]
+
+    def replace(self, index: int) -> None:
+        """Start a new process for a pod that has ended, as the Job's controller does."""
+        self.processes[index] = self._started(index)
 
     def _started(self, index: int) -> subprocess.Popen[bytes]:
         container = self.manifest.container
