@@ -365,9 +365,9 @@ class RemoteRun:
         Superseded ones are not listed, nor those that a pointer names. Where no run of this program has written, there
         are none.
         """
-        if not self.was_written():
-            return []
         pointed = {self.pointed(pointer) for pointer in layout.POINTERS}
+        if pointed == {None} and self.owner() is None:
+            return []
         found = []
         names = set(self.names())
         for directory in unfinished_directories(self.store):
