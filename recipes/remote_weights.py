@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.remote.fetch import DIRECTORY, options_for
-from automodel_ckpt.checkpoint.remote.locate import locate_run
+from automodel_ckpt.checkpoint.remote.locate import locate_weights
 from automodel_ckpt.checkpoint.remote.pull import pull_weights
 from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
 from automodel_ckpt.config.sections.init_from import InitFromConfig, InitFromSource
@@ -87,10 +87,7 @@ def _download(
     url: str, checkpoint: CheckpointConfig, target: Path, stopping: threading.Event
 ) -> Path:
     options = options_for(url, checkpoint.remote)
-    run, name = locate_run(url, options, where="init_from.path")
-    if name is None:
-        newest = run.newest()
-        name = None if newest is None else str(newest.name)
+    run, name = locate_weights(url, options, where="init_from.path")
     target.mkdir()
     log.info("downloading the weights of %s", f"{run.store}/{name}" if name else run.store)
     num_threads = 8 if checkpoint.remote is None else checkpoint.remote.num_threads

@@ -64,11 +64,12 @@ def reject_urls(arguments: argparse.Namespace) -> None:
 
 def reject_url(url: str, command: str) -> None:
     """Raise :class:`RecipeError`: *command* needs a local checkpoint, and not that at *url*."""
+    shown = public(url)
     raise RecipeError(
         f"`ckpt {command}` needs a local checkpoint",
         where=f"ckpt {command}",
-        value=public(url),
-        hint=f"download it with `ckpt pull {public(url)} DIR`",
+        value=shown,
+        hint=f"download it with `ckpt pull {shown} DIR`, or what another program wrote with the tools of its store",
     )
 
 

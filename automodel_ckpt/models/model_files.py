@@ -13,6 +13,10 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.repository import base_directory
 
+_OF_URL = (
+    "download it with the tools of its store; for the weights alone, init_from.path accepts its URL"
+)
+
 
 def require_local(name: str, where: str) -> None:
     """Raise :class:`RecipeError` if *name* looks like a path, not like a name of the Hub, and does not exist."""
@@ -21,9 +25,8 @@ def require_local(name: str, where: str) -> None:
         return
     looks_local = name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
     if looks_local or ("/" in name and path.parent.is_dir()):
-        raise RecipeError(
-            "no such directory", where=where, value=name, hint=_nearest_directory(path)
-        )
+        hint = _OF_URL if "://" in name else _nearest_directory(path)
+        raise RecipeError("no such directory", where=where, value=name, hint=hint)
 
 
 def _nearest_directory(path: Path) -> str:

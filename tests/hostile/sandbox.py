@@ -173,6 +173,9 @@ class _Watch:
 
     def _exec(self, code: Any) -> None:
         name = getattr(code, "co_filename", "")
+        if not name.startswith("<"):
+            # The environment may be a link, as in a work tree that shares one.
+            name = os.path.realpath(name)
         if not (
             name.startswith((*_READABLE, "<frozen", "<string>", "<attrs"))
             and not name.startswith(self.root)

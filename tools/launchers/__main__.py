@@ -2,7 +2,8 @@
 
 1. Their schemas, in the environment of PYTHON (see tools/launchers/schemas.py).
 2. The pods of a TrainJob and of an indexed Job as processes: one pod receives SIGTERM, all save and exit with 75, which
-   the pod failure policy ignores, and new pods resume; a killed pod is counted; a wrong recipe fails the job.
+   the pod failure policy ignores, and new pods resume; a killed pod is counted, and with --max-restarts the other pod
+   waits for its replacement; a wrong recipe fails the job.
 3. The commands of a SkyPilot task on two nodes with a store: SIGTERM, loss of both disks, resume from the store.
 
 Needs root for mount namespaces. `make slurm` checks the scripts for Slurm.
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +60,12 @@ def steps(run: Path) -> list[int]:
     return [line["step"] for line in lines if "event" not in line]
 
 
-def wait_for_step(run: Path, step: int) -> None:
-    """Wait until the run in *run* has completed *step*. Raises TimeoutError."""
+def wait_for_step(run: Path, step: int, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until the run in *run* has completed *step*. Raises TimeoutError, and AssertionError if a process ends."""
     end = time.monotonic() + END_SECONDS
     while max(steps(run), default=0) < step:
+        codes = [process.poll() for process in processes]
+        assert codes == [None] * len(codes), f"exit codes {codes} before step {step} in {run}"
         if time.monotonic() > end:
             raise TimeoutError(f"no step {step} in {run}")
         time.sleep(0.1)
@@ -74,24 +78,32 @@ def check_pods(path: Path, directory: Path) -> None:
     run = directory / "volume" / RUN
     try:
         pods.start()
-        wait_for_step(run, 10)
+        wait_for_step(run, 10, pods.processes)
         codes = pods.terminate(1)
         actions = [manifest.action(code) for code in codes]
-        assert actions == ["Ignore", "Ignore"], f"{codes}\n{pods.log()}"
+        assert actions == ["Ignore", "Ignore"], codes
         stopped = steps(run)[-1]
         pods.start()
-        wait_for_step(run, stopped + 5)
+        wait_for_step(run, stopped + 5, pods.processes)
         pods.processes[1].kill()
-        codes = pods.wait(60)
-        print(f"  a pod was killed: {codes}")
-        assert manifest.action(codes[0]) == "Count", f"{codes}\n{pods.log()}"
-        pods.start()
-        assert pods.wait(END_SECONDS) == [0, 0], pods.log()
+        if manifest.restarts_ranks:
+            pods.processes[1].wait()
+            pods.replace(1)
+            print("  a pod was killed: the other one waits for its replacement")
+        else:
+            codes = pods.wait(60)
+            print(f"  a pod was killed: {codes}")
+            assert manifest.action(codes[0]) == "Count", codes
+            pods.start()
+        assert pods.wait(END_SECONDS) == [0, 0]
         assert steps(run) == list(range(1, STEPS + 1)), steps(run)
         manifest.container["args"].append("--optimizer.lr=none")
         pods.start()
         codes = pods.wait(END_SECONDS)
         assert [manifest.action(code) for code in codes] == ["FailJob", "FailJob"], codes
+    except (AssertionError, TimeoutError, subprocess.TimeoutExpired):
+        print(pods.log(), file=sys.stderr)
+        raise
     finally:
         pods.kill()
     print(f"{path.name}: stopped after step {stopped}, resumed twice, completed; each step once")
@@ -105,7 +117,7 @@ def check_task(path: Path, directory: Path) -> None:
     store = directory / "store"
     first = _started_nodes(task, directory / "cluster_1", store)
     try:
-        wait_for_step(directory / "cluster_1" / RUN, 10)
+        wait_for_step(directory / "cluster_1" / RUN, 10, first)
         first[1].send_signal(signal.SIGTERM)
         codes = [process.wait(END_SECONDS) for process in first]
         assert all(code in recovered for code in codes), codes

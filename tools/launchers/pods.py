@@ -1,6 +1,7 @@
 """Run the pods of a written manifest as processes, as a kubelet would: arguments, environment, mounts, signals.
 
-Each pod has a mount namespace, in which its volumes, the recipe's ConfigMap and /etc/hosts are bind mounts. Needs root.
+Each pod has a mount namespace, in which its volumes, the recipe's ConfigMap and /etc/hosts are bind mounts. Where a
+volume hides the directory of this program or of its environment, they are mounted below it. Needs root.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ from typing import Any
 
 import yaml
 
+ROOT = Path(__file__).parents[2]
 RANK_FIELD = "metadata.labels['batch.kubernetes.io/job-completion-index']"
 _ENTER = """\
 set -euo pipefail
@@ -69,6 +72,11 @@ class Manifest:
         address = f"{name}-node-0-0.{name}"
         return cls(name, job, pod, container, recipe, address, is_kubeflow=True)
 
+    @property
+    def restarts_ranks(self) -> bool:
+        """Whether the launcher of a pod starts its ranks again after the loss of another pod."""
+        return any(word.startswith("--max-restarts") for word in self.container["args"])
+
     def action(self, code: int) -> str:
         """What the pod failure policy does with a container's exit code; Count if no rule matches."""
         for rule in self.job["podFailurePolicy"]["rules"]:
@@ -108,13 +116,18 @@ class Pods:
         directory.mkdir(exist_ok=True)
         (directory / "recipe").mkdir(exist_ok=True)
         (directory / "recipe" / "recipe.yaml").write_text(manifest.recipe)
-        (directory / "hosts").write_text(f"127.0.0.1 localhost {manifest.address}\n")
+        names = f"localhost {socket.gethostname()} {manifest.address}"
+        (directory / "hosts").write_text(f"127.0.0.1 {names}\n")
         (directory / "volume").mkdir(exist_ok=True)
 
     def start(self) -> None:
         """Start one process per pod."""
         indices = range(self.manifest.job["completions"])
         self.processes = [self._started(index) for index in indices]
+
+    def replace(self, index: int) -> None:
+        """Start a new process for a pod that has ended, as the Job's controller does."""
+        self.processes[index] = self._started(index)
 
     def _started(self, index: int) -> subprocess.Popen[bytes]:
         container = self.manifest.container
@@ -126,9 +139,11 @@ class Pods:
         sources = {"work": "volume", "recipe": "recipe"}
         for mount in container["volumeMounts"]:
             if mount["name"] in sources:
-                mounts += [str(self.directory / sources[mount["name"]]), mount["mountPath"]]
+                source = self.directory / sources[mount["name"]]
+                mounts += _mounts(source, Path(mount["mountPath"]), self.directory / "programs")
         environment = {
             "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "WORKING_DIR": container["workingDir"],
             **variables,
@@ -163,6 +178,21 @@ class Pods:
     def log(self) -> str:
         """What the pods have printed."""
         return "\n".join(path.read_text() for path in sorted(self.directory.glob("pod_*.log")))
+
+
+def _mounts(source: Path, target: Path, aside: Path) -> list[str]:
+    """Sources and targets of the bind mounts that show *source* at *target*, and the programs that it would hide.
+
+    The programs are mounted below *aside* first: *target* hides their directories.
+    """
+    needed = {ROOT.resolve(), Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()}
+    hidden = sorted(path for path in needed if path.is_relative_to(target))
+    before, after = [], []
+    for number, path in enumerate(hidden):
+        kept = str(aside / str(number))
+        before += [str(path), kept]
+        after += [kept, str(path)]
+    return [*before, str(source), str(target), *after]
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:

@@ -51,6 +51,24 @@ def locate_checkpoint(
     return run, name
 
 
+def locate_weights(
+    url: str, options: Mapping[str, Any] = _NONE, *, where: str = "URL"
+) -> tuple[RemoteRun, str | None]:
+    """Open the weights that *url* names: a checkpoint, of a run its newest one, or a directory of another program.
+
+    The name is None for such a directory, whose store is the returned run's. Arguments and errors as of
+    :func:`locate_run`.
+    """
+    run, name = locate_run(url, options, where=where)
+    if name is None:
+        newest = run.newest()
+        return run, None if newest is None else str(newest.name)
+    if run.manifest(name) is None and not run.was_written():
+        # AutoModel gives its checkpoints the same names.
+        return RemoteRun(Store(url, options, where=where)), None
+    return run, name
+
+
 def read_manifest(run: RemoteRun, name: str) -> Manifest:
     """Read the manifest of a checkpoint. Raises :class:`CheckpointUnusable` if it is absent or damaged."""
     data = run.manifest(name)

@@ -127,6 +127,10 @@ class RemoteRun:
             return None
         return owner if isinstance(owner, dict) else None
 
+    def was_written(self) -> bool:
+        """Whether a run of this program has written here. Other programs have directories of the same names."""
+        return self.owner() is not None or any(map(self.pointed, layout.POINTERS))
+
     # ---------------------------------------------------------------- reading
 
     def names(self) -> list[layout.CheckpointName]:
@@ -359,10 +363,10 @@ class RemoteRun:
         """List the checkpoints without a manifest, newest first: uploads that are in progress or were interrupted.
 
         Superseded ones are not listed, nor those that a pointer names. Where no run of this program has written, there
-        are none: other programs have directories of the same names.
+        are none.
         """
         pointed = {self.pointed(pointer) for pointer in layout.POINTERS}
-        if self.owner() is None and pointed == {None}:
+        if pointed == {None} and self.owner() is None:
             return []
         found = []
         names = set(self.names())

@@ -97,6 +97,11 @@ def test_a_path_without_a_directory_is_refused_without_asking_the_hub(name: str)
         require_local(name, "model.from_pretrained")
 
 
+def test_a_url_has_a_hint_to_the_key_that_accepts_one() -> None:
+    with pytest.raises(RecipeError, match=r"init_from\.path accepts its URL"):
+        require_local("s3://bucket/model", "model.from_pretrained")
+
+
 def test_a_hub_name_is_not_taken_for_a_path() -> None:
     require_local("some-organisation/some-model", "model.from_pretrained")
     require_local("gpt2", "model.from_pretrained")
