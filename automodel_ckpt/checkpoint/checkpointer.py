@@ -119,7 +119,9 @@ class Checkpointer:
         self.is_library = isinstance(options, CheckpointOptions)
         """Whether the options are those of a program, not a recipe's: messages are in its terms."""
         check_call(ranks, options, assets)
-        directory, options = with_local_directory(path_text(directory), options)
+        if self.is_library:
+            directory = path_text(directory)
+        directory, options = with_local_directory(directory, options)
         validate_options(options)
         if ranks is None:
             if group is None and dist.is_initialized():

@@ -416,6 +416,9 @@ def compiled(it: Subject) -> Any:
         def compile(self, **options: Any) -> None:
             asked.append(options)
 
+        def forward(self) -> None:
+            raise NotImplementedError
+
     model = nn.Sequential(nn.ModuleList([Layer()]), nn.Linear(1, 1))
     shard(DeferredModel(model), it.config, it.recipe.layout)
     return asked

@@ -113,7 +113,7 @@ def what_follows_a_save(case: Case) -> None:
 
 def what_follows_a_save_with_an_export(case: Case) -> None:
     saver = case.checkpointer()
-    case.patch.setattr(saver._settings, "exports", lambda last: True)
+    case.patch.setattr(saver._settings, "makes_export", lambda last: True)
     case.patch.setattr(saver.exports, "export_save", lambda save, report: report)
     saver.save(STATE, step=1, epoch=0, on_saved=lambda report: 1 // 0)
 

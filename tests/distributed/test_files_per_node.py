@@ -402,7 +402,7 @@ def test_ranks_of_a_node_are_divided_evenly() -> None:
 
 
 def test_files_of_several_ranks_are_not_shared_with_earlier_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"checkpoint\.incremental"):
+    with pytest.raises(RecipeError, match=r"CheckpointOptions\.incremental"):
         tiny.checkpointer(tmp_path, files_per_node=1, incremental=True)
 
 
