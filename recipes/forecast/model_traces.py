@@ -78,6 +78,7 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
                     is_autocast=is_autocast,
                     host=host,
                     keeps_attention=keeps_attention,
+                    is_on_gpu=recipe.layout.device.type == "cuda",
                 )
         except Exception as error:
             log.debug("the activations cannot be traced: %r", error)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,17 +144,19 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     position_bias: torch.Tensor | None = None,
+    *,
+    is_on_gpu: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' signature that keeps no attention weights, as flash attention on any device.
 
-    With a trained bias of each pair of positions (T5), the weights are kept, unless memory-efficient attention computes
-    the gradients: it needs rows without gaps, which models have on a GPU (models/position_bias.py).
+    With a bias of each pair of positions (T5), the weights are kept, unless a GPU has memory-efficient attention for
+    it, which needs rows without gaps (models/position_bias.py).
     """
     if position_bias is not None:
         # The sum with the mask is as large as the weights of all rows.
         bias = position_bias + query.new_zeros(len(query), 1, 1, 1)
-        if position_bias.requires_grad and position_bias.stride(-1) == 1:
+        if is_on_gpu and position_bias.stride(-1) == 1:
             output, *_others = torch.ops.aten._scaled_dot_product_efficient_attention(
                 query, key, value, bias, True, dropout, scale=scaling
             )
@@ -178,12 +181,12 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 @contextmanager
-def _traced_attention(model: nn.Module) -> Iterator[None]:
+def _traced_attention(model: nn.Module, *, is_on_gpu: bool) -> Iterator[None]:
     """Let the layers of *model* call :func:`_attention`, except where attention is computed by plain products.
 
     Without values, transformers builds a dense mask, and torch then selects the formula that keeps all weights.
     """
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, partial(_attention, is_on_gpu=is_on_gpu))
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, _no_mask)
     before: dict[int, tuple[Any, str | None]] = {}
     for module in model.modules():
@@ -209,6 +212,7 @@ def traced_step(
     is_autocast: bool = False,
     host: HostActivations | None = None,
     keeps_attention: bool = False,
+    is_on_gpu: bool = False,
 ) -> StepTrace:
     """Count the bytes of a forward and a backward pass of *backbone*.
 
@@ -221,6 +225,7 @@ def traced_step(
         host: What decides which activations are in the memory of the host between the passes; None: none are.
         keeps_attention: Whether layers call the attention that they are configured for, with a mask as large as all
             pairs of positions, instead of one like flash attention. Some models have code for "sdpa" only.
+        is_on_gpu: Whether the step is that of a GPU.
 
     Raises an exception of torch or of the model for a forward pass that needs values.
     """
@@ -230,7 +235,8 @@ def traced_step(
     was_disabled, torch_log.disabled = torch_log.disabled, True
     try:
         # On the meta device, transformers would look for packed samples in the values of the positions.
-        with nullcontext() if keeps_attention else _traced_attention(backbone):
+        traced = _traced_attention(backbone, is_on_gpu=is_on_gpu)
+        with nullcontext() if keeps_attention else traced:
             return _traced(
                 backbone, inputs, options, live, dtype, is_autocast=is_autocast, host=host
             )

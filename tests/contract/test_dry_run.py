@@ -290,6 +290,7 @@ PEAKS_OF_KINDS = {
     "pipeline": 5.26e9,
     "lora on head": 5.91e9,
     "deepseek_v3": 8.85e9,
+    "t5": 6.67e9,
 }
 
 

@@ -96,10 +96,9 @@ def test_position_biases_without_gaps_are_traced_without_the_weights_of_attentio
     inputs = {"input_ids": ids, "decoder_input_ids": ids[:, :64]}
     with torch.device("meta"):
         model = AutoModel.from_config(config)
-    before = traced_step(model, inputs, OPTIONS)
-    # As on a GPU.
+    before = traced_step(model, inputs, OPTIONS, is_on_gpu=True)
     assert lay_out_position_biases(model) == 2
-    after = traced_step(model, inputs, OPTIONS)
+    after = traced_step(model, inputs, OPTIONS, is_on_gpu=True)
     scores = 2 * 4 * (96 * 96 + 64 * 64) * 4
     # Of the encoder and the decoder, two layers kept at least the scores and the weights of all pairs of positions.
     assert before.after_forward - after.after_forward > 3 * scores
