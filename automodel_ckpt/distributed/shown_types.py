@@ -109,6 +109,7 @@ class _ForwardPass:
 
     def __init__(self) -> None:
         self._outermost: nn.Module | None = None
+        self._depth = 0
 
     def watch(self, module: nn.Module, parameters: Sequence[_Shown]) -> None:
         def begin(*_: Any) -> None:
@@ -116,9 +117,15 @@ class _ForwardPass:
                 self._outermost = module
                 for each in parameters:
                     each.show(True)
+            if self._outermost is module:
+                # A model may call itself, such as for a second pass over its outputs.
+                self._depth += 1
 
         def end(*_: Any) -> None:
-            if self._outermost is module:
+            if self._outermost is not module:
+                return
+            self._depth -= 1
+            if self._depth == 0:
                 self._outermost = None
                 for each in parameters:
                     each.show(False)

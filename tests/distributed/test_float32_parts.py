@@ -418,6 +418,26 @@ def test_a_model_reads_the_type_in_which_a_layer_is_computed_before_it_is_gather
     assert torch.equal(outputs["stored"], Tower(CONVERSIONS["dtype"])(inputs))
 
 
+def test_a_model_reads_this_type_also_after_it_has_called_itself() -> None:
+    def twice(tower: Any, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs.shape[0] == 2:
+            inputs = torch.cat([inputs, tower(inputs[:1])])
+        converted: torch.Tensor = inputs.to(tower.weight().dtype)
+        return converted
+
+    inputs = torch.randn(2, 8)
+
+    def found() -> torch.Tensor:
+        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
+        tower = parallelize(Tower(twice), layout_here(), how)
+        outputs: torch.Tensor = tower(inputs).detach().clone()
+        assert all(isinstance(each, DTensor) for each in tower.parameters())
+        return outputs
+
+    (outputs,) = ranks.run(found, 1)
+    assert torch.equal(outputs, Tower(twice).bfloat16()(inputs))
+
+
 @pytest.mark.parametrize("adapters", [False, True], ids=["in full", "LoRA"])
 def test_a_run_continues_exactly_and_its_export_has_the_types_of_the_base(
     adapters: bool, tmp_path: Path
