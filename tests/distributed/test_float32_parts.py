@@ -438,6 +438,32 @@ def test_a_model_reads_this_type_also_after_it_has_called_itself() -> None:
     assert torch.equal(outputs, Tower(twice).bfloat16()(inputs))
 
 
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.further)])
+def test_a_model_changes_weights_of_layers_before_it_calls_them(num_ranks: int) -> None:
+    """RWKV divides some before it computes in evaluation mode, and multiplies them before it trains again."""
+
+    def halve(tower: Any, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            tower.weight().div_(2)
+            tower.layers[1].linear.bias.data.clamp_(min=0.0)
+        converted: torch.Tensor = inputs.to(tower.weight().dtype)
+        return converted
+
+    inputs = torch.randn(2, 8)
+
+    def found() -> tuple[torch.Tensor, torch.Tensor]:
+        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
+        tower: Any = parallelize(Tower(halve), layout_here(), how)
+        outputs = tower(inputs).detach().clone()
+        return outputs, tower.weight().full_tensor().detach()
+
+    expected = Tower(halve).bfloat16()(inputs)
+    halved = Tower(halve).weight() / 2
+    for outputs, weight in ranks.run(found, num_ranks):
+        assert torch.equal(outputs, expected)
+        assert torch.equal(weight, halved)
+
+
 @pytest.mark.parametrize("adapters", [False, True], ids=["in full", "LoRA"])
 def test_a_run_continues_exactly_and_its_export_has_the_types_of_the_base(
     adapters: bool, tmp_path: Path
