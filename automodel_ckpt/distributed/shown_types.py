@@ -144,7 +144,7 @@ class _ForwardPass:
 class NotGathered(torch.Tensor):
     """A parameter without values, with the shape, the type and the device that it has when it is gathered.
 
-    A change in place by numbers is made in what is stored, which *stored* returns.
+    A change in place, by numbers or other such parameters, is made in what is stored, which *stored* returns.
     """
 
     _layer: str
@@ -188,10 +188,13 @@ class NotGathered(torch.Tensor):
         if name in ("to", "type_as"):
             # torch decomposes them before, except in inference mode.
             return function.decompose(*args, **kwargs or {})
-        if _changes_by_numbers(name, args, kwargs):
+        if name.endswith("_") and not _reads_others((args, kwargs)):
             # RWKV divides weights by powers of 2 before its first forward pass without training.
-            function(args[0]._stored().detach(), *args[1:], **kwargs or {})
-            return args[0]
+            stored_args, stored_kwargs = tree_map_only(
+                NotGathered, lambda each: each._stored().detach(), (args, kwargs)
+            )
+            function(*stored_args, **stored_kwargs or {})
+            return args[0] if function._schema.returns else None
         raise RecipeError(
             "the model computes with a weight of a layer outside of the layer, where fsdp2 has not gathered it",
             where="distributed.strategy",
@@ -212,7 +215,7 @@ class NotGathered(torch.Tensor):
         return layers[0]
 
 
-def _changes_by_numbers(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether the operation *name* changes its first argument in place, and reads no other tensor."""
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    return name.endswith("_") and len(tensors) == 1 and tensors[0] is args[0]
+def _reads_others(arguments: Any) -> bool:
+    """Whether there are tensors with values among *arguments*."""
+    tensors = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
+    return not all(isinstance(each, NotGathered) for each in tensors)

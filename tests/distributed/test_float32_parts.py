@@ -440,12 +440,15 @@ def test_a_model_reads_this_type_also_after_it_has_called_itself() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.further)])
 def test_a_model_changes_weights_of_layers_before_it_calls_them(num_ranks: int) -> None:
-    """RWKV divides some before it computes in evaluation mode, and multiplies them before it trains again."""
+    """RWKV divides some before it evaluates. A momentum encoder (MoCo) is an average of another."""
 
-    def halve(tower: Any, inputs: torch.Tensor) -> torch.Tensor:
+    def change(tower: Any, inputs: torch.Tensor) -> torch.Tensor:
+        first, second = tower.layers[0].linear, tower.layers[1].linear
         with torch.no_grad():
-            tower.weight().div_(2)
-            tower.layers[1].linear.bias.data.clamp_(min=0.0)
+            first.weight.div_(2)
+            second.bias.data.clamp_(min=0.0)
+            torch._foreach_mul_([second.weight], 0.75)
+        second.weight.data.add_(first.weight.data, alpha=0.25)
         converted: torch.Tensor = inputs.to(tower.weight().dtype)
         return converted
 
@@ -453,15 +456,18 @@ def test_a_model_changes_weights_of_layers_before_it_calls_them(num_ranks: int) 
 
     def found() -> tuple[torch.Tensor, torch.Tensor]:
         how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
-        tower: Any = parallelize(Tower(halve), layout_here(), how)
+        tower: Any = parallelize(Tower(change), layout_here(), how)
         outputs = tower(inputs).detach().clone()
-        return outputs, tower.weight().full_tensor().detach()
+        return outputs, tower.layers[1].linear.weight.full_tensor().detach()
 
-    expected = Tower(halve).bfloat16()(inputs)
-    halved = Tower(halve).weight() / 2
+    changed: Any = Tower(change)
+    changed(inputs)
+    average = changed.layers[1].linear.weight.clone()
+    changed._convert = CONVERSIONS["dtype"]
+    expected = changed.bfloat16()(inputs)
     for outputs, weight in ranks.run(found, num_ranks):
         assert torch.equal(outputs, expected)
-        assert torch.equal(weight, halved)
+        assert torch.equal(weight, average)
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["in full", "LoRA"])
