@@ -110,7 +110,8 @@ def _hint(name: str, value: object) -> str:
         stateful = [key for key, part in zip(names, parts, strict=True) if is_stateful(part)]  # type: ignore[call-overload]
         if stateful:
             return f"pass each object under a name, such as {f'{name}.{stateful[0]}'!r}"
-    if isinstance(value, Mapping):
+    # A tensor: the state is the state_dict() of one object.
+    if isinstance(value, Mapping) or hasattr(value, "nbytes"):
         return f"pass the object itself, not its state_dict(): {_EXAMPLE}"
     return "leave it out, or give it these methods; progress= takes plain numbers"
 
