@@ -84,6 +84,13 @@ def check_state(state: object, where: str = _SAVE) -> None:
             value=f"an empty {type(state).__name__}" if not state else type(state).__name__,
             hint=f"pass {_EXAMPLE}",
         )
+    if all(hasattr(value, "nbytes") for value in state.values()):
+        raise RecipeError(
+            "the state consists of tensors",
+            where=where,
+            value=f"{', '.join(map(str, state)):.200}",
+            hint=f"pass the object itself, not its state_dict(): {_EXAMPLE}",
+        )
     for name, value in state.items():
         if not isinstance(name, str):
             raise RecipeError(
@@ -110,8 +117,7 @@ def _hint(name: str, value: object) -> str:
         stateful = [key for key, part in zip(names, parts, strict=True) if is_stateful(part)]  # type: ignore[call-overload]
         if stateful:
             return f"pass each object under a name, such as {f'{name}.{stateful[0]}'!r}"
-    # A tensor: the state is the state_dict() of one object.
-    if isinstance(value, Mapping) or hasattr(value, "nbytes"):
+    if isinstance(value, Mapping):
         return f"pass the object itself, not its state_dict(): {_EXAMPLE}"
     return "leave it out, or give it these methods; progress= takes plain numbers"
 
