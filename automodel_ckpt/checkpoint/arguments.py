@@ -84,6 +84,13 @@ def check_state(state: object, where: str = _SAVE) -> None:
             value=f"an empty {type(state).__name__}" if not state else type(state).__name__,
             hint=f"pass {_EXAMPLE}",
         )
+    if all(hasattr(value, "nbytes") for value in state.values()):
+        raise RecipeError(
+            "the state consists of tensors",
+            where=where,
+            value=f"{', '.join(map(str, state)):.200}",
+            hint=f"pass the object itself, not its state_dict(): {_EXAMPLE}",
+        )
     for name, value in state.items():
         if not isinstance(name, str):
             raise RecipeError(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from automodel_ckpt.errors import RecipeError
 
@@ -75,7 +75,12 @@ class _Shown:
         self._set = parameter._setattr_on_modules
         sharded: nn.Parameter = parameter.sharded_param
         self._stand_in: Any = NotGathered(
-            sharded.shape, dtype, parameter.device, layer, requires_grad=sharded.requires_grad
+            sharded.shape,
+            dtype,
+            parameter.device,
+            layer,
+            lambda: parameter.sharded_param,
+            requires_grad=sharded.requires_grad,
         )
         self._is_shown = False
         places = parameter._module_info
@@ -109,6 +114,7 @@ class _ForwardPass:
 
     def __init__(self) -> None:
         self._outermost: nn.Module | None = None
+        self._depth = 0
 
     def watch(self, module: nn.Module, parameters: Sequence[_Shown]) -> None:
         def begin(*_: Any) -> None:
@@ -116,9 +122,15 @@ class _ForwardPass:
                 self._outermost = module
                 for each in parameters:
                     each.show(True)
+            if self._outermost is module:
+                # A model may call itself, such as for a second pass over its outputs.
+                self._depth += 1
 
         def end(*_: Any) -> None:
-            if self._outermost is module:
+            if self._outermost is not module:
+                return
+            self._depth -= 1
+            if self._depth == 0:
                 self._outermost = None
                 for each in parameters:
                     each.show(False)
@@ -130,9 +142,13 @@ class _ForwardPass:
 
 
 class NotGathered(torch.Tensor):
-    """A parameter without values, with the shape, the type and the device that it has when it is gathered."""
+    """A parameter without values, with the shape, the type and the device that it has when it is gathered.
+
+    A change in place, by numbers or other such parameters, is made in what is stored, which *stored* returns.
+    """
 
     _layer: str
+    _stored: Callable[[], torch.Tensor]
     _is_param = True
 
     # A subclass without values: results are ordinary tensors.
@@ -145,12 +161,14 @@ class NotGathered(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
         layer: str,
+        stored: Callable[[], torch.Tensor],
         requires_grad: bool = False,
     ) -> NotGathered:
         made: Any = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
         made._layer = layer
+        made._stored = stored
         found: NotGathered = made
         return found
 
@@ -170,6 +188,13 @@ class NotGathered(torch.Tensor):
         if name in ("to", "type_as"):
             # torch decomposes them before, except in inference mode.
             return function.decompose(*args, **kwargs or {})
+        if name.endswith("_") and not _reads_others((args, kwargs)):
+            # RWKV divides weights by powers of 2 before its first forward pass without training.
+            stored_args, stored_kwargs = tree_map_only(
+                NotGathered, lambda each: each._stored().detach(), (args, kwargs)
+            )
+            function(*stored_args, **stored_kwargs or {})
+            return args[0] if function._schema.returns else None
         raise RecipeError(
             "the model computes with a weight of a layer outside of the layer, where fsdp2 has not gathered it",
             where="distributed.strategy",
@@ -178,7 +203,7 @@ class NotGathered(torch.Tensor):
         )
 
     def _detached(self) -> NotGathered:
-        return NotGathered(self.shape, self.dtype, self.device, self._layer)
+        return NotGathered(self.shape, self.dtype, self.device, self._layer, self._stored)
 
     def _without_memory(self) -> torch.Tensor:
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
@@ -188,3 +213,9 @@ class NotGathered(torch.Tensor):
         layers: list[str] = []
         tree_map_only(NotGathered, lambda each: layers.append(each._layer), arguments)
         return layers[0]
+
+
+def _reads_others(arguments: Any) -> bool:
+    """Whether there are tensors with values among *arguments*."""
+    tensors = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
+    return not all(isinstance(each, NotGathered) for each in tensors)

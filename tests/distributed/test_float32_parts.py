@@ -418,6 +418,58 @@ def test_a_model_reads_the_type_in_which_a_layer_is_computed_before_it_is_gather
     assert torch.equal(outputs["stored"], Tower(CONVERSIONS["dtype"])(inputs))
 
 
+def test_a_model_reads_this_type_also_after_it_has_called_itself() -> None:
+    def twice(tower: Any, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs.shape[0] == 2:
+            inputs = torch.cat([inputs, tower(inputs[:1])])
+        converted: torch.Tensor = inputs.to(tower.weight().dtype)
+        return converted
+
+    inputs = torch.randn(2, 8)
+
+    def found() -> torch.Tensor:
+        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
+        tower = parallelize(Tower(twice), layout_here(), how)
+        outputs: torch.Tensor = tower(inputs).detach().clone()
+        assert all(isinstance(each, DTensor) for each in tower.parameters())
+        return outputs
+
+    (outputs,) = ranks.run(found, 1)
+    assert torch.equal(outputs, Tower(twice).bfloat16()(inputs))
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.further)])
+def test_a_model_changes_weights_of_layers_before_it_calls_them(num_ranks: int) -> None:
+    """RWKV divides some before it evaluates. A momentum encoder (MoCo) is an average of another."""
+
+    def change(tower: Any, inputs: torch.Tensor) -> torch.Tensor:
+        first, second = tower.layers[0].linear, tower.layers[1].linear
+        with torch.no_grad():
+            first.weight.div_(2)
+            second.bias.data.clamp_(min=0.0)
+            torch._foreach_mul_([second.weight], 0.75)
+        second.weight.data.add_(first.weight.data, alpha=0.25)
+        converted: torch.Tensor = inputs.to(tower.weight().dtype)
+        return converted
+
+    inputs = torch.randn(2, 8)
+
+    def found() -> tuple[torch.Tensor, torch.Tensor]:
+        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
+        tower: Any = parallelize(Tower(change), layout_here(), how)
+        outputs = tower(inputs).detach().clone()
+        return outputs, tower.layers[1].linear.weight.full_tensor().detach()
+
+    changed: Any = Tower(change)
+    changed(inputs)
+    average = changed.layers[1].linear.weight.clone()
+    changed._convert = CONVERSIONS["dtype"]
+    expected = changed.bfloat16()(inputs)
+    for outputs, weight in ranks.run(found, num_ranks):
+        assert torch.equal(outputs, expected)
+        assert torch.equal(weight, average)
+
+
 @pytest.mark.parametrize("adapters", [False, True], ids=["in full", "LoRA"])
 def test_a_run_continues_exactly_and_its_export_has_the_types_of_the_base(
     adapters: bool, tmp_path: Path
