@@ -178,7 +178,7 @@ def test_the_helper_itself_reports_errors_deaths_and_time_outs() -> None:
             signal.pause()
         return "fine"
 
-    killed, raised, hung, fine = ranks.outcomes(rank, 4, timeout=10, init=False)
+    killed, raised, hung, fine = ranks.outcomes(rank, 4, timeout=4, init=False)
     assert (killed.exitcode, killed.error, killed.ok) == (-signal.SIGKILL, None, False)
     assert isinstance(raised.error, KeyError)
     assert "missing" in raised.traceback

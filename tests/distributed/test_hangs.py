@@ -52,6 +52,7 @@ WORDS = (
     "--hangs.min_seconds=2",
     "--step_scheduler.local_batch_size=2",
     "--step_scheduler.num_epochs=4",
+    "--step_scheduler.ckpt_every_steps=10",
     "--checkpoint.checkpoint_dir=run",
 )
 SCRIPT = """
@@ -117,6 +118,8 @@ def test_the_rank_that_does_not_arrive_is_named_and_all_nodes_restart(
     stored = [f"--checkpoint.checkpoint_dir={url}", f"--checkpoint.scratch_dir={disk}"]
     # No other rank of its node can examine the one that is suspended.
     ranks = ["--nproc-per-node=1", "--step_scheduler.global_batch_size=4"]
+    # The step after the last hang, and another one.
+    ranks += ["--step_scheduler.max_steps=22"]
     commands_of_nodes = [
         commands.popen(
             *words,

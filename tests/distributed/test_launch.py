@@ -243,7 +243,7 @@ def test_an_internal_error_shows_its_traceback_and_then_the_message_last(start: 
 
 
 def test_a_rank_that_notices_nothing_is_ended_with_the_failing_one(start: Start) -> None:
-    done = start("value_error_on_one_of_the_busy", "--peer-grace=2").wait()
+    done = start("value_error_on_one_of_the_busy", "--peer-grace=1").wait()
     assert done.code == 1
     assert done.err.endswith("internal error: ValueError: boom\n  rank:   1\n")
     assert not any(is_alive(pid) for pid in done.pids())
@@ -539,7 +539,9 @@ def test_a_machine_that_is_done_does_not_wait_for_one_that_has_failed_at_its_mas
     rendezvous = (
         f"--nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()} --node-rank".split()
     )
-    commands = [start("killed_at_the_end", *rendezvous, str(node), ranks=1) for node in (0, 1)]
+    commands = [
+        start("killed_at_the_end", "--linger=1", *rendezvous, str(node), ranks=1) for node in (0, 1)
+    ]
     assert [command.wait().code for command in commands] == [0, 1]
 
 
@@ -560,7 +562,7 @@ def test_a_rank_that_dies_ends_the_busy_ranks_of_other_machines(start: Start) ->
     rendezvous = (
         f"--nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()} --node-rank".split()
     )
-    busy = ("value_error_on_one_of_the_busy", "--peer-grace=2", *rendezvous)
+    busy = ("value_error_on_one_of_the_busy", "--peer-grace=1", *rendezvous)
     commands = [start(*busy, str(node), ranks=1) for node in (0, 1)]
     for done in [command.wait() for command in commands]:
         assert (done.code, done.err.count("ValueError: boom\n  rank:   1\n")) == (1, 1)
@@ -570,7 +572,10 @@ def test_a_machine_that_is_gone_is_told_without_a_traceback(start: Start) -> Non
     rendezvous = (
         f"--nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()} --node-rank".split()
     )
-    commands = [start("train_until_stopped", *rendezvous, str(node), ranks=1) for node in (0, 1)]
+    commands = [
+        start("train_until_stopped", "--linger=1", *rendezvous, str(node), ranks=1)
+        for node in (0, 1)
+    ]
     commands[0].wait_for("training_0", "training_1")
     commands[1].process.kill()
     done = commands[0].wait()
@@ -627,8 +632,10 @@ def test_machines_that_contradict_each_other_are_refused(
 
 @pytest.mark.slow
 def test_a_machine_that_joins_or_goes_restarts_the_others(start: Start) -> None:
+    # torch would take 15 seconds to miss a machine that is gone.
+    seconds = "--last-call 3 --heartbeat 2"
     rendezvous = (
-        f"--nnodes 1:2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id x --last-call 3".split()
+        f"--nnodes 1:2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id x {seconds}".split()
     )
     first = start("train_until_stopped", *rendezvous, ranks=1).wait_for("training_0")
     second = start("train_until_stopped", *rendezvous, ranks=1).wait_for("training_1")
@@ -730,6 +737,6 @@ def test_under_srun_a_first_machine_that_nobody_knows_is_refused_at_once(start: 
 
 
 def test_under_srun_a_failure_has_its_own_code_and_is_said_once(start: Start) -> None:
-    commands = [command.wait() for command in start.srun("save_fails_on_all")]
+    commands = [command.wait() for command in start.srun("save_fails_on_all", "--store-seconds=3")]
     assert [command.code for command in commands] == [4, 4]
     assert "".join(command.err for command in commands) == f"error: rank 1: {DISK_FULL}\n"

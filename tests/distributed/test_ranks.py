@@ -77,7 +77,7 @@ def test_ranks_that_wait_for_a_failed_one_are_killed_and_their_stacks_printed(
     assert time.monotonic() - started < 30
     assert isinstance(failed.error, ValueError)
     assert (waiting.error, waiting.exitcode) == (None, None)
-    assert not ranks.outcomes(waits_for_rank_0, 1, init=False, timeout=3)[0].ok
+    assert not ranks.outcomes(waits_for_rank_0, 1, init=False, timeout=2)[0].ok
     assert "in waits_for_rank_0" in capfd.readouterr().err
 
 

@@ -237,6 +237,19 @@ def _wait_in_agent(seconds: float) -> None:
             function.__defaults__ = (*function.__defaults__[:-1], seconds)
 
 
+def _set_rendezvous(last_call: float | None, heartbeat: float | None) -> None:
+    """Let the rendezvous of torch wait *last_call* seconds for more machines, and lose one without three heartbeats."""
+    dynamic = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    if last_call is not None:
+        dynamic.RendezvousTimeout._DEFAULT_TIMEOUTS["last_call"] = timedelta(seconds=last_call)
+    if heartbeat is not None:
+        settings, interval = dynamic.RendezvousSettings, timedelta(seconds=heartbeat)
+        replaced = {"keep_alive_interval": interval}
+        vars(dynamic)["RendezvousSettings"] = lambda *given, **named: settings(
+            *given, **named | replaced
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("case")
@@ -249,6 +262,11 @@ def main() -> int:
         parser.add_argument(flag, type=int)
     parser.add_argument(
         "--last-call", type=float, help="seconds that an elastic run waits for more machines"
+    )
+    parser.add_argument(
+        "--heartbeat",
+        type=float,
+        help="seconds between two of a machine: without three, it is lost",
     )
     parser.add_argument(
         "--peer-grace", type=float, help="seconds that a rank has to notice that another one failed"
@@ -280,9 +298,7 @@ def main() -> int:
         _wait_in_agent(seconds)
     if (seconds := given.pop("store_seconds")) is not None:
         importlib.import_module("automodel_ckpt.cli.launch.joined_rank").STORE_SECONDS = seconds
-    if (seconds := given.pop("last_call")) is not None:
-        dynamic = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
-        dynamic.RendezvousTimeout._DEFAULT_TIMEOUTS["last_call"] = timedelta(seconds=seconds)
+    _set_rendezvous(given.pop("last_call"), given.pop("heartbeat"))
     if network := given.pop("network"):
         enter_network(network)
     steps = StepSchedulerConfig(stop_signals=given.pop("stop_signals"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import os
@@ -73,6 +74,17 @@ class ObjectStore:
         self._server.server_close()
 
 
+class _Impatient:
+    """The module asyncio, for s3fs: a tenth of its pauses before it repeats a request, which grow to seconds."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(seconds / 10)
+
+
 @contextlib.contextmanager
 def faulty_store() -> Iterator[tuple[ObjectStore, FaultProxy]]:
     """Run a store, and a proxy that breaks connections to it, whose address is in the environment."""
@@ -80,6 +92,7 @@ def faulty_store() -> Iterator[tuple[ObjectStore, FaultProxy]]:
         object_store() as store,
         fault_proxy(store.endpoint) as proxy,
         mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": proxy.endpoint}),
+        mock.patch.object(s3fs.core, "asyncio", _Impatient()),
     ):
         s3fs.S3FileSystem.clear_instance_cache()
         yield store, proxy

@@ -79,6 +79,9 @@ def test_faults_of_uploads_and_downloads_pass(
     fault: Fault,
 ) -> None:
     monkeypatch.setattr(child_process, "_FIRST_PAUSE_SECONDS", 0.02)
+    # Without repetitions by s3fs, the pauses would double eight times.
+    monkeypatch.setattr(child_process, "_LONGEST_PAUSE_SECONDS", 0.08)
+    monkeypatch.setattr(transient, "_FIRST_PAUSE_SECONDS", 0.02)
     root = tmp_path / "run"
     root.mkdir()
     (root / FIRST).symlink_to(local / FIRST)
@@ -92,7 +95,6 @@ def test_faults_of_uploads_and_downloads_pass(
     proxy.rule = first(7, fault, is_read)
     run = RemoteRun(Store(URL))
     assert run.pointed(layout.LATEST) == FIRST
-    monkeypatch.setattr(transient, "_FIRST_PAUSE_SECONDS", 0.02)
     (tmp_path / "pulled").mkdir()
     pulled = pull_checkpoint(run, FIRST, tmp_path / "pulled")
     proxy.rule = None
