@@ -37,8 +37,14 @@ RECIPE_FILES = {".yaml", ".sbatch"}
 VALIDATION = re.compile(
     r"(_target_: automodel_ckpt\.data\.python_docs\.language_modeling\n(?:  .*\n)*  split: validation\n)"
 )
-MOST_STEPS = {"max_steps": 24, "ckpt_every_steps": 12}
-STEPS = re.compile(rf"\b({'|'.join(MOST_STEPS)}): (\d+)")
+LARGEST = {
+    "max_steps": 24,
+    "ckpt_every_steps": 12,
+    "global_batch_size": 4,
+    "local_batch_size": 2,
+    "max_samples": 64,
+}
+SIZES = re.compile(rf"\b({'|'.join(LARGEST)}): (\d+)")
 FEWER_EPOCHS = re.compile(r"^(  num_epochs:) \d+$", re.MULTILINE)
 """A guide's own recipe trains for one epoch: how many there are is nothing that its commands show."""
 SHOWN_ONLY = {"text", "yaml", "json", "toml"}
@@ -68,15 +74,15 @@ def prepare(page: Path, directory: Path) -> None:
 
 
 def copy_examples(place: Path) -> None:
-    """This repository's examples, which train for fewer steps and validate with fewer samples."""
+    """This repository's examples, with fewer and smaller steps, and fewer samples."""
     shutil.copytree(ROOT / "examples", place)
     for recipe in place.rglob("*.yaml"):
         text = VALIDATION.sub(r"\1  max_samples: 32\n", recipe.read_text())
-        recipe.write_text(STEPS.sub(_fewer, text))
+        recipe.write_text(SIZES.sub(_smaller, text))
 
 
-def _fewer(steps: re.Match[str]) -> str:
-    return f"{steps[1]}: {min(int(steps[2]), MOST_STEPS[steps[1]])}"
+def _smaller(size: re.Match[str]) -> str:
+    return f"{size[1]}: {min(int(size[2]), LARGEST[size[1]])}"
 
 
 @pytest.mark.parametrize(

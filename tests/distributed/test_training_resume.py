@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.support import ranks
 from tests.support.training import Recipe, killed_after, steps_of, train, write_recipe
 
@@ -15,17 +17,28 @@ ACCUMULATION = {1: {1: 8, 4: 2}, 2: {1: 4, 4: 1}}
 """Ranks -> accumulation -> local batch size, of a global batch of 8."""
 
 
-def run(
-    directory: Path, num_ranks: int, name: str, *overrides: str, kills: tuple[int, ...] = ()
-) -> list[Any]:
-    """Train in ``directory/name``: killed once after each of *kills*, then to the end; the ranks' final digests."""
+def training(
+    directory: Path, name: str, *overrides: str, recipe_class: type[LLMFinetune] = Recipe
+) -> Callable[[], Any]:
+    """What trains to the end in ``directory/name`` on each rank, and returns its final digests."""
     recipe = write_recipe(directory)
-    arguments = (f"--checkpoint.checkpoint_dir={directory / name}", *overrides)
+    place = f"--checkpoint.checkpoint_dir={directory / name}"
+    return partial(train, recipe, place, *overrides, recipe_class=recipe_class)
+
+
+def kill(
+    directory: Path, num_ranks: int, name: str, *overrides: str, kills: tuple[int, ...]
+) -> None:
+    """Train in ``directory/name``, killed once after each of *kills*."""
     for step in kills:
-        killed = partial(train, recipe, *arguments, recipe_class=killed_after(step))
+        killed = training(directory, name, *overrides, recipe_class=killed_after(step))
         ended = ranks.outcomes(killed, num_ranks, init=False)
         assert -9 in [outcome.exitcode for outcome in ended]
-    return ranks.run(lambda: train(recipe, *arguments, recipe_class=Recipe), num_ranks, init=False)
+
+
+def run(directory: Path, num_ranks: int, name: str, *overrides: str) -> list[Any]:
+    """Train in ``directory/name`` to the end; the ranks' final digests."""
+    return ranks.run(training(directory, name, *overrides), num_ranks, init=False)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +56,10 @@ def test_killed_between_checkpoints_and_resumed_equals_uninterrupted(
         f"--step_scheduler.local_batch_size={local}",
         f"--dataloader.num_workers={num_workers}",
     )
-    whole = run(tmp_path, num_ranks, "whole", *overrides)
-    interrupted = run(tmp_path, num_ranks, "interrupted", *overrides, kills=kills)
+    kill(tmp_path, num_ranks, "interrupted", *overrides, kills=kills)
+    names = ("interrupted", "whole")
+    trainings = [training(tmp_path, name, *overrides) for name in names]
+    interrupted, whole = ranks.run_each(trainings, num_ranks)
     assert interrupted == whole
     steps = steps_of(tmp_path / "whole")
     assert steps_of(tmp_path / "interrupted") == steps

@@ -222,6 +222,8 @@ def _rank(
     sender: Connection,
 ) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's is the parent's
+    # A data loader's worker outlives a rank that is killed, for five seconds: the parent must not wait for it.
+    os.register_at_fork(after_in_child=sender.close)
     # Shortly before the parent kills this rank: where it waits is in the captured standard error.
     faulthandler.dump_traceback_later(max(1.0, timeout - 2), file=2)
     os.environ.update(environment)
@@ -275,7 +277,7 @@ def _collect(started: list[_Started], timeout: float) -> list[Outcome]:
             if not outcome.ok:
                 end = min(end, time.monotonic() + AFTER_FAILURE_SECONDS)
     for (process, receiver), outcome in zip(started, ended, strict=True):
-        process.join(max(1.0, end - time.monotonic()))
+        _await_end(process, max(1.0, end - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join()
@@ -285,6 +287,18 @@ def _collect(started: list[_Started], timeout: float) -> list[Outcome]:
         process.close()
         receiver.close()
     return ended
+
+
+def _await_end(process: BaseProcess, seconds: float) -> None:
+    """Wait until a process has ended, but not for those that it has started, as its join() with a time does."""
+    # One that has an exit code has been waited for, and its id may be that of another process.
+    if process.exitcode is not None or process.pid is None:
+        return
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        wait([descriptor], seconds)
+    finally:
+        os.close(descriptor)
 
 
 def _received(receiver: Connection) -> Outcome | None:
