@@ -23,6 +23,7 @@ from automodel_ckpt.recipes.cadence import steps_per_epoch
 from automodel_ckpt.recipes.exports import check_export, check_uploads
 from automodel_ckpt.recipes.forecast.advice import Advice, advice_for
 from automodel_ckpt.recipes.forecast.memory import Memory, estimate_memory, num_shards
+from automodel_ckpt.recipes.forecast.micro_batch import MicroBatchShape, micro_batch_shape
 from automodel_ckpt.recipes.precision import resolve_precision
 from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.training.cadence import planned_end
@@ -51,6 +52,8 @@ class Plan:
     steps_per_epoch: int | None
     """The steps of an epoch; None if they are unknown."""
     memory: Memory
+    micro_batch: MicroBatchShape | None
+    """The size of the micro-batch that *memory* is for, with the longest samples; None if it is unknown."""
     checkpoint_bytes: int | None
     """The size of one checkpoint; None if the run saves none."""
     config_json: bytes | None = None
@@ -82,6 +85,7 @@ def plan(recipe: Recipe, sizes: Sizes, device: ForecastDevice | None = None) -> 
         if parameter.requires_grad:
             num_trained += parameter.numel()
     memory = estimate_memory(recipe)
+    micro_batch = micro_batch_shape(recipe)
     is_saved = recipe.config.checkpoint.enabled
     assets = recipe.build_assets() if is_saved else {}
     has_config = bool(assets) and recipe.config.peft is None
@@ -93,6 +97,7 @@ def plan(recipe: Recipe, sizes: Sizes, device: ForecastDevice | None = None) -> 
         steps=recipe.step_scheduler.planned_steps,
         steps_per_epoch=steps_of_epoch,
         memory=memory,
+        micro_batch=micro_batch,
         checkpoint_bytes=_checkpoint_bytes(recipe, assets) if is_saved else None,
         config_json=assets["model"].files[CONFIG] if has_config else None,
         end=planned_end(recipe.step_scheduler.cadence, steps_of_epoch),

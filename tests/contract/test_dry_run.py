@@ -305,6 +305,10 @@ def test_the_memory_on_a_gpu_is_that_of_the_kind_of_training_and_the_rank_with_m
     report = capsys.readouterr().out
     in_tensors = foretold("about SIZE per rank", report) - foretold("process SIZE", report)
     assert in_tensors == pytest.approx(PEAKS_OF_KINDS[kind], rel=0.08)
+    if kind == "dpo":
+        assert "for:         16 rows of 512 tokens, the largest micro-batch" in report
+    if kind == "t5":
+        assert "32 rows of 128 tokens, with targets of 64 tokens" in report
 
 
 def test_the_memory_of_a_device_has_a_unit_and_needs_a_dry_run(

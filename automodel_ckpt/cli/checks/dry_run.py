@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
     from automodel_ckpt.recipes.forecast.memory import Memory
+    from automodel_ckpt.recipes.forecast.micro_batch import MicroBatchShape
     from automodel_ckpt.recipes.forecast.plan import Plan
     from automodel_ckpt.recipes.recipe import Recipe
 
@@ -117,6 +118,8 @@ def _resource_rows(loaded: LoadedRecipe, plan: Plan, flags: LaunchFlags) -> Rows
     yield "steps", "unknown" if plan.steps is None else f"{plan.steps:,}"
     yield "end", plan.end
     yield "memory", _memory_text(plan.memory)
+    if plan.micro_batch is not None and plan.memory.activations is not None:
+        yield "for", _micro_batch_text(plan.micro_batch)
     yield from _device_rows(plan)
     if plan.checkpoint_bytes is None:
         text = "none, because checkpoint.enabled is false"
@@ -172,6 +175,14 @@ def _memory_text(memory: Memory) -> str:
     listed = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
     unknown = "" if memory.activations is not None else "; activations unknown"
     return f"about {size_text(memory.total)} per rank: {listed}{unknown}"
+
+
+def _micro_batch_text(shape: MicroBatchShape) -> str:
+    """Describe the micro-batch that the activations are for: shorter samples need less."""
+    text = f"{counted(shape.rows, 'row')} of {counted(shape.tokens_per_row, 'token')}"
+    if shape.targets_per_row is not None:
+        text += f", with targets of {counted(shape.targets_per_row, 'token')}"
+    return f"{text}, the largest micro-batch of a rank; shorter texts need less"
 
 
 def _checkpoints_text(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
