@@ -15,6 +15,8 @@ from automodel_ckpt.models.kernel_request import HALF, Request, name_of, pairs_n
 
 _BLOCK = 128
 """Tokens per block of flex attention's masks, torch's default."""
+_KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+"""torch's kernel for decoding, its choice for rows of less than 128 tokens, does not compile for these masks."""
 
 
 @dataclass(eq=False, slots=True)
@@ -134,6 +136,7 @@ class FlexKernel:
         softcap = request.softcap
         options: dict[str, Any] = {
             "block_mask": rows.blocks,
+            "kernel_options": _KERNEL_OPTIONS,
             "scale": request.scale,
             "enable_gqa": request.num_heads != request.num_key_heads,
         }

@@ -22,6 +22,12 @@ cudaError_t fail(cudaError_t e) {
     last_error = e;
     return e;
 }
+/* Whether this process may use CUDA: one that was forked after its parent had used it may not. */
+bool usable(void) {
+    static pid_t user;
+    if (!user) user = getpid();
+    return user == getpid();
+}
 FILE *trace(void) {
     static FILE *file;
     static bool opened;
@@ -93,6 +99,7 @@ void *map(size_t size) {
 /* Allocations and copies. NULL_CUDA_COPY limits the bytes that a copy moves: the rest is left as it is. */
 EXPORT cudaError_t cudaMalloc(void **p, size_t size) {
     *p = NULL;
+    if (!usable()) return fail(cudaErrorInitializationError);
     if (!size) return 0;
     if (device_used + size > capacity()) return fail(cudaErrorMemoryAllocation);
     size_t rounded = (size + 511) & ~511ul;

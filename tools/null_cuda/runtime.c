@@ -6,6 +6,8 @@
 
 /* Devices: the figures of an H200, so that programs choose what they choose there. */
 EXPORT cudaError_t cudaGetDeviceCount(int *n) {
+    *n = 0;
+    if (!usable()) return fail(cudaErrorInitializationError);
     *n = devices();
     return *n ? 0 : fail(cudaErrorNoDevice);
 }
@@ -14,11 +16,13 @@ EXPORT cudaError_t cudaGetDevice(int *d) {
     return 0;
 }
 EXPORT cudaError_t cudaSetDevice(int d) {
+    if (!usable()) return fail(cudaErrorInitializationError);
     if (d < 0 || d >= devices()) return fail(cudaErrorInvalidDevice);
     current_device = d;
     return 0;
 }
 EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
+    if (!usable()) return fail(cudaErrorInitializationError);
     if (d < 0 || d >= devices()) return fail(cudaErrorInvalidDevice);
     memset(p, 0, sizeof *p);
     strcpy(p->name, "NVIDIA H200 (null)");

@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <time.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #include <dlfcn.h>
 #define __CUDA_API_VERSION_INTERNAL
 #include <cuda.h>
@@ -31,6 +32,7 @@ size_t capacity(void);
 int devices(void);
 int attribute(int a);
 cudaError_t fail(cudaError_t e);
+bool usable(void);
 FILE *trace(void);
 void sync_point(const char *what);
 void add_region(void *p, size_t size, int kind);

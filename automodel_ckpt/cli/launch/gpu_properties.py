@@ -26,7 +26,7 @@ def without_initializing_cuda() -> Iterator[None]:
 
     The functions of torch that only read properties (``get_device_properties`` and those that call it) or count the
     GPUs then do not initialize CUDA in this process. The current device is the first one, as in every new process. All
-    other functions do what they always do.
+    other functions do what they always do, and so do all functions in processes that are forked in this context.
     """
     import torch
 
@@ -34,19 +34,25 @@ def without_initializing_cuda() -> Iterator[None]:
     if cuda.is_initialized():
         yield
         return
+    owner = os.getpid()
+
+    def answers_itself() -> bool:
+        # torch reads the properties of all GPUs while it initializes CUDA. A process forked then cannot read them.
+        return os.getpid() != owner or cuda.is_initialized() or _is_initializing(cuda)
+
     counted, asked, current = cuda.device_count, cuda.get_device_properties, cuda.current_device
     known: dict[int, SimpleNamespace] = {}
     counts: list[int] = []
 
     def count() -> Any:
-        if cuda.is_initialized() or not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        if answers_itself() or not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             return counted()
         if not counts:
             counts.append(_in_forked_process(lambda: {"count": counted()})["count"])
         return counts[0]
 
     def properties(device: Any = None) -> Any:
-        if cuda.is_initialized():
+        if answers_itself():
             return asked(device)
         number = _index(device)
         if number not in known:
@@ -54,12 +60,18 @@ def without_initializing_cuda() -> Iterator[None]:
         return known[number]
 
     cuda.device_count, cuda.get_device_properties = count, properties
-    cuda.current_device = lambda: current() if cuda.is_initialized() else 0
+    cuda.current_device = lambda: current() if answers_itself() else 0
     try:
         yield
     finally:
         cuda.device_count, cuda.get_device_properties = counted, asked
         cuda.current_device = current
+
+
+def _is_initializing(cuda: Any) -> bool:
+    """Whether this thread is in torch's initialization of CUDA, before ``torch.cuda.is_initialized()`` is True."""
+    state = getattr(cuda, "_tls", None)
+    return bool(getattr(state, "is_initializing", False))
 
 
 def _index(device: Any) -> int:
