@@ -20,6 +20,7 @@ from automodel_ckpt.models.freezing import freeze
 from automodel_ckpt.models.fused_adapters import fuse_adapters
 from automodel_ckpt.models.fused_gates import fuse_gates
 from automodel_ckpt.models.fused_norms import fuse_norms
+from automodel_ckpt.models.fused_rotary import fuse_rotary_embeddings
 from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.position_bias import lay_out_position_biases
 from automodel_ckpt.models.quantize import check_not_quantized
@@ -154,6 +155,7 @@ def _fuse_layers(model: nn.Module, mode: str) -> None:
     numbers = {
         "RMS normalization": fuse_norms(model),
         "gated layer": fuse_gates(model),
+        "rotary embedding": fuse_rotary_embeddings(model),
         "position bias": lay_out_position_biases(model),
         # Selective recomputation keeps results of matrix products, which must not be changed in place.
         "adapter": fuse_adapters(model) if mode != "selective" else 0,

@@ -48,6 +48,8 @@ PRIVATE_NAMES: dict[str, str] = {
     "_optimizer_step_pre_hooks": "torch.optim.Optimizer",
     "_global_optimizer_post_hooks": "torch.optim.optimizer",
     "_global_optimizer_pre_hooks": "torch.optim.optimizer",
+    # torch's initialization of CUDA in progress, in which it reads the properties of GPUs.
+    "_tls": "torch.cuda",
     "_autograd": "torch._C",
     "_profiler_enabled": "torch._C._autograd",
     "_last_lr": "torch.optim.lr_scheduler.LRScheduler",

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from automodel_ckpt.models.fused_adapters import fuse_adapters
 from automodel_ckpt.models.fused_gates import fuse_gates
 from automodel_ckpt.models.fused_norms import fuse_norms
+from automodel_ckpt.models.fused_rotary import fuse_rotary_embeddings
 from tests.support.gpu import DEVICE, needs_gpu
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -83,3 +85,54 @@ def test_outputs_and_gradients_are_those_of_float64(
         assert here.dtype == dtype
         difference = (here.cpu().double() - there).norm() / there.norm()
         assert difference < TOLERANCE[dtype]
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("model_type", ["llama", "glm4_moe"])
+def test_queries_and_keys_are_rotated_by_a_kernel(
+    model_type: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from automodel_ckpt.models import rotary_kernels
+
+    num_calls = [0]
+
+    def counted(*args: Any, **options: Any) -> torch.Tensor:
+        num_calls[0] += 1
+        return rotate(*args, **options)
+
+    rotate = rotary_kernels.rotate
+    monkeypatch.setattr(rotary_kernels, "rotate", counted)
+    torch.manual_seed(0)
+    # Two heads of queries for each head of keys, of 24 elements, of which glm4_moe rotates 12.
+    config = AutoConfig.for_model(
+        model_type, vocab_size=64, hidden_size=96, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=24, initializer_range=0.1,
+    )  # fmt: skip
+    build: Any = AutoModelForCausalLM.from_config
+    model = build(config, dtype=dtype).model
+    [layer] = model.layers
+    on_gpu = copy.deepcopy(layer.self_attn).to(DEVICE)
+    assert fuse_rotary_embeddings(on_gpu) == 1
+    inputs, gradient = torch.randn(2, BATCH, LENGTH, 96).to(dtype)
+    places = torch.arange(LENGTH)[None]
+    angles = model.rotary_emb(inputs.float(), places)
+    assert angles[0].shape[-1] == (24 if model_type == "llama" else 12)
+
+    def results(module: nn.Module, device: str, number: torch.dtype) -> list[torch.Tensor]:
+        leaf = inputs.to(device, number).requires_grad_()
+        rotations = tuple(each.to(device, number) for each in angles)
+        output, _ = module(leaf, rotations, attention_mask=None)
+        output.backward(gradient.to(device, number))
+        assert leaf.grad is not None
+        return [output.detach(), leaf.grad, *(each.grad for each in module.parameters())]
+
+    exact = results(layer.self_attn.double(), "cpu", torch.float64)
+    assert num_calls == [0]
+    found = results(on_gpu, DEVICE, dtype)
+    assert num_calls == [4]
+    for here, there in zip(found, exact, strict=True):
+        assert here.dtype == dtype
+        difference = (here.cpu().double() - there).norm() / there.norm()
+        assert difference < 2 * TOLERANCE[dtype]

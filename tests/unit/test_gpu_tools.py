@@ -22,7 +22,7 @@ from tests.support.command_server import CommandServer
 from tools.bench_report import PAGE
 from tools.bench_rounds import ROOT
 from tools.gpu import goals, machine, plain, shapes, wheels
-from tools.gpu.__main__ import PARTS, share
+from tools.gpu.__main__ import PARTS, _named, share
 from tools.gpu.results import RUNNING, Results, read_all
 from tools.gpu.session import Figures, PartRun, Session
 from tools.gpu.shapes import LLAMA_1B, LLAMA_8B, flops_per_token, num_parameters
@@ -109,11 +109,18 @@ def test_every_part_of_the_command_is_in_a_dry_run_above() -> None:
 
 
 def test_the_time_of_a_call_is_divided_among_its_parts() -> None:
-    names = ["preflight", "tests", "vlm"]
-    assert share(names, 900) == 900 * 60 / 450
+    assert share([60, 300, 90], 900) == 900 * 60 / 450
     # What a part did not need goes to the next ones, but no part takes more than eight minutes.
-    assert share(names[1:], 390) == 390 * 300 / 390
-    assert share(["vlm"], 1000) == 480
+    assert share([300, 90], 390) == 390 * 300 / 390
+    assert share([90], 1000) == 480
+
+
+def test_a_part_can_be_given_another_share_of_the_time() -> None:
+    assert _named("vlm") == ("vlm", PARTS["vlm"].seconds)
+    assert _named("vlm=12.5") == ("vlm", 12.5)
+    for wrong in ("vml", "vlm=", "vlm=-1", "vlm=nan", "=3"):
+        with pytest.raises(ValueError, match=r"no such part|a positive number"):
+            _named(wrong)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])

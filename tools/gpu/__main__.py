@@ -1,9 +1,10 @@
 """Measure and test training on one GPU: python -m tools.gpu [PART ...] [--dry-run] [--out DIR] [--minutes N]
 
-Without a PART, all parts run in order. Each writes DIR/PART.json (default: $OUT, else runs/gpu) after each measurement,
-and can be stopped at any point. `--dry-run` runs the same code with tiny models on the CPU. `--report` compares the
-figures in DIR with the goals; `--docs` writes them to docs/performance.md. Exit code 0 if nothing failed, 1 if a
-measurement failed, 128 + the signal's number if a signal ended it.
+Without a PART, all parts run in order; PART=SECONDS gives a part another share of the time. Each writes DIR/PART.json
+(default: $OUT, else runs/gpu) after each measurement, and can be stopped at any point. `--dry-run` runs the same code
+with tiny models on the CPU. `--report` compares the figures in DIR with the goals; `--docs` writes them to
+docs/performance.md. Exit code 0 if nothing failed, 1 if a measurement failed, 128 + the signal's number if a signal
+ended it.
 """
 
 from __future__ import annotations
@@ -75,16 +76,32 @@ def main() -> int:
         return 0
     if given.report or given.docs:
         return goals.report(out, docs=given.docs)
-    unknown = sorted(set(given.parts) - PARTS.keys())
-    if unknown:
-        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    names = given.parts or list(PARTS)
+    try:
+        parts = dict(_named(text) for text in given.parts or PARTS)
+    except ValueError as error:
+        parser.error(str(error))
     raise_on_signals()
     try:
-        return run_parts(names, out, is_dry_run=given.dry_run, minutes=given.minutes)
+        return run_parts(parts, out, is_dry_run=given.dry_run, minutes=given.minutes)
     except StopRequested as stop:
         print(f"stopped by {stop}; the figures so far are in {out}")
         return 128 + stop.number
+
+
+def _named(text: str) -> tuple[str, float]:
+    """The part that ``PART`` or ``PART=SECONDS`` names, and its seconds. Raises ValueError for any other text."""
+    name, is_given, seconds = text.partition("=")
+    if name not in PARTS:
+        raise ValueError(f"no such part: {name}; there are {', '.join(PARTS)}")
+    if not is_given:
+        return name, PARTS[name].seconds
+    try:
+        number = float(seconds)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise ValueError(f"{text}: the seconds of a part are a positive number")
+    return name, number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,8 +122,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_parts(names: list[str], out: Path, *, is_dry_run: bool, minutes: float) -> int:
-    """Run parts; returns the exit code. Their temporary models and checkpoints are removed, whatever happens."""
+def run_parts(parts: dict[str, float], out: Path, *, is_dry_run: bool, minutes: float) -> int:
+    """Run parts, by name with their seconds; returns the exit code.
+
+    Their temporary models and checkpoints are removed, whatever happens.
+    """
     ends = time.monotonic() + 60 * minutes
     out.mkdir(parents=True, exist_ok=True)
     _prepare_environment(is_dry_run)
@@ -120,18 +140,18 @@ def run_parts(names: list[str], out: Path, *, is_dry_run: bool, minutes: float) 
             print("no CUDA device: nothing was measured (--dry-run runs tiny models on the CPU)")
             return 3
         num_failed = 0
-        for number, name in enumerate(names):
-            seconds = share(names[number:], ends - time.monotonic())
+        wanted = list(parts.values())
+        for number, name in enumerate(parts):
+            seconds = share(wanted[number:], ends - time.monotonic())
             num_failed += run_part(name, session, seconds)
     print(goals.table_text(out))
     print(f"figures: {out}")
     return 1 if num_failed else 0
 
 
-def share(names: list[str], seconds_left: float) -> float:
-    """Seconds for the first of some parts: its share of the time that is left, so that each of them gets its own."""
-    total = sum(PARTS[name].seconds for name in names)
-    return min(seconds_left * PARTS[names[0]].seconds / total, PART_SECONDS)
+def share(wanted: list[float], seconds_left: float) -> float:
+    """Seconds for the first of some parts, which want so many: its share of the time left, so that each gets one."""
+    return min(seconds_left * wanted[0] / sum(wanted), PART_SECONDS)
 
 
 def run_part(name: str, session: Session, seconds: float) -> int:

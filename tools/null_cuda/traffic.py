@@ -71,8 +71,8 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name in names:
             function = getattr(module, name)
 
-            def call(*args: Any, function: Any = function, name: str = name) -> Any:
-                output = function(*args)
+            def call(*args: Any, function: Any = function, name: str = name, **options: Any) -> Any:
+                output = function(*args, **options)
                 if self.is_counting:
                     self.note(f"triton {name}", (args, output))
                 return output
@@ -90,10 +90,11 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def counted(program: str, num_layers: int) -> dict[str, int]:
     """Bytes of a step by operator. Runs a few steps in this process."""
-    from automodel_ckpt.models import gate_kernels
+    from automodel_ckpt.models import gate_kernels, rotary_kernels
 
     mode = Traffic()
     mode.count_calls(gate_kernels, "product", "gradients")
+    mode.count_calls(rotary_kernels, "rotate")
 
     def on_step() -> None:
         done = len(CLOCK.ends)

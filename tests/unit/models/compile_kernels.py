@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from automodel_ckpt.models import gate_kernels, loss_kernels
+from automodel_ckpt.models import gate_kernels, loss_kernels, rotary_kernels
 
 TYPES = {
     "labels": "*i64",
@@ -17,12 +17,22 @@ TYPES = {
     "cap": "fp32",
     "z_coefficient": "fp32",
 }
-IN_16_BITS = ("gate", "up", "product", "gradient", "of_gate", "of_up")
-INTEGERS = ("num_rows", "num_elements", "num_columns", "first", "logits_stride", "errors_stride")
-CONSTANTS = {"HAS_CAP": True, "HAS_Z_LOSS": True, "WITH_ERRORS": True}
+IN_16_BITS = (
+    *("gate", "up", "product", "gradient", "of_gate", "of_up"),
+    *("heads", "cosines", "sines", "rotated"),
+)
+INTEGERS = (
+    *("num_rows", "num_elements", "num_columns", "first", "logits_stride", "errors_stride"),
+    *("num_heads", "length", "half", "head_dim", "heads_row", "heads_head", "heads_token"),
+    *("cosines_row", "cosines_token", "sines_row", "sines_token"),
+)
+OF_LOSSES = {"HAS_CAP": True, "HAS_Z_LOSS": True, "WITH_ERRORS": True}
+OF_HEADS = {"INVERSE": True, "HEADS": 16, "HALF": 32, "REST": 64}
+CONSTANTS = {**OF_LOSSES, **OF_HEADS}
 KERNELS = {
     loss_kernels: (loss_kernels._losses_and_errors, loss_kernels._statistics, loss_kernels._errors),
     gate_kernels: (gate_kernels._product, gate_kernels._gradients),
+    rotary_kernels: (rotary_kernels._rotate,),
 }
 
 
@@ -37,7 +47,7 @@ def source_of(kernel: Any, block: int) -> ASTSource:
             types[name] = "i32"
         else:
             types[name] = TYPES.get(name, "*fp32")
-    constants: dict[str, int] = {"BLOCK": block}
+    constants: dict[str, int] = {"BLOCK": block} if "BLOCK" in types else {}
     constants |= {name: value for name, value in CONSTANTS.items() if name in types}
     return ASTSource(fn=kernel, signature=types, constexprs=constants)
 

@@ -1,10 +1,12 @@
-"""RMS normalizations, gated layers and adapters with fewer kernels: the same outputs and gradients, and less memory."""
+"""Parts of layers with fewer kernels: the same outputs and gradients, and less memory."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +17,23 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
+from automodel_ckpt.models import fused_rotary
 from automodel_ckpt.models.fused_adapters import _Product, fuse_adapters
 from automodel_ckpt.models.fused_gates import _fused_class as _fused_gate
 from automodel_ckpt.models.fused_gates import _GatedProduct, fuse_gates
 from automodel_ckpt.models.fused_norms import _RmsNorm, fuse_norms
+from automodel_ckpt.models.fused_rotary import (
+    _recognized,
+    _rotated,
+    fuse_rotary_embeddings,
+)
 from automodel_ckpt.recipes.model.sections import fuses_layers
 from tests.unit.models.test_packing_probe import build, loss_and_gradients
 
@@ -241,6 +250,126 @@ def test_other_arguments_than_one_input_reach_the_module() -> None:
 def test_the_gradients_of_a_gated_product_are_right() -> None:
     factors = [torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     torch.autograd.gradcheck(_GatedProduct.apply, factors)
+
+
+# ---------------------------------------------------------------- rotary embeddings
+
+
+@pytest.mark.parametrize(
+    ("model_type", "is_fused", "is_partial"),
+    [
+        ("llama", True, False),
+        ("glm4_moe", True, True),
+        # Pairs of neighbors, and other arguments.
+        ("cohere", False, False),
+        ("gptj", False, False),
+    ],
+)
+def test_a_rotation_is_recognized_by_what_it_computes(
+    model_type: str, is_fused: bool, is_partial: bool
+) -> None:
+    name = f"transformers.models.{model_type}.modeling_{model_type}"
+    found = _recognized(importlib.import_module(name).apply_rotary_pos_emb)
+    assert (found is not None) == is_fused
+    assert found is None or (found.is_partial == is_partial and found.has_token_dim)
+
+
+class Kernel:
+    """Stands in for the module of the kernel, which needs Triton; counts the calls."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def rotate(
+        self, heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, inverse: bool = False
+    ) -> torch.Tensor:
+        self.num_calls += 1
+        if not inverse:
+            return _rotated(heads, cosines, sines)
+        leaf = torch.zeros_like(heads).requires_grad_()
+        with torch.enable_grad():
+            [found] = torch.autograd.grad(_rotated(leaf, cosines, sines), leaf, heads)
+        return found
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """The kernel, which computes tensors on a CPU."""
+    stand_in = Kernel()
+    monkeypatch.setitem(sys.modules, "automodel_ckpt.models.rotary_kernels", stand_in)
+    monkeypatch.setattr(fused_rotary, "_can_compute", lambda *tensors: True)
+    return stand_in
+
+
+def test_layers_of_one_model_rotate_by_the_kernel(kernel: Kernel) -> None:
+    plain, other = build("llama", "sdpa"), build("llama", "sdpa")
+    before = modeling_llama.apply_rotary_pos_emb
+    fused = copy.deepcopy(plain)
+    assert fuse_rotary_embeddings(fused) == 2
+    expected = loss_and_gradients(plain, ROWS)
+    assert kernel.num_calls == 0
+    for model in (fused, copy.deepcopy(fused)):
+        kernel.num_calls = 0
+        torch.testing.assert_close(loss_and_gradients(model, ROWS), expected)
+        # Queries and keys of two layers, in both directions.
+        assert kernel.num_calls == 8
+    assert modeling_llama.apply_rotary_pos_emb is before
+    attention = type(other.model.layers[0].self_attn)
+    assert type(pickle.loads(pickle.dumps(fused)).model.layers[0].self_attn) is attention
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_torch_compile_gets_the_operators_of_transformers(kernel: Kernel) -> None:
+    model = build("llama", "sdpa")
+    expected = loss_and_gradients(model, ROWS)
+    fuse_rotary_embeddings(model)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(loss_and_gradients(model, ROWS), expected)
+    assert kernel.num_calls == 0
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_the_gradients_of_a_rotation_are_right(kernel: Kernel, unsqueeze_dim: int) -> None:
+    rotation = _recognized(modeling_llama.apply_rotary_pos_emb)
+    assert rotation is not None
+    shape = (2, 3, 4, 8) if unsqueeze_dim == 1 else (2, 4, 3, 8)
+    query, key = torch.randn(2, *shape, dtype=torch.float64).requires_grad_()
+    angles = torch.randn(2, 1, 4, 8, dtype=torch.float64)
+    expected = rotation.function(query, key, *angles, unsqueeze_dim=unsqueeze_dim)
+    torch.testing.assert_close(rotation(query, key, *angles, unsqueeze_dim), expected)
+    assert kernel.num_calls == 2
+
+    def rotated(*heads: torch.Tensor) -> Any:
+        return rotation(*heads, *angles, unsqueeze_dim=unsqueeze_dim)
+
+    torch.autograd.gradcheck(
+        rotated, (query.detach().requires_grad_(), key.detach().requires_grad_())
+    )
+
+
+def test_other_calls_reach_the_function_of_transformers(kernel: Kernel) -> None:
+    llama = _recognized(modeling_llama.apply_rotary_pos_emb)
+    assert llama is not None
+    query, key = torch.randn(2, 2, 3, 4, 8)
+    angles = torch.randn(2, 1, 4, 8)
+    learned = angles.clone().requires_grad_()
+    one_head = torch.randn(2, 4, 8)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((query, key), {"cos": angles[0], "sin": angles[1]}),
+        ((query, key, *learned), {}),
+        ((one_head, one_head, *angles), {}),
+        ((query, key, *angles), {"unsqueeze_dim": -3}),
+    ]
+    for args, options in calls:
+        for found, expected in zip(
+            llama(*args, **options), llama.function(*args, **options), strict=True
+        ):
+            assert torch.equal(found, expected)
+    # Llama's function fails for cosines of fewer elements, and goes on to do so.
+    with pytest.raises(RuntimeError):
+        llama(query, key, *angles[..., :4])
+    assert kernel.num_calls == 0
 
 
 # ---------------------------------------------------------------- adapters

@@ -12,9 +12,15 @@ from tools.bench_rounds import ROOT
 from tools.gpu.machine import version_of
 from tools.gpu.session import Figures, PartRun
 
-PATHS = ("tests/gpu", "tests/unit/models/test_loss_kernels.py")
-_PROCESSES = 4
-_SHOWN = 2000
+PATHS = (
+    "tests/gpu",
+    "tests/unit/models/test_loss_kernels.py",
+    "tests/unit/models/test_gate_kernels.py",
+    "tests/unit/models/test_rotary_kernels.py",
+)
+_PROCESSES = 8
+_SHOWN = 3000
+"""Characters of a failure's text, from its beginning and from its end."""
 
 
 def run(part: PartRun) -> None:
@@ -26,8 +32,15 @@ def run(part: PartRun) -> None:
     outcomes = _outcomes(records)
     part.results.add("outcomes", {name: len(found) for name, found in outcomes.items()})
     for test, text in outcomes.get("failed", []):
-        part.results.fail(test, text[-_SHOWN:])
+        part.results.fail(test, _shortened(text))
         print(f"    FAILED {test}")
+
+
+def _shortened(text: str) -> str:
+    """The beginning and the end of a long text."""
+    if len(text) <= 2 * _SHOWN:
+        return text
+    return f"{text[:_SHOWN]}\n...\n{text[-_SHOWN:]}"
 
 
 def _outcomes(records: Path) -> dict[str, list[tuple[str, str]]]:
@@ -42,7 +55,8 @@ def _outcomes(records: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def _tests(records: Path, selection: list[str]) -> Figures:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.gpu.pytest_records", *PATHS]
+    paths = os.environ.get("GPU_TESTS", "").split() or PATHS
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.gpu.pytest_records", *paths]
     # make test treats warnings as errors; those of other libraries and of CUDA are no failure here.
     command += ["-W", "ignore"]
     if version_of("pytest-xdist") and not selection:
