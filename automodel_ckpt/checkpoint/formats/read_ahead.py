@@ -160,6 +160,9 @@ def convert(values: torch.Tensor, target: torch.Tensor) -> None:
 
     Between two copies, these would wait in loops, on the cores that other threads read with.
     """
+    if values.numel() <= _SERIAL_ELEMENTS:
+        target.copy_(values)
+        return
     sizes = tuple(values.shape)
     whole = Box((0,) * len(sizes), sizes)
     for box in boxes(sizes, _SERIAL_ELEMENTS):

@@ -69,10 +69,11 @@ class ByteRanges(Protocol):
 
 
 class _Read(NamedTuple):
-    """The box *wanted* of a slice, relative to it, and where it is read to."""
+    """The box *wanted* of a slice, relative to it, its bytes, and where it is read to."""
 
     stored: Slice
     wanted: Box
+    nbytes: int
     target: torch.Tensor
 
     @property
@@ -80,8 +81,9 @@ class _Read(NamedTuple):
         return self.stored.file, self.stored.start
 
     @property
-    def nbytes(self) -> int:
-        return nbytes_of(self.stored.dtype, self.wanted.sizes)
+    def is_whole(self) -> bool:
+        """Whether all bytes of the slice are read."""
+        return self.wanted.sizes == self.stored.sizes
 
     @property
     def is_on_cpu(self) -> bool:
@@ -103,12 +105,12 @@ class _Read(NamedTuple):
         if self.nbytes <= BLOCK_BYTES:
             yield self
             return
-        num_elements = BLOCK_BYTES // nbytes_of(self.stored.dtype, (1,))
+        itemsize = nbytes_of(self.stored.dtype, (1,))
         origin = Box((0,) * len(self.wanted.sizes), self.wanted.sizes)
-        for box in boxes(self.wanted.sizes, num_elements):
+        for box in boxes(self.wanted.sizes, BLOCK_BYTES // itemsize):
             offsets = tuple(a + b for a, b in zip(self.wanted.offsets, box.offsets, strict=True))
             target = self.target[box.within(origin)]
-            yield _Read(self.stored, Box(offsets, box.sizes), target)
+            yield _Read(self.stored, Box(offsets, box.sizes), box.numel * itemsize, target)
 
     def runs(self) -> Iterator[Run]:
         """The runs of bytes of the box: in the slice, and in a buffer of the box's shape."""
@@ -194,12 +196,13 @@ def _reads(tensor: Tensor, value: torch.Tensor, box: Box | None) -> Iterator[_Re
     zeros = (0,) * len(box.sizes)
     for stored in tensor.overlapping(box):
         if stored.sizes == box.sizes and stored.offsets == box.offsets:
-            yield _Read(stored, Box(zeros, box.sizes), local)
+            yield _Read(stored, Box(zeros, box.sizes), stored.nbytes, local)
             continue
         common = intersection(stored.box, box)
         assert common is not None
         offsets = tuple(a - b for a, b in zip(common.offsets, stored.offsets, strict=True))
-        yield _Read(stored, Box(offsets, common.sizes), local[common.within(box)])
+        nbytes = nbytes_of(stored.dtype, common.sizes)
+        yield _Read(stored, Box(offsets, common.sizes), nbytes, local[common.within(box)])
 
 
 def _blocks(
@@ -239,15 +242,16 @@ class _Tensors:
 
     def add(self, part: _Read) -> None:
         """Read *part* with this block."""
-        self._nbytes += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        aligned = -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._nbytes += aligned
         if part.is_in_place:
             self._in_place.append(part)
         else:
             self._staged.append((part, self.staged_bytes))
-            self.staged_bytes += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if part.stored.strides is None:
-            shortest = next(part.runs(), None)
-            if shortest is not None and shortest.nbytes < min(_LARGE_RUN_BYTES, part.nbytes):
+            self.staged_bytes += aligned
+        if not part.is_whole and part.stored.strides is None:
+            first = next(part.runs(), None)
+            if first is not None and first.nbytes < min(_LARGE_RUN_BYTES, part.nbytes):
                 self.reads_elsewhere = False
 
     def read(self, staging: torch.Tensor) -> None:
@@ -322,6 +326,9 @@ class _Files:
         stored = read.stored
         if stored.strides is not None:
             self._gather(stored, read.wanted, memory)
+            return
+        if read.is_whole:
+            self._read(stored.file, memory, stored.start)
             return
         for run in read.runs():
             target = memory[run.target : run.target + run.nbytes]
