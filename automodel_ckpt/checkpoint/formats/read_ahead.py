@@ -152,7 +152,7 @@ class _Staging:
         return self._memory[start : start + nbytes]
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def convert(values: torch.Tensor, target: torch.Tensor) -> None:
