@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
+from automodel_ckpt.checkpoint.formats.description import local_tensor
 from automodel_ckpt.checkpoint.module_tensors import (
     StoredLayout,
     set_stored_layout,
@@ -49,9 +51,12 @@ from automodel_ckpt.models.weight_matching import (
 )
 from automodel_ckpt.recipes.init_from import MODEL
 from automodel_ckpt.recipes.model.mtp_files import check_mtp_complete, mtp_names
-from automodel_ckpt.units import counted
+from automodel_ckpt.units import counted, size_text
 
 log = logging.getLogger("automodel_ckpt")
+
+_LARGE_BYTES = 1 << 30
+"""From here on, the log states how long a rank took to read its weights."""
 
 
 class NotDeferrable(Exception):
@@ -239,7 +244,12 @@ class PretrainedFiles:
         layout = replace(stored_layout(model), rows=rows)
         for name, (in_files, in_model) in self._resized.items():
             log_resized(name, in_files, in_model, self._new_rows)
+        started = time.monotonic()
         fill_module(model, self._fillings(model, modules, layout), self._new_rows, layout)
+        nbytes = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
+        if nbytes >= _LARGE_BYTES:
+            seconds = time.monotonic() - started
+            log.info("read the weights: %s in %.1f s", size_text(nbytes), seconds)
 
     def _fillings(
         self, model: nn.Module, modules: Mapping[str, nn.Module], layout: StoredLayout

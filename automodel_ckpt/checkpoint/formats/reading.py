@@ -1,5 +1,7 @@
 """Read a tree: a rank reads the parts of slices that it needs, into the memory of its tensors.
 
+Large ones are read in blocks, by several threads (``read_ahead.py``).
+
 Used for all formats, because the manifest has the position of every slice's raw bytes. Pickles are read only for
 values that are not tensors, by a reader of plain data (``files/pickle_reader.py``).
 """
@@ -7,6 +9,7 @@ values that are not tensors, by a reader of plain data (``files/pickle_reader.py
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +27,13 @@ from automodel_ckpt.checkpoint.formats.description import (
     local_tensor,
     unstorable_placement,
 )
+from automodel_ckpt.checkpoint.formats.read_ahead import (
+    BLOCK_BYTES,
+    convert,
+    num_threads,
+    read_all,
+    send,
+)
 from automodel_ckpt.checkpoint.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.slices import (
     Box,
@@ -34,11 +44,18 @@ from automodel_ckpt.checkpoint.slices import (
     nbytes_of,
     overlap,
 )
+from automodel_ckpt.checkpoint.tensors.box_reader import boxes
 from automodel_ckpt.checkpoint.tensors.float_cast import storage_dtype
 from automodel_ckpt.checkpoint.tensors.strided import map_slice
 from automodel_ckpt.errors import CheckpointUnusable
 
 _HINT = "use another checkpoint of this run (`ckpt ls`)"
+_MOST_PARTS = 64
+"""Most tensors of a block: in a model of many small ones, each thread has a few of them."""
+_LARGE_RUN_BYTES = 64 << 10
+"""Shorter runs of bytes are read in one thread: taking turns to begin a read costs more than it saves."""
+_ALIGNMENT = 16
+"""Bytes of the largest element."""
 
 
 class ByteRanges(Protocol):
@@ -52,15 +69,48 @@ class ByteRanges(Protocol):
 
 
 class _Read(NamedTuple):
-    """The box *wanted* of a slice, relative to it, and where it is read to."""
+    """The box *wanted* of a slice, relative to it, its bytes, and where it is read to."""
 
     stored: Slice
     wanted: Box
+    nbytes: int
     target: torch.Tensor
 
     @property
     def position(self) -> tuple[str, int]:
         return self.stored.file, self.stored.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes of the slice are read."""
+        return self.wanted.sizes == self.stored.sizes
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.target.device.type == "cpu"
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the stored bytes are those of the target's memory."""
+        target = self.target
+        return (
+            self.is_on_cpu
+            and target.is_contiguous()
+            and not (target.is_conj() or target.is_neg())
+            and DTYPE_CODES.get(target.dtype) == self.stored.dtype
+        )
+
+    def parts(self) -> Iterator[_Read]:
+        """Reads of at most BLOCK_BYTES that are this one together, in its order."""
+        if self.nbytes <= BLOCK_BYTES:
+            yield self
+            return
+        itemsize = nbytes_of(self.stored.dtype, (1,))
+        origin = Box((0,) * len(self.wanted.sizes), self.wanted.sizes)
+        for box in boxes(self.wanted.sizes, BLOCK_BYTES // itemsize):
+            offsets = tuple(a + b for a, b in zip(self.wanted.offsets, box.offsets, strict=True))
+            target = self.target[box.within(origin)]
+            yield _Read(self.stored, Box(offsets, box.sizes), box.numel * itemsize, target)
 
     def runs(self) -> Iterator[Run]:
         """The runs of bytes of the box: in the slice, and in a buffer of the box's shape."""
@@ -116,23 +166,22 @@ def read_tree(
     file.
     """
     reads: list[_Read | _ReadValue] = []
-    boxes = LocalBoxes()
+    local_boxes = LocalBoxes()
     for fqn, value in state_dict.items():
         if fqn in tree.objects:
             reads.append(_ReadValue(fqn, tree.objects[fqn]))
         elif fqn in tree.tensors:
-            reads += _reads(tree.tensors[fqn], value, boxes(value))
+            reads += _reads(tree.tensors[fqn], value, local_boxes(value))
     # In the order of the disk.
     reads.sort(key=lambda read: read.position)
     if remote is not None:
         remote.expect([read.byte_range() for read in reads])
+    of_tensors = [read for read in reads if isinstance(read, _Read)]
+    # What is remote is read in order, by one thread.
+    threads = num_threads(sum(read.nbytes for read in of_tensors)) if remote is None else 1
+    to_gpu = any(read.target.is_cuda for read in of_tensors)
     with _Files(checkpoint, remote) as files:
-        for read in reads:
-            if isinstance(read, _Read):
-                files.read_into(read)
-            else:
-                data = files.read_blob(read.blob)
-                state_dict[read.fqn] = pickle_reader.load(data, read.fqn)
+        read_all(_blocks(reads, files, state_dict), threads, to_gpu=to_gpu)
 
 
 def _reads(tensor: Tensor, value: torch.Tensor, box: Box | None) -> Iterator[_Read]:
@@ -147,20 +196,118 @@ def _reads(tensor: Tensor, value: torch.Tensor, box: Box | None) -> Iterator[_Re
     zeros = (0,) * len(box.sizes)
     for stored in tensor.overlapping(box):
         if stored.sizes == box.sizes and stored.offsets == box.offsets:
-            yield _Read(stored, Box(zeros, box.sizes), local)
+            yield _Read(stored, Box(zeros, box.sizes), stored.nbytes, local)
             continue
         common = intersection(stored.box, box)
         assert common is not None
         offsets = tuple(a - b for a, b in zip(common.offsets, stored.offsets, strict=True))
-        yield _Read(stored, Box(offsets, common.sizes), local[common.within(box)])
+        nbytes = nbytes_of(stored.dtype, common.sizes)
+        yield _Read(stored, Box(offsets, common.sizes), nbytes, local[common.within(box)])
+
+
+def _blocks(
+    reads: Iterable[_Read | _ReadValue], files: _Files, state_dict: dict[str, Any]
+) -> Iterator[_Tensors | _Value]:
+    """The blocks that are read together, in the order of *reads*."""
+    block = _Tensors(files)
+    for read in reads:
+        if isinstance(read, _ReadValue):
+            yield block
+            yield _Value(read, files, state_dict)
+            block = _Tensors(files)
+            continue
+        for part in read.parts():
+            if not block.has_room(part):
+                yield block
+                block = _Tensors(files)
+            block.add(part)
+    yield block
+
+
+class _Tensors:
+    """Neighboring parts of tensors: a block of :mod:`~automodel_ckpt.checkpoint.formats.read_ahead`."""
+
+    def __init__(self, files: _Files) -> None:
+        self._files = files
+        self._in_place: list[_Read] = []
+        self._staged: list[tuple[_Read, int]] = []
+        self._nbytes = 0
+        self.staged_bytes = 0
+        self.reads_elsewhere = True
+
+    def has_room(self, part: _Read) -> bool:
+        """Whether :meth:`add` can add *part*."""
+        count = len(self._in_place) + len(self._staged)
+        return count == 0 or (count < _MOST_PARTS and self._nbytes + part.nbytes <= BLOCK_BYTES)
+
+    def add(self, part: _Read) -> None:
+        """Read *part* with this block."""
+        aligned = -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._nbytes += aligned
+        if part.is_in_place:
+            self._in_place.append(part)
+        else:
+            self._staged.append((part, self.staged_bytes))
+            self.staged_bytes += aligned
+        if not part.is_whole and part.stored.strides is None:
+            first = next(part.runs(), None)
+            if first is not None and first.nbytes < min(_LARGE_RUN_BYTES, part.nbytes):
+                self.reads_elsewhere = False
+
+    def read(self, staging: torch.Tensor) -> None:
+        """Read the bytes of all parts."""
+        for part in self._in_place:
+            self._files.read_into(part, part.target.reshape(-1).view(torch.uint8).numpy().data)
+        memory = staging.numpy().data
+        for part, start in self._staged:
+            self._files.read_into(part, memory[start : start + part.nbytes])
+            if part.is_on_cpu:
+                convert(_values(part, start, staging), part.target)
+
+    def put(self, staging: torch.Tensor) -> set[torch.device]:
+        """Copy the parts for other devices into their tensors."""
+        devices: set[torch.device] = set()
+        for part, start in self._staged:
+            if not part.is_on_cpu:
+                devices.update(send(_values(part, start, staging), part.target))
+        return devices
+
+
+def _values(part: _Read, start: int, staging: torch.Tensor) -> torch.Tensor:
+    """The values of *part*, whose bytes begin at *start* in *staging*."""
+    raw = staging[start : start + part.nbytes]
+    return raw.view(DTYPES[part.stored.dtype]).reshape(part.wanted.sizes)
+
+
+class _Value:
+    """A value that is no tensor: a block of :mod:`~automodel_ckpt.checkpoint.formats.read_ahead`."""
+
+    staged_bytes = 0
+    reads_elsewhere = True
+
+    def __init__(self, read: _ReadValue, files: _Files, state_dict: dict[str, Any]) -> None:
+        self._read, self._files, self._state_dict = read, files, state_dict
+        self._data = b""
+
+    def read(self, staging: torch.Tensor) -> None:
+        """Read its bytes."""
+        del staging
+        self._data = self._files.read_blob(self._read.blob)
+
+    def put(self, staging: torch.Tensor) -> set[torch.device]:
+        """Replace the value in the state dict."""
+        del staging
+        self._state_dict[self._read.fqn] = pickle_reader.load(self._data, self._read.fqn)
+        return set()
 
 
 class _Files:
-    """The files of a checkpoint, each opened once, or read from *remote*."""
+    """The files of a checkpoint, each opened once, or read from *remote*. Threads may share it if it is not remote."""
 
     def __init__(self, checkpoint: Path, remote: ByteRanges | None = None) -> None:
         self._checkpoint, self._remote = checkpoint, remote
         self._open: dict[str, int] = {}
+        self._opening = threading.Lock()
 
     def __enter__(self) -> _Files:
         return self
@@ -174,28 +321,18 @@ class _Files:
         self._read(blob.file, memoryview(data), blob.start)
         return bytes(data)
 
-    def read_into(self, read: _Read) -> None:
-        """Copy the box of a stored slice into a tensor of that box's shape, on any device."""
-        stored, wanted, target = read
-        # Only then are the stored bytes those of the tensor's memory.
-        in_place = (
-            target.device.type == "cpu"
-            and target.is_contiguous()
-            and not (target.is_conj() or target.is_neg())
-            and DTYPE_CODES.get(target.dtype) == stored.dtype
-        )
-        buffer = target
-        if not in_place:
-            buffer = torch.empty(wanted.sizes, dtype=DTYPES[stored.dtype])
-        memory = buffer.reshape(-1).view(torch.uint8).numpy().data
+    def read_into(self, read: _Read, memory: memoryview) -> None:
+        """Fill *memory* with the row-major bytes of the box of a stored slice."""
+        stored = read.stored
         if stored.strides is not None:
-            self._gather(stored, wanted, memory)
-        else:
-            for run in read.runs():
-                target_bytes = memory[run.target : run.target + run.nbytes]
-                self._read(stored.file, target_bytes, stored.start + run.source)
-        if not in_place:
-            target.copy_(buffer)
+            self._gather(stored, read.wanted, memory)
+            return
+        if read.is_whole:
+            self._read(stored.file, memory, stored.start)
+            return
+        for run in read.runs():
+            target = memory[run.target : run.target + run.nbytes]
+            self._read(stored.file, target, stored.start + run.source)
 
     def _gather(self, stored: Slice, wanted: Box, memory: memoryview) -> None:
         """Fill *memory* with the elements *wanted* of a slice whose elements are apart in the file."""
@@ -223,9 +360,10 @@ class _Files:
             memory, start = memory[count:], start + count
 
     def _descriptor(self, file: str) -> int:
-        if file not in self._open:
-            self._open[file] = open_safely(self._checkpoint, file)
-        return self._open[file]
+        with self._opening:
+            if file not in self._open:
+                self._open[file] = open_safely(self._checkpoint, file)
+            return self._open[file]
 
 
 def differences(tree: Tree, state_dict: Mapping[str, Any]) -> list[str]:

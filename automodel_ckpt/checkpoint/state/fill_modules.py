@@ -25,7 +25,7 @@ from automodel_ckpt.checkpoint.slices import Box, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.module_loading import set_module_state
 from automodel_ckpt.checkpoint.state.quantized_tensors import QuantizedTensor, dequantized_rows
-from automodel_ckpt.checkpoint.state.stored_rows import read_rows
+from automodel_ckpt.checkpoint.state.stored_rows import read_rows, rows_of
 from automodel_ckpt.errors import CheckpointUnusable
 
 NewRows = Literal["mean", "init"]
@@ -133,9 +133,14 @@ def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: 
     first = box.offsets[0]
     stop = first + box.sizes[0]
     columns = box.within(Box((0,) * target.dim(), tuple(target.shape)))[1:]
-    for start, block in _blocks(source, stored, first, min(stop, num_stored)):
-        row = start - first
-        local[row : row + len(block)].copy_(block[:, *columns])
+    num_read = max(min(stop, num_stored) - first, 0)
+    if num_read and box.sizes[1:] == stored.shape[1:]:
+        rows = rows_of(stored, first, first + num_read)
+        read_tree(source.root, Tree("", {stored.fqn: rows}, {}), {stored.fqn: local[:num_read]})
+    else:
+        for start, block in _blocks(source, stored, first, first + num_read):
+            row = start - first
+            local[row : row + len(block)].copy_(block[:, *columns])
     if stop > num_stored and new_rows == "mean":
         # In double precision: the mean of a hundred thousand bf16 rows would lose its lower digits.
         # Each rank sums all rows in the same blocks, so that the mean does not depend on the

@@ -32,8 +32,8 @@ INTEGERS = {
 """The numpy dtypes of integers, by safetensors code."""
 
 
-def boxes(shape: tuple[int, ...]) -> Iterator[Box]:
-    """Yield boxes of at most 256 Ki elements that tile a tensor of that *shape*, in row-major order."""
+def boxes(shape: tuple[int, ...], num_elements: int = _BLOCK_ELEMENTS) -> Iterator[Box]:
+    """Yield boxes of at most *num_elements* that tile a tensor of that *shape*, in row-major order."""
     if not shape:
         yield Box((), ())
         return
@@ -42,10 +42,10 @@ def boxes(shape: tuple[int, ...]) -> Iterator[Box]:
     # Dimensions after *axis* are complete in every box, those before it have one index, and *axis* is divided.
     axis = len(shape) - 1
     inner_elements = 1
-    while axis > 0 and inner_elements * shape[axis] <= _BLOCK_ELEMENTS:
+    while axis > 0 and inner_elements * shape[axis] <= num_elements:
         inner_elements *= shape[axis]
         axis -= 1
-    step = max(1, _BLOCK_ELEMENTS // inner_elements)
+    step = max(1, num_elements // inner_elements)
     inner_sizes = shape[axis + 1 :]
     inner_offsets = (0,) * len(inner_sizes)
     outer_sizes = (1,) * axis

@@ -1,0 +1,182 @@
+"""Several threads read blocks of files into tensors on the CPU, or for a GPU, to which the calling thread copies them.
+
+One thread copies a few GB/s from the page cache, and a copy to a GPU from ordinary memory waits for the driver's
+buffers. Here, the blocks of tensors on a GPU are read into page-locked memory, from which the GPU copies them while the
+next ones are read. The memory is used again for later blocks: the kernel clears each new page, which takes as long as
+reading it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from automodel_ckpt.checkpoint.slices import Box
+from automodel_ckpt.checkpoint.tensor_bytes import page_locked
+from automodel_ckpt.checkpoint.tensors.box_reader import boxes
+
+BLOCK_BYTES = 4 << 20
+"""Most bytes of a block that go through memory of the host."""
+_MOST_THREADS = 8
+_PARALLEL_FROM_BYTES = 32 << 20
+"""From here on, threads save more time than it takes to start them."""
+
+_SERIAL_ELEMENTS = (32 << 10) - 1
+"""torch divides work among its threads from 32 Ki elements on (``at::internal::GRAIN_SIZE``)."""
+
+
+class Block(Protocol):
+    """Some bytes of files, and the tensors that they are for."""
+
+    @property
+    def staged_bytes(self) -> int:
+        """How much memory of the host :meth:`read` needs, at most BLOCK_BYTES; 0 if it reads into the tensors."""
+
+    @property
+    def reads_elsewhere(self) -> bool:
+        """Whether another thread may call :meth:`read`."""
+
+    def read(self, staging: torch.Tensor) -> None:
+        """Read the bytes and fill the tensors on the CPU. *staging*, a uint8 vector, gets what is not read in place."""
+
+    def put(self, staging: torch.Tensor) -> Iterable[torch.device]:
+        """Copy what *staging* has for tensors on other devices; returns the GPUs that may not have finished that."""
+
+
+def num_threads(nbytes: int) -> int:
+    """How many threads of this process read *nbytes*: 1 if these are few. The ranks of a node share its cores."""
+    if nbytes < _PARALLEL_FROM_BYTES:
+        return 1
+    num_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    # With two, one reads while the other one waits for a disk, even on a single core.
+    return max(2, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // num_ranks))
+
+
+def read_all(blocks: Iterable[Block], threads: int, *, to_gpu: bool) -> None:
+    """Read *blocks* and put them into their tensors, in order. Returns after all copies.
+
+    *threads* read; with 1, the calling thread does. At most ``2 * threads * BLOCK_BYTES`` of memory are used, which are
+    page-locked *to_gpu*. Raises the error of the first block that has one.
+    """
+    slots = [_Slot() for _ in range(2 * threads)]
+    staging = _Staging(len(slots), to_gpu=to_gpu)
+    # Two fewer than there are slots: the GPU copies from the memory of one or two blocks while others are read.
+    most_ahead = len(slots) - 2
+    pool = ThreadPoolExecutor(threads, "read") if threads > 1 else None
+    waiting: deque[_Reading] = deque()
+    try:
+        for number, block in enumerate(blocks):
+            if len(waiting) > most_ahead:
+                waiting.popleft().finish()
+            slot = slots[number % len(slots)]
+            slot.wait()
+            memory = staging.part(number % len(slots), block.staged_bytes)
+            reading = _Reading(block, memory, slot)
+            waiting.append(reading)
+            reading.begin(pool)
+        while waiting:
+            waiting.popleft().finish()
+    finally:
+        if pool is not None:
+            # Before the caller closes the files.
+            pool.shutdown(cancel_futures=True)
+        for slot in slots:
+            slot.wait()
+
+
+class _Slot:
+    """Memory for a block, from which GPUs may still copy the block before."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+
+    def record(self, devices: Iterable[torch.device]) -> None:
+        for device in devices:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            self._events.append(event)
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.synchronize()
+        self._events.clear()
+
+
+class _Reading:
+    """A block that is read, in another thread if there is a pool."""
+
+    def __init__(self, block: Block, memory: torch.Tensor, slot: _Slot) -> None:
+        self._block, self._memory, self._slot = block, memory, slot
+        self._future: Future[None] = Future()
+
+    def begin(self, pool: ThreadPoolExecutor | None) -> None:
+        if pool is not None and self._block.reads_elsewhere:
+            self._future = pool.submit(self._block.read, self._memory)
+            return
+        try:
+            self._block.read(self._memory)
+        except Exception as error:
+            # Raised after the errors of earlier blocks.
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
+
+    def finish(self) -> None:
+        self._future.result()
+        self._slot.record(self._block.put(self._memory))
+
+
+class _Staging:
+    """Memory of the host for *count* blocks, allocated when the first block needs it."""
+
+    def __init__(self, count: int, *, to_gpu: bool) -> None:
+        self._count, self._to_gpu = count, to_gpu
+        self._memory: torch.Tensor | None = None
+
+    def part(self, number: int, nbytes: int) -> torch.Tensor:
+        """The first *nbytes* of the memory of block *number*."""
+        if not nbytes:
+            return _NOTHING
+        if self._memory is None:
+            size = self._count * BLOCK_BYTES
+            # With 8 threads it has the size that torch keeps for the two buffers of saves.
+            self._memory = (
+                page_locked(size) if self._to_gpu else torch.empty(size, dtype=torch.uint8)
+            )
+        start = number * BLOCK_BYTES
+        return self._memory[start : start + nbytes]
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def convert(values: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy *values* into *target* of another type or layout, both on the CPU, without the threads of torch.
+
+    Between two copies, these would wait in loops, on the cores that other threads read with.
+    """
+    if values.numel() <= _SERIAL_ELEMENTS:
+        target.copy_(values)
+        return
+    sizes = tuple(values.shape)
+    whole = Box((0,) * len(sizes), sizes)
+    for box in boxes(sizes, _SERIAL_ELEMENTS):
+        index = box.within(whole)
+        target[index].copy_(values[index])
+
+
+def send(values: torch.Tensor, target: torch.Tensor) -> Sequence[torch.device]:
+    """Copy *values*, in memory of the host, into *target* on a device; returns the GPU that may not have finished."""
+    if not target.is_cuda:
+        target.copy_(values)
+        return ()
+    if target.dtype != values.dtype or not target.is_contiguous():
+        # torch would convert the values on the host, in new memory.
+        values = values.to(target.device, non_blocking=True)
+    target.copy_(values, non_blocking=True)
+    return (target.device,)

@@ -1,0 +1,49 @@
+"""Weights are read from files into tensors of any device, type and layout, by several threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from automodel_ckpt.checkpoint.formats import read_ahead, reading
+from automodel_ckpt.checkpoint.formats.reading import read_tree
+from automodel_ckpt.checkpoint.manifest import Tree
+from automodel_ckpt.convert.open import open_weights
+from tests.support.gpu import both_devices
+
+
+@pytest.mark.parametrize("parallel_from", [1, 1 << 40], ids=["threads", "one thread"])
+@pytest.mark.parametrize("device", both_devices())
+def test_blocks_of_any_tensor_have_the_values_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, parallel_from: int
+) -> None:
+    # Larger than a block, by rows, within rows and within the last dimension; smaller; without dimensions; empty.
+    shapes = [(700, 33), (3, 5, 4096), (9000,), (3, 2), (), (0, 4)]
+    monkeypatch.setattr(read_ahead, "_PARALLEL_FROM_BYTES", parallel_from)
+    monkeypatch.setattr(read_ahead, "_SERIAL_ELEMENTS", 1000)
+    for module in (read_ahead, reading):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
+    torch.manual_seed(0)
+    saved: dict[str, torch.Tensor] = {}
+    targets: dict[str, torch.Tensor] = {}
+    for number, shape in enumerate(shapes):
+        for stored_type in (torch.float32, torch.bfloat16):
+            for target_type in (torch.float32, torch.bfloat16, torch.float64):
+                name = f"{number}.{stored_type}.{target_type}"
+                saved[name] = torch.randn(shape).to(stored_type)
+                targets[name] = torch.zeros(shape, dtype=target_type, device=device)
+        name = f"{number}.transposed"
+        saved[name] = torch.randn(shape)
+        targets[name] = torch.zeros(shape[::-1], device=device).permute(
+            tuple(reversed(range(len(shape))))
+        )
+    save_file(saved, tmp_path / "model.safetensors")
+    source = open_weights(tmp_path).modules["model"]
+    state: dict[str, Any] = dict(targets)
+    read_tree(source.root, Tree("", dict(source.tensors), {}), state)
+    for name, target in targets.items():
+        assert torch.equal(target.cpu(), saved[name].to(target.dtype)), name
