@@ -207,6 +207,14 @@ class _ChangedResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
     adds to the products of its experts would be added twice. torch raises an error instead.
     """
 
+    # Flex attention is an operator of a higher order.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let torch compile flex attention in this context, which would compute all pairs of tokens otherwise."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.changed: set[str] = set()
@@ -219,7 +227,9 @@ class _ChangedResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         output = operator(*args, **kwargs)
         name = _name_of(operator)
-        if operator._schema.is_mutable:
+        # Operators of a higher order have no schema.
+        schema = getattr(operator, "_schema", None)
+        if schema is not None and schema.is_mutable:
             for tensor in tree_leaves((args[:1], kwargs.get("out"))):
                 if isinstance(tensor, torch.Tensor) and _address(tensor) in self._results:
                     self.changed.add(self._results[_address(tensor)][0])

@@ -20,8 +20,8 @@ from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
-_MULTIPLE = 16
-"""FP8 products need numbers of rows and columns that it divides."""
+MULTIPLE = 16
+"""FP8 products need sizes that it divides; the number of tokens is one in the product for a weight's gradient."""
 _FIRST_CAPABILITY = (8, 9)
 """The first compute capability of CUDA with products in FP8."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
@@ -48,13 +48,14 @@ def convert_to_fp8(
     if not selected:
         raise _error(
             "no linear layer of this model can compute in FP8",
-            f"{counted(num_odd, 'layer')} with a width that is no multiple of {_MULTIPLE}",
+            f"{counted(num_odd, 'layer')} with a width that is no multiple of {MULTIPLE}",
             "remove the section fp8, or patterns of fp8.exclude",
         )
     from torchao import float8
 
     config: Any = float8.Float8LinearConfig.from_recipe_name(recipe)
-    config = replace(config, emulate=emulate)
+    # Rows have any number of tokens. It has no effect where MULTIPLE divides it.
+    config = replace(config, emulate=emulate, pad_inner_dim=True)
     for name in selected:
         _change_class(model.get_submodule(name), config)
     others = f"; {num_odd} with other widths do not" if num_odd else ""
@@ -101,7 +102,7 @@ def fp8_layers(model: nn.Module, exclude: Sequence[str]) -> tuple[list[str], int
         is_router = name.rpartition(".")[2] in _ROUTERS
         if is_router or any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
             continue
-        if module.in_features % _MULTIPLE or module.out_features % _MULTIPLE:
+        if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
             num_odd += 1
             continue
         selected.append(name)

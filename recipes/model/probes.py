@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.compiling import num_row_widths
 from automodel_ckpt.models.config_values import context_length
 from automodel_ckpt.models.forward import class_and_message, side_effect_free
+from automodel_ckpt.models.fp8 import MULTIPLE as FP8_MULTIPLE
 from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead
 from automodel_ckpt.models.loss_head_probe import install_loss_head
 from automodel_ckpt.models.packing_probe import padding_changes_outputs, probe_rows
@@ -204,7 +206,11 @@ def _widened(request: ModelRequest, rows: Rows | None) -> Rows | None:
         return rows
     if getattr(rows, "one_row", False):
         longest *= request.config.step_scheduler.local_batch_size
-    widths = RowWidths(longest, count, request.row_multiple)
+    multiple = request.row_multiple
+    if request.config.fp8 is not None:
+        # Otherwise each product would copy its factors to pad them.
+        multiple = math.lcm(multiple, FP8_MULTIPLE)
+    widths = RowWidths(longest, count, multiple)
     log.info(
         "rows are padded to one of %d widths up to %d tokens (compile.row_widths)",
         len(widths.widths),

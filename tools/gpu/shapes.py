@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 """What a dry run trains instead."""
-_SHARD_BYTES = 4 << 30
+_SHARD_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -125,19 +126,24 @@ def write_base(config: Mapping[str, Any], directory: Path, device: str) -> Figur
     nbytes, total = 0, 0
     parameters = dict(model.named_parameters())
     last = list(parameters)[-1]
-    for name, parameter in parameters.items():
-        value = torch.ones(parameter.shape, dtype=torch.bfloat16)
-        if parameter.dim() > 1:
-            drawn = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
-            value = drawn.normal_(0.0, 0.02).cpu()
-        shard[name] = value
-        nbytes += value.nbytes
-        if nbytes >= _SHARD_BYTES or name == last:
-            file = f"model-{len(set(names.values())) + 1:05}.safetensors"
-            save_file(shard, directory / file, metadata={"format": "pt"})
-            names.update(dict.fromkeys(shard, file))
-            total += nbytes
-            shard, nbytes = {}, 0
+    # Files are written while the next ones are drawn.
+    with ThreadPoolExecutor() as pool:
+        writing = []
+        for name, parameter in parameters.items():
+            value = torch.ones(parameter.shape, dtype=torch.bfloat16)
+            if parameter.dim() > 1:
+                drawn = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+                value = drawn.normal_(0.0, 0.02).cpu()
+            shard[name] = value
+            nbytes += value.nbytes
+            if nbytes >= _SHARD_BYTES or name == last:
+                file = f"model-{len(set(names.values())) + 1:05}.safetensors"
+                writing.append(pool.submit(save_file, shard, directory / file, {"format": "pt"}))
+                names.update(dict.fromkeys(shard, file))
+                total += nbytes
+                shard, nbytes = {}, 0
+        for written in writing:
+            written.result()
     index = {"metadata": {"total_size": total}, "weight_map": names}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     made.architectures = [type(model).__name__]

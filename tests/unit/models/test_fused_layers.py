@@ -47,9 +47,9 @@ TOKENS = (torch.arange(40) * 7 + 3).view(2, 20) % 97
 ROWS = {"input_ids": TOKENS, "labels": TOKENS}
 
 
-def adapted(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+def adapted(dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
     """A small model with adapters that change its outputs, and norms whose weights are not one."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     model = build("llama", "sdpa").to(dtype)
     settings = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **options}
     model = get_peft_model(model, LoraConfig(**settings), autocast_adapter_dtype=False)
@@ -476,14 +476,17 @@ def gradient_of(model: nn.Module) -> torch.Tensor:
 
 
 def test_a_model_in_16_bits_is_no_less_exact_and_keeps_less() -> None:
-    exact = gradient_of(adapted().double())
-    plain = adapted(torch.bfloat16)
-    fused = copy.deepcopy(plain)
-    assert fuse_norms(fused) == 5 and fuse_gates(fused) == 2
-    fuse_adapters(fused)
-    # A copy of a model is fused too.
-    error = (gradient_of(copy.deepcopy(fused)) - exact).norm()
-    assert error < 1.05 * (gradient_of(plain) - exact).norm()
+    errors = {"plain": 0.0, "fused": 0.0}
+    for seed in range(8):
+        exact = gradient_of(adapted(seed=seed).double())
+        plain = adapted(torch.bfloat16, seed=seed)
+        fused = copy.deepcopy(plain)
+        assert fuse_norms(fused) == 5 and fuse_gates(fused) == 2
+        fuse_adapters(fused)
+        errors["plain"] += float((gradient_of(plain) - exact).norm())
+        # A copy of a model is fused too.
+        errors["fused"] += float((gradient_of(copy.deepcopy(fused)) - exact).norm())
+    assert errors["fused"] < errors["plain"]
     assert kept_bytes(fused) < 0.85 * kept_bytes(plain)
 
 

@@ -40,8 +40,8 @@ class Case:
 
 
 CASES = (
+    Case("ours, selective checkpointing, compiled", SELECTIVE, forecasts=True),
     Case("ours, full checkpointing, compiled", FULL, forecasts=True),
-    Case("ours, selective checkpointing, compiled", SELECTIVE),
     Case("ours, full checkpointing, compiled, accumulation of 8", FULL, accumulation=8),
     Case("less precise: bfloat16 weights, compiled", BF16),
     Case("less precise: 8-bit moments, compiled", ADAM_8_BIT),
@@ -63,13 +63,15 @@ def run(part: PartRun) -> None:
     _ours(part, first)
     work = work_of(LLAMA_8B, is_dry_run=session.is_dry_run)
     flops = flops_per_token(work.config, work.length, trains_all=True)
-    for name, compiles in (("bare, compiled", True), ("bare, eager", False)):
-        compiles = compiles and session.device == "cuda"
-        part.measure(name, bare.full, name, base, work, session.device, flops, compiles, limit=120)
+    is_gpu = session.device == "cuda"
+    bare_arguments = (base, work, session.device, flops)
+    compiled, eager = "bare, compiled", "bare, eager"
+    part.measure(compiled, bare.full, compiled, *bare_arguments, is_gpu, limit=120)
     for case in others:
-        is_supported = session.device == "cuda" or not (case.only_gpu or case.needs)
+        is_supported = is_gpu or not (case.only_gpu or case.needs)
         if is_supported and (not case.needs or version_of(case.needs)):
             _ours(part, case)
+    part.measure(eager, bare.full, eager, *bare_arguments, False, limit=120)
 
 
 def _ours(part: PartRun, case: Case) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -55,7 +56,7 @@ def _outcomes(records: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def _tests(records: Path, selection: list[str]) -> Figures:
-    paths = os.environ.get("GPU_TESTS", "").split() or PATHS
+    paths = shlex.split(os.environ.get("GPU_TESTS", "")) or PATHS
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.gpu.pytest_records", *paths]
     # make test treats warnings as errors; those of other libraries and of CUDA are no failure here.
     command += ["-W", "ignore"]

@@ -24,7 +24,7 @@ def _compare(name: str, device: str, sizes: tuple[int, int, int], trains: bool) 
     from tools.bench_loss_kernels import compare
 
     found = compare(device, *sizes, trains=trains, rounds=10 if device == "cuda" else 1)
-    default = f"ours, {kernel_for(device, torch.bfloat16)}"
+    default = f"ours, {kernel_for(device, torch.float32)}"
     yield f"{name}, default", {**found[default], "implementation": default}
     for implementation, figures in found.items():
         yield f"{name}, {implementation}", figures

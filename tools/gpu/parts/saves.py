@@ -31,7 +31,7 @@ def run(part: PartRun) -> None:
     is_small = session.is_dry_run
     work = work_of(LLAMA_1B, is_dry_run=is_small, batch=4)
     # Long enough for a save to end before the next one: 15 GB at 1 GB/s.
-    every = 12 if is_small else 70
+    every = 12 if is_small else 60
     found = part.measure(
         "asynchronous saves", _saves, base, session.scratch, work, every, True, limit=180
     )
