@@ -287,7 +287,7 @@ class HostActivations:
     """Keeps the activations that autograd saves on a GPU in the memory of the host until the backward pass.
 
     On CUDA, copies run on a separate stream: to the host while the forward pass computes the next layers, and back
-    while the backward pass computes the layer behind. Not tested on a GPU.
+    while the backward pass computes the layer behind.
     """
 
     def __init__(self, device: torch.device, min_bytes: int = _MIN_OFFLOADED_BYTES) -> None:

@@ -32,7 +32,7 @@ _ROWS = 256
 KERNELS = {"cuda": ("triton", "torch"), "cpu": ("torch",)}
 """What computes the loss of a chunk, by type of device. The first that is installed is used.
 
-tools/bench_loss_kernels.py compares them on a device. The order for "cuda" was not measured yet.
+tools/bench_loss_kernels.py compares them on a device.
 """
 _FEW = 8
 """On a CPU, torch's own functions are used up to an eighth of a chunk. They have less overhead in Python."""

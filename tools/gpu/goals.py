@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench_report import write_block
-from tools.gpu.results import read_all
+from tools.gpu.results import NOT_RUN, read_all
 
 DATASHEET_TFLOPS = 989.0
 """Dense bfloat16 rate of H100 and H200 in their datasheets, which torchtitan's MFU refers to."""
@@ -191,7 +191,7 @@ def as_markdown(parts: Parts) -> str:
     for row in rows_of(parts):
         lines.append(f"| {' | '.join(row)} |")
     for name, part in parts.items():
-        if name in ("preflight", "tests"):
+        if name in ("preflight", "profile", "tests"):
             continue
         lines += ["", f"### GPU: {name}", "", *_part_table(part)]
     lines += ["", *_tests_lines(parts)]
@@ -222,14 +222,20 @@ def _part_table(part: Mapping[str, Any]) -> list[str]:
     """A table of the numbers of a part, with what failed below it."""
     lines = ["| | figures |", "|---|---|"]
     for name, figures in part["figures"].items():
-        words = []
+        words = [f"`{figures['name']}`"] if "name" in figures else []
         for key, value in figures.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 words.append(f"{key.replace('_', ' ')} {_number(value)}")
         if words:
             lines.append(f"| {name} | {', '.join(words)} |")
+    not_run = []
     for name, reason in part["failed"].items():
-        lines.append(f"| {name} | failed: {reason.splitlines()[0][:120]} |")
+        if reason.startswith(NOT_RUN):
+            not_run.append(name)
+        else:
+            lines.append(f"| {name} | failed: {reason.splitlines()[0][:120]} |")
+    if not_run:
+        lines += ["", f"Not run, because the time was over: {'; '.join(not_run)}."]
     if part["ended"] != "done":
         lines += ["", f"The part did not end: {part['ended']}."]
     return lines

@@ -13,6 +13,9 @@ from typing import Any
 RUNNING = "running"
 """The value of ``ended`` in the file of a part that has not ended, or whose process was killed."""
 
+NOT_RUN = "not run"
+"""The beginning of the reason of a measurement that was not started."""
+
 
 class Results:
     """The figures of one part, by the name of the measurement.

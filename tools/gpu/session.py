@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from tools.gpu.results import Results, finite
+from tools.gpu.results import NOT_RUN, Results, finite
 
 Figures = Iterator[tuple[str, Mapping[str, Any]]]
 """What a measurement yields: the name and the figures of each result, as soon as it is known."""
@@ -89,7 +89,7 @@ class PartRun:
         """
         seconds = min(limit, self.seconds_left)
         if seconds < LEAST_SECONDS:
-            self.results.fail(name, "not run: the time of the part was over")
+            self.results.fail(name, f"{NOT_RUN}: the time of the part was over")
             return {}
         print(f"  {name} ...", flush=True)
         started = time.monotonic()

@@ -32,6 +32,8 @@ def run(part: PartRun) -> None:
     # The process may have been stopped: what it recorded until then counts.
     outcomes = _outcomes(records)
     part.results.add("outcomes", {name: len(found) for name, found in outcomes.items()})
+    passed = sorted(test for test, _ in outcomes.get("passed", []))
+    part.results.add("passed", {"names": passed})
     for test, text in outcomes.get("failed", []):
         part.results.fail(test, _shortened(text))
         print(f"    FAILED {test}")

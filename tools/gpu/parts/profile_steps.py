@@ -65,8 +65,13 @@ def _profiled(
 
 def _kernels(profiler: Any) -> list[tuple[str, float, float]]:
     """(name, milliseconds per step, calls per step) of the kernels that take most time; of operators on a CPU."""
+    events = profiler.key_averages()
+    kernels = [event for event in events if event.device_type.name == "CUDA"]
     found = []
-    for event in profiler.key_averages():
+    for event in kernels or events:
+        # Steps are events of the device, too.
+        if event.key.startswith("ProfilerStep"):
+            continue
         microseconds = getattr(event, "self_device_time_total", 0) or event.self_cpu_time_total
         milliseconds = microseconds / 1000 / _NUM_STEPS
         num_calls = event.count / _NUM_STEPS
