@@ -29,6 +29,7 @@ from automodel_ckpt.distributed.group_types import divide_groups_by_type
 from automodel_ckpt.distributed.mesh import RankLayout, build_mesh, data_mesh
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.model_layers import separate_ends, untied_layers
+from automodel_ckpt.distributed.one_rank import cast_without_copies
 from automodel_ckpt.distributed.shown_types import show_compute_types
 from automodel_ckpt.distributed.tensor_parallel import apply_plan
 from automodel_ckpt.distributed.tensor_plan import Plan, plan_for
@@ -235,6 +236,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
     fully_shard(model, reshard_after_forward=not is_trained, **options)
     divide_groups_by_type(model, how.float32_names)
     show_compute_types(model, how.float32_names)
+    if mesh.size() == 1:
+        cast_without_copies(model)
     setattr(model, _DEFERS, how.defer_gradient_sync)
     _prefetch(model, embeddings, heads)
 

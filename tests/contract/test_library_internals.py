@@ -80,6 +80,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "_fully_shard": "torch.distributed.fsdp",
     "_fsdp_common": "torch.distributed.fsdp._fully_shard",
     "_get_fsdp_state": "torch.distributed.fsdp.FSDPModule",
+    "_fsdp_api": "torch.distributed.fsdp._fully_shard",
     "_fsdp_param_group": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
     "_state_ctx": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
     "_training_state": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
