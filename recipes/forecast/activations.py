@@ -38,14 +38,15 @@ class Activations:
     """Bytes of the activations and temporary tensors of all micro-batches in progress, without gradients.
 
     They are the peaks in three phases of a micro-batch: the forward pass up to the output layer, the loss, and the
-    backward pass. *step* is the peak of all phases beside the gradients that remain after the step; it is lower where
-    gradients take the place of activations in the course of a backward pass. *others* are those of the other
-    micro-batches of a pipeline, which exist in all phases.
+    backward pass. *backward* has (share of the gradients of the model without its output layer that were complete
+    before, peak) of each part of it: gradients take the place of activations. *step* is the peak of all phases beside
+    the gradients that remain after the step. *others* are the activations of the other micro-batches of a pipeline,
+    which exist in all phases.
     """
 
     forward: int
     loss: int
-    backward: int
+    backward: tuple[tuple[float, int], ...]
     step: int
     others: int = 0
 
@@ -86,7 +87,10 @@ def estimate_activations(recipe: Recipe, pipeline_rank: int = 0) -> Activations 
     return Activations(
         forward=of_all(trace.forward),
         loss=of_all(trace.after_forward + head.peak_bytes),
-        backward=of_all(trace.later_backward + head.gradient_bytes),
+        backward=tuple(
+            (done / max(trace.gradients, 1), of_all(peak + head.gradient_bytes))
+            for done, peak in trace.course
+        ),
         step=of_all(_peak(recipe, trace, head)),
         others=int(of_others * factor),
     )

@@ -232,30 +232,37 @@ def _peak(
     if not _has_separate_phases(recipe):
         phases.append(_Peak(gradients, gathered.last, activations.step))
         return max(phases, key=lambda phase: phase.total)
-    at_first, of_layers = 0, gradients - _root_gradient_bytes(recipe, trained)
-    if num_micro_batches(recipe.config, recipe.layout.sizes.dp) > 1:
-        # Those of the micro-batches before.
-        at_first = of_layers = gradients
+    # Those of the micro-batches before.
+    accumulates = num_micro_batches(recipe.config, recipe.layout.sizes.dp) > 1
+    at_first = gradients if accumulates else 0
     phases += [
         _Peak(at_first, gathered.forward, activations.forward),
         _Peak(at_first, gathered.loss, activations.loss),
-        _Peak(of_layers, gathered.backward, activations.backward),
         _Peak(gradients, gathered.last, activations.others),
     ]
+    of_output, of_root = _gradients_of_ends(recipe, trained)
+    of_backbone = gradients - of_output
+    for share, peak in activations.backward:
+        complete = of_output + min(int(share * of_backbone), of_backbone - of_root)
+        phases.append(_Peak(gradients if accumulates else complete, gathered.backward, peak))
     return max(phases, key=lambda phase: phase.total)
 
 
-def _root_gradient_bytes(recipe: Recipe, trained: list[nn.Parameter]) -> int:
-    """Bytes of the gradients that fsdp2 reduces at the end of a backward pass, when the activations are freed.
+def _gradients_of_ends(recipe: Recipe, trained: list[nn.Parameter]) -> tuple[int, int]:
+    """Bytes of the gradients that fsdp2 reduces before those of all layers, and after them when activations are freed.
 
-    These are those of *trained* parameters that are neither in a layer nor in an end of the model that is gathered
-    separately, such as an embedding that is also the output layer.
+    The first ones are those of an output layer that is gathered separately. The others are those of *trained*
+    parameters that are neither in a layer nor in such an end of the model, such as an embedding that is also the output
+    layer.
     """
     embeddings, outputs = separate_ends(recipe.model)
     separate = [*layers_after_input(recipe.model), *embeddings, *outputs]
     elsewhere = {id(parameter) for part in separate for parameter in part.parameters()}
+    of_outputs = {id(parameter) for part in outputs for parameter in part.parameters()}
     root = [parameter for parameter in trained if id(parameter) not in elsewhere]
-    return nbytes(root) // num_shards(recipe)
+    output = [parameter for parameter in trained if id(parameter) in of_outputs]
+    shards = num_shards(recipe)
+    return nbytes(output) // shards, nbytes(root) // shards
 
 
 def _has_separate_phases(recipe: Recipe) -> bool:

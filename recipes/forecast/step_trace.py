@@ -43,20 +43,29 @@ class HeadMemory:
     gradient_bytes: int = 0
 
 
+Course = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepTrace:
     """Bytes of tensors in a forward and a backward pass of a model without its output layer, besides parameters.
 
     *after_forward* exist between the two passes, with the gradient of the hidden states. *gradients* are those of all
-    parameters. In *backward*, gradients count as they are computed; in *later_backward*, each is freed when it is
-    complete, because it is added to one that exists, or because only its shard is kept.
+    parameters. In *backward*, gradients count as they are computed; in *course*, each is freed when it is complete,
+    because it is added to one that exists, or because only its shard is kept. *course* has (bytes of the gradients that
+    were complete before, peak) of each part of the backward pass, in which one gradient is computed.
     """
 
     forward: int
     after_forward: int
     backward: int
-    later_backward: int
     gradients: int
+    course: Course
+
+    @property
+    def later_backward(self) -> int:
+        """The peak of the backward pass without gradients that are complete."""
+        return max(peak for _, peak in self.course)
 
     def between(self, other: StepTrace, share: float) -> StepTrace:
         """The trace at *share* of the way from this one (0) to *other* (1), also beyond it.
@@ -67,12 +76,16 @@ class StepTrace:
         def at(start: int, end: int) -> int:
             return round(start + share * (end - start))
 
+        course = [(self.gradients, at(self.later_backward, other.later_backward))]
+        if [done for done, _ in self.course] == [done for done, _ in other.course]:
+            pairs = zip(self.course, other.course, strict=True)
+            course = [(done, at(start, end)) for (done, start), (_, end) in pairs]
         return StepTrace(
             at(self.forward, other.forward),
             at(self.after_forward, other.after_forward),
             at(self.backward, other.backward),
-            at(self.later_backward, other.later_backward),
             self.gradients,
+            tuple(course),
         )
 
     def part(self, num_stages: int) -> StepTrace:
@@ -81,8 +94,8 @@ class StepTrace:
             self.forward // num_stages,
             self.after_forward // num_stages,
             self.backward // num_stages,
-            self.later_backward // num_stages,
             self.gradients // num_stages,
+            tuple((done // num_stages, peak // num_stages) for done, peak in self.course),
         )
 
     def peak(self, head: HeadMemory) -> int:
@@ -278,7 +291,8 @@ def _traced(
             if hidden[0].requires_grad:
                 torch.autograd.backward(hidden, initial)
             gradients.note_peak()
-    return StepTrace(forward, after_forward, gradients.peak, gradients.later_peak, gradients.nbytes)
+    course = tuple(gradients.course)
+    return StepTrace(forward, after_forward, gradients.peak, gradients.nbytes, course)
 
 
 def _last_hidden(output: Any) -> list[torch.Tensor]:
@@ -294,8 +308,8 @@ class _Gradients:
     def __init__(self, live: LiveBytes) -> None:
         self.nbytes = 0
         self.peak = 0
+        self.course: list[tuple[int, int]] = []
         self._live = live
-        self._peak_of_all = 0
 
     def take(self, parameter: torch.Tensor) -> None:
         """Count and free the gradient of *parameter*."""
@@ -307,13 +321,8 @@ class _Gradients:
     def note_peak(self) -> None:
         """Add what was freed before to the peak since the latest call."""
         self.peak = max(self.peak, self._live.peak + self.nbytes)
-        self._peak_of_all = max(self._peak_of_all, self._live.peak)
+        self.course.append((self.nbytes, self._live.peak))
         self._live.reset_peak()
-
-    @property
-    def later_peak(self) -> int:
-        """The peak without the gradients that were freed."""
-        return self._peak_of_all
 
 
 def _fake_parameters(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

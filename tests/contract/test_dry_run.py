@@ -266,10 +266,15 @@ PEAKS = {
     "": 7.58e9,
     "--step_scheduler.local_batch_size=2": 6.71e9,
     "--model.activation_checkpointing=true": 5.16e9,
+    # Most gradients exist when most activations are freed.
+    "--model.from_config.num_hidden_layers=24 --model.from_config.vocab_size=1024 --dataset.vocab_size=1024"
+    " --step_scheduler.global_batch_size=4 --step_scheduler.local_batch_size=4": 8.93e9,
 }
 
 
-@pytest.mark.parametrize("setting", PEAKS, ids=["one batch", "accumulation", "checkpointing"])
+@pytest.mark.parametrize(
+    "setting", PEAKS, ids=["one batch", "accumulation", "checkpointing", "many layers"]
+)
 def test_the_memory_on_a_gpu_is_that_of_the_largest_phase_of_a_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str
 ) -> None:

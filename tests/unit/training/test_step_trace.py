@@ -152,7 +152,8 @@ def test_the_trace_of_other_numbers_of_rows_is_proportional() -> None:
 
 
 def test_the_loss_counts_between_the_passes_and_its_gradient_after_them() -> None:
-    trace = StepTrace(forward=100, after_forward=80, backward=90, later_backward=85, gradients=40)
+    course = ((0, 85), (30, 60))
+    trace = StepTrace(forward=100, after_forward=80, backward=90, gradients=40, course=course)
     assert trace.peak(HeadMemory(10, 5)) == 100
     assert trace.peak(HeadMemory(50, 5)) == 130
     assert trace.peak(HeadMemory(15, 15)) == 105
