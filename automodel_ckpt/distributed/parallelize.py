@@ -29,7 +29,7 @@ from automodel_ckpt.distributed.group_types import divide_groups_by_type
 from automodel_ckpt.distributed.mesh import RankLayout, build_mesh, data_mesh
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.model_layers import separate_ends, untied_layers
-from automodel_ckpt.distributed.shown_types import show_compute_types
+from automodel_ckpt.distributed.shown_types import leave_forward_pass, show_compute_types
 from automodel_ckpt.distributed.tensor_parallel import apply_plan
 from automodel_ckpt.distributed.tensor_plan import Plan, plan_for
 from automodel_ckpt.distributed.unused_gradients import may_vary
@@ -336,6 +336,7 @@ def gather_root(model: nn.Module) -> None:
 def reshard(model: nn.Module) -> None:
     """Free parameters that a forward pass without a backward pass left gathered (fsdp2), also one that failed."""
     for module in model.modules():
+        leave_forward_pass(module)
         if isinstance(module, FSDPModule):
             _leave_forward(module)
             module.reshard()
