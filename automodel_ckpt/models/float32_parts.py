@@ -132,35 +132,61 @@ def constants_in(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
     """The names of the buffers of *model* that it would create in *dtype* if it were built in this type.
 
     Those are constants that no file contains, such as tables of positions. Activations that are computed with one in
-    float32 would be in float32, which layers with weights in *dtype* cannot use. Empty for a model that is not of
-    transformers.
+    float32 would be in float32, which layers with weights in *dtype* cannot use. Buffers in files are among them only
+    if the model cannot compute with these in float32. Empty for a model that is not of transformers.
     """
     prefix, inner = _of_transformers(model)
     if inner is None or dtype is None:
         return frozenset()
-    tables = _transient_buffers(inner)
-    if all(each.dtype == dtype for each in tables.values()):
+    buffers = _float_buffers(inner)
+    if all(each.dtype == dtype for each in buffers.values()):
         return frozenset()
     built = _built_in(inner, dtype)
     if built is None:
         return frozenset()
+    tables: set[str] = set()
+    in_files: dict[str, str] = {}
+    created = _float_buffers(built)
+    kept = _norm_buffers(built) | _kept_by_list(built, dtype)
+    for name, buffer in buffers.items():
+        plain = _OF_ADAPTERS.sub("", name)
+        if plain not in created or not created[plain].dtype == dtype != buffer.dtype:
+            continue
+        if _is_in_files(built, plain):
+            if plain not in kept:
+                in_files[plain] = prefix + name
+        else:
+            tables.add(prefix + name)
+    # MiniMax multiplies matrices by its decays. In float32, the biases of routers select other experts.
+    fails = bool(in_files) and not computes_as_built(inner, dtype, in_files)
+    if fails and computes_as_built(inner, dtype):
+        tables.update(in_files.values())
+    return frozenset(tables)
+
+
+def _float_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in model.named_buffers() if each.is_floating_point()}
+
+
+def _norm_buffers(model: nn.Module) -> set[str]:
+    """The buffers of batch normalization, which stay in float32."""
     found: set[str] = set()
-    created = _transient_buffers(built)
-    for name, buffer in tables.items():
-        other = created.get(_OF_ADAPTERS.sub("", name))
-        if other is not None and other.dtype == dtype != buffer.dtype:
-            found.add(prefix + name)
-    return frozenset(found)
-
-
-def _transient_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            key = name.rpartition(".")[2]
-            if is_transient(module, key) and buffer.is_floating_point():
-                found[name] = buffer
+        if isinstance(module, _BatchNorm):
+            found.update(name for name, _ in module.named_buffers(prefix))
     return found
+
+
+def _kept_by_list(model: nn.Module, dtype: torch.dtype) -> set[str]:
+    pattern = float32_pattern(model, dtype)
+    if pattern is None:
+        return set()
+    return {name for name, _ in model.named_buffers() if pattern.search(name)}
+
+
+def _is_in_files(model: nn.Module, name: str) -> bool:
+    prefix, _, key = name.rpartition(".")
+    return not is_transient(model.get_submodule(prefix), key)
 
 
 def _built_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel | None:

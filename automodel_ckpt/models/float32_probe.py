@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,15 +17,18 @@ from automodel_ckpt.models.quiet_loggers import quiet
 log = logging.getLogger("automodel_ckpt")
 
 _NUM_TOKENS = 8
+_SAME_TYPES = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 _NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm")
 
 
-def computes_as_built(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Whether a model like *model* that is built in *dtype* computes with the types that its parameters then have.
+def computes_as_built(
+    model: PreTrainedModel, dtype: torch.dtype, float32_buffers: Collection[str] = ()
+) -> bool:
+    """Whether a model like *model* that is built in *dtype* computes with the types that its tensors then have.
 
     Some classes create parameters in float32, and convert them where they use them, or their inputs to this type. In
-    others, an operation gets tensors of two types. False also for a model that cannot be tried without values: its
-    inputs are no token ids, or its code reads values.
+    others, an operation gets tensors of two types. The buffers *float32_buffers* are in float32 in any case. False also
+    for a model that cannot be tried without values: its inputs are no token ids, or its code reads values.
     """
     config = copy.deepcopy(model.config)
     make: Any = type(model)._from_config
@@ -34,6 +38,10 @@ def computes_as_built(model: PreTrainedModel, dtype: torch.dtype) -> bool:
     with silent, FakeTensorMode(), torch.no_grad():
         try:
             built = make(config, dtype=dtype).eval()
+            for name in float32_buffers:
+                prefix, _, key = name.rpartition(".")
+                buffers = built.get_submodule(prefix)._buffers
+                buffers[key] = buffers[key].float()
             inputs[built.main_input_name] = torch.zeros((1, _NUM_TOKENS), dtype=torch.long)
             if config.is_encoder_decoder:
                 inputs["decoder_input_ids"] = inputs[built.main_input_name]
@@ -52,7 +60,7 @@ class _ChecksOfKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in _NORMS or name == "convolution":
+        if name in _NORMS or name in _SAME_TYPES:
             inputs, *weights = (each for each in args if isinstance(each, torch.Tensor))
             for weight in weights:
                 # A norm may have weights in float32 for inputs in 16 bits.

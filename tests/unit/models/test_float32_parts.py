@@ -18,7 +18,7 @@ from transformers import (
     XLNetConfig,
 )
 
-from automodel_ckpt.models.float32_parts import float32_kept, float32_names
+from automodel_ckpt.models.float32_parts import constants_in, float32_kept, float32_names
 from automodel_ckpt.models.quantize import cast_to
 
 SIZES: dict[str, Any] = {
@@ -118,3 +118,33 @@ def test_they_are_cast_where_torch_rejects_the_types_of_values(converts: bool) -
         plain(torch.zeros(1, 2, dtype=torch.long))
     names = {"positions"} if converts else set()
     assert float32_names(model, torch.bfloat16) == names
+
+
+class Decays(PreTrainedModel):
+    """Multiplies activations by decays that its files contain."""
+
+    config_class = LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Embedding(32, 16)
+        self.register_buffer("decays", torch.ones(16, 16))
+        self.norm = nn.BatchNorm1d(16)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        embedded = self.embedding(input_ids)
+        decays = self.decays
+        if self.config.converts:
+            decays = decays.to(embedded.dtype)
+        outputs: torch.Tensor = embedded @ decays
+        return outputs
+
+
+@pytest.mark.parametrize("converts", [False, True])
+def test_buffers_of_files_are_cast_only_if_the_model_needs_it(converts: bool) -> None:
+    """MiniMax multiplies by such decays. A bias that selects experts is more exact in float32."""
+    config: Any = LlamaConfig()
+    config.converts = converts
+    names = set() if converts else {"decays"}
+    assert constants_in(Decays(config), torch.bfloat16) == names
