@@ -106,8 +106,10 @@ def parallelize(
         apply_plan(model, plan, mesh["tp"], sequence_parallel=how.sequence_parallel)
     if mesh is not None and strategy == "fsdp2":
         options = _fsdp_options(how)
+        ignored = _prepare_small(model)
         if layout.sizes.world == 1 and not how.cpu_offload:
-            options["ignored_params"] = _not_cast(model, how)
+            ignored |= _not_cast(model, how)
+        options["ignored_params"] = ignored
         if layout.sizes.ep > 1:
             _shard_experts(model, layout, options, how)
         _shard(model, data_mesh(mesh), options, how)
@@ -164,6 +166,27 @@ def _fsdp_options(how: Parallelism) -> dict[str, Any]:
         "mp_policy": precision,
         "offload_policy": CPUOffloadPolicy() if how.cpu_offload else OffloadPolicy(),
     }
+
+
+def _prepare_small(model: nn.Module) -> set[nn.Parameter]:
+    """Freeze the parameters without elements, whose gradients fsdp2 cannot reduce. Returns those without dimensions,
+    which it cannot shard: each rank has them. Raises :class:`RecipeError` if one of these is trained.
+    """
+    found: set[nn.Parameter] = set()
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            parameter.requires_grad_(False)
+        if parameter.dim() > 0:
+            continue
+        if parameter.requires_grad:
+            raise RecipeError(
+                "fsdp2 cannot train a parameter without dimensions",
+                where="distributed.strategy",
+                value=f"fsdp2, {name}",
+                hint=f"set distributed.strategy to ddp, or freeze the parameter (model.freeze: [{name}])",
+            )
+        found.add(parameter)
+    return found
 
 
 def _not_cast(model: nn.Module, how: Parallelism) -> set[nn.Parameter]:
