@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
 from automodel_ckpt.models.float32_probe import computes_as_built
-from automodel_ckpt.models.meta_init import CANNOT_BUILD, is_transient, on_meta
+from automodel_ckpt.models.meta_init import is_transient, on_meta
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -195,8 +195,11 @@ def _built_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel | N
     # The class of a model that fsdp2 has sharded makes one that is not.
     make: Any = type(model)._from_config
     try:
-        built: PreTrainedModel = on_meta(lambda: make(config, dtype=dtype))
-    except CANNOT_BUILD:
+        # A constructor may draw numbers on the CPU in any case.
+        with torch.random.fork_rng(devices=[]):
+            built: PreTrainedModel = on_meta(lambda: make(config, dtype=dtype))
+    except Exception:
+        # Whatever the code of a model raises.
         log.debug("the model cannot be built without memory", exc_info=True)
         return None
     return built

@@ -35,7 +35,7 @@ def computes_as_built(
     inputs: dict[str, torch.Tensor] = {}
     # torch logs an operation that fails as an error.
     silent = quiet("torch._subclasses.fake_tensor", level=logging.CRITICAL)
-    with silent, FakeTensorMode(), torch.no_grad():
+    with silent, torch.random.fork_rng(devices=[]), FakeTensorMode(), torch.no_grad():
         try:
             built = make(config, dtype=dtype).eval()
             for name in float32_buffers:
