@@ -18,6 +18,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.distributed import DistributedConfig
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.distributed.mesh_sizes import Sizes, Strategy, choose_strategy
+from automodel_ckpt.units import counted
 
 ComputeType = Literal["bfloat16", "float16", "none"]
 ParameterType = Literal["float32", "bfloat16", "float16", "float64", "auto"]
@@ -159,11 +160,13 @@ def describe_precision(
     strategy: Strategy,
     compute_type: torch.dtype | None,
     products: Float32Precision | None = None,
+    num_in_float32: int = 0,
 ) -> str:
     """Which data type is used for what, as a line of text.
 
     *model* is the model before it is sharded. *compute_type* None is that of the parameters. *products* is how float32
-    matrices are multiplied; None: there is no choice on this device.
+    matrices are multiplied; None: there is no choice on this device. *num_in_float32* parameters, which transformers
+    keeps in float32, are computed in this type instead of *compute_type*.
     """
     trained: Counter[str] = Counter()
     frozen: Counter[str] = Counter()
@@ -180,7 +183,10 @@ def describe_precision(
         parts.append(f"weights {_listed(frozen)}")
     if compute_type is not None:
         means = "FSDP2" if strategy == "fsdp2" else "autocast"
-        parts.append(f"computed in {name_of(compute_type)} ({means})")
+        text = f"computed in {name_of(compute_type)} ({means})"
+        if num_in_float32:
+            text += f" but {counted(num_in_float32, 'tensor')} in float32"
+        parts.append(text)
         if trained and strategy == "fsdp2":
             parts.append("gradients reduced in float32")
     else:

@@ -22,6 +22,7 @@ from automodel_ckpt.models.activation_memory import check_offload
 from automodel_ckpt.models.adapter import Adapted
 from automodel_ckpt.models.encoder_decoder_flops import EncoderDecoderFlops
 from automodel_ckpt.models.fake_quantization import FakeQuantization
+from automodel_ckpt.models.float32_parts import float32_names
 from automodel_ckpt.models.flop_count import FlopCount, count_flops
 from automodel_ckpt.models.forward import accepts_use_cache
 from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead
@@ -252,9 +253,13 @@ def _summary(request: ModelRequest, model: nn.Module) -> str:
 def _precision(request: ModelRequest, model: nn.Module) -> str:
     section, device_type = request.config.distributed, request.layout.device.type
     products = float32_precision(request.config, device_type) if device_type == "cuda" else None
+    strategy = choose_strategy(section.strategy, request.layout.sizes)
+    dtype = compute_dtype(section)
+    kept = float32_names(model, dtype) if strategy == "fsdp2" else ()
     return describe_precision(
         model,
-        strategy=choose_strategy(section.strategy, request.layout.sizes),
-        compute_type=compute_dtype(section),
+        strategy=strategy,
+        compute_type=dtype,
         products=products,
+        num_in_float32=sum(model.get_parameter(name).dtype == torch.float32 for name in kept),
     )

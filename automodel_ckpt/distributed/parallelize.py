@@ -30,7 +30,7 @@ from automodel_ckpt.distributed.mesh import RankLayout, build_mesh, data_mesh
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.model_layers import separate_ends, untied_layers
 from automodel_ckpt.distributed.one_rank import cast_without_copies
-from automodel_ckpt.distributed.shown_types import show_compute_types
+from automodel_ckpt.distributed.shown_types import leave_forward_pass, show_compute_types
 from automodel_ckpt.distributed.tensor_parallel import apply_plan
 from automodel_ckpt.distributed.tensor_plan import Plan, plan_for
 from automodel_ckpt.distributed.unused_gradients import may_vary
@@ -107,8 +107,10 @@ def parallelize(
         apply_plan(model, plan, mesh["tp"], sequence_parallel=how.sequence_parallel)
     if mesh is not None and strategy == "fsdp2":
         options = _fsdp_options(how)
+        ignored = _prepare_small(model)
         if layout.sizes.world == 1 and not how.cpu_offload:
-            options["ignored_params"] = _not_cast(model, how)
+            ignored |= _not_cast(model, how)
+        options["ignored_params"] = ignored
         if layout.sizes.ep > 1:
             _shard_experts(model, layout, options, how)
         _shard(model, data_mesh(mesh), options, how)
@@ -165,6 +167,27 @@ def _fsdp_options(how: Parallelism) -> dict[str, Any]:
         "mp_policy": precision,
         "offload_policy": CPUOffloadPolicy() if how.cpu_offload else OffloadPolicy(),
     }
+
+
+def _prepare_small(model: nn.Module) -> set[nn.Parameter]:
+    """Freeze the parameters without elements, whose gradients fsdp2 cannot reduce. Returns those without dimensions,
+    which it cannot shard: each rank has them. Raises :class:`RecipeError` if one of these is trained.
+    """
+    found: set[nn.Parameter] = set()
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            parameter.requires_grad_(False)
+        if parameter.dim() > 0:
+            continue
+        if parameter.requires_grad:
+            raise RecipeError(
+                "fsdp2 cannot train a parameter without dimensions",
+                where="distributed.strategy",
+                value=f"fsdp2, {name}",
+                hint=f"set distributed.strategy to ddp, or freeze the parameter (model.freeze: [{name}])",
+            )
+        found.add(parameter)
+    return found
 
 
 def _not_cast(model: nn.Module, how: Parallelism) -> set[nn.Parameter]:
@@ -339,6 +362,7 @@ def gather_root(model: nn.Module) -> None:
 def reshard(model: nn.Module) -> None:
     """Free parameters that a forward pass without a backward pass left gathered (fsdp2), also one that failed."""
     for module in model.modules():
+        leave_forward_pass(module)
         if isinstance(module, FSDPModule):
             _leave_forward(module)
             module.reshard()

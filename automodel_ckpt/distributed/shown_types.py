@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from automodel_ckpt.errors import RecipeError
 
+_SHOWING = "_forward_pass_that_shows_types"
+"""The attribute of a model, that fsdp2 has sharded, with the state of its forward passes."""
 _READS_NO_VALUES = frozenset(
     {
         "empty_like",
@@ -34,7 +37,7 @@ def show_compute_types(model: nn.Module, float32_names: Collection[str] = ()) ->
     A model may convert inputs to the type of a layer's weight before it calls the layer. fsdp2 has not gathered the
     weight then: it is a DTensor of the type in which it is stored. Therefore the modules have tensors without values in
     the place of such parameters during a forward pass. Computing with one raises :class:`RecipeError`. The parameters
-    *float32_names* are computed in the type in which they are stored.
+    *float32_names* are computed in the type in which they are stored. State dicts never contain such tensors.
     """
     kept: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -52,6 +55,17 @@ def show_compute_types(model: nn.Module, float32_names: Collection[str] = ()) ->
                 inner += of_group.get(id(part), ())
         if inner:
             forward.watch(module, inner)
+    shown = list(itertools.chain.from_iterable(of_group.values()))
+    for owner in {owner for each in shown for owner in each.owners}:
+        forward.end_before_states_of(owner)
+    setattr(model, _SHOWING, forward)
+
+
+def leave_forward_pass(model: nn.Module) -> None:
+    """Put the parameters of *model* in their places after a forward pass that did not end, such as by Ctrl+C."""
+    forward: _ForwardPass | None = getattr(model, _SHOWING, None)
+    if forward is not None:
+        forward.leave()
 
 
 def _parameters_of(name: str, module: FSDPModule, kept: Collection[int]) -> list[_Shown]:
@@ -89,6 +103,7 @@ class _Shown:
             *zip(places.shared_modules, places.shared_param_names, strict=True),
         ]
         usual: Any = nn.Module.__setattr__
+        self.owners = {module for module, _ in self._places}
         self._are_plain = all(type(module).__setattr__ is usual for module, _ in self._places)
         # fsdp2 calls it when it gathers the parameter, and when it frees what it has gathered.
         parameter._setattr_on_modules = self._set_unless_shown
@@ -115,11 +130,13 @@ class _ForwardPass:
     def __init__(self) -> None:
         self._outermost: nn.Module | None = None
         self._depth = 0
+        self._shown: Sequence[_Shown] = ()
 
     def watch(self, module: nn.Module, parameters: Sequence[_Shown]) -> None:
         def begin(*_: Any) -> None:
             if self._outermost is None:
                 self._outermost = module
+                self._shown = parameters
                 for each in parameters:
                     each.show(True)
             if self._outermost is module:
@@ -131,14 +148,24 @@ class _ForwardPass:
                 return
             self._depth -= 1
             if self._depth == 0:
-                self._outermost = None
-                for each in parameters:
-                    each.show(False)
+                self.leave()
 
         # fsdp2's own hook is before this one: it gathers the other parameters of the module.
         module.register_forward_pre_hook(torch.compiler.disable(begin))  # type: ignore[no-untyped-call]
-        # Also after an error.
+        # Also after an error, but torch does not call it after an exception like KeyboardInterrupt.
         module.register_forward_hook(torch.compiler.disable(end), always_call=True)  # type: ignore[no-untyped-call]
+
+    def end_before_states_of(self, module: nn.Module) -> None:
+        """Leave the forward pass, which may have been interrupted, before a state dict is read or written."""
+        any_module: Any = module
+        any_module.register_state_dict_pre_hook(lambda *_: self.leave())
+        any_module.register_load_state_dict_pre_hook(lambda *_: self.leave())
+
+    def leave(self) -> None:
+        self._outermost, self._depth = None, 0
+        for each in self._shown:
+            each.show(False)
+        self._shown = ()
 
 
 class NotGathered(torch.Tensor):

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.float32_parts import float32_pattern
+from automodel_ckpt.models.float32_parts import float32_names
 from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
@@ -94,10 +94,10 @@ def cast_to(model: nn.Module, dtype: torch.dtype) -> None:
 
     transformers leaves those of quantized files in the type of the files. What a model keeps in float32 stays.
     """
-    kept = float32_pattern(model, dtype)
+    kept = float32_names(model, dtype)
     found: Counter[torch.dtype] = Counter()
     for name, parameter in model.named_parameters():
-        stays = parameter.dtype == torch.float32 and kept is not None and kept.search(name)
+        stays = parameter.dtype == torch.float32 and name in kept
         if parameter.dtype in _ORDINARY and parameter.dtype != dtype and not stays:
             found[parameter.dtype] += 1
             # The parameter stays the same object, so that ties are kept.

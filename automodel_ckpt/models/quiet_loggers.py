@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def quiet(*names: str) -> Iterator[None]:
-    """Let the loggers of these *names* report only errors in the context."""
+def quiet(*names: str, level: int = logging.ERROR) -> Iterator[None]:
+    """Let the loggers of these *names* report only errors in the context, or what is of *level* or above."""
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).setLevel(level)
     try:
         yield
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        for name, former in levels.items():
+            logging.getLogger(name).setLevel(former)

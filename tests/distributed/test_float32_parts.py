@@ -26,7 +26,7 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.data.python_docs import train_tokenizer
-from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
+from automodel_ckpt.distributed.parallelize import Parallelism, parallelize, reshard
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.float32_parts import constants_in, float32_names
 from tests.support import ranks
@@ -409,6 +409,7 @@ def test_a_model_reads_the_type_in_which_a_layer_is_computed_before_it_is_gather
             failing(inputs)
         assert "mm with a weight of layers.0" in str(error.value)
         assert all(isinstance(each, DTensor) for each in failing.parameters())
+        check_interrupted(sharded(interrupted), inputs)
         return outputs
 
     (outputs,) = ranks.run(found, 1)
@@ -416,6 +417,35 @@ def test_a_model_reads_the_type_in_which_a_layer_is_computed_before_it_is_gather
     for form in CONVERSIONS:
         assert torch.equal(outputs[form], expected), form
     assert torch.equal(outputs["stored"], Tower(CONVERSIONS["dtype"])(inputs))
+
+
+def interrupted(tower: Any, inputs: torch.Tensor) -> torch.Tensor:
+    if inputs.shape[0] == 1:
+        raise KeyboardInterrupt
+    converted: torch.Tensor = inputs.to(tower.weight().dtype)
+    return converted
+
+
+def check_interrupted(tower: Any, inputs: torch.Tensor) -> None:
+    """torch calls no hooks after Ctrl+C. A program that catches it can save the model, or go on."""
+    expected = tower(inputs).detach().clone()
+
+    def stop() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            tower(inputs[:1])
+        assert not any(isinstance(each, DTensor) for each in tower.layers[1].parameters())
+
+    stop()
+    saved = tower.state_dict()
+    assert all(isinstance(each, DTensor) for each in saved.values())
+    stop()
+    tower.load_state_dict(saved)
+    assert all(isinstance(each, DTensor) for each in tower.parameters())
+    stop()
+    reshard(tower)
+    assert all(isinstance(each, DTensor) for each in tower.parameters())
+    assert torch.equal(tower(inputs), expected)
+    assert all(isinstance(each, DTensor) for each in tower.layers.parameters())
 
 
 def test_a_model_reads_this_type_also_after_it_has_called_itself() -> None:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModel
 
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize, reshard
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.adapter import add_adapters
 from automodel_ckpt.models.lora import Lora
 from tests.support import ranks
@@ -151,3 +152,45 @@ def test_an_embedding_within_a_block_is_gathered_when_it_is_called_without_the_b
     names, shape = ranks.run(found, 1)[0]
     assert names == ["", "embeddings.tok_embeddings", "layers.0", "layers.1"]
     assert shape == (1, 6, 16)
+
+
+class Scaled(nn.Module):
+    """It has a parameter without dimensions, and one without elements, such as no register tokens (DINOv3)."""
+
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.registers = nn.Parameter(torch.empty(1, 0, 8))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return torch.cat([self.registers, inputs], dim=1) * self.scale
+
+
+def test_parameters_without_dimensions_are_replicated_and_those_without_elements_frozen() -> None:
+    inputs = torch.randn(1, 4, 8)
+
+    def found() -> tuple[torch.Tensor, torch.Tensor]:
+        model = Scaled()
+        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
+        with pytest.raises(RecipeError, match=r"(?s)without dimensions.*fsdp2, scale"):
+            parallelize(model, layout_here(), how)
+        model.scale.requires_grad_(False)
+        sharded = parallelize(model, layout_here(), how)
+        outputs = sharded(inputs)
+        outputs.float().mean().backward()
+        assert model.registers.grad is None
+        gradient: Any = model.layers[0].weight.grad
+        return outputs.detach(), gradient.full_tensor()
+
+    plain: Any = Scaled().bfloat16()
+    outputs = plain(inputs.bfloat16())
+    outputs.float().mean().backward()
+    for each, gradient in ranks.run(found, 2):
+        assert torch.equal(each, outputs)
+        assert torch.equal(gradient, plain.layers[0].weight.grad.float())

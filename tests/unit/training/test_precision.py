@@ -142,6 +142,9 @@ def test_the_line_says_which_precision_is_used_for_what() -> None:
         "weights and optimizer state float32, computed in bfloat16 (FSDP2), gradients reduced in "
         "float32, float32 products in TF32"
     )
+    assert "computed in bfloat16 (FSDP2) but 2 tensors in float32, gradients" in (
+        describe_precision(model, **options, num_in_float32=2)
+    )
     model[0].to(torch.bfloat16).requires_grad_(False)
     options = {"strategy": "single", "compute_type": torch.bfloat16, "products": "highest"}
     assert describe_precision(model, **options) == (
