@@ -413,7 +413,7 @@ def _begun_checksums(
     data: bytes | memoryview,
     pool: ThreadPoolExecutor | None,
 ) -> Checksums | None:
-    """Begin the checksums of a chunk's *data* that are needed; None if it is short or incomplete, or without threads."""
+    """Begin the needed checksums of a chunk's *data*; None if it is short or incomplete, or without threads."""
     chunk = chunks[number]
     if pool is None or len(data) < PARALLEL_FROM_BYTES or chunk.crc_at:
         return None
