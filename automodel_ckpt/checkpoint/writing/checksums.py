@@ -16,7 +16,7 @@ import xxhash
 from automodel_ckpt.checkpoint.cores import cores_of_rank
 from automodel_ckpt.checkpoint.digests import digest_from, digest_of
 
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 8 << 20
 PARALLEL_FROM_BYTES = 2 << 20
 """Shorter ranges are computed by the thread that writes: passing them to another one takes as long."""
 _MOST_THREADS = 8
