@@ -123,6 +123,7 @@ MAY_IMPORT = {
 
 CHECKPOINT_ORDER = (
     {
+        "cores",
         "digests",
         "discovery",
         "dtypes",

@@ -8,7 +8,6 @@ reading it.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from automodel_ckpt.checkpoint.cores import cores_of_rank
 from automodel_ckpt.checkpoint.slices import Box
 from automodel_ckpt.checkpoint.tensor_bytes import page_locked
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
@@ -52,9 +52,8 @@ def num_threads(nbytes: int) -> int:
     """How many threads of this process read *nbytes*: 1 if these are few. The ranks of a node share its cores."""
     if nbytes < _PARALLEL_FROM_BYTES:
         return 1
-    num_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # With two, one reads while the other one waits for a disk, even on a single core.
-    return max(2, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // num_ranks))
+    return max(2, min(_MOST_THREADS, cores_of_rank()))
 
 
 def read_all(blocks: Iterable[Block], threads: int, *, to_gpu: bool) -> None:

@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
-from automodel_ckpt.checkpoint.digests import FileRecord, digest_from, digest_of
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.direct import BLOCK_BYTES
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.writing.checksums import (
+    PARALLEL_FROM_BYTES,
+    BlockChecksums,
+    Checksums,
+    num_threads,
+)
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, RankTree, WrittenRange
 from automodel_ckpt.checkpoint.writing.reuse import Previous, ReusableFiles
 from automodel_ckpt.checkpoint.writing.shared_file import SharedFile, slice_digest
@@ -29,6 +35,12 @@ from automodel_ckpt.checkpoint.writing.shared_file import SharedFile, slice_dige
 CRC_BYTES = 4
 # Threads that compute the digests of reusable files.
 _NUM_THREADS = 2
+_THREADS_FROM_BYTES = 32 << 20
+"""From this size of a file on, other threads compute its checksums."""
+_AHEAD_BYTES = 256 << 20
+"""The checksums of about so many bytes are computed ahead of those that are written."""
+_AHEAD_CHUNKS = 256
+_IN_MEMORY = (bytes, memoryview)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +114,13 @@ class FileJob:
         written: RankManifest,
         memory: memoryview,
         comparison: Comparison | None = None,
+        pool: ThreadPoolExecutor | None = None,
     ) -> None:
         """Write the file below *staging*; add it and its chunks to *written*. Raises OSError naming the file.
 
         With a *comparison*, the file becomes a link to that of the previous checkpoint if its content is the same.
+        Threads of the *pool* compute checksums. After an error they may still read the chunks: the caller waits for
+        them.
         """
         path = staging / self.file
         # Another rank may create the directory of an object that differs between ranks.
@@ -113,21 +128,8 @@ class FileJob:
         if comparison is not None and self._link(staging, written, memory, comparison):
             return
         tree = RankTree() if self.tree is None else written.trees.setdefault(self.tree, RankTree())
-        contiguous = _contiguous_span(self.chunks)
         with DurableFile(path, nbytes=self.nbytes, start=self.start) as out:
-            for chunk, data in _with_checksums(self.chunks, memory):
-                if isinstance(data, Blocks):
-                    _add_entry(tree, chunk, _write_blocks(out, data))
-                    continue
-                if contiguous is None:
-                    out.write(data)
-                # A header of each archive has none.
-                if chunk.entry is not None:
-                    _add_entry(tree, chunk, digest_of(data))
-            # One call for the whole file: its chunks may be far smaller than a block of O_DIRECT.
-            # Only after the loop, which fills the checksums into this memory.
-            if contiguous is not None:
-                out.write(_bytes_of(contiguous, memory))
+            _write_chunks(out, self.chunks, memory, tree, pool)
         record = out.close()
         if self.start is None:
             written.files[self.file] = record
@@ -271,13 +273,16 @@ def run_all(
     view = memoryview(b"") if memory is None else memory
     reusable: ReusableFiles | None = None
     compared: list[tuple[Job, Comparison]] = []
-    with _digest_threads() as threads:
+    with (
+        _digest_threads(_NUM_THREADS, "digest") as threads,
+        _digest_threads(num_threads(), "checksum") as pool,
+    ):
         for job in jobs:
             if job.reusable and reusable is None:
                 # Not before: most saves have no reusable file, and the manifest need not be read.
                 reusable = ReusableFiles.open(previous)
             if not job.reusable or reusable is None or reusable.record(job.file) is None:
-                job.run(staging, written, view)
+                _run(job, staging, written, view, pool)
                 continue
             digests = [threads.submit(job.digested, chunk, view) for chunk in job.chunks]
             compared.append((job, Comparison(reusable, digests)))
@@ -285,10 +290,23 @@ def run_all(
             job.run(staging, written, view, comparison)
 
 
+def _run(
+    job: Job, staging: Path, written: RankManifest, memory: memoryview, pool: ThreadPoolExecutor
+) -> None:
+    """Run a job whose content is not compared; threads of the *pool* help with a large file."""
+    if isinstance(job, FileJob):
+        job.run(staging, written, memory, pool=pool if job.size >= _THREADS_FROM_BYTES else None)
+    else:
+        job.run(staging, written, memory)
+
+
 @contextlib.contextmanager
-def _digest_threads() -> Iterator[ThreadPoolExecutor]:
-    """Threads for digests, whose computation releases the GIL. After an error, they do not finish their work."""
-    threads = ThreadPoolExecutor(_NUM_THREADS, "digest")
+def _digest_threads(count: int, name: str) -> Iterator[ThreadPoolExecutor]:
+    """Threads for digests, whose computation releases the GIL; started when they are needed.
+
+    After an error, they finish only the calls in progress. No thread uses memory after the block.
+    """
+    threads = ThreadPoolExecutor(count, name)
     try:
         yield threads
     finally:
@@ -315,26 +333,102 @@ def _contiguous_span(chunks: Sequence[Chunk]) -> Span | None:
     return Span(first.start, end - first.start)
 
 
-def _with_checksums(
-    chunks: Sequence[Chunk], memory: memoryview
-) -> Iterator[tuple[Chunk, bytes | memoryview | Blocks]]:
-    """Each chunk with its bytes and with checksums filled in (for a span: in the memory)."""
-    previous: bytes | memoryview = b""
+def _write_chunks(
+    out: DurableFile,
+    chunks: Sequence[Chunk],
+    memory: memoryview,
+    tree: RankTree,
+    pool: ThreadPoolExecutor | None,
+) -> None:
+    """Write *chunks* with their checksums filled in (for a span: in the memory), and add their entries to *tree*."""
+    contiguous = _contiguous_span(chunks)
+    end = 0 if contiguous is None else contiguous.start
+    written = end
     has_checksums = any(chunk.crc_at for chunk in chunks)
-    for chunk in chunks:
-        if isinstance(chunk.data, Blocks):
-            yield chunk, chunk.data
-            continue
-        # A checksum needs all bytes of the chunk before it.
-        contents = None if has_checksums else getattr(chunk.data, "contents", None)
-        data = _bytes_of(chunk.data, memory) if contents is None else contents()
+    previous: bytes | memoryview | Checksums | BlockChecksums = b""
+    for chunk, data, checksums in _with_checksums(chunks, memory, pool, contiguous):
         if isinstance(data, Blocks):
-            yield chunk, data
+            previous = _write_blocks(out, data, BlockChecksums(pool, has_crc=has_checksums))
+            _add_entry(tree, chunk, previous.digest())
             continue
+        filled = data
         if chunk.crc_at:
-            data = _fill_crc(data, chunk.crc_at, zlib.crc32(previous))
-        previous = data
-        yield chunk, data
+            filled = _fill_crc(data, chunk.crc_at, _crc_of(previous))
+        if contiguous is None:
+            out.write(filled)
+        else:
+            end += len(filled)
+            # In whole blocks, which O_DIRECT writes from this memory: chunks may be far smaller. The next checksum is
+            # filled in behind *end*.
+            if end - written >= BLOCK_BYTES:
+                whole = (end - written) // BLOCK_BYTES * BLOCK_BYTES
+                out.write(memory[written : written + whole])
+                written += whole
+        # A header of each archive has none.
+        if chunk.entry is not None:
+            digest = digest_of(filled) if checksums is None else checksums.digest()
+            _add_entry(tree, chunk, digest)
+        previous = filled if checksums is None else checksums
+    if contiguous is not None:
+        out.write(memory[written:end])
+
+
+def _crc_of(data: bytes | memoryview | Checksums | BlockChecksums) -> int:
+    return zlib.crc32(data) if isinstance(data, _IN_MEMORY) else data.crc()
+
+
+def _with_checksums(
+    chunks: Sequence[Chunk],
+    memory: memoryview,
+    pool: ThreadPoolExecutor | None,
+    contiguous: Span | None,
+) -> Iterator[tuple[Chunk, bytes | memoryview | Blocks, Checksums | None]]:
+    """Each chunk with its bytes and, if they are many, their checksums, which threads of the *pool* compute.
+
+    Those of *contiguous* chunks, which are in the memory, are begun ahead. Others are fetched as late as possible.
+    """
+    most_ahead = 0 if contiguous is None else _AHEAD_BYTES
+    waiting: deque[tuple[Chunk, bytes | memoryview, Checksums | None]] = deque()
+    ahead = 0
+    for number, chunk in enumerate(chunks):
+        data = _contents_of(chunk.data, memory)
+        if isinstance(data, Blocks):
+            yield chunk, data, None
+            continue
+        if not waiting and (pool is None or len(data) < PARALLEL_FROM_BYTES):
+            yield chunk, data, None
+            continue
+        begun = _begun_checksums(chunks, number, data, pool)
+        waiting.append((chunk, data, begun))
+        ahead += len(data)
+        while waiting and (ahead > most_ahead or len(waiting) > _AHEAD_CHUNKS):
+            ahead -= len(waiting[0][1])
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _begun_checksums(
+    chunks: Sequence[Chunk],
+    number: int,
+    data: bytes | memoryview,
+    pool: ThreadPoolExecutor | None,
+) -> Checksums | None:
+    """Begin the needed checksums of a chunk's *data*; None if it is short or incomplete, or without threads."""
+    chunk = chunks[number]
+    if pool is None or len(data) < PARALLEL_FROM_BYTES or chunk.crc_at:
+        return None
+    crc_follows = number + 1 < len(chunks) and bool(chunks[number + 1].crc_at)
+    return Checksums(data, pool, has_digest=chunk.entry is not None, has_crc=crc_follows)
+
+
+def _contents_of(data: Data, memory: memoryview) -> bytes | memoryview | Blocks:
+    """The bytes of *data*, or blocks of them where they are elsewhere; spans refer to *memory*."""
+    if isinstance(data, Span):
+        return memory[data.start : data.start + data.nbytes]
+    if isinstance(data, Blocks):
+        return data
+    contents = getattr(data, "contents", None)
+    return _bytes_of(data, memory) if contents is None else contents()
 
 
 def _fill_crc(data: bytes | memoryview, offsets: Sequence[int], crc: int) -> memoryview:
@@ -354,16 +448,17 @@ def _bytes_of(data: Data, memory: memoryview) -> bytes | memoryview:
     return data()
 
 
-def _write_blocks(out: DurableFile, data: Blocks) -> str:
-    """Write *data* block by block; return the digest of all of it."""
-    hashed = xxhash.xxh3_128()
+def _write_blocks(out: DurableFile, data: Blocks, checksums: BlockChecksums) -> BlockChecksums:
+    """Write *data* block by block; return the *checksums* of all of it."""
     nbytes = 0
     for block in data.blocks():
+        checksums.begin(block)
         out.write(block)
-        hashed.update(block)
+        # The next block may be in the same memory.
+        checksums.finish()
         nbytes += len(block)
     assert nbytes == data.nbytes, "the header of the file states another size"
-    return digest_from(hashed)
+    return checksums
 
 
 def _add_entry(tree: RankTree, chunk: Chunk, digest: str) -> None:
