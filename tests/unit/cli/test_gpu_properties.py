@@ -102,3 +102,29 @@ def test_a_process_that_has_initialized_cuda_reads_properties_itself(
     with without_initializing_cuda():
         torch.cuda.get_device_capability(1)
     assert initialized == [os.getpid(), os.getpid()]
+
+
+def test_a_forked_process_reads_properties_itself(initialized: list[int], tmp_path: Path) -> None:
+    # It may use CUDA: the ranks of a launcher are such processes.
+    reader = tmp_path / "pid"
+    with without_initializing_cuda():
+        child = os.fork()
+        if child == 0:
+            try:
+                torch.cuda.get_device_capability(0)
+                reader.write_text(str(initialized))
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+    assert reader.read_text() == str([child])
+
+
+def test_the_initialization_of_cuda_reads_properties_in_this_process(
+    initialized: list[int], monkeypatch: Patch
+) -> None:
+    # torch reads them before it calls itself initialized. A process that is forked then cannot use CUDA.
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda._tls, "is_initializing", True, raising=False)
+    with without_initializing_cuda():
+        torch.cuda.get_device_capability(0)
+    assert initialized == [os.getpid()]
