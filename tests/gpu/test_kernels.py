@@ -17,8 +17,11 @@ from tests.support.gpu import HAS_GPU, both_devices, only_gpu
 from tools.bench_loss_kernels import compare, preferring
 
 RUNS = ((70, 2), (1, 3), (129, 1), (40, 1))
+SHORT_RUNS = ((40, 1), (1, 2), (50, 1))
+"""Fewer tokens than a block of flex attention has."""
 ATTENTION: dict[str, dict[str, Any]] = {
     "causal": {},
+    "short row": {},
     "window": {"window": 32},
     "scale": {"scale": 0.25},
     "softcap": {"softcap": 5.0},
@@ -41,11 +44,12 @@ def test_each_kernel_computes_attention_within_documents_and_its_gradients(
 ) -> None:
     torch.manual_seed(0)
     asked = ATTENTION[name]
-    num_tokens = sum(length * count for length, count in RUNS)
+    runs = SHORT_RUNS if name == "short row" else RUNS
+    num_tokens = sum(length * count for length, count in runs)
     shapes = [(1, 4, num_tokens, 64), *[(1, heads_of_keys, num_tokens, 64)] * 2]
     inputs = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
     request = Request(device, dtype, 64, 64, 4, heads_of_keys, **asked)
-    documents = Documents(RUNS, request.window, torch.device(device))
+    documents = Documents(runs, request.window, torch.device(device))
     exact_inputs = [each.detach().float().requires_grad_() for each in inputs]
     exact_request = Request(device, torch.float32, 64, 64, 4, heads_of_keys, **asked)
     exact = attention_by_pairs(*exact_inputs, documents.mask, exact_request)
