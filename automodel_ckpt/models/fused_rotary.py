@@ -9,6 +9,7 @@ the process are not changed.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,18 +49,13 @@ def fuse_rotary_embeddings(model: nn.Module) -> int:
 def _fused_class(module_class: type[nn.Module]) -> Any:
     """A subclass of *module_class* that calls the kernel; None if its forward pass does not call a known function."""
     forward: Any = module_class.forward
-    if not isinstance(forward, types.FunctionType) or _FUNCTION not in forward.__code__.co_names:
+    caller = inspect.unwrap(forward)
+    if not isinstance(caller, types.FunctionType) or _FUNCTION not in caller.__code__.co_names:
         return None
-    function = forward.__globals__.get(_FUNCTION)
-    rotation = _recognized(function)
-    if rotation is None:
+    rotation = _recognized(caller.__globals__.get(_FUNCTION))
+    fused = None if rotation is None else _with_rotation(forward, rotation)
+    if fused is None:
         return None
-    # The same code, which finds another function under this name.
-    names = {**forward.__globals__, _FUNCTION: rotation}
-    fused = types.FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    fused.__kwdefaults__ = forward.__kwdefaults__
 
     @functools.wraps(forward)
     def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -69,6 +65,45 @@ def _fused_class(module_class: type[nn.Module]) -> Any:
         return fused(*args, **kwargs)
 
     return subclass_with(module_class, chosen)
+
+
+def _with_rotation(forward: Any, rotation: _Rotation) -> types.FunctionType | None:
+    """A copy of *forward*, whose code finds *rotation* under the name of the function; None if there cannot be one.
+
+    A decorated function is copied with those around it, which find it in their closures.
+    """
+    if not isinstance(forward, types.FunctionType):
+        return None
+    names, cells = forward.__globals__, forward.__closure__
+    wrapped = getattr(forward, "__wrapped__", None)
+    if wrapped is None:
+        names = {**names, _FUNCTION: rotation}
+    else:
+        inner = _with_rotation(wrapped, rotation)
+        cells = _with_content(cells or (), wrapped, inner)
+        if inner is None or cells is None:
+            return None
+    copied = types.FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, cells
+    )
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def _with_content(
+    cells: tuple[types.CellType, ...], old: Any, new: Any
+) -> tuple[types.CellType, ...] | None:
+    """The *cells* of a closure with *new* in place of *old*; None if none of them contains it."""
+    if not any(_contains(cell, old) for cell in cells):
+        return None
+    return tuple(types.CellType(new) if _contains(cell, old) else cell for cell in cells)
+
+
+def _contains(cell: types.CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # it has no content yet
+        return False
 
 
 @dataclass(frozen=True, eq=False)

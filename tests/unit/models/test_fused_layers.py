@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import pickle
 import sys
 from collections.abc import Callable
@@ -316,6 +317,28 @@ def test_layers_of_one_model_rotate_by_the_kernel(kernel: Kernel) -> None:
     assert modeling_llama.apply_rotary_pos_emb is before
     attention = type(other.model.layers[0].self_attn)
     assert type(pickle.loads(pickle.dumps(fused)).model.layers[0].self_attn) is attention
+
+
+def test_decorated_forward_passes_rotate_by_the_kernel(kernel: Kernel) -> None:
+    # As those of transformers 5.24, which accept a former name of an argument.
+    def renamed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def wrapper(*args: Any, **options: Any) -> Any:
+            options["attention_mask"] = options.pop("mask", options.get("attention_mask"))
+            return forward(*args, **options)
+
+        return wrapper
+
+    class Decorated(modeling_llama.LlamaAttention):
+        forward = renamed(renamed(inspect.unwrap(modeling_llama.LlamaAttention.forward)))
+
+    model = build("llama", "sdpa")
+    expected = loss_and_gradients(model, ROWS)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Decorated
+    assert fuse_rotary_embeddings(model) == 2
+    torch.testing.assert_close(loss_and_gradients(model, ROWS), expected)
+    assert kernel.num_calls == 8
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
