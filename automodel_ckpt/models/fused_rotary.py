@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,11 @@ def _fused_class(module_class: type[nn.Module]) -> Any:
     if not isinstance(forward, types.FunctionType) or _FUNCTION not in forward.__code__.co_names:
         return None
     function = forward.__globals__.get(_FUNCTION)
-    rotation = _recognized(function)
+    rotation = _recognized(function) if isinstance(function, Hashable) else None
     if rotation is None:
         return None
     # The same code, which finds another function under this name.
-    names = {**forward.__globals__, _FUNCTION: rotation}
+    names = _Names(forward.__globals__, rotation)
     fused = types.FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
     )
@@ -69,6 +69,22 @@ def _fused_class(module_class: type[nn.Module]) -> Any:
         return fused(*args, **kwargs)
 
     return subclass_with(module_class, chosen)
+
+
+class _Names(dict[str, Any]):
+    """The *names* of a module as they are at each time, with *rotation* in the place of its function.
+
+    Programs replace functions of a model's module, also after the model was built. Python looks up names in a dict of
+    another class by its methods.
+    """
+
+    def __init__(self, names: Mapping[str, Any], rotation: _Rotation) -> None:
+        super().__init__()
+        self._names, self._rotation = names, rotation
+
+    def __missing__(self, name: str) -> Any:
+        value = self._names[name]
+        return self._rotation if value is self._rotation.function else value
 
 
 @dataclass(frozen=True, eq=False)
