@@ -7,7 +7,8 @@ copies are 128 GB per micro-batch, about 30 ms of a GPU with 4.3 TB/s. They are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,16 +50,19 @@ class _InPlace(ReduceScatter):
     """The reduction over one rank: its result is in the memory of its input."""
 
     def __init__(self) -> None:
-        self._input: torch.Tensor | None = None
+        # Weak: a reduction that failed before its output was allocated has freed its input. If the next one took this
+        # for its own, later ones would overwrite gradients.
+        self._input: Callable[[], torch.Tensor | None] = _nothing
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Called twice for each reduction: for its input and, on the stream of the reduction, for its output."""
-        given, self._input = self._input, None
+        given, self._input = self._input(), _nothing
         if given is None or (tuple(given.shape), given.dtype) != (tuple(size), dtype):
-            self._input = torch.empty(*size, dtype=dtype, device=device)
-            return self._input
+            memory = torch.empty(*size, dtype=dtype, device=device)
+            self._input = weakref.ref(memory)
+            return memory
         if given.is_cuda:
             # It belongs to the stream of the backward pass. If the gradient is added to an earlier one, its memory is
             # freed while this stream may still read it.
@@ -75,3 +79,7 @@ class _InPlace(ReduceScatter):
     ) -> None:
         """Reduce nothing. torch does not call it for one rank (2.10 to 2.14)."""
         assert output_tensor is input_tensor
+
+
+def _nothing() -> None:
+    return None

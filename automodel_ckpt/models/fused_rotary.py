@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,8 @@ def _fused_class(module_class: type[nn.Module]) -> Any:
     caller = inspect.unwrap(forward)
     if not isinstance(caller, types.FunctionType) or _FUNCTION not in caller.__code__.co_names:
         return None
-    rotation = _recognized(caller.__globals__.get(_FUNCTION))
+    function = caller.__globals__.get(_FUNCTION)
+    rotation = _recognized(function) if isinstance(function, Hashable) else None
     fused = None if rotation is None else _with_rotation(forward, rotation)
     if fused is None:
         return None
@@ -74,10 +75,11 @@ def _with_rotation(forward: Any, rotation: _Rotation) -> types.FunctionType | No
     """
     if not isinstance(forward, types.FunctionType):
         return None
-    names, cells = forward.__globals__, forward.__closure__
+    names: dict[str, Any] = forward.__globals__
+    cells = forward.__closure__
     wrapped = getattr(forward, "__wrapped__", None)
     if wrapped is None:
-        names = {**names, _FUNCTION: rotation}
+        names = _Names(names, rotation)
     else:
         inner = _with_rotation(wrapped, rotation)
         cells = _with_content(cells or (), wrapped, inner)
@@ -104,6 +106,22 @@ def _contains(cell: types.CellType, value: Any) -> bool:
         return cell.cell_contents is value
     except ValueError:  # it has no content yet
         return False
+
+
+class _Names(dict[str, Any]):
+    """The *names* of a module as they are at each time, with *rotation* in the place of its function.
+
+    Programs replace functions of a model's module, also after the model was built. Python looks up names in a dict of
+    another class by its methods.
+    """
+
+    def __init__(self, names: Mapping[str, Any], rotation: _Rotation) -> None:
+        super().__init__()
+        self._names, self._rotation = names, rotation
+
+    def __missing__(self, name: str) -> Any:
+        value = self._names[name]
+        return self._rotation if value is self._rotation.function else value
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from automodel_ckpt.distributed import one_rank
 from automodel_ckpt.distributed import parallelize as module
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
 from automodel_ckpt.models.float32_parts import float32_names
@@ -86,3 +87,20 @@ def test_values_are_the_same_and_less_is_copied(name: str) -> None:
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[key], expected[key]) for key in expected)
     assert num_copied < 0.8 * num_before
+
+
+def test_a_reduction_after_a_failed_one_gets_memory_for_itself() -> None:
+    reduction = one_rank._InPlace()
+
+    def allocated() -> torch.Tensor:
+        return reduction.allocate((4,), dtype=torch.float32, device=torch.device("cpu"))
+
+    # Its output is never allocated.
+    failed = allocated()
+    del failed
+    for _ in range(2):
+        given = allocated()
+        assert allocated() is given
+        kept = given
+        given = allocated()
+        assert given is not kept and allocated() is given

@@ -8,6 +8,7 @@ reading it.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,14 +60,14 @@ def num_threads(nbytes: int) -> int:
 def read_all(blocks: Iterable[Block], threads: int, *, to_gpu: bool) -> None:
     """Read *blocks* and put them into their tensors, in order. Returns after all copies.
 
-    *threads* read; with 1, the calling thread does. At most ``2 * threads * BLOCK_BYTES`` of memory are used, which are
-    page-locked *to_gpu*. Raises the error of the first block that has one.
+    *threads* read; with 1, or if the process cannot start threads, the calling thread does. At most ``2 * threads *
+    BLOCK_BYTES`` of memory are used, which are page-locked *to_gpu*. Raises the error of the first block that has one.
     """
     slots = [_Slot() for _ in range(2 * threads)]
     staging = _Staging(len(slots), to_gpu=to_gpu)
     # Two fewer than there are slots: the GPU copies from the memory of one or two blocks while others are read.
     most_ahead = len(slots) - 2
-    pool = ThreadPoolExecutor(threads, "read") if threads > 1 else None
+    pool = _running_pool(threads) if threads > 1 else None
     waiting: deque[_Reading] = deque()
     try:
         for number, block in enumerate(blocks):
@@ -86,6 +87,27 @@ def read_all(blocks: Iterable[Block], threads: int, *, to_gpu: bool) -> None:
             pool.shutdown(cancel_futures=True)
         for slot in slots:
             slot.wait()
+
+
+def _running_pool(num_threads: int) -> ThreadPoolExecutor | None:
+    """A pool whose threads have all started; None if they cannot start, so that no later call of ``submit`` fails.
+
+    A process cannot start threads at a limit of the machine, and after the end of its main thread: in functions of
+    ``atexit``, and in other threads that still run.
+    """
+    pool = ThreadPoolExecutor(num_threads, "read")
+    may_end = threading.Event()
+    try:
+        for _ in range(num_threads):
+            # It starts a thread only while all others have work.
+            pool.submit(may_end.wait)
+    except RuntimeError:
+        may_end.set()
+        pool.shutdown()
+        return None
+    finally:
+        may_end.set()
+    return pool
 
 
 class _Slot:

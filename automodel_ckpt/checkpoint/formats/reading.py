@@ -257,7 +257,7 @@ class _Tensors:
     def read(self, staging: torch.Tensor) -> None:
         """Read the bytes of all parts."""
         for part in self._in_place:
-            self._files.read_into(part, part.target.reshape(-1).view(torch.uint8).numpy().data)
+            self._files.read_into(part, _memory_of(part.target))
         memory = staging.numpy().data
         for part, start in self._staged:
             self._files.read_into(part, memory[start : start + part.nbytes])
@@ -271,6 +271,14 @@ class _Tensors:
             if not part.is_on_cpu:
                 devices.update(send(_values(part, start, staging), part.target))
         return devices
+
+
+def _memory_of(target: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    # The stride of a dimension of one element can be any number.
+    elements = target.as_strided((target.numel(),), (1,))
+    data: memoryview = elements.view(torch.uint8).numpy().data
+    return data
 
 
 def _values(part: _Read, start: int, staging: torch.Tensor) -> torch.Tensor:
@@ -338,7 +346,10 @@ class _Files:
         """Fill *memory* with the elements *wanted* of a slice whose elements are apart in the file."""
         dtype = storage_dtype(stored.dtype, DTYPE_BITS[stored.dtype])
         with os.fdopen(os.dup(self._descriptor(stored.file)), "rb") as file:
-            values = map_slice(file, stored, dtype)
+            try:
+                values = map_slice(file, stored, dtype)
+            except ValueError as error:
+                raise self._too_short(stored.file, stored.start) from error
         whole = Box((0,) * len(stored.sizes), stored.sizes)
         target = np.frombuffer(memory, dtype).reshape(wanted.sizes)
         target[...] = values[wanted.within(whole)]
@@ -348,16 +359,24 @@ class _Files:
             self._remote.read(file, memory, start)
             return
         while memory:
-            count = os.preadv(self._descriptor(file), [memory], start)
+            descriptor = self._descriptor(file)
+            try:
+                count = os.preadv(descriptor, [memory], start)
+            except OSError as error:
+                error.filename = str(self._checkpoint / file)
+                raise
             if count == 0:
-                raise CheckpointUnusable(
-                    "a file is shorter than the manifest states",
-                    where=str(self._checkpoint / file),
-                    value=start,
-                    hint=_HINT,
-                )
+                raise self._too_short(file, start)
             # preadv may return fewer bytes than it was asked for.
             memory, start = memory[count:], start + count
+
+    def _too_short(self, file: str, start: int) -> CheckpointUnusable:
+        return CheckpointUnusable(
+            "a file is shorter than the manifest states",
+            where=str(self._checkpoint / file),
+            value=start,
+            hint=_HINT,
+        )
 
     def _descriptor(self, file: str) -> int:
         with self._opening:
