@@ -74,7 +74,16 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one type",
+        "reduced per step",
+        "with parts in float32",
+        pytest.param("gathered once", marks=pytest.mark.further),
+        pytest.param("not cast", marks=pytest.mark.further),
+    ],
+)
 def test_values_are_the_same_and_less_is_copied(name: str) -> None:
     build, settings = CASES[name]
     how = Parallelism("fsdp2", **{"compute_dtype": torch.bfloat16, **settings})

@@ -19,6 +19,7 @@ PATHS = (
     "tests/unit/models/test_gate_kernels.py",
     "tests/unit/models/test_rotary_kernels.py",
 )
+_OF_DRY_RUN = ("tests/gpu/test_losses.py",)
 _PROCESSES = 8
 _SHOWN = 3000
 """Characters of a failure's text, from its beginning and from its end."""
@@ -58,7 +59,7 @@ def _outcomes(records: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def _tests(records: Path, selection: list[str]) -> Figures:
-    paths = shlex.split(os.environ.get("GPU_TESTS", "")) or PATHS
+    paths = shlex.split(os.environ.get("GPU_TESTS", "")) or (_OF_DRY_RUN if selection else PATHS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.gpu.pytest_records", *paths]
     # make test treats warnings as errors; those of other libraries and of CUDA are no failure here.
     command += ["-W", "ignore"]
