@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +23,23 @@ def divide_groups_by_type(model: nn.Module, float32_names: Collection[str] = ())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in float32_names:
             kept.add(id(parameter))
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        group: Any = module._get_fsdp_state()._fsdp_param_group
-        if group is None:
-            continue
+    for _module, group in sharded_groups(model):
         by_type: dict[tuple[torch.dtype, bool], list[Any]] = defaultdict(list)
         for parameter in group.fsdp_params:
             sharded = parameter.sharded_param
             by_type[sharded.dtype, id(sharded) in kept].append(parameter)
         if len(by_type) > 1 or any(is_kept for _, is_kept in by_type):
             _DividedGroup(group, by_type)
+
+
+def sharded_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
+    """(module, fsdp2's group of its parameters) of each module in *model* that has such a group."""
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group: Any = module._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            yield module, group
 
 
 @dataclass(frozen=True, slots=True)

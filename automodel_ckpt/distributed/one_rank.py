@@ -14,19 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+
+from automodel_ckpt.distributed.group_types import sharded_groups
 
 
 def cast_without_copies(model: nn.Module) -> None:
     """Let *model*, which fsdp2 has sharded over one rank, cast parameters and gradients with one copy each."""
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        group: Any = module._get_fsdp_state()._fsdp_param_group
-        if group is None:
-            continue
+    for module, group in sharded_groups(model):
         module.set_custom_reduce_scatter(_InPlace())
         for parameter in group.fsdp_params:
             if type(parameter) is FSDPParam:

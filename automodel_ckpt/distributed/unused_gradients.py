@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from automodel_ckpt.distributed import agree
+from automodel_ckpt.distributed.group_types import sharded_groups
 
 _ONE_EXPERT = re.compile(r"\bexperts\.(expert_)?\d+\.")
 _KNOWN_PACKAGES = frozenset(
@@ -54,14 +54,10 @@ class UnusedGradients:
         """Whether a backward pass on this rank has reached each of them since :meth:`remove` was called."""
         if agree.size(group) == 1 or (in_stages and not self._may_vary):
             return
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                self._watch(module)
+        for _module, sharded in sharded_groups(model):
+            self._watch(sharded)
 
-    def _watch(self, module: FSDPModule) -> None:
-        sharded: Any = module._get_fsdp_state()._fsdp_param_group
-        if sharded is None:
-            return
+    def _watch(self, sharded: Any) -> None:
         first = len(self._parameters)
         for parameter in sharded.fsdp_params:
             if parameter.sharded_param.requires_grad:

@@ -123,7 +123,7 @@ MAY_IMPORT = {
 
 CHECKPOINT_ORDER = (
     {
-        "cores",
+        "threads",
         "digests",
         "discovery",
         "dtypes",

@@ -8,7 +8,6 @@ reading it.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +15,10 @@ from typing import Protocol
 
 import torch
 
-from automodel_ckpt.checkpoint.cores import cores_of_rank
 from automodel_ckpt.checkpoint.slices import Box
 from automodel_ckpt.checkpoint.tensor_bytes import page_locked
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
+from automodel_ckpt.checkpoint.threads import cores_of_rank, started_pool
 
 BLOCK_BYTES = 4 << 20
 """Most bytes of a block that go through memory of the host."""
@@ -67,7 +66,7 @@ def read_all(blocks: Iterable[Block], threads: int, *, to_gpu: bool) -> None:
     staging = _Staging(len(slots), to_gpu=to_gpu)
     # Two fewer than there are slots: the GPU copies from the memory of one or two blocks while others are read.
     most_ahead = len(slots) - 2
-    pool = _running_pool(threads) if threads > 1 else None
+    pool = started_pool(threads, "read") if threads > 1 else None
     waiting: deque[_Reading] = deque()
     try:
         for number, block in enumerate(blocks):
@@ -87,27 +86,6 @@ def read_all(blocks: Iterable[Block], threads: int, *, to_gpu: bool) -> None:
             pool.shutdown(cancel_futures=True)
         for slot in slots:
             slot.wait()
-
-
-def _running_pool(num_threads: int) -> ThreadPoolExecutor | None:
-    """A pool whose threads have all started; None if they cannot start, so that no later call of ``submit`` fails.
-
-    A process cannot start threads at a limit of the machine, and after the end of its main thread: in functions of
-    ``atexit``, and in other threads that still run.
-    """
-    pool = ThreadPoolExecutor(num_threads, "read")
-    may_end = threading.Event()
-    try:
-        for _ in range(num_threads):
-            # It starts a thread only while all others have work.
-            pool.submit(may_end.wait)
-    except RuntimeError:
-        may_end.set()
-        pool.shutdown()
-        return None
-    finally:
-        may_end.set()
-    return pool
 
 
 class _Slot:

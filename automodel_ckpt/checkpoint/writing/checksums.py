@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import xxhash
 
-from automodel_ckpt.checkpoint.cores import cores_of_rank
 from automodel_ckpt.checkpoint.digests import digest_from, digest_of
+from automodel_ckpt.checkpoint.threads import cores_of_rank
 
 _PIECE_BYTES = 8 << 20
 PARALLEL_FROM_BYTES = 2 << 20

@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint.files.direct import BLOCK_BYTES
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.threads import started_pool
 from automodel_ckpt.checkpoint.writing.checksums import (
     PARALLEL_FROM_BYTES,
     BlockChecksums,
@@ -273,10 +274,8 @@ def run_all(
     view = memoryview(b"") if memory is None else memory
     reusable: ReusableFiles | None = None
     compared: list[tuple[Job, Comparison]] = []
-    with (
-        _digest_threads(_NUM_THREADS, "digest") as threads,
-        _digest_threads(num_threads(), "checksum") as pool,
-    ):
+    jobs = list(jobs)
+    with _digest_threads() as threads, _checksum_threads(jobs) as pool:
         for job in jobs:
             if job.reusable and reusable is None:
                 # Not before: most saves have no reusable file, and the manifest need not be read.
@@ -291,26 +290,48 @@ def run_all(
 
 
 def _run(
-    job: Job, staging: Path, written: RankManifest, memory: memoryview, pool: ThreadPoolExecutor
+    job: Job,
+    staging: Path,
+    written: RankManifest,
+    memory: memoryview,
+    pool: ThreadPoolExecutor | None,
 ) -> None:
     """Run a job whose content is not compared; threads of the *pool* help with a large file."""
     if isinstance(job, FileJob):
-        job.run(staging, written, memory, pool=pool if job.size >= _THREADS_FROM_BYTES else None)
+        job.run(staging, written, memory, pool=pool if _is_large(job) else None)
     else:
         job.run(staging, written, memory)
 
 
+def _is_large(job: Job) -> bool:
+    return isinstance(job, FileJob) and job.size >= _THREADS_FROM_BYTES
+
+
 @contextlib.contextmanager
-def _digest_threads(count: int, name: str) -> Iterator[ThreadPoolExecutor]:
-    """Threads for digests, whose computation releases the GIL; started when they are needed.
+def _digest_threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads for digests of reusable files, whose computation releases the GIL; started when they are needed.
 
     After an error, they finish only the calls in progress. No thread uses memory after the block.
     """
-    threads = ThreadPoolExecutor(count, name)
+    threads = ThreadPoolExecutor(_NUM_THREADS, "digest")
     try:
         yield threads
     finally:
         threads.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _checksum_threads(jobs: Iterable[Job]) -> Iterator[ThreadPoolExecutor | None]:
+    """Threads for the checksums of large files; None if none of the *jobs* writes one, or no thread can start.
+
+    After an error, they finish only the calls in progress. No thread uses memory after the block.
+    """
+    pool = started_pool(num_threads(), "checksum") if any(map(_is_large, jobs)) else None
+    try:
+        yield pool
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
 
 
 def _length(data: Data) -> int:

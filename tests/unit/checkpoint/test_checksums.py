@@ -121,6 +121,23 @@ def slowed(monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], object]) -> 
     monkeypatch.setattr(zlib, "crc32", crc32)
 
 
+def test_without_threads_for_checksums_the_writing_thread_computes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("checksum"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    memory = block_of(64 * MIB)
+    job, content, _ = archives([33 * MIB], in_memory(memory, 0))
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    run_all([job], tmp_path, RankManifest(0), memory)
+    assert (tmp_path / "optim/x").read_bytes() == content
+
+
 @pytest.mark.parametrize("kind", ["aligned", "unaligned", "bytes", "device"])
 def test_the_file_and_its_entries_are_those_of_one_thread(
     kind: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
