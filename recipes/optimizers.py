@@ -27,6 +27,7 @@ from automodel_ckpt.recipes.parameter_groups import (
     plan_groups,
     trained_parameters,
 )
+from automodel_ckpt.training.adam8bit import AdamW8bit
 from automodel_ckpt.training.combined_optimizer import CombinedOptimizer
 from automodel_ckpt.training.muon import Muon
 from automodel_ckpt.training.optim import adamw, check_optimizer
@@ -185,6 +186,9 @@ def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
             counted(len(tensors), "tensor"),
             options,
         )
+    for each in optimizers:
+        if isinstance(each, AdamW8bit):
+            log.info("%s: %s", type(each).__name__, each.state_summary)
 
 
 _LOGGED = {"lr": "lr", "weight_decay": "weight decay"}

@@ -1,7 +1,10 @@
-"""AdamW with 8-bit moments: two bytes per parameter instead of eight.
+"""AdamW with 8-bit moments: two bytes per parameter instead of eight; with bfloat16 weights that lose no update.
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861: each block of values has a
 scale, its largest absolute value, and each value is stored as the nearest entry of a table of 256 values.
+
+A float32 number has the sign and the exponent of a bfloat16 number and 16 further bits. An optimizer that keeps these
+bits beside a bfloat16 weight updates float32 weights, without a copy of them in float32.
 """
 
 from __future__ import annotations
@@ -21,6 +24,10 @@ from automodel_ckpt.training.optimizer_steps import update_each
 from automodel_ckpt.training.transfer import to_device
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_FURTHER_BITS = "further_bits"
+"""The name of what a float32 weight has in addition to its parameter in bfloat16."""
+_NAN = 0x7FC0
+"""The bits of NaN in bfloat16."""
 _SMALLEST_BLOCK = 32
 _CHUNK = 2**24
 """Elements that are updated at a time, as float32 values take four times the memory of their codes, or more."""
@@ -33,6 +40,9 @@ class AdamW8bit(torch.optim.Optimizer):
     length. So the state does not depend on how rows are sharded, and a checkpoint can be loaded on any number of
     ranks. Moments of vectors, of parameters with fewer than *min_elements* elements, and of rows without a block of at
     least 32 are float32. Updates are computed in float32, from moments that are not rounded yet.
+
+    With *float32_weights*, the state of a bfloat16 parameter [...] has its further bits as int16 [...]. The parameter
+    is the float32 weight, rounded. Without them, updates of less than about 1/256 of a bfloat16 weight are lost.
 
     Raises :class:`RecipeError` in the first step for rows whose shards begin within a block.
     """
@@ -47,6 +57,7 @@ class AdamW8bit(torch.optim.Optimizer):
         *,
         block_size: int = 256,
         min_elements: int = 4096,
+        float32_weights: bool = False,
     ) -> None:
         if block_size < _SMALLEST_BLOCK or block_size & (block_size - 1):
             raise RecipeError(
@@ -57,8 +68,35 @@ class AdamW8bit(torch.optim.Optimizer):
             )
         self.block_size = block_size
         self.min_elements = min_elements
+        self.float32_weights = float32_weights
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
+        if float32_weights:
+            self._check_types()
+
+    @property
+    def state_summary(self) -> str:
+        """The types of its state, for the log: the line about the precision of a run has those of the parameters."""
+        types = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
+        text = "moments of matrices in 8 bits"
+        if torch.bfloat16 in types:
+            text += "; bfloat16 weights "
+            if self.float32_weights:
+                text += "with further bits, updated as float32 weights"
+            else:
+                text += "lose updates below 1/256 of a weight (float32_weights)"
+        return text
+
+    def _check_types(self) -> None:
+        """Raise :class:`RecipeError` for weights that no 16 further bits make float32 weights."""
+        for group in self.param_groups:
+            if any(parameter.dtype == torch.float16 for parameter in group["params"]):
+                raise RecipeError(
+                    "float16 weights have another exponent than float32 weights",
+                    where="optimizer.float32_weights",
+                    value="weights in float16",
+                    hint="set model.dtype: bfloat16",
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -68,7 +106,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def state_like(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state of *parameter* [...] as tensors without values, for forecasts of memory and disk."""
         shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        return _new_state(shape, self._block_of(parameter))
+        return self._new_state(shape)
 
     def _block_of(self, parameter: torch.Tensor) -> int:
         """The number of elements that share a scale; 0 for a parameter with float32 moments."""
@@ -77,22 +115,37 @@ class AdamW8bit(torch.optim.Optimizer):
         block = math.gcd(parameter.shape[-1], self.block_size)
         return block if block >= _SMALLEST_BLOCK else 0
 
+    def _new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Moments of zero, and zeros as further bits of the weights, sharded as *parameter* is."""
+        block = self._block_of(parameter)
+        state = {"step": torch.zeros((), dtype=torch.float32)}
+        for moment in _MOMENTS:
+            if block:
+                state[f"{moment}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
+                state[f"{moment}_scales"] = _new_scales(parameter, block)
+            else:
+                state[moment] = torch.zeros_like(parameter, dtype=torch.float32)
+        if self.float32_weights and parameter.dtype == torch.bfloat16:
+            state[_FURTHER_BITS] = torch.zeros_like(parameter, dtype=torch.int16)
+        return state
+
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         state, block = self.state[parameter], self._block_of(parameter)
         if not state:
-            state.update(_new_state(parameter, block))
+            state.update(self._new_state(parameter))
         state["step"] += 1
         shard, gradient = _local(parameter), _local(parameter.grad)
         beta1, beta2 = group["betas"]
         num_steps = state["step"].item()
         settings = _settings(group, num_steps, shard.device)
+        bits = _local(state[_FURTHER_BITS]) if _FURTHER_BITS in state else None
         if not block:
             wide = gradient.float()
             average = _local(state["exp_avg"])
             average.lerp_(wide, 1 - beta1)
             square = _local(state["exp_avg_sq"])
             square.lerp_(wide.square(), 1 - beta2)
-            shard.copy_(_updated(shard, average, square, settings))
+            _change(shard, bits, average, square, settings)
             return
         update = _kernel_for(shard.device.type)
         tensors = [shard, gradient.contiguous()]
@@ -100,22 +153,13 @@ class AdamW8bit(torch.optim.Optimizer):
         rows = [tensor.view(-1, block) for tensor in tensors]
         rows += [_local(state[f"{moment}_scales"]).view(-1, 1) for moment in _MOMENTS]
         tables = [_table(is_signed, shard.device) for is_signed in (True, False)]
+        rows_of_bits = None if bits is None else bits.view(-1, block)
         num_rows = max(_CHUNK // block, 1)
         for start in range(0, len(rows[0]), num_rows):
-            chunk = [each[start : start + num_rows] for each in rows]
-            update(*chunk, *tables, settings)
-
-
-def _new_state(parameter: torch.Tensor, block: int) -> dict[str, torch.Tensor]:
-    """Moments of zero, sharded as *parameter* is."""
-    state = {"step": torch.zeros((), dtype=torch.float32)}
-    for moment in _MOMENTS:
-        if block:
-            state[f"{moment}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
-            state[f"{moment}_scales"] = _new_scales(parameter, block)
-        else:
-            state[moment] = torch.zeros_like(parameter, dtype=torch.float32)
-    return state
+            part = slice(start, start + num_rows)
+            chunk = [each[part] for each in rows]
+            bits_of_chunk = None if rows_of_bits is None else rows_of_bits[part]
+            update(*chunk, *tables, settings, bits_of_chunk)
 
 
 def _new_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
@@ -175,14 +219,43 @@ def _settings(group: dict[str, Any], num_steps: float, device: torch.device) -> 
     return to_device(torch.tensor(values, dtype=torch.float32), device)
 
 
-def _updated(
-    parameter: torch.Tensor, average: torch.Tensor, square: torch.Tensor, settings: torch.Tensor
-) -> torch.Tensor:
-    """The new values of a parameter in float32, by the moments in float32."""
+def _change(
+    parameter: torch.Tensor,
+    further_bits: torch.Tensor | None,
+    average: torch.Tensor,
+    square: torch.Tensor,
+    settings: torch.Tensor,
+) -> None:
+    """Update a parameter in place by its moments in float32, with the further bits of its weights if there are any."""
     _, _, decay, size, correction, eps = settings.unbind()
     denominator = square.sqrt() / correction + eps
     change = average / denominator * size
-    return parameter.float() * decay - change
+    if further_bits is None:
+        parameter.copy_(parameter.float() * decay - change)
+        return
+    rounded, bits = divided(joined(parameter, further_bits) * decay - change)
+    parameter.copy_(rounded)
+    further_bits.copy_(bits)
+
+
+def joined(rounded: torch.Tensor, further_bits: torch.Tensor) -> torch.Tensor:
+    """The float32 values that :func:`divided` has divided."""
+    high = rounded.view(torch.int16).int() << 16
+    return (high + further_bits.int()).view(torch.float32)
+
+
+def divided(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide float32 *values* [...] into the nearest bfloat16 values [...] and further bits as int16 [...].
+
+    The further bits are the difference between the bits of a value and those of its rounded value. Unlike a conversion
+    to bfloat16, the middle between two values is rounded away from 0, so that the difference has 16 bits.
+    """
+    bits = values.view(torch.int32)
+    high = (bits + 2**15) >> 16
+    # The bits of a NaN would overflow, and become those of 0.
+    high = torch.where(values.isnan(), _NAN, high)
+    further_bits = bits - (high << 16)
+    return high.to(torch.int16).view(torch.bfloat16), further_bits.to(torch.int16)
 
 
 def update_blocks(
@@ -195,15 +268,16 @@ def update_blocks(
     signed: torch.Tensor,
     unsigned: torch.Tensor,
     settings: torch.Tensor,
+    further_bits: torch.Tensor | None = None,
 ) -> None:
     """Update blocks [n, block] of a parameter in place, their codes [n, block] and their scales [n, 1].
 
-    *signed* and *unsigned* [256] are the tables of both moments.
+    *signed* and *unsigned* [256] are the tables of both moments. *further_bits* [n, block] are those of the parameter.
     """
     wide = gradient.float()
     average = torch.lerp(decoded(average_codes, average_scales, signed), wide, settings[0])
     square = torch.lerp(decoded(square_codes, square_scales, unsigned), wide.square(), settings[1])
-    parameter.copy_(_updated(parameter, average, square, settings))
+    _change(parameter, further_bits, average, square, settings)
     for moment, codes, scales, table in (
         (average, average_codes, average_scales, signed),
         (square, square_codes, square_scales, unsigned),

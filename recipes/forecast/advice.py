@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.recipes.forecast.candidates import (
     Candidate,
-    first_that_fits,
+    compact,
     fits,
+    is_offloaded,
     larger_batches,
     missing_bytes,
+    offloaded,
     smaller,
 )
 from automodel_ckpt.recipes.forecast.memory import Memory, estimate_memory
@@ -18,19 +22,33 @@ from automodel_ckpt.recipes.forecast.model_traces import forget_traces
 from automodel_ckpt.recipes.forecast.step_trace import checkpointing
 from automodel_ckpt.recipes.recipe import Recipe
 
+_COST_OF_OFFLOADING = "slow: the optimizer runs on the CPU"
+_COST_OF_COMPACT_STATE = "gradients in bfloat16, moments in 8 bits"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Other settings of a recipe: *overrides* to paste after the command, and the forecast with them."""
+
+    overrides: tuple[str, ...]
+    memory: Memory
+    cost: str = ""
+    """What the settings cost, if that is more than time that is repeated in the backward pass."""
+
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Whether a run fits into the memory of its device, and other settings to paste after the command.
+    """Whether a run fits into the memory of its device, and other settings.
 
-    *overrides* are the first settings that fit if the run does not, empty if none was found; or the largest local batch
-    size that fits if the run does, empty if it is the recipe's. *memory* is the forecast with them. *missing_bytes* is
-    how much more memory the device would need.
+    *proposals* are settings that fit if the run does not: the first one that was found, and if that one needs more
+    ranks, or none was found, settings for the same number of ranks that cost precision or much time. If the run fits,
+    *larger* has the largest local batch size that fits as well; None if it is the recipe's. *missing_bytes* is how much
+    more memory the device would need.
     """
 
     fits: bool
-    overrides: tuple[str, ...] = ()
-    memory: Memory | None = None
+    proposals: tuple[Proposal, ...] = ()
+    larger: Proposal | None = None
     missing_bytes: int = 0
 
 
@@ -44,33 +62,93 @@ def advice_for(
     """
     if device_bytes is None or memory.activations is None:
         return None
-    sizes = recipe.layout.sizes
-    forecasts: dict[tuple[str, ...], Memory] = {}
+    if fits(memory.total, device_bytes):
+        return Advice(fits=True, larger=_larger(recipe, config, device_bytes))
+    return Advice(
+        fits=False,
+        proposals=tuple(_proposals(recipe, config, device_bytes)),
+        missing_bytes=missing_bytes(memory.total, device_bytes),
+    )
 
-    def total_of(candidate: Candidate) -> int | None:
-        changed = candidate.applied_to(recipe)
-        with checkpointing(recipe.model, candidate.recomputes):
-            forecast = estimate_memory(changed)
-        forecasts[candidate.overrides] = forecast
-        return None if forecast.activations is None else forecast.total
 
-    def exact_total_of(candidate: Candidate) -> int | None:
-        forget_traces(recipe)
-        return total_of(candidate)
+def _proposals(recipe: Recipe, config: RecipeConfig, device_bytes: int) -> Iterator[Proposal]:
+    """Yield the settings that fit: the least expensive ones, then others that need no further ranks."""
+    model, sizes = recipe.model, recipe.layout.sizes
+    forecasts = _Forecasts(recipe, device_bytes)
+    first = forecasts.first_that_fits(smaller(config, model, sizes))
+    is_slow = first is not None and is_offloaded(first)
+    if first is not None:
+        yield forecasts.proposal(first, _COST_OF_OFFLOADING if is_slow else "")
+        if first.sizes == sizes and not is_slow:
+            return
+    if recipe.layout.device.type == "cuda":
+        yield from _compact_proposal(recipe, config, device_bytes)
+    if is_slow:
+        return
+    found = forecasts.first_that_fits(offloaded(config, model, sizes, before=sizes))
+    if found is not None:
+        yield forecasts.proposal(found, _COST_OF_OFFLOADING)
 
-    if not fits(memory.total, device_bytes):
-        choices = smaller(config, recipe.model, sizes)
-        found = first_that_fits(choices, total_of, exact_total_of, device_bytes)
-        missing = missing_bytes(memory.total, device_bytes)
-        if found is None:
-            return Advice(False, missing_bytes=missing)
-        return Advice(False, found.overrides, forecasts[found.overrides], missing)
+
+def _compact_proposal(
+    recipe: Recipe, config: RecipeConfig, device_bytes: int
+) -> Iterator[Proposal]:
+    """Yield the settings that fit with less bytes for each weight, if there are any."""
+    candidates = compact(config, recipe.model, recipe.layout.sizes)
+    first = next(candidates, None)
+    if first is None:
+        return
+    # All have the same model and optimizer.
+    forecasts = _Forecasts(_rebuilt(first.applied_to(recipe)), device_bytes)
+    found = forecasts.first_that_fits(itertools.chain([first], candidates))
+    if found is not None:
+        yield forecasts.proposal(found, _COST_OF_COMPACT_STATE)
+
+
+def _rebuilt(recipe: Recipe) -> Recipe:
+    """*recipe*, which is returned, with the model and the optimizer of its sections, without values."""
+    recipe.trainable = recipe.build_trainable()
+    recipe.model = recipe.trainable.model
+    recipe.optimizer = recipe.build_optimizer()
+    return recipe
+
+
+def _larger(recipe: Recipe, config: RecipeConfig, device_bytes: int) -> Proposal | None:
+    """The largest local batch size that fits into a device; None if it is the recipe's."""
+    forecasts = _Forecasts(recipe, device_bytes)
     largest: Candidate | None = None
-    for candidate in larger_batches(config, sizes):
-        total = total_of(candidate)
-        if total is None or not fits(total, device_bytes):
+    for candidate in larger_batches(config, recipe.layout.sizes):
+        if not forecasts.fits(candidate):
             break
         largest = candidate
-    if largest is None:
-        return Advice(fits=True)
-    return Advice(True, largest.overrides, forecasts[largest.overrides])
+    return None if largest is None else forecasts.proposal(largest)
+
+
+class _Forecasts:
+    """The forecasts of candidates of a *recipe* for a device of *device_bytes*."""
+
+    def __init__(self, recipe: Recipe, device_bytes: int) -> None:
+        self._recipe = recipe
+        self._device_bytes = device_bytes
+        self._found: dict[tuple[str, ...], Memory] = {}
+
+    def first_that_fits(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        """The first candidate that fits, by a forecast from few traces of the model, and then by one from its own."""
+        for candidate in candidates:
+            if self.fits(candidate):
+                forget_traces(self._recipe)
+                if self.fits(candidate):
+                    return candidate
+        return None
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the forecast of *candidate* is known and fits."""
+        changed = candidate.applied_to(self._recipe)
+        with checkpointing(changed.model, candidate.recomputes):
+            forecast = estimate_memory(changed)
+        self._found[candidate.overrides] = forecast
+        return forecast.activations is not None and fits(forecast.total, self._device_bytes)
+
+    def proposal(self, candidate: Candidate, cost: str = "") -> Proposal:
+        """A candidate that fits, with its forecast."""
+        return Proposal(candidate.overrides, self._found[candidate.overrides], cost)

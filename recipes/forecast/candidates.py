@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
+from automodel_ckpt.config.sections.optimizer import OptimizerConfig, OptimizerTarget
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes, share_out
 from automodel_ckpt.errors import RecipeError
@@ -18,6 +19,12 @@ from automodel_ckpt.recipes.precision import resolve_precision
 _USABLE = 0.97
 """The share of a device's memory that a forecast may reach."""
 _MOST_RANKS = 64
+_ADAMW_8BIT = "automodel_ckpt.training.adam8bit.AdamW8bit"
+_COMPACT_STATE = (
+    "--model.dtype=bfloat16",
+    f"--optimizer._target_={_ADAMW_8BIT}",
+    "--optimizer.float32_weights=true",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +53,12 @@ def fits(total_bytes: int, device_bytes: int) -> bool:
 
 def smaller(config: RecipeConfig, model: Any, sizes: Sizes) -> Iterator[Candidate]:
     """Yield settings of a recipe for *model* that need less memory: first those that cost the least time."""
-    checkpointed = is_checkpointed(config)
-    can_checkpoint = isinstance(config.model, ModelConfig) and bool(
-        getattr(model, "supports_gradient_checkpointing", False)
-    )
-    choices = [checkpointed]
-    if can_checkpoint and not checkpointed:
-        choices.append(True)
+    choices = _checkpointing_choices(config, model)
     for choice in choices:
-        yield from _local_batches(config, sizes, choice, sizes)
+        for candidate in _local_batches(config, sizes, choice, sizes):
+            # Without overrides, it is the recipe itself.
+            if candidate.overrides:
+                yield candidate
     num_ranks = 2 * sizes.world
     most = sizes
     while num_ranks <= max(_MOST_RANKS, sizes.world):
@@ -64,11 +68,62 @@ def smaller(config: RecipeConfig, model: Any, sizes: Sizes) -> Iterator[Candidat
             for choice in choices:
                 yield from _local_batches(config, more, choice, sizes)
         num_ranks *= 2
+    for ranks in dict.fromkeys((sizes, most)):
+        yield from offloaded(config, model, ranks, before=sizes)
+
+
+def compact(config: RecipeConfig, model: Any, sizes: Sizes) -> Iterator[Candidate]:
+    """Yield settings with weights and gradients in bfloat16 and moments in 8 bits, where AdamW trains all weights.
+
+    The weights lose no update: the optimizer's state has their further bits.
+    """
+    section = config.model
+    is_possible = (
+        isinstance(config.optimizer, OptimizerConfig)
+        and not config.optimizer.groups
+        and isinstance(section, ModelConfig)
+        and section.dtype in (None, "float32")
+        and config.peft is None
+        and config.ema is None
+        and config.fp8 is None
+        and sizes.tp == 1
+    )
+    if not is_possible:
+        return
+    changed = _with_compact_state(config)
+    for choice in _checkpointing_choices(config, model):
+        for candidate in _local_batches(changed, sizes, choice, sizes):
+            yield replace(candidate, overrides=(*_COMPACT_STATE, *candidate.overrides))
+
+
+def _with_compact_state(config: RecipeConfig) -> RecipeConfig:
+    """*config*, which trains a transformers model by the default optimizer, with the overrides _COMPACT_STATE."""
+    adamw, section = config.optimizer, config.model
+    assert isinstance(adamw, OptimizerConfig) and isinstance(section, ModelConfig)
+    arguments = {
+        "lr": adamw.lr,
+        "betas": adamw.betas,
+        "eps": adamw.eps,
+        "weight_decay": adamw.weight_decay,
+        "float32_weights": True,
+    }
+    optimizer = OptimizerTarget(_ADAMW_8BIT, arguments, no_decay=adamw.no_decay)
+    return replace(config, model=replace(section, dtype="bfloat16"), optimizer=optimizer)
+
+
+def offloaded(
+    config: RecipeConfig, model: Any, sizes: Sizes, *, before: Sizes
+) -> Iterator[Candidate]:
+    """Yield settings with parameters, gradients and optimizer state in the memory of the host.
+
+    *before* is the mesh of the recipe.
+    """
     if config.distributed.cpu_offload:
         return
-    for ranks in dict.fromkeys((sizes, most)):
-        for candidate in _local_batches(config, ranks, choices[-1], sizes):
-            yield _offloaded(candidate)
+    for candidate in _local_batches(
+        config, sizes, _checkpointing_choices(config, model)[-1], before
+    ):
+        yield _offloaded(candidate)
 
 
 def larger_batches(config: RecipeConfig, sizes: Sizes) -> Iterator[Candidate]:
@@ -83,24 +138,6 @@ def larger_batches(config: RecipeConfig, sizes: Sizes) -> Iterator[Candidate]:
         local_batch_size *= 2
 
 
-Total = Callable[[Candidate], int | None]
-"""Forecasts the bytes that a candidate needs; None: they are unknown."""
-
-
-def first_that_fits(
-    candidates: Iterator[Candidate], total_of: Total, exact_total_of: Total, device_bytes: int
-) -> Candidate | None:
-    """Return the first candidate whose forecast is known and fits: by *total_of*, and then by the slower exact one."""
-    for candidate in candidates:
-        if all(_fits(total(candidate), device_bytes) for total in (total_of, exact_total_of)):
-            return candidate
-    return None
-
-
-def _fits(total_bytes: int | None, device_bytes: int) -> bool:
-    return total_bytes is not None and fits(total_bytes, device_bytes)
-
-
 def missing_bytes(total_bytes: int, device_bytes: int) -> int:
     """How much more memory a forecast of *total_bytes* needs than a device has, with the share that stays free."""
     return math.ceil(total_bytes - _USABLE * device_bytes)
@@ -111,10 +148,22 @@ def is_checkpointed(config: RecipeConfig) -> bool:
     return isinstance(config.model, ModelConfig) and bool(config.model.activation_checkpointing)
 
 
+def _checkpointing_choices(config: RecipeConfig, model: Any) -> list[bool]:
+    """Whether layers compute their activations again: what the recipe says, and then whether they could."""
+    checkpointed = is_checkpointed(config)
+    can_checkpoint = isinstance(config.model, ModelConfig) and bool(
+        getattr(model, "supports_gradient_checkpointing", False)
+    )
+    return [checkpointed, True] if can_checkpoint and not checkpointed else [checkpointed]
+
+
 def _local_batches(
     config: RecipeConfig, sizes: Sizes, checkpointed: bool, before: Sizes
 ) -> Iterator[Candidate]:
-    """Yield the settings with the recipe's local batch size, half of it, and so on down to 1."""
+    """Yield the settings with the recipe's local batch size, half of it, and so on down to 1.
+
+    *before* is the mesh of the recipe.
+    """
     local_batch_size = config.step_scheduler.local_batch_size
     while local_batch_size >= 1:
         candidate = _with_local_batch(config, local_batch_size, sizes, checkpointed, before)
@@ -126,11 +175,11 @@ def _local_batches(
 def _with_local_batch(
     config: RecipeConfig, local_batch_size: int, sizes: Sizes, checkpointed: bool, before: Sizes
 ) -> Candidate | None:
-    """The candidate with these values; None if it is the recipe itself, or not possible with its global batch size."""
+    """The candidate with these values; None if it is not possible with the recipe's global batch size."""
     steps, model = config.step_scheduler, config.model
     if steps.global_batch_size % (local_batch_size * sizes.dp):
         return None
-    overrides = []
+    overrides: list[str] = []
     recomputes = checkpointed and not is_checkpointed(config)
     if local_batch_size != steps.local_batch_size:
         overrides.append(f"--step_scheduler.local_batch_size={local_batch_size}")
@@ -141,8 +190,6 @@ def _with_local_batch(
         config = replace(config, model=replace(model, activation_checkpointing=True))
     if sizes.world != before.world:
         overrides.append(f"--nproc-per-node={sizes.world}")
-    if not overrides:
-        return None
     return Candidate(tuple(overrides), config, sizes, recomputes)
 
 
@@ -153,6 +200,11 @@ def _sizes_of(config: RecipeConfig, num_ranks: int) -> Sizes | None:
         return share_out(num_ranks, **section.mesh_sizes)
     except RecipeError:
         return None
+
+
+def is_offloaded(candidate: Candidate) -> bool:
+    """Whether the state of a candidate is in the memory of the host."""
+    return candidate.config.distributed.cpu_offload
 
 
 def _offloaded(candidate: Candidate) -> Candidate:

@@ -237,17 +237,21 @@ def test_a_dry_run_for_a_gpu_proposes_settings_that_fit_into_its_memory(
     assert "device:      GPU of 85.9 GB: fits, " in roomy
     assert "larger:      --step_scheduler.local_batch_size=16 (about " in roomy
     total = foretold("about SIZE per rank", roomy)
-    for share in (0.8, 0.45):
+    kinds = set()
+    for share in (0.8, 0.68):
         memory = f"{int(share * total / 1e6)}MB"
         report = forecast(memory)
         assert "NOT ENOUGH" in report
-        found = re.search(r"fits: +(--.*) \(about ([\d.]+) (\w+) per rank\)", report)
-        assert found, report
-        again = forecast(memory, *found[1].split())
-        assert "too little" not in again
-        assert foretold("about SIZE per rank", again) == pytest.approx(
-            float(found[2]) * UNITS[found[3]], rel=0.02
-        )
+        proposals = re.findall(r"(?:fits|or): +(--.*) \(about ([\d.]+) (\w+) per rank", report)
+        assert proposals, report
+        for overrides, number, unit in proposals:
+            again = forecast(memory, *overrides.split())
+            assert "too little" not in again
+            assert foretold("about SIZE per rank", again) == pytest.approx(
+                float(number) * UNITS[unit], rel=0.02
+            )
+            kinds.update(re.findall(r"local_batch_size|float32_weights|cpu_offload", overrides))
+    assert len(kinds) == 3
     assert "fits:        no smaller local batch" in forecast("100MB")
 
 

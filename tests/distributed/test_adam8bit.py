@@ -18,7 +18,7 @@ from tests.support import ranks
 
 EIGHT_BITS = (
     "--optimizer={_target_: automodel_ckpt.training.adam8bit.AdamW8bit, lr: 1e-2, block_size: 32, "
-    "min_elements: 1024}"
+    "min_elements: 1024, float32_weights: true}"
 )
 
 
@@ -26,20 +26,23 @@ def after_steps(dimension: int | None) -> list[torch.Tensor]:
     """A matrix and its state after three steps; *dimension* is sharded among all ranks, None: none is."""
     generator = torch.Generator().manual_seed(3)
     shape = (65, 256)  # shards of rows differ in size
-    matrix = torch.randn(shape, generator=generator)
+    matrix = torch.randn(shape, generator=generator).bfloat16()
     mesh = None if dimension is None else init_device_mesh("cpu", (dist.get_world_size(),))
     if mesh is not None:
         matrix = distribute_tensor(matrix, mesh, [Shard(dimension)])
     parameter = torch.nn.Parameter(matrix)
-    optimizer = AdamW8bit([parameter], lr=0.1, block_size=64)
+    optimizer = AdamW8bit([parameter], lr=0.1, block_size=64, float32_weights=True)
     for _ in range(3):
-        gradient = torch.randn(shape, generator=generator)
+        gradient = torch.randn(shape, generator=generator).bfloat16()
         if mesh is not None:
             gradient = distribute_tensor(gradient, mesh, [Shard(dimension)])
         parameter.grad = gradient
         optimizer.step()
     found = [parameter.detach(), *optimizer.state[parameter].values()]
-    assert optimizer.state[parameter]["exp_avg_scales"].shape == (65, 4)
+    state = optimizer.state[parameter]
+    assert state["exp_avg_scales"].shape == (65, 4) and state["further_bits"].shape == shape
+    # Neither gloo nor NCCL gathers int16.
+    found = [each.int() if each.dtype == torch.int16 else each for each in found]
     return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
 
 
@@ -66,7 +69,7 @@ def test_codes_and_scales_do_not_depend_on_how_a_matrix_is_sharded() -> None:
 
 
 def test_a_run_continues_exactly_and_on_other_ranks(tmp_path: Path) -> None:
-    options = (*FOUR, EIGHT_BITS)
+    options = (*FOUR, EIGHT_BITS, "--model.dtype=bfloat16")
     sharded = "--distributed.strategy=fsdp2"
     whole = run(tmp_path, *options, sharded, name="whole", text=PLAIN, num_ranks=2)
     back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -151,14 +152,19 @@ def _device_rows(plan: Plan) -> Rows:
     if advice.fits:
         unused = device.nbytes - plan.memory.total
         yield "device", f"{title}: fits, {size_text(unused)} are free"
-        if advice.memory is not None:
-            yield "larger", f"{' '.join(advice.overrides)} (about {size_text(advice.memory.total)})"
+        if advice.larger is not None:
+            larger = advice.larger
+            yield "larger", f"{' '.join(larger.overrides)} (about {size_text(larger.memory.total)})"
         return
     yield "device", f"{title}: NOT ENOUGH, {size_text(advice.missing_bytes)} too little"
-    if advice.memory is None:
+    if not advice.proposals:
         yield "fits", "no smaller local batch, recomputed activations, 64 ranks or offloading"
         return
-    yield "fits", f"{' '.join(advice.overrides)} (about {size_text(advice.memory.total)} per rank)"
+    labels = itertools.chain(["fits"], itertools.repeat("or"))
+    for label, proposal in zip(labels, advice.proposals, strict=False):
+        remark = f"; {proposal.cost}" if proposal.cost else ""
+        memory = f"about {size_text(proposal.memory.total)} per rank{remark}"
+        yield label, f"{' '.join(proposal.overrides)} ({memory})"
 
 
 def _memory_text(memory: Memory) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ from torch import nn
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training import adam8bit, transfer
-from automodel_ckpt.training.adam8bit import AdamW8bit, decoded, dynamic_table, nearest
+from automodel_ckpt.training.adam8bit import (
+    AdamW8bit,
+    decoded,
+    divided,
+    dynamic_table,
+    joined,
+    nearest,
+)
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
@@ -51,13 +59,15 @@ def test_settings_reach_a_gpu_where_the_system_locks_no_memory(
     assert settings.tolist() == pytest.approx([0.1, 0.001, 1 - 1e-4, 1e-2, 0.001**0.5, 1e-8])
 
 
-def trained(optimizer_class: Any, **options: Any) -> tuple[list[float], torch.optim.Optimizer]:
-    """The losses of 60 steps of a small regression, and the optimizer."""
+def trained(
+    optimizer_class: Any, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[list[float], torch.optim.Optimizer]:
+    """The losses of 60 steps of a small regression in *dtype*, and the optimizer."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8))
-    inputs = torch.randn(256, 64, generator=generator)
-    targets = torch.randn(256, 8, generator=generator)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8)).to(dtype)
+    inputs = torch.randn(256, 64, generator=generator).to(dtype)
+    targets = torch.randn(256, 8, generator=generator).to(dtype)
     optimizer = optimizer_class(model.parameters(), lr=3e-3, **options)
     losses = []
     for _ in range(60):
@@ -82,11 +92,12 @@ def test_parameters_with_float32_moments_are_updated_as_by_adamw() -> None:
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_state_of_a_large_matrix_takes_two_bytes_for_each_element() -> None:
+@pytest.mark.parametrize("further_bytes", [0, 2])
+def test_the_state_of_a_large_matrix_takes_two_bytes_for_each_element(further_bytes: int) -> None:
     matrix = nn.Parameter(torch.randn(64, 4096, dtype=torch.bfloat16))
     vector = nn.Parameter(torch.randn(8192))
     narrow = nn.Parameter(torch.randn(4096, 17))
-    optimizer = AdamW8bit([matrix, vector, narrow])
+    optimizer = AdamW8bit([matrix, vector, narrow], float32_weights=further_bytes > 0)
     for parameter in (matrix, vector, narrow):
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -94,12 +105,70 @@ def test_the_state_of_a_large_matrix_takes_two_bytes_for_each_element() -> None:
         sum(value.nbytes for value in optimizer.state[parameter].values()) / parameter.numel()
         for parameter in (matrix, vector, narrow)
     ]
-    assert sizes == pytest.approx([2 + 8 / 256, 8, 8], rel=1e-3)
+    assert sizes == pytest.approx([further_bytes + 2 + 8 / 256, 8, 8], rel=1e-3)
     for parameter in (matrix, vector, narrow):
-        described = AdamW8bit([matrix]).state_like(parameter)
+        described = optimizer.state_like(parameter)
         assert described.keys() == optimizer.state[parameter].keys()
         for name, value in optimizer.state[parameter].items():
             assert (described[name].shape, described[name].dtype) == (value.shape, value.dtype)
+
+
+def test_every_float32_value_is_divided_into_a_bfloat16_value_and_further_bits() -> None:
+    generator = torch.Generator().manual_seed(7)
+    bits = torch.randint(-(2**31), 2**31, (200_000,), generator=generator).to(torch.int32)
+    largest = torch.finfo(torch.float32).max
+    special = [0.0, -0.0, math.inf, -math.inf, largest, -largest, 1e-45, 1 + 2**-8, -1 - 3 * 2**-8]
+    # The last ones are NaN, as GPUs compute it and with all bits.
+    of_special = torch.tensor(special).view(torch.int32)
+    bits = torch.cat([bits, of_special, torch.tensor([2**31 - 1, -1], dtype=torch.int32)])
+    values = bits.view(torch.float32)
+    rounded, further_bits = divided(values)
+    is_nan = values.isnan()
+    found = joined(rounded, further_bits)
+    assert torch.equal(found[~is_nan].view(torch.int32), bits[~is_nan])
+    assert found[is_nan].isnan().all() and rounded[is_nan].isnan().all()
+    is_middle = (bits & 0xFFFF) == 2**15
+    is_as_converted = rounded.view(torch.int16) == values.bfloat16().view(torch.int16)
+    assert is_as_converted[~is_nan & ~is_middle].all()
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (300,)], ids=["matrix", "vector"])
+def test_bfloat16_weights_with_further_bits_are_updated_as_float32_weights(
+    shape: tuple[int, ...],
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    start = torch.randn(shape, generator=generator).bfloat16()
+    wide, narrow, rounded = (
+        nn.Parameter(start.to(dtype, copy=True))
+        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
+    )
+    # A rate whose updates are less than half of the distance of two bfloat16 weights.
+    options = {"lr": 1e-4, "min_elements": 1024}
+    optimizers = [
+        AdamW8bit([wide], **options),  # type: ignore[arg-type]
+        AdamW8bit([narrow], **options, float32_weights=True),  # type: ignore[arg-type]
+        AdamW8bit([rounded], **options),  # type: ignore[arg-type]
+    ]
+    for _ in range(10):
+        gradient = torch.randn(shape, generator=generator).bfloat16()
+        for parameter, optimizer in zip((wide, narrow, rounded), optimizers, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+            optimizer.step()
+    state = optimizers[1].state[narrow]
+    assert torch.equal(joined(narrow.detach(), state["further_bits"]), wide.detach())
+    for name, value in optimizers[0].state[wide].items():
+        assert torch.equal(state[name], value)
+    assert torch.equal(narrow.detach(), wide.detach().bfloat16())
+    # Without the bits, the updates of large weights are lost.
+    is_large = start.abs() > 0.5
+    assert torch.equal(rounded.detach()[is_large], start[is_large])
+    assert not torch.equal(wide.detach()[is_large], start[is_large].float())
+
+
+def test_further_bits_of_float16_weights_are_an_error() -> None:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    with pytest.raises(RecipeError, match="float16"):
+        AdamW8bit([parameter], float32_weights=True)
 
 
 def test_a_block_of_zeros_has_the_codes_of_zero() -> None:
@@ -121,10 +190,11 @@ def test_chunks_do_not_change_the_update(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_compiled_update_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = trained(AdamW8bit, min_elements=512)
+    options = {"dtype": torch.bfloat16, "min_elements": 512, "float32_weights": True}
+    expected, _ = trained(AdamW8bit, **options)
     compiled = torch.compile(adam8bit.update_blocks, backend="aot_eager")
     monkeypatch.setattr(adam8bit, "_kernel_for", lambda device_type: compiled)
-    assert trained(AdamW8bit, min_elements=512)[0] == pytest.approx(expected, rel=1e-5)
+    assert trained(AdamW8bit, **options)[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_state_that_was_saved_and_loaded_continues_exactly() -> None:

@@ -21,6 +21,12 @@ BF16: Mapping[str, Any] = {"model": {"dtype": "bfloat16"}}
 ADAM_8_BIT: Mapping[str, Any] = {
     "optimizer": {"_target_": "automodel_ckpt.training.adam8bit.AdamW8bit", "lr": 1e-4}
 }
+FURTHER_BITS: Mapping[str, Any] = {
+    **ADAM_8_BIT,
+    "optimizer": {**ADAM_8_BIT["optimizer"], "float32_weights": True},
+    "model": {**BF16["model"], **FULL["model"]},
+}
+"""8 bytes per parameter instead of 16: what fits into 80 GB."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,11 @@ CASES = (
     Case("ours, full checkpointing, compiled, accumulation of 8", FULL, accumulation=8),
     Case("less precise: bfloat16 weights, compiled", BF16),
     Case("less precise: 8-bit moments, compiled", ADAM_8_BIT),
+    Case(
+        "less precise: 8-bit moments, bfloat16 weights with further bits, compiled",
+        FURTHER_BITS,
+        forecasts=True,
+    ),
     Case("less precise: FP8, full checkpointing, compiled", {**FULL, **FP8}, needs="torchao"),
     Case("ours, offloaded activations, compiled", OFFLOAD, only_gpu=True),
     Case("ours, defaults", compiles=False),
