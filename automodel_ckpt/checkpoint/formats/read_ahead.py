@@ -115,7 +115,7 @@ class _Reading:
 
     def begin(self, pool: ThreadPoolExecutor | None) -> None:
         if pool is not None and self._block.reads_elsewhere:
-            self._future = pool.submit(self._block.read, self._memory)
+            self._future = pool.submit(self._read, torch.is_inference_mode_enabled())
             return
         try:
             self._block.read(self._memory)
@@ -124,6 +124,11 @@ class _Reading:
             self._future.set_exception(error)
         else:
             self._future.set_result(None)
+
+    def _read(self, is_inference: bool) -> None:
+        # Each thread has this mode separately, and only in it can tensors be changed that were created in it.
+        with torch.inference_mode(is_inference):
+            self._block.read(self._memory)
 
     def finish(self) -> None:
         self._future.result()
@@ -145,7 +150,9 @@ class _Staging:
             size = self._count * BLOCK_BYTES
             # With 8 threads it has the size that torch keeps for the two buffers of saves.
             self._memory = (
-                page_locked(size) if self._to_gpu else torch.empty(size, dtype=torch.uint8)
+                page_locked(size)
+                if self._to_gpu
+                else torch.empty(size, dtype=torch.uint8, device="cpu")
             )
         start = number * BLOCK_BYTES
         return self._memory[start : start + nbytes]

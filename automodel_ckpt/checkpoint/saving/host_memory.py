@@ -36,7 +36,7 @@ class HostMemory:
 
     def __init__(self, page_lock: PageLock | None = None) -> None:
         self.descriptor = os.memfd_create("automodel_ckpt", os.MFD_CLOEXEC)
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._view = memoryview(b"")
         self._page_lock = page_lock
 
@@ -91,7 +91,7 @@ class HostMemory:
     def _release(self) -> None:
         if self._page_lock is not None and self.tensor.nbytes:
             self._page_lock.unlock(self.tensor)
-        self.tensor, self._view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
+        self.tensor, self._view = torch.empty(0, dtype=torch.uint8, device="cpu"), memoryview(b"")
 
     def close(self) -> None:
         self._release()
