@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
 
 
 def cores_of_rank() -> int:
@@ -32,3 +34,15 @@ def started_pool(num_threads: int, name: str) -> ThreadPoolExecutor | None:
     finally:
         may_end.set()
     return pool
+
+
+class CallingThread(Executor):
+    """Calls each function in the thread that submits it: where :func:`started_pool` returns None."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future

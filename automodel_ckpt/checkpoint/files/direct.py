@@ -12,9 +12,10 @@ import errno
 import fcntl
 import mmap
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
+from automodel_ckpt.checkpoint.threads import CallingThread, started_pool
 from automodel_ckpt.durable_io import write_all
 
 BLOCK_BYTES = 4 << 20
@@ -89,7 +90,7 @@ class DirectStream:
         self._base = 0
         self._low = 0
         self._high = 0
-        self._disk = ThreadPoolExecutor(1, "direct-write")
+        self._disk: Executor = started_pool(1, "direct-write") or CallingThread()
 
     @property
     def end(self) -> int:

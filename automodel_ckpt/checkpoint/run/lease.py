@@ -94,7 +94,13 @@ class Lease:
         self._thread = threading.Thread(
             target=self._keep_beating, args=(beat_seconds,), daemon=True, name="lease"
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # At a limit of threads: the caller can try again after raising it.
+            self._thread = None
+            self.release()
+            raise
         # A forked data-loader worker must not keep the lock of a trainer that was killed.
         os.register_at_fork(after_in_child=self._forget)
 
