@@ -12,7 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.threads import CallingThread, started_pool
@@ -90,7 +90,7 @@ class DirectStream:
         self._base = 0
         self._low = 0
         self._high = 0
-        self._disk: Executor = started_pool(1, "direct-write") or CallingThread()
+        self._disk = started_pool(1, "direct-write") or CallingThread()
 
     @property
     def end(self) -> int:
@@ -128,11 +128,13 @@ class DirectStream:
                 self._wait(0)
                 self._wait(1)
         finally:
-            # Before the close: a write in progress would go to another file that gets this
-            # descriptor.
-            self._disk.shutdown(wait=True, cancel_futures=True)
-            if self._direct >= 0:
-                os.close(self._direct)
+            try:
+                # Before the close: a write in progress would go to another file that gets this
+                # descriptor.
+                self._disk.end()
+            finally:
+                if self._direct >= 0:
+                    os.close(self._direct)
 
     def _submit(self, block: memoryview) -> None:
         if self._high > self._low:

@@ -319,7 +319,7 @@ def _digest_threads(jobs: Iterable[Job]) -> Iterator[Executor]:
     try:
         yield threads
     finally:
-        threads.shutdown(cancel_futures=True)
+        threads.end()
 
 
 @contextlib.contextmanager
@@ -333,7 +333,7 @@ def _checksum_threads(jobs: Iterable[Job]) -> Iterator[ThreadPoolExecutor | None
         yield pool
     finally:
         if pool is not None:
-            pool.shutdown(cancel_futures=True)
+            pool.end()
 
 
 def _length(data: Data) -> int:
