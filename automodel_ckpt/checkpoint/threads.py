@@ -51,8 +51,11 @@ class Pool(ThreadPoolExecutor):
             with self._counting:
                 self._num_running -= 1
 
-    def end(self) -> None:
-        """Wait for the calls in progress; the others are left out. An interruption is raised after that."""
+    def end(self, stop: Callable[[], None] = lambda: None) -> None:
+        """Wait for the calls in progress; the others are left out.
+
+        An interruption is raised after that; *stop* is called first, so that the wait is short.
+        """
         interruption: BaseException | None = None
         while True:
             try:
@@ -62,6 +65,7 @@ class Pool(ThreadPoolExecutor):
                 break
             except BaseException as error:
                 interruption = interruption or error
+                stop()
         self.shutdown(wait=interruption is None, cancel_futures=True)
         if interruption is not None:
             raise interruption
@@ -81,7 +85,7 @@ class CallingThread(Executor):
             future.set_exception(error)
         return future
 
-    def end(self) -> None:
+    def end(self, stop: Callable[[], None] = lambda: None) -> None:
         """All calls have ended."""
 
 
