@@ -8,13 +8,14 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint import commit
+from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.durable_io import fsync_directory
 from tests.support import networks
 from tests.support.command_server import CommandServer, Starting
@@ -31,6 +32,7 @@ from tools.crash import (
     power,
     record,
     remote,
+    signals,
     syscalls,
 )
 from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, Loaded, Ours
@@ -358,3 +360,22 @@ def test_a_campaign_that_gets_sigterm_removes_its_networks_and_their_processes()
         process.terminate()
     assert process.returncode == 128 + signal.SIGTERM
     assert name.rpartition("-")[0] not in networks.ip("netns", "list")
+
+
+@pytest.mark.parametrize("is_of_start_before", [True, False])
+def test_a_lock_file_is_that_of_the_start_that_wrote_it(
+    tmp_path: Path, is_of_start_before: bool
+) -> None:
+    chain = signals.Chain(tmp_path, "run")
+    chain.root.mkdir()
+    (chain.root / layout.LOCK_FILE).write_text("another start")
+    before = chain.lock()
+    trainer = chain.start()
+    (trainer.directory / "tmp").mkdir(parents=True)
+    trainer.code, trainer.orphans = 75, list  # type: ignore[method-assign,assignment]
+    if not is_of_start_before:
+        (chain.root / layout.LOCK_FILE).write_text("this start")
+    point = signals.Point("start", "launcher", signal.SIGINT)
+    met, wrong = signals.judge(point, trainer, chain, 0, [time.monotonic()], before)
+    assert met == "start"
+    assert wrong == ([] if is_of_start_before else [f"left over: {layout.LOCK_FILE}"])
