@@ -400,6 +400,46 @@ def test_host_memory_grows_and_its_pages_are_there_before_they_are_used() -> Non
     memory.close()
 
 
+@pytest.mark.parametrize("populates", [True, False], ids=["madvise", "an old kernel"])
+@pytest.mark.parametrize("num_cores", [1, 3])
+def test_host_memory_is_allocated_in_parts_and_keeps_its_contents(
+    num_cores: int, populates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "_PART_BYTES", 1 << 20)
+    monkeypatch.setattr(host_memory, "cores_of_rank", lambda: num_cores)
+    if not populates:
+        monkeypatch.setattr(host_memory, "_madvise", lambda: lambda *_: -1)
+    memory = HostMemory()
+    memory.reserve(3 << 20)
+    memory.tensor[:] = torch.arange(3 << 20).to(torch.uint8)
+    nbytes = (5 << 20) + 4096
+    memory.reserve(nbytes)
+    assert os.fstat(memory.descriptor).st_blocks * 512 == nbytes == memory.tensor.nbytes
+    assert torch.equal(memory.tensor[: 3 << 20], torch.arange(3 << 20).to(torch.uint8))
+    assert not memory.tensor[3 << 20 :].any()
+    memory.close()
+
+
+def test_other_threads_run_while_host_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "cores_of_rank", lambda: 1)
+    memory, ended = HostMemory(), threading.Event()
+    num_turns = 0
+
+    def count() -> None:
+        nonlocal num_turns
+        while not ended.wait(0.001):
+            num_turns += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    memory.reserve(256 << 20)
+    ended.set()
+    thread.join()
+    memory.close()
+    # mmap.madvise, which keeps the GIL, leaves one or two.
+    assert num_turns > 15
+
+
 def test_a_large_file_is_written_from_where_it_stands_and_read_back_alike(tmp_path: Path) -> None:
     saver = Saver(tmp_path)
     saver.made.model.register_buffer(
