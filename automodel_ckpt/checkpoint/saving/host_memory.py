@@ -124,8 +124,8 @@ def _touch_all_pages(mapped: mmap.mmap) -> None:
         # `list` raises what a thread raised.
         list(pool.map(functools.partial(_touch_part, mapped), starts))
     finally:
-        # After Ctrl+C, the parts that have not begun are left out.
-        pool.shutdown(cancel_futures=True)
+        # After Ctrl+C, the parts that have not begun are left out. A thread that went on could overwrite the next save.
+        pool.end()
 
 
 def _touch_part(mapped: mmap.mmap, start: int) -> None:

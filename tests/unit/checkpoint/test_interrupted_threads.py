@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.formats import read_ahead
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.manifest import Tree
+from automodel_ckpt.checkpoint.saving import host_memory
 from automodel_ckpt.checkpoint.threads import Pool
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.durable_io import write_all
@@ -166,3 +167,27 @@ def test_an_interrupted_export_ends_with_the_blocks_in_progress(
         with pytest.raises(KeyboardInterrupt):
             run.by_threads(2)
         assert has_ended.is_set() and not filled
+
+
+def test_an_interrupted_allocation_does_not_change_the_memory_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_running: list[int] = []
+    memory = host_memory.HostMemory()
+    with interrupting() as interrupt:
+
+        def touch(*_: object) -> None:
+            num_running.append(1)
+            for _ in range(3):
+                time.sleep(0.1)
+                interrupt()
+            time.sleep(0.2)
+            num_running.pop()
+
+        monkeypatch.setattr(host_memory, "_touch_part", touch)
+        monkeypatch.setattr(host_memory, "_PART_BYTES", MIB)
+        monkeypatch.setattr(host_memory, "cores_of_rank", lambda: 2)
+        with pytest.raises(KeyboardInterrupt):
+            memory.reserve(3 * MIB)
+        assert not num_running
+    memory.close()
