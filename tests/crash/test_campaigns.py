@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -272,6 +273,28 @@ def test_a_rank_that_dies_is_told_from_one_that_fails() -> None:
     with pair.Pair() as ranks:
         outcomes = ranks.run(die_on_rank_1)
     assert outcomes[0].ok and outcomes[1].died
+
+
+def test_threads_take_part_in_saves_and_loads(tmp_path: Path) -> None:
+    with pair.Pair() as ranks:
+        outcomes = ranks.run(names_of_threads, str(tmp_path / "run"))
+    for outcome in outcomes:
+        assert outcome.ok and {"checksum", "read"} <= outcome.value
+
+
+def names_of_threads(root: str) -> set[str]:
+    """The pools whose threads start in a save and a load."""
+    names: set[str] = set()
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        names.add(thread.name.partition("_")[0])
+        start(thread)
+
+    threading.Thread.start = started  # type: ignore[method-assign]
+    jobs.whole(jobs.Run(OURS[0], root, (1,)))
+    jobs.whole(jobs.Run(OURS[0], root))
+    return names
 
 
 def die_on_rank_1() -> None:
