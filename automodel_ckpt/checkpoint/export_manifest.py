@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from automodel_ckpt.checkpoint.files.durable_file import part_digests
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, read_safely
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, row_major_boxes
+from automodel_ckpt.checkpoint.threads import CallingThread, started_pool
 from automodel_ckpt.checkpoint.verify import Level, size_problem
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
@@ -143,7 +143,7 @@ class ExportManifest:
         tasks = [task for name in names for task in self._tasks(name)]
         # All ranks list the same tasks in the same order, so that one of them reads each.
         mine = [task for number, task in enumerate(tasks) if number % num_ranks == rank]
-        with ThreadPoolExecutor(num_threads) as pool:
+        with started_pool(num_threads, "verify") or CallingThread() as pool:
             results = list(pool.map(lambda task: self._damaged_ranges(*task), mine))
         damaged: dict[str, list[DigestedRange]] = {}
         for (name, _), ranges in zip(mine, results, strict=True):

@@ -57,10 +57,10 @@ def page_locked(nbytes: int) -> torch.Tensor:
     """Return *nbytes* of page-locked memory, or of ordinary memory where the system does not allow it."""
     try:
         # torch keeps freed page-locked memory for the next save.
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         log.debug("page-locked memory is not available: %s", error)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def blocks_of(
@@ -106,7 +106,7 @@ def _begin(target: torch.Tensor, source: torch.Tensor) -> _Copy:
 
 def gathered(flat: torch.Tensor) -> memoryview:
     """Return all bytes of *flat*, a uint8 vector on a GPU, in new memory of the host."""
-    result = torch.empty(flat.numel(), dtype=torch.uint8).numpy().data
+    result = torch.empty(flat.numel(), dtype=torch.uint8, device="cpu").numpy().data
     position = 0
     for block in blocks_of(flat):
         result[position : position + len(block)] = block

@@ -8,7 +8,6 @@ import mmap
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -26,6 +25,7 @@ from automodel_ckpt.checkpoint.merkle import (
     slices_in,
 )
 from automodel_ckpt.checkpoint.slices import Slice
+from automodel_ckpt.checkpoint.threads import CallingThread, started_pool
 from automodel_ckpt.checkpoint.tree import in_rank_files
 from automodel_ckpt.durable_io import walk
 from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
@@ -68,7 +68,7 @@ def verify(
             problems.append(problem)
     if problems or level == "size":
         return problems
-    with ThreadPoolExecutor(num_threads) as pool:
+    with started_pool(num_threads, "verify") or CallingThread() as pool:
         found = pool.map(lambda task: _digest_problem(checkpoint, manifest, task), mine)
         return [problem for problem in found if problem is not None]
 

@@ -47,7 +47,7 @@ class QuantizedBase:
 
         quantized = self._files.tensors[name]
         # Rounded as the base is when an adapter is trained on it.
-        values = torch.empty(quantized.shape, dtype=DTYPES[self.tensors[name].dtype])
+        values = torch.empty(quantized.shape, dtype=DTYPES[self.tensors[name].dtype], device="cpu")
         num_rows = quantized.shape[0]
         for start, block in dequantized_rows(self._source, quantized, 0, num_rows):
             values[start : start + len(block)] = block

@@ -65,7 +65,7 @@ def sum_over_ranks(group: dist.ProcessGroup | None, *values: float) -> list[floa
     """The sums of numbers over the ranks in float64 (exact for counts below 2**53); equal on all ranks."""
     if size(group) == 1:
         return [float(value) for value in values]
-    vector = torch.tensor(values, dtype=torch.float64)
+    vector = torch.tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(vector, group=group)
     sums: list[float] = vector.tolist()
     return sums
@@ -75,7 +75,7 @@ def on_any_rank(group: dist.ProcessGroup | None, flags: Sequence[bool]) -> list[
     """Whether each of *flags* is true on a rank; equal on all ranks, which pass equally many."""
     if size(group) == 1:
         return list(flags)
-    vector = torch.tensor(flags, dtype=torch.uint8)
+    vector = torch.tensor(flags, dtype=torch.uint8, device="cpu")
     dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
     return [value > 0 for value in vector.tolist()]
 
@@ -211,7 +211,7 @@ def _length(message: bytes) -> int:
 
 def _all_gather(group: dist.ProcessGroup | None, content: bytes) -> list[bytes]:
     """The *content* of each rank; it has the same length on all of them."""
-    gathered = torch.empty(size(group), len(content), dtype=torch.uint8)
+    gathered = torch.empty(size(group), len(content), dtype=torch.uint8, device="cpu")
     dist.all_gather(list(gathered), _tensor(content), group=group)
     return [row.numpy().tobytes() for row in gathered]
 

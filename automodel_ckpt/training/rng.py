@@ -101,7 +101,7 @@ def _python_state() -> dict[str, Any]:
     version, words, gauss_next = random.getstate()
     return {
         "version": version,
-        "words": torch.tensor(words, dtype=torch.int64),
+        "words": torch.tensor(words, dtype=torch.int64, device="cpu"),
         "gauss_next": gauss_next,
     }
 

@@ -8,13 +8,15 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint import commit
+from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.durable_io import fsync_directory
 from tests.support import networks
 from tests.support.command_server import CommandServer, Starting
@@ -31,6 +33,7 @@ from tools.crash import (
     power,
     record,
     remote,
+    signals,
     syscalls,
 )
 from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, Loaded, Ours
@@ -272,6 +275,28 @@ def test_a_rank_that_dies_is_told_from_one_that_fails() -> None:
     assert outcomes[0].ok and outcomes[1].died
 
 
+def test_threads_take_part_in_saves_and_loads(tmp_path: Path) -> None:
+    with pair.Pair() as ranks:
+        outcomes = ranks.run(names_of_threads, str(tmp_path / "run"))
+    for outcome in outcomes:
+        assert outcome.ok and {"checksum", "read"} <= outcome.value
+
+
+def names_of_threads(root: str) -> set[str]:
+    """The pools whose threads start in a save and a load."""
+    names: set[str] = set()
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        names.add(thread.name.partition("_")[0])
+        start(thread)
+
+    threading.Thread.start = started  # type: ignore[method-assign]
+    jobs.whole(jobs.Run(OURS[0], root, (1,)))
+    jobs.whole(jobs.Run(OURS[0], root))
+    return names
+
+
 def die_on_rank_1() -> None:
     import torch.distributed as dist
 
@@ -358,3 +383,22 @@ def test_a_campaign_that_gets_sigterm_removes_its_networks_and_their_processes()
         process.terminate()
     assert process.returncode == 128 + signal.SIGTERM
     assert name.rpartition("-")[0] not in networks.ip("netns", "list")
+
+
+@pytest.mark.parametrize("is_of_start_before", [True, False])
+def test_a_lock_file_is_that_of_the_start_that_wrote_it(
+    tmp_path: Path, is_of_start_before: bool
+) -> None:
+    chain = signals.Chain(tmp_path, "run")
+    chain.root.mkdir()
+    (chain.root / layout.LOCK_FILE).write_text("another start")
+    before = chain.lock()
+    trainer = chain.start()
+    (trainer.directory / "tmp").mkdir(parents=True)
+    trainer.code, trainer.orphans = 75, list  # type: ignore[method-assign,assignment]
+    if not is_of_start_before:
+        (chain.root / layout.LOCK_FILE).write_text("this start")
+    point = signals.Point("start", "launcher", signal.SIGINT)
+    met, wrong = signals.judge(point, trainer, chain, 0, [time.monotonic()], before)
+    assert met == "start"
+    assert wrong == ([] if is_of_start_before else [f"left over: {layout.LOCK_FILE}"])

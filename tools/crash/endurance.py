@@ -73,7 +73,8 @@ def train(directory: Path, steps: int, *, kill_after: float | None = None) -> in
 
 def kill_session(session: int) -> None:
     """Send SIGKILL to every process of the session, until none is left."""
-    end = time.monotonic() + 20
+    # With `nice` on a busy machine, it can take half a minute until they have released their memory.
+    end = time.monotonic() + 180
     while left := [*members(session)]:
         for pid in left:
             try:

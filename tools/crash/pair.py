@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from tools.crash import small_files
 from tools.crash.syscalls import Call, Stopped, listen
 
 NUM_RANKS = 2
@@ -212,6 +213,7 @@ def _serve(rank: int, directory: str, link: Connection, handover: socket.socket 
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _join(rank, directory)
+        small_files.use_threads()
         # Before the parent is shown the calls of this rank, which it does not answer yet.
         link.send("joined")
         if handover is not None:

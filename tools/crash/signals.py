@@ -138,6 +138,11 @@ class Chain:
         """The step of the newest checkpoint, 0 without one."""
         return next((name.step for name in inspect.checkpoints(self.root)), 0)
 
+    def lock(self) -> bytes | None:
+        """The content of the lock file, which names its owner."""
+        path = self.root / layout.LOCK_FILE
+        return path.read_bytes() if path.exists() else None
+
 
 def settings_of(point: Point, newest: int) -> dict[str, Any]:
     """How the start differs from the others: what the phase needs."""
@@ -193,12 +198,12 @@ class Campaign:
     def run(self, point: Point, record: Record) -> str | None:
         """One start and its signal; the phase that it met, None when the run ended before it."""
         chain = self.chain = self.chain or self._next_chain()
-        before = chain.newest()
+        before, lock = chain.newest(), chain.lock()
         with chain.start(**settings_of(point, before)) as trainer:
             sent = self._signal(point, trainer)
             ended = trainer.wait(ENDED_SECONDS)
             met, wrong = (
-                judge(point, trainer, chain, before, sent)
+                judge(point, trainer, chain, before, sent, lock)
                 if ended
                 else (point.phase, ["it does not end"])
             )
@@ -253,9 +258,18 @@ def _await(trainer: Trainer, rank: int, name: str, point: Point) -> bool:
 
 
 def judge(
-    point: Point, trainer: Trainer, chain: Chain, before: int, sent: list[float]
+    point: Point,
+    trainer: Trainer,
+    chain: Chain,
+    before: int,
+    sent: list[float],
+    lock: bytes | None = None,
 ) -> tuple[str, list[str]]:
-    """What the start came to, and which promises it broke."""
+    """What the start came to, and which promises it broke.
+
+    *before* is the newest checkpoint's step before the start, *lock* the lock file: that of a start that two signals
+    ended immediately stays, also if the next one stops before it takes the directory.
+    """
     wrong = [f"process {pid} is left" for pid in trainer.orphans()]
     wrong += [f"left over: {path.name}" for path in (trainer.directory / "tmp").iterdir()]
     wrong += inspect.damage(chain.root)
@@ -265,7 +279,8 @@ def judge(
         return "ended before", wrong
     if point.phase == "twice" and trainer.code != 75:
         return "twice", wrong + _at_once(point, trainer, chain, before, sent[1])
-    for text in inspect.leftovers(chain.root, running=False):
+    is_of_start_before = lock is not None and chain.lock() == lock
+    for text in inspect.leftovers(chain.root, running=is_of_start_before):
         if not text.endswith(".jsonl"):
             wrong.append(text)
     if trainer.code == 0 and chain.newest() == STEPS:

@@ -33,6 +33,7 @@ from automodel_ckpt.checkpoint.export.input import Inputs
 from automodel_ckpt.checkpoint.export.output import Clonable, Output
 from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, block_of
 from automodel_ckpt.checkpoint.slices import Slice, intersection, row_major_boxes
+from automodel_ckpt.checkpoint.threads import started_pool
 from automodel_ckpt.errors import SaveFailed
 from automodel_ckpt.forks import freeze_in_forked_processes
 
@@ -171,15 +172,20 @@ class _Run:
         self._failure: BaseException | None = None
 
     def by_threads(self, count: int) -> None:
-        """Write all blocks with *count* threads, this one included. Raises the first failure."""
-        others: list[threading.Thread] = []
-        for number in range(1, count):
-            thread = threading.Thread(target=self._work, name=f"consolidate-{number}")
-            others.append(thread)
-            thread.start()
-        self._work()
-        for thread in others:
-            thread.join()
+        """Write all blocks with at most *count* threads, this one included. Raises the first failure."""
+        others = started_pool(count - 1, "consolidate") if count > 1 else None
+        try:
+            if others is not None:
+                for _ in range(1, count):
+                    others.submit(self._work)
+            self._work()
+        except BaseException:
+            self._stop()
+            raise
+        finally:
+            if others is not None:
+                # Those that have not begun are not needed: no block is left.
+                others.end(self._stop)
         if self._failure is not None:
             raise self._failure
 

@@ -12,9 +12,10 @@ import errno
 import fcntl
 import mmap
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
+from automodel_ckpt.checkpoint.threads import CallingThread, started_pool
 from automodel_ckpt.durable_io import write_all
 
 BLOCK_BYTES = 4 << 20
@@ -89,7 +90,7 @@ class DirectStream:
         self._base = 0
         self._low = 0
         self._high = 0
-        self._disk = ThreadPoolExecutor(1, "direct-write")
+        self._disk = started_pool(1, "direct-write") or CallingThread()
 
     @property
     def end(self) -> int:
@@ -127,11 +128,13 @@ class DirectStream:
                 self._wait(0)
                 self._wait(1)
         finally:
-            # Before the close: a write in progress would go to another file that gets this
-            # descriptor.
-            self._disk.shutdown(wait=True, cancel_futures=True)
-            if self._direct >= 0:
-                os.close(self._direct)
+            try:
+                # Before the close: a write in progress would go to another file that gets this
+                # descriptor.
+                self._disk.end()
+            finally:
+                if self._direct >= 0:
+                    os.close(self._direct)
 
     def _submit(self, block: memoryview) -> None:
         if self._high > self._low:

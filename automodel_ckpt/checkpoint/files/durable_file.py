@@ -141,10 +141,12 @@ class DurableFile:
         """Close the descriptor without an fsync, unless :meth:`close` has closed it."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
-            if self._stream is not None:
-                self._stream.close(finish=False)
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+            try:
+                if self._stream is not None:
+                    self._stream.close(finish=False)
+            finally:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:

@@ -54,7 +54,7 @@ def has_counterpart(dtype: np.dtype[Any]) -> bool:
 def is_saved(dtype: torch.dtype) -> bool:
     """Whether ``torch.save`` knows this type."""
     try:
-        torch.save(torch.empty(0, dtype=dtype), io.BytesIO())
+        torch.save(torch.empty(0, dtype=dtype, device="cpu"), io.BytesIO())
     except (KeyError, RuntimeError):
         return False
     return True

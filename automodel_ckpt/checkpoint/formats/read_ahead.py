@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from automodel_ckpt.checkpoint.slices import Box
 from automodel_ckpt.checkpoint.tensor_bytes import page_locked
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
-from automodel_ckpt.checkpoint.threads import cores_of_rank, started_pool
+from automodel_ckpt.checkpoint.threads import Pool, cores_of_rank, started_pool
 
 BLOCK_BYTES = 4 << 20
 """Most bytes of a block that go through memory of the host."""
@@ -83,7 +83,7 @@ def read_all(blocks: Iterable[Block], threads: int, *, to_gpu: bool) -> None:
     finally:
         if pool is not None:
             # Before the caller closes the files.
-            pool.shutdown(cancel_futures=True)
+            pool.end()
         for slot in slots:
             slot.wait()
 
@@ -113,9 +113,9 @@ class _Reading:
         self._block, self._memory, self._slot = block, memory, slot
         self._future: Future[None] = Future()
 
-    def begin(self, pool: ThreadPoolExecutor | None) -> None:
+    def begin(self, pool: Pool | None) -> None:
         if pool is not None and self._block.reads_elsewhere:
-            self._future = pool.submit(self._block.read, self._memory)
+            self._future = pool.submit(self._read, torch.is_inference_mode_enabled())
             return
         try:
             self._block.read(self._memory)
@@ -124,6 +124,11 @@ class _Reading:
             self._future.set_exception(error)
         else:
             self._future.set_result(None)
+
+    def _read(self, is_inference: bool) -> None:
+        # Each thread has this mode separately, and only in it can tensors be changed that were created in it.
+        with torch.inference_mode(is_inference):
+            self._block.read(self._memory)
 
     def finish(self) -> None:
         self._future.result()
@@ -145,7 +150,9 @@ class _Staging:
             size = self._count * BLOCK_BYTES
             # With 8 threads it has the size that torch keeps for the two buffers of saves.
             self._memory = (
-                page_locked(size) if self._to_gpu else torch.empty(size, dtype=torch.uint8)
+                page_locked(size)
+                if self._to_gpu
+                else torch.empty(size, dtype=torch.uint8, device="cpu")
             )
         start = number * BLOCK_BYTES
         return self._memory[start : start + nbytes]

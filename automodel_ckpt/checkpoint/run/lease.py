@@ -94,7 +94,12 @@ class Lease:
         self._thread = threading.Thread(
             target=self._keep_beating, args=(beat_seconds,), daemon=True, name="lease"
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # At a limit of threads: the caller can try again after raising it.
+            self.release()
+            raise
         # A forked data-loader worker must not keep the lock of a trainer that was killed.
         os.register_at_fork(after_in_child=self._forget)
 
@@ -132,7 +137,8 @@ class Lease:
         if os.getpid() != self._process or self not in _held:
             return
         self._stop.set()
-        if self._thread is not None:
+        # Without an identifier, it did not start: at a limit of threads, or because of an interruption.
+        if self._thread is not None and self._thread.ident is not None:
             # Not under the guard: a heartbeat in progress needs it, and join() would never return.
             self._thread.join()
         with contextlib.suppress(OSError, LeaseLost), self._file_guard:

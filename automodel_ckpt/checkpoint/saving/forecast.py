@@ -256,7 +256,7 @@ def _state_entries(
     elif not state:
         pairs = zip(parameter.shape, _TRIAL_EXTENTS, strict=False)
         shape = [trial if extent > 1 else extent for extent, trial in pairs]
-        trial_parameter = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))
+        trial_parameter = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device="cpu"))
         state = _state_after_a_step(optimizer, group, trial_parameter)
     real_extent = dict(zip(shape, parameter.shape, strict=False))
     for name, value in state.items():
@@ -291,6 +291,6 @@ def _state_after_a_step(
 def archive_overhead() -> int:
     """Bytes that ``torch.save`` adds to those of a tensor."""
     buffer = io.BytesIO()
-    torch.save(torch.zeros(16), buffer)
+    torch.save(torch.zeros(16, device="cpu"), buffer)
     # The 16 float32 elements take 64 bytes.
     return buffer.tell() - 64

@@ -41,7 +41,7 @@ class HostMemory:
 
     def __init__(self, page_lock: PageLock | None = None) -> None:
         self.descriptor = os.memfd_create("automodel_ckpt", os.MFD_CLOEXEC)
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._view = memoryview(b"")
         self._page_lock = page_lock
 
@@ -96,7 +96,7 @@ class HostMemory:
     def _release(self) -> None:
         if self._page_lock is not None and self.tensor.nbytes:
             self._page_lock.unlock(self.tensor)
-        self.tensor, self._view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
+        self.tensor, self._view = torch.empty(0, dtype=torch.uint8, device="cpu"), memoryview(b"")
 
     def close(self) -> None:
         self._release()
@@ -124,8 +124,8 @@ def _touch_all_pages(mapped: mmap.mmap) -> None:
         # `list` raises what a thread raised.
         list(pool.map(functools.partial(_touch_part, mapped), starts))
     finally:
-        # After Ctrl+C, the parts that have not begun are left out.
-        pool.shutdown(cancel_futures=True)
+        # After Ctrl+C, the parts that have not begun are left out. A thread that went on could overwrite the next save.
+        pool.end()
 
 
 def _touch_part(mapped: mmap.mmap, start: int) -> None:

@@ -145,7 +145,7 @@ def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: 
         # In double precision: the mean of a hundred thousand bf16 rows would lose its lower digits.
         # Each rank sums all rows in the same blocks, so that the mean does not depend on the
         # sharding.
-        total = torch.zeros(stored.shape[1:], dtype=torch.float64)
+        total = torch.zeros(stored.shape[1:], dtype=torch.float64, device="cpu")
         for _, block in _blocks(source, stored, 0, num_stored):
             total += block.sum(0, dtype=torch.float64)
         mean = total / num_stored

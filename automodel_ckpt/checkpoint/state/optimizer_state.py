@@ -276,7 +276,7 @@ def _empty_leaf(stored: Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
     """
     dtype = DTYPES[stored.dtype]
     if parameter is None:
-        return torch.zeros(stored.shape, dtype=dtype)
+        return torch.zeros(stored.shape, dtype=dtype, device="cpu")
     if stored.shape == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if isinstance(parameter, DTensor) and stored.shape:

@@ -192,20 +192,20 @@ def _float8_rows(
     block_rows, block_columns = quantized.block
     if len(quantized.shape) > 2:
         factors = _as_factors(read_rows(source, scales, first, stop))
-        rows = torch.arange(quantized.shape[-2]) // block_rows
+        rows = torch.arange(quantized.shape[-2], device="cpu") // block_rows
     else:
         # The scales of the first block that the rows are in, up to those of the last.
         first_block = first // block_rows
         last_block = (stop - 1) // block_rows
         factors = _as_factors(read_rows(source, scales, first_block, last_block + 1))
-        rows = torch.arange(first, stop) // block_rows - first_block
-    columns = torch.arange(quantized.shape[-1]) // block_columns
+        rows = torch.arange(first, stop, device="cpu") // block_rows - first_block
+    columns = torch.arange(quantized.shape[-1], device="cpu") // block_columns
     return values * factors.index_select(-2, rows).index_select(-1, columns)
 
 
 def _read_whole(source: Tensors, stored: Tensor) -> torch.Tensor:
     """Read a small tensor, which can have no dimensions."""
-    values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="cpu")
     read_tree(source.root, Tree("", {stored.fqn: stored}, {}), {stored.fqn: values})
     return values
 
@@ -220,7 +220,7 @@ def _as_factors(scales: torch.Tensor) -> torch.Tensor:
 def _mxfp4_rows(source: Tensors, quantized: QuantizedTensor, first: int, stop: int) -> torch.Tensor:
     blocks = read_rows(source, source.tensors[quantized.values], first, stop)
     scales = read_rows(source, source.tensors[quantized.scales], first, stop)
-    positive = torch.tensor(_FP4_VALUES)
+    positive = torch.tensor(_FP4_VALUES, device="cpu")
     table = torch.cat([positive, -positive])
     pairs = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], dim=-1)
     # In each group, the values of the 16 bytes follow each other.

@@ -19,7 +19,7 @@ def read_rows(source: Tensors, stored: Tensor, first: int, stop: int) -> torch.T
     Raises :class:`CheckpointUnusable` naming the file.
     """
     rows = rows_of(stored, first, stop)
-    values = torch.empty(rows.shape, dtype=DTYPES[stored.dtype])
+    values = torch.empty(rows.shape, dtype=DTYPES[stored.dtype], device="cpu")
     read_tree(source.root, Tree("", {stored.fqn: rows}, {}), {stored.fqn: values})
     return values
 

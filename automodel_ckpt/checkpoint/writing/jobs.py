@@ -12,7 +12,7 @@ import contextlib
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.files.direct import BLOCK_BYTES
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.slices import Tensor
-from automodel_ckpt.checkpoint.threads import started_pool
+from automodel_ckpt.checkpoint.threads import CallingThread, started_pool
 from automodel_ckpt.checkpoint.writing.checksums import (
     PARALLEL_FROM_BYTES,
     BlockChecksums,
@@ -275,7 +275,7 @@ def run_all(
     reusable: ReusableFiles | None = None
     compared: list[tuple[Job, Comparison]] = []
     jobs = list(jobs)
-    with _digest_threads() as threads, _checksum_threads(jobs) as pool:
+    with _digest_threads(jobs) as threads, _checksum_threads(jobs) as pool:
         for job in jobs:
             if job.reusable and reusable is None:
                 # Not before: most saves have no reusable file, and the manifest need not be read.
@@ -308,16 +308,18 @@ def _is_large(job: Job) -> bool:
 
 
 @contextlib.contextmanager
-def _digest_threads() -> Iterator[ThreadPoolExecutor]:
-    """Threads for digests of reusable files, whose computation releases the GIL; started when they are needed.
+def _digest_threads(jobs: Iterable[Job]) -> Iterator[Executor]:
+    """Threads for digests of reusable files, whose computation releases the GIL; the calling thread if none can start.
 
     After an error, they finish only the calls in progress. No thread uses memory after the block.
     """
-    threads = ThreadPoolExecutor(_NUM_THREADS, "digest")
+    are_needed = any(job.reusable for job in jobs)
+    pool = started_pool(_NUM_THREADS, "digest") if are_needed else None
+    threads = pool or CallingThread()
     try:
         yield threads
     finally:
-        threads.shutdown(cancel_futures=True)
+        threads.end()
 
 
 @contextlib.contextmanager
@@ -331,7 +333,7 @@ def _checksum_threads(jobs: Iterable[Job]) -> Iterator[ThreadPoolExecutor | None
         yield pool
     finally:
         if pool is not None:
-            pool.shutdown(cancel_futures=True)
+            pool.end()
 
 
 def _length(data: Data) -> int:

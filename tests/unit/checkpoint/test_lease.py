@@ -130,6 +130,21 @@ def test_a_process_stopped_while_it_takes_the_place_leaves_no_file(
     Lease(tmp_path).release()
 
 
+def test_a_process_stopped_before_its_heartbeat_began_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            Lease(tmp_path)
+    assert (tmp_path / LOCK_FILE).exists()
+    release_all()
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
 def test_a_clean_end_leaves_no_file(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     held = Lease(tmp_path)

@@ -162,6 +162,16 @@ def test_without_threads_the_calling_thread_reads(
         assert torch.equal(found[name], load_file(stored / f"{name}.safetensors")[name])
 
 
+def test_tensors_created_in_inference_mode_are_read_into(stored: Path) -> None:
+    source = open_weights(stored).modules["model"]
+    with torch.inference_mode():
+        found = {name: torch.zeros(750, 1000, dtype=torch.bfloat16) for name in "ab"}
+        read_tree(source.root, Tree("", dict(source.tensors), {}), found)
+        for name in "ab":
+            expected = load_file(stored / f"{name}.safetensors")[name].bfloat16()
+            assert torch.equal(found[name], expected)
+
+
 def test_a_strided_tensor_of_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save({"transposed": torch.randn(100, 200).t()}, path)
