@@ -156,6 +156,10 @@ MISTAKES = {
     "weights of no kind": pretrained(
         r"weights is damaged[\s\S]*base/model.safetensors", **{"model.safetensors": "x"}
     ),
+    "pointers in place of weights": pretrained(
+        r"weights is damaged[\s\S]*base/pytorch_model.bin[\s\S]*git lfs pull",
+        **{"pytorch_model.bin": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"},
+    ),
     "weights cut short": pretrained(
         r"weights is damaged[\s\S]*base\n", **{"pytorch_model.bin": ""}
     ),
