@@ -82,9 +82,11 @@ class Continuations:
         _remove(document)
         changed = tokenizers.Tokenizer.from_str(json.dumps(document))
         splits_special = getattr(self._tokenizer, "split_special_tokens", False)
-        return PreTrainedTokenizerFast(
+        make: Any = PreTrainedTokenizerFast
+        made: PreTrainedTokenizerBase = make(
             tokenizer_object=changed, split_special_tokens=splits_special
         )
+        return made
 
     @property
     def _backend(self) -> tokenizers.Tokenizer | None:

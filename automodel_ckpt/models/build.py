@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from automodel_ckpt.models.error_texts import first_line
 from automodel_ckpt.models.quantize import cast_to, dequantized
 from automodel_ckpt.models.quiet_loggers import quiet
 from automodel_ckpt.models.repository import (
+    LFS_HINT,
     RepositoryOptions,
     base_directory,
     importing_code,
+    lfs_pointer,
     model_needs_code,
 )
 from automodel_ckpt.models.task_head import head_differences
@@ -34,7 +36,6 @@ from automodel_ckpt.models.tied_weights import note_untied
 from automodel_ckpt.models.weight_matching import Verdict
 
 _MAIN_REVISION = RepositoryOptions()
-_LFS_POINTER = b"version https://git-lfs.github.com/"
 _NOISY = (
     # A table of differences, which are reported by name later.
     "transformers.modeling_utils",
@@ -122,10 +123,10 @@ def _build_errors(from_pretrained: str | None, attn_implementation: str | None) 
         yield
     except (SafetensorError, pickle.UnpicklingError, EOFError) as error:
         name = os.path.expanduser(str(from_pretrained))
-        pointer = _lfs_pointer(name)
+        pointer = lfs_pointer(name, "*.safetensors", "*.bin")
         hint = "download or copy it again, and compare its size with the original"
         if pointer is not None:
-            hint = "it is a pointer of Git LFS: `git lfs pull` downloads the file itself"
+            hint = LFS_HINT
         raise RecipeError(
             "a file of the model's weights is damaged",
             where=pointer or _damaged_file(name),
@@ -165,16 +166,6 @@ def _damaged_file(name: str) -> str:
         except SafetensorError:
             return str(file)
     return name
-
-
-def _lfs_pointer(name: str) -> str | None:
-    """The first file of weights that a clone of a repository has without its content; None if there is none."""
-    directory = base_directory(name) or Path(name)
-    for file in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
-        with suppress(OSError), file.open("rb") as opened:
-            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                return str(file)
-    return None
 
 
 def fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
