@@ -23,10 +23,12 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.error_texts import first_line
 from automodel_ckpt.models.repository import (
+    LFS_HINT,
     asks_for_code,
     code_not_trusted,
     damaged_config,
     from_library_first,
+    lfs_pointer,
 )
 from automodel_ckpt.recipes.model.sections import row_multiple
 from automodel_ckpt.recipes.preprocessors import absent_tokenizer, find_preprocessor
@@ -85,6 +87,10 @@ class LLMFinetune(Recipe):
             known = explained(error, name, where) or damaged_config(name, where, revision)
             if known := known or absent_tokenizer(name, where):
                 raise known from error
+            pointer = lfs_pointer(name, "tokenizer*", "*.json")
+            if pointer is not None:
+                what = "a file of the tokenizer is damaged"
+                raise RecipeError(what, where=where, value=pointer, hint=LFS_HINT) from error
             raise RecipeError(
                 "the tokenizer cannot be read",
                 where=where,

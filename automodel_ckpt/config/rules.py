@@ -57,7 +57,7 @@ AT_LEAST_2 = Rule(lambda number: number >= 2, "2 or more")
 AT_LEAST_1_OR_AUTO = Rule(lambda value: value == "auto" or value >= 1, "1 or more, or auto")
 UP_TO_2 = Rule(lambda number: 0 <= number <= 2, "0, 1 or 2")
 # nan is rejected as well, because it compares false with every number.
-POSITIVE = Rule(lambda number: 0 < number < math.inf, "more than 0")
+POSITIVE = Rule(lambda number: 0 < number < math.inf, "more than 0, and finite")
 # In minutes. gloo failed before the first step with a few seconds, and 1e30 was an overflow.
 WAIT = Rule(lambda minutes: 0.1 <= minutes <= 1e6, "from 0.1 to 1000000")
 FINITE = Rule(lambda number: 0 <= number < math.inf, "0 or more, and finite")

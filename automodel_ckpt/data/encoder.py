@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.arguments import require_tokenizer
+from automodel_ckpt.data.continuations import Continuations
 from automodel_ckpt.data.fast_encoding import encode_all
 from automodel_ckpt.data.tokenized import TokenizedSample
 from automodel_ckpt.errors import RecipeError
@@ -25,6 +26,7 @@ class Encoder:
                 hint="use a tokenizer with an eos_token, or set one",
             )
         self.tokenizer = tokenizer
+        self._continuations = Continuations(tokenizer)
         self.end = [int(tokenizer.eos_token_id)]
         self.begin: list[int] = []
         # Many tokenizers have a start token that their model was not trained with: only one that they add is used.
@@ -48,7 +50,7 @@ class Encoder:
         """
         samples = []
         prompt_ids = self._encode(prompts)
-        completion_ids = self._encode(completions)
+        completion_ids = self._continuations.encode(prompt_ids, completions)
         for prompt, completion, text in zip(prompt_ids, completion_ids, completions, strict=True):
             # If the prompt is empty, the completion may begin with the start token.
             has_start = self._begins(prompt + completion)

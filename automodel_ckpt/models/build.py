@@ -24,9 +24,11 @@ from automodel_ckpt.models.error_texts import first_line
 from automodel_ckpt.models.quantize import cast_to, dequantized
 from automodel_ckpt.models.quiet_loggers import quiet
 from automodel_ckpt.models.repository import (
+    LFS_HINT,
     RepositoryOptions,
     base_directory,
     importing_code,
+    lfs_pointer,
     model_needs_code,
 )
 from automodel_ckpt.models.task_head import head_differences
@@ -120,11 +122,16 @@ def _build_errors(from_pretrained: str | None, attn_implementation: str | None) 
     try:
         yield
     except (SafetensorError, pickle.UnpicklingError, EOFError) as error:
+        name = os.path.expanduser(str(from_pretrained))
+        pointer = lfs_pointer(name, "*.safetensors", "*.bin")
+        hint = "download or copy it again, and compare its size with the original"
+        if pointer is not None:
+            hint = LFS_HINT
         raise RecipeError(
             "a file of the model's weights is damaged",
-            where=_damaged_file(os.path.expanduser(str(from_pretrained))),
+            where=pointer or _damaged_file(name),
             value=first_line(error),
-            hint="download or copy it again, and compare its size with the original",
+            hint=hint,
         ) from error
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         if known := explained(error, from_pretrained or "", "model.from_pretrained"):

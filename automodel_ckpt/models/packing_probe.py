@@ -86,6 +86,8 @@ def keeps_samples_apart(
             outputs = _logits(model, rows, one_row, options)
         after_first, after_other, crossed = outputs[0, 3:7], outputs[1, 3:7], outputs[2, 3:7]
         alone, alone_again = outputs[3, :4], outputs[4, :4]
+        if not torch.cat([after_first, after_other, crossed, alone]).isfinite().all():
+            return Answer(False, " (its outputs are not finite: look for NaN in its weights)")
         # The effect of crossing attention is the scale: rounding is far below it in every dtype.
         allowed = 0.1 * _distance(crossed, alone)
         largest = max(_distance(after_first, alone), _distance(after_other, alone))

@@ -11,7 +11,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ log = logging.getLogger("automodel_ckpt")
 CODE_PACKAGE = "transformers_modules"
 """The package that transformers imports the code of repositories into."""
 _CODE_KEY = "model.trust_remote_code"
+_LFS_POINTER = b"version https://git-lfs.github.com/"
+LFS_HINT = "it is a pointer of Git LFS: `git lfs pull` downloads the file itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,16 @@ def code_directory(model: Any, revision: str | None) -> Path | None:
     if path.is_file():
         return path.parent
     return base_directory(name, revision)
+
+
+def lfs_pointer(name: str, *patterns: str) -> str | None:
+    """The first of a model's files that a clone of a repository has without its content; None if there is none."""
+    directory = base_directory(name) or Path(name)
+    for file in sorted(file for pattern in patterns for file in directory.glob(pattern)):
+        with suppress(OSError), file.open("rb") as opened:
+            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                return str(file)
+    return None
 
 
 def base_directory(name: str, revision: str | None = None) -> Path | None:

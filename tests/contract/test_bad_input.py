@@ -118,7 +118,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         [],
         ["step_scheduler.on_spike.loss_factor must be more than 1"],
     ),
-    ("clip_grad_norm: 0\n", [], ["clip_grad_norm must be more than 0"]),
+    ("clip_grad_norm: .inf\n", [], ["clip_grad_norm must be more than 0, and finite"]),
     # A relation of two keys is not checked with a value that breaks a rule.
     ("", ["--step_scheduler.local_batch_size=0"], ["local_batch_size must be 1 or more"]),
     (

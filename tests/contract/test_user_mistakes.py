@@ -156,6 +156,10 @@ MISTAKES = {
     "weights of no kind": pretrained(
         r"weights is damaged[\s\S]*base/model.safetensors", **{"model.safetensors": "x"}
     ),
+    "pointers in place of weights": pretrained(
+        r"weights is damaged[\s\S]*base/pytorch_model.bin[\s\S]*git lfs pull",
+        **{"pytorch_model.bin": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"},
+    ),
     "weights cut short": pretrained(
         r"weights is damaged[\s\S]*base\n", **{"pytorch_model.bin": ""}
     ),
@@ -171,6 +175,10 @@ MISTAKES = {
     ),
     "a tokenizer of no kind": tokens(
         "the tokenizer cannot be read", **{"tokenizer.json": '{"model": {"type": "x"}}'}
+    ),
+    "a pointer in place of a tokenizer": tokens(
+        r"tokenizer is damaged[\s\S]*tok/tokenizer.json[\s\S]*git lfs pull",
+        **{"tokenizer.json": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"},
     ),
     "a model without a tokenizer": tokens(
         r"no tokenizer[\s\S]*tok has config.json, tokenizer_config.json\n[\s\S]*tokenizer: null",

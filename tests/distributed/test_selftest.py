@@ -51,8 +51,13 @@ def run(
 def test_a_mixed_run_with_dropout_and_workers_goes_on_exactly_and_each_step_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code, out = run(tmp_path, capfd, MIXED, "--dataloader.num_workers=1")
+    # Files outside of the run directory are those of the user's runs, and a run without checkpoints cannot go back.
+    report, traces = tmp_path / "speed.json", tmp_path / "traces"
+    others = ["--step_scheduler.on_spike={}", f"--throughput.file={report}"]
+    others += [f"--profile.directory={traces}", "--profile.num_steps=1", "--profile.start_step=2"]
+    code, out = run(tmp_path, capfd, MIXED, "--dataloader.num_workers=1", *others)
     assert code == 0
+    assert not report.exists() and not traces.exists()
     *steps, verdict = out.splitlines()
     assert verdict == "bit-identical: 4 steps, stopped after step 2, 1 rank"
     pattern = (

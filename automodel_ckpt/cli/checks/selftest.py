@@ -42,6 +42,7 @@ _ALWAYS = (
     "--step_scheduler.ckpt_every_minutes=null",
     "--step_scheduler.ckpt_on_best=false",
     "--step_scheduler.val_every_steps=null",
+    "--step_scheduler.on_spike=null",  # an error in the run without checkpoints
     "--checkpoint.save_consolidated=false",
     "--checkpoint.export_best=false",
     "--checkpoint.restore_from=null",
@@ -49,6 +50,9 @@ _ALWAYS = (
     "--checkpoint.scratch_dir=null",
     "--hub=null",
     "--logging.trackers={}",
+    # Their files would replace those of the user's runs.
+    "--throughput=null",
+    "--profile=null",
 )
 
 Observe = Callable[[LoadedRecipe, Path, int | None], tuple[LoadedRecipe, type]]

@@ -5,6 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import normalizers
+from tokenizers.normalizers import Prepend, Replace
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace
+from transformers import PreTrainedTokenizerFast
 
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.loader import GlobalBatchLoader
@@ -48,6 +53,62 @@ def test_a_tokenizer_that_begins_with_bos_does_so_here(tokenizer: Any, tmp_path:
         "input_ids": [1, *without["input_ids"]],
         "labels": [-100, *without["labels"]],
     }
+
+
+SPACE_STEPS = {
+    "Mistral": (None, Metaspace(prepend_scheme="first", split=False)),
+    "T5": (None, Metaspace(prepend_scheme="always")),
+    "Llama 2": (normalizers.Sequence([Prepend("▁"), Replace(" ", "▁")]), None),
+    "BART with a space": (None, ByteLevel(add_prefix_space=True)),
+    "none": (None, Metaspace(prepend_scheme="never")),
+}
+CONTINUED = (
+    {"prompt": "Is it red? ", "completion": "It is"},
+    {"prompt": "Is it bl", "completion": "ue"},
+    {"prompt": "Is it?", "completion": " It is"},
+    {"prompt": "", "completion": "It is"},
+    {"prompt": "Is it?", "completion": "ue</s>It is"},
+    {"prompt": "Is it?</s>", "completion": "It is"},
+)
+
+
+@pytest.mark.parametrize("family", SPACE_STEPS)
+def test_a_tokenizer_puts_no_space_between_prompt_and_completion(
+    family: str, tmp_path: Path
+) -> None:
+    tokenizer = with_steps(*SPACE_STEPS[family])
+    dataset = prompt_completion(tokenizer, jsonl(tmp_path / "a.jsonl", *CONTINUED))
+    for number, row in enumerate(CONTINUED):
+        sample = dataset[number]
+        prompt = encoded(tokenizer, row["prompt"])
+        whole = encoded(tokenizer, row["prompt"] + row["completion"])
+        ids = sample["input_ids"]
+        # A model that generates gets the tokens of the prompt.
+        assert ids[: len(prompt)] == prompt and sample["labels"][: len(prompt)] == [-100] * len(
+            prompt
+        )
+        assert written(tokenizer, ids) == written(tokenizer, [*whole, tokenizer.eos_token_id]), row
+
+
+def with_steps(normalizer: Any, pre_tokenizer: Any) -> Any:
+    """Train a tokenizer with these steps, which can put a space before a text."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if pre_tokenizer is not None:
+        made.pre_tokenizer = pre_tokenizer
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["<unk>", "</s>"], show_progress=False)
+    made.train_from_iterator(["It is red", "Is it blue?", "ue bl It ?"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def written(tokenizer: Any, ids: list[int]) -> str:
+    """Return the text of all tokens with every space that they have, which a decoder could remove."""
+    return "".join(tokenizer.convert_ids_to_tokens(ids)).replace("▁", " ").replace("Ġ", " ")
 
 
 ALPACA = "{{ instruction }}\n{% if input %}{{ input }}\n{% endif %}"

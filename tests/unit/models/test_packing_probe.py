@@ -107,6 +107,15 @@ def test_models_whose_samples_see_each_other_are_recognised(model_type: str) -> 
     assert not keeps_samples_apart(build(model_type), False, {"use_cache": False})
 
 
+def test_a_model_whose_outputs_are_not_finite_is_recognised() -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    answer = keeps_samples_apart(model, False, {"use_cache": False})
+    assert not answer
+    assert answer.reason == " (its outputs are not finite: look for NaN in its weights)"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_little_that_a_recurrent_layer_carries_over_is_recognised(dtype: torch.dtype) -> None:
     # Its attention keeps samples apart, and the state space layers beside it change the outputs by less than 1 %.
