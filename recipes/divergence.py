@@ -24,6 +24,8 @@ _HINT = (
     "lower optimizer.lr, add warmup_steps or clip_grad_norm, use bfloat16 instead of float16, or look at the samples "
     "of these steps (logging.sample_ids)"
 )
+_FIRST_STEPS = 10
+"""So many steps without an update, from the start of a new run on, are an error."""
 
 
 class Divergence:
@@ -43,6 +45,8 @@ class Divergence:
         """The step that was the newest spike."""
         self._after_spike: list[ReportedStep] = []
         """The steps that the device had done by then, which count only if the run cannot go back."""
+        self._has_updated = False
+        """Whether a step of this process had a finite loss and gradient norm."""
 
     @property
     def found_spike(self) -> bool:
@@ -149,7 +153,7 @@ class Divergence:
 
     def postpones_save(self, due: Due) -> bool:
         """Whether a save that is due waits for a finite step: it could replace the last good checkpoint."""
-        if self._scheduler.nonfinite_steps == 0 or due.last:
+        if due.last or (self._scheduler.nonfinite_steps == 0 and not self._has_no_update):
             return False
         log.warning(
             "step %d: not saved, because its loss or gradient norm is not finite",
@@ -159,8 +163,35 @@ class Divergence:
 
     def _note_finite(self, step: ReportedStep) -> None:
         """Count *step* if it is not finite. Raises :class:`TrainingDiverged` after too many."""
+        self._has_updated = self._has_updated or step.is_finite
         if self._scheduler.note_finite(step.is_finite):
             self._stop(step)
+        if self._cannot_train(step):
+            raise TrainingDiverged(
+                "no step had a finite loss and gradient norm, so that no weight has changed",
+                where=f"the first {counted(step.step, 'step')}",
+                value=_numbers(step),
+                hint="look for NaN in the weights of the model; or use bfloat16 instead of float16; or look at the "
+                "samples of these steps (logging.sample_ids), and at losses of your own code",
+            )
+
+    @property
+    def _has_no_update(self) -> bool:
+        """Whether no step of a new run was finite so far."""
+        return not self._has_updated and self._saves.resumed is None
+
+    def _cannot_train(self, step: ReportedStep) -> bool:
+        """Whether none of the first steps of a new run, up to *step*, has changed a weight.
+
+        The recipe's limit is used instead, if it has one.
+        """
+        if not self._has_no_update:
+            return False
+        if self._scheduler.cadence.stop_after_nonfinite_steps is not None:
+            return False
+        planned = self._scheduler.planned_steps
+        limit = _FIRST_STEPS if planned is None else min(planned, _FIRST_STEPS)
+        return step.step >= limit
 
     def _stop(self, step: ReportedStep) -> NoReturn:
         """Raise :class:`TrainingDiverged` after too many steps that were not finite. Nothing is saved."""
@@ -173,6 +204,10 @@ class Divergence:
         raise TrainingDiverged(
             f"the loss or the gradient norm was not finite {steps}, the last of which is step {step.step}",
             where="step_scheduler.stop_after_nonfinite_steps",
-            value=f"loss {step.loss}, gradient norm {step.grad_norm}, learning rate {step.lr:g}",
+            value=_numbers(step),
             hint=f"{_HINT}; {kept}",
         )
+
+
+def _numbers(step: ReportedStep) -> str:
+    return f"loss {step.loss}, gradient norm {step.grad_norm}, learning rate {step.lr:g}"

@@ -12,7 +12,7 @@ import pytest
 from automodel_ckpt.errors import TrainingDiverged
 from automodel_ckpt.recipes.divergence import Divergence
 from automodel_ckpt.recipes.records import ReportedStep
-from automodel_ckpt.training.cadence import Cadence
+from automodel_ckpt.training.cadence import Cadence, Due
 from automodel_ckpt.training.spikes import SpikeRule
 from automodel_ckpt.training.step_scheduler import StepScheduler
 
@@ -22,18 +22,20 @@ RULE = SpikeRule(2.0, None, window=2, rollback=1, skip=3, max_rollbacks=2)
 class Run:
     """A run that has checkpoints or not."""
 
-    def __init__(self, *, has_checkpoint: bool) -> None:
-        cadence = Cadence(max_steps=100, on_spike=RULE, stop_after_nonfinite_steps=2)
-        self.scheduler = StepScheduler(cadence)
+    def __init__(
+        self, *, has_checkpoint: bool, limit: int | None = 2, planned: int | None = 100
+    ) -> None:
+        cadence = Cadence(max_steps=100, on_spike=RULE, stop_after_nonfinite_steps=limit)
+        self.scheduler = StepScheduler(cadence, planned_steps=planned)
         self.targets: list[int] = []
         self._found = SimpleNamespace(step=1) if has_checkpoint else None
         logs: Any = SimpleNamespace(
             timeline=SimpleNamespace(phase=lambda _: nullcontext()), roll_back=lambda *_: None
         )
-        saves: Any = SimpleNamespace(
+        self.saves: Any = SimpleNamespace(
             roll_back=self._roll_back, wait=lambda: None, last_save=None, resumed=None
         )
-        self.divergence = Divergence(self.scheduler, saves, logs)
+        self.divergence = Divergence(self.scheduler, self.saves, logs)
 
     def _roll_back(self, target: int) -> Any:
         self.targets.append(target)
@@ -87,4 +89,32 @@ def test_too_many_spikes_end_the_run() -> None:
         assert run.divergence.go_back()
     run.judge(3, 9.0)
     with pytest.raises(TrainingDiverged, match="step 3 is a spike, after 2 rollbacks"):
+        run.divergence.go_back()
+
+
+@pytest.mark.parametrize(("planned", "last"), [(100, 10), (None, 10), (3, 3)])
+def test_a_new_run_without_any_finite_step_is_an_error(planned: int | None, last: int) -> None:
+    run = Run(has_checkpoint=False, limit=None, planned=planned)
+    due = Due(validate=False, save=True, last=False, stop=False)
+    for step in range(1, last):
+        run.judge(step, math.nan)
+        # Each is a spike, too, before which there is no checkpoint.
+        assert not run.divergence.go_back()
+        assert run.divergence.postpones_save(due)
+    run.judge(last, math.nan)
+    with pytest.raises(TrainingDiverged, match=f"no weight has changed(.|\\n)*first {last} steps"):
+        run.divergence.go_back()
+
+
+def test_a_run_with_a_finite_step_or_a_resumed_one_continues_without_a_limit() -> None:
+    run = Run(has_checkpoint=False, limit=None)
+    run.judge(1, 1.0)
+    for step in range(2, 30):
+        run.judge(step, math.nan)
+        run.divergence.go_back()
+    assert not run.divergence.postpones_save(Due(validate=False, save=True, last=False, stop=False))
+    run = Run(has_checkpoint=False, limit=None)
+    run.saves.resumed = SimpleNamespace(step=1)
+    for step in range(2, 30):
+        run.judge(step, math.nan)
         run.divergence.go_back()
