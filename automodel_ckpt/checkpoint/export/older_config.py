@@ -27,7 +27,7 @@ _BASES = {
     "modernbert-decoder": ("global_rope_theta", "local_rope_theta"),
     "olmo3": (_THETA, _THETA),
 }
-# {older name: name in transformers 5}, also by the type of model. torch_dtype was read before transformers 4.56.
+# {older name: name in transformers 5}, also by the type of model. Programs of 2025 read torch_dtype.
 _DTYPE = {"torch_dtype": "dtype"}
 _EXPERTS = {"num_experts": "num_local_experts"}
 _RENAMED = {
