@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.adapter_import import AdapterBuilder, AdapterModel, adapter_model
 from automodel_ckpt.convert.external import losses_in
-from automodel_ckpt.convert.import_source import ImportSource, check_not_sparse
+from automodel_ckpt.convert.import_source import ImportSource, check_merged, check_not_sparse
 from automodel_ckpt.convert.model_names import (
     NameComparer,
     NameDifferences,
@@ -100,6 +100,8 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
         omitted = (*omitted, *renaming.left_out)
     check_converted(weights.tensors, str(source.path))
     check_not_sparse(weights)
+    if adapter is None:
+        check_merged(weights, source.path)
     if adapter is None and (source.known.has_own_names or has_odd_prefix(weights.tensors)):
         found, name_notes = _compared_names(source, weights, options)
         if found is not None and options.names is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -435,3 +436,25 @@ def test_adapters_on_single_experts_are_an_error_that_says_so(tmp_path: Path, er
     options = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["w1"]}
     (adapter / "adapter_config.json").write_text(json.dumps(options))
     assert "a layer for each expert" in error(adapter, "--base", str(base))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp.bin", "model.safetensors"])
+def test_a_base_with_an_adapter_in_its_layers_is_an_error(
+    tmp_path: Path, error: Error, name: str
+) -> None:
+    """As accelerate saves the state of a model of peft."""
+    base = base_in(tmp_path / "base")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    shutil.copy(base / "config.json", saved)
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    state = {
+        f"{layer}.base_layer.weight": torch.ones(8, 8),
+        f"{layer}.lora_A.default.weight": torch.ones(2, 8),
+        f"{layer}.lora_B.default.weight": torch.ones(8, 2),
+    }
+    if name.endswith(".bin"):
+        torch.save(state, saved / name)
+    else:
+        save_file(state, saved / name, {"format": "pt"})
+    assert "not merged" in error(saved)
