@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from automodel_ckpt.models.activation_memory import HostActivations
 from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.mtp import MultiTokenPrediction, mtp_of
 from automodel_ckpt.recipes.forecast.micro_batch import MicroBatchShape
+from automodel_ckpt.recipes.forecast.rank_parts import rank_parts
 from automodel_ckpt.recipes.forecast.step_trace import StepTrace, traced_step
 from automodel_ckpt.recipes.model.sections import activation_mode, is_fully_sharded
 from automodel_ckpt.recipes.precision import compute_dtype
@@ -37,7 +38,8 @@ def trace_of(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
     rows, lengths = batch.rows, (batch.tokens_per_row, batch.targets_per_row)
     known = _traces.setdefault(recipe.model, {})
     is_sharded = is_fully_sharded(recipe.config, recipe.layout)
-    kind = (lengths, activation_mode(recipe.config.model), is_sharded)
+    tp = recipe.layout.sizes.tp
+    kind = (lengths, activation_mode(recipe.config.model), is_sharded, tp)
     if (rows, *kind) in known:
         return known[rows, *kind]
     others = {key[0]: trace for key, trace in known.items() if key[1:] == kind}
@@ -67,7 +69,15 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
     host = None
     if activation_mode(recipe.config.model) == "offload":
         host = HostActivations(torch.device("cpu"))
-    for keeps_attention in (False, True):
+    # Along the sequence, a rank has a part of the tokens, and the results of a layer are as large as with all of the
+    # layer's weights.
+    is_divided = not recipe.config.distributed.sequence_parallel
+    parts = rank_parts(recipe).shapes if is_divided else {}
+    ways = [(False, parts), (True, parts)]
+    if parts:
+        # The code of some models states the number of heads.
+        ways += [(False, {}), (True, {})]
+    for keeps_attention, shapes in ways:
         try:
             with _without_output_layer(backbone):
                 return traced_step(
@@ -79,10 +89,20 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
                     host=host,
                     keeps_attention=keeps_attention,
                     is_on_gpu=recipe.layout.device.type == "cuda",
+                    shapes=_without_lookups(backbone, shapes),
                 )
         except Exception as error:
             log.debug("the activations cannot be traced: %r", error)
     return None
+
+
+def _without_lookups(
+    backbone: nn.Module, shapes: Mapping[int, torch.Size]
+) -> dict[int, torch.Size]:
+    """*shapes* without those of embeddings, whose output is complete on each rank."""
+    lookups = [module for module in backbone.modules() if isinstance(module, nn.Embedding)]
+    complete = {id(module.weight) for module in lookups}
+    return {key: shape for key, shape in shapes.items() if key not in complete}
 
 
 def _traced_part(model: Any) -> nn.Module:

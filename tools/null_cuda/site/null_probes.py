@@ -16,9 +16,21 @@ def packing(module: Any) -> None:
     module._distance = lambda one, other: 0.0
 
 
+def replicas(module: Any) -> None:
+    """Find no difference between the gradients of tensor parallel ranks."""
+    module._tolerance = lambda model, config: float("inf")
+
+
+def cudnn(module: Any) -> None:
+    """Let torch compute convolutions without cuDNN, which finds no device."""
+    module.torch._C._set_cudnn_enabled(False)
+
+
 CHANGES = {
+    "torch.backends.cudnn": cudnn,
     "automodel_ckpt.models.loss_head_probe": loss_head,
     "automodel_ckpt.models.packing_probe": packing,
+    "automodel_ckpt.recipes.replicated_gradients": replicas,
 }
 
 

@@ -9,5 +9,5 @@ if os.environ.get("NULL_CUDA_REAL"):
     import null_operators  # noqa: F401
 if os.environ.get("NULL_CUDA_PROBES"):
     import null_probes  # noqa: F401
-if os.environ.get("NULL_SNAP"):
+if os.environ.get("NULL_SNAP") or os.environ.get("NULL_PEAK"):
     import null_memory_report  # noqa: F401
