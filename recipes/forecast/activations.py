@@ -63,9 +63,9 @@ def estimate_activations(recipe: Recipe, pipeline_rank: int = 0) -> Activations 
     batch = micro_batch_shape(recipe)
     if batch is None:
         return None
-    is_sequence_parallel = recipe.config.distributed.sequence_parallel
-    num_parts = layout.num_row_parts(sequence_parallel=is_sequence_parallel)
-    tokens_per_row = -(-batch.tokens_per_row // num_parts)
+    # Along the sequence, tensor parallel ranks keep their part of the hidden states between layers, but all tokens of
+    # what their matrices read. It counts as without such parts.
+    tokens_per_row = -(-batch.tokens_per_row // layout.sizes.cp)
     trace = trace_of(recipe, replace(batch, tokens_per_row=tokens_per_row))
     if trace is None:
         return None

@@ -69,10 +69,7 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
     host = None
     if activation_mode(recipe.config.model) == "offload":
         host = HostActivations(torch.device("cpu"))
-    # Along the sequence, a rank has a part of the tokens, and the results of a layer are as large as with all of the
-    # layer's weights.
-    is_divided = not recipe.config.distributed.sequence_parallel
-    parts = rank_parts(recipe).shapes if is_divided else {}
+    parts = rank_parts(recipe).shapes
     ways = [(False, parts), (True, parts)]
     if parts:
         # The code of some models states the number of heads.
