@@ -16,7 +16,7 @@ from automodel_ckpt.models.loss_head_probe import adds_bias_to_logits, output_la
 from automodel_ckpt.models.mtp import mtp_of
 from automodel_ckpt.recipes.forecast.image_memory import image_bytes
 from automodel_ckpt.recipes.forecast.micro_batch import micro_batch_shape
-from automodel_ckpt.recipes.forecast.model_traces import trace_of
+from automodel_ckpt.recipes.forecast.model_traces import trace_of, traced_dtype
 from automodel_ckpt.recipes.forecast.rank_parts import rank_parts
 from automodel_ckpt.recipes.forecast.step_trace import HeadMemory, StepTrace
 from automodel_ckpt.recipes.model.sections import is_fully_sharded, num_micro_batches
@@ -69,7 +69,10 @@ def estimate_activations(recipe: Recipe, pipeline_rank: int = 0) -> Activations 
     trace = trace_of(recipe, replace(batch, tokens_per_row=tokens_per_row))
     if trace is None:
         return None
-    of_images = image_bytes(recipe.model, batch.images) if batch.images else 0
+    of_images: int | None = 0
+    if batch.images:
+        dtype, is_autocast = traced_dtype(recipe)
+        of_images = image_bytes(recipe.model, batch.images, dtype, is_autocast=is_autocast)
     if of_images is None:
         return None
     num_stages = layout.sizes.pp

@@ -64,8 +64,7 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
     if batch.targets_per_row is not None:
         targets = torch.zeros(batch.rows, batch.targets_per_row, dtype=torch.long)
         tokens["decoder_input_ids"] = targets
-    dtype = compute_dtype(recipe.config.distributed)
-    is_autocast = dtype is not None and not is_fully_sharded(recipe.config, recipe.layout)
+    dtype, is_autocast = traced_dtype(recipe)
     host = None
     if activation_mode(recipe.config.model) == "offload":
         host = HostActivations(torch.device("cpu"))
@@ -91,6 +90,12 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
         except Exception as error:
             log.debug("the activations cannot be traced: %r", error)
     return None
+
+
+def traced_dtype(recipe: Recipe) -> tuple[torch.dtype | None, bool]:
+    """The dtype that a step computes in, None for that of the parameters, and whether it is that of autocast."""
+    dtype = compute_dtype(recipe.config.distributed)
+    return dtype, dtype is not None and not is_fully_sharded(recipe.config, recipe.layout)
 
 
 def _without_lookups(

@@ -280,7 +280,7 @@ def _traced(
     shapes: Mapping[int, torch.Size],
 ) -> StepTrace:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        own = _fake_parameters(backbone, None if is_autocast else dtype, shapes)
+        own = fake_parameters(backbone, None if is_autocast else dtype, shapes)
         fake_inputs: dict[str, torch.Tensor] = {}
         for name, tensor in inputs.items():
             fake_inputs[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -337,10 +337,11 @@ class _Gradients:
         self._live.reset_peak()
 
 
-def _fake_parameters(
-    model: nn.Module, dtype: torch.dtype | None, shapes: Mapping[int, torch.Size]
+def fake_parameters(
+    model: nn.Module, dtype: torch.dtype | None, shapes: Mapping[int, torch.Size] | None = None
 ) -> dict[str, torch.Tensor]:
     """Tensors in place of the parameters and buffers of *model*, parameters in *dtype* and with the *shapes* by id."""
+    shapes = shapes or {}
     own: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         kind = parameter.dtype

@@ -26,7 +26,15 @@ def cudnn(module: Any) -> None:
     module.torch._C._set_cudnn_enabled(False)
 
 
+def masks(module: Any) -> None:
+    """Compute the masks of image tokens."""
+    import null_operators
+
+    null_operators.install_masks()
+
+
 CHANGES = {
+    "automodel_ckpt.recipes.vlm_finetune": masks,
     "torch.backends.cudnn": cudnn,
     "automodel_ckpt.models.loss_head_probe": loss_head,
     "automodel_ckpt.models.packing_probe": packing,
