@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.models.activation_memory import HostActivations
+from automodel_ckpt.models.float32_parts import constants_in, float32_names
 from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.mtp import MultiTokenPrediction, mtp_of
 from automodel_ckpt.recipes.forecast.micro_batch import MicroBatchShape
@@ -68,6 +69,7 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
     host = None
     if activation_mode(recipe.config.model) == "offload":
         host = HostActivations(torch.device("cpu"))
+    dtypes = {} if is_autocast else _computed_dtypes(recipe.model, dtype)
     parts = rank_parts(recipe).shapes
     ways = [(False, parts), (True, parts)]
     if parts:
@@ -86,6 +88,7 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
                     keeps_attention=keeps_attention,
                     is_on_gpu=recipe.layout.device.type == "cuda",
                     shapes=_without_lookups(backbone, shapes),
+                    dtypes=dtypes,
                 )
         except Exception as error:
             log.debug("the activations cannot be traced: %r", error)
@@ -96,6 +99,21 @@ def traced_dtype(recipe: Recipe) -> tuple[torch.dtype | None, bool]:
     """The dtype that a step computes in, None for that of the parameters, and whether it is that of autocast."""
     dtype = compute_dtype(recipe.config.distributed)
     return dtype, dtype is not None and not is_fully_sharded(recipe.config, recipe.layout)
+
+
+def _computed_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[int, torch.dtype]:
+    """The dtypes of the parameters that fsdp2 does not cast to *dtype*, and of the buffers that it casts, by id."""
+    if dtype is None:
+        return {}
+    kept, cast = float32_names(model, dtype), constants_in(model, dtype)
+    found: dict[int, torch.dtype] = {}
+    for name, parameter in model.named_parameters():
+        if name in kept:
+            found[id(parameter)] = parameter.dtype
+    for name, buffer in model.named_buffers():
+        if name in cast:
+            found[id(buffer)] = dtype
+    return found
 
 
 def _without_lookups(

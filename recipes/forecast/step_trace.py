@@ -229,6 +229,7 @@ def traced_step(
     keeps_attention: bool = False,
     is_on_gpu: bool = False,
     shapes: Mapping[int, torch.Size] | None = None,
+    dtypes: Mapping[int, torch.dtype] | None = None,
 ) -> StepTrace:
     """Count the bytes of a forward and a backward pass of *backbone*.
 
@@ -243,6 +244,7 @@ def traced_step(
             pairs of positions, instead of one like flash attention. Some models have code for "sdpa" only.
         is_on_gpu: Whether the step is that of a GPU.
         shapes: The shapes of the parameters, by id, that a rank has a part of.
+        dtypes: The dtypes of the parameters that are not cast, and of the buffers that are cast, by id.
 
     Raises an exception of torch or of the model for a forward pass that needs values.
     """
@@ -263,6 +265,7 @@ def traced_step(
                 is_autocast=is_autocast,
                 host=host,
                 shapes=shapes or {},
+                dtypes=dtypes or {},
             )
     finally:
         torch_log.disabled = was_disabled
@@ -278,9 +281,10 @@ def _traced(
     is_autocast: bool,
     host: HostActivations | None,
     shapes: Mapping[int, torch.Size],
+    dtypes: Mapping[int, torch.dtype],
 ) -> StepTrace:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        own = fake_parameters(backbone, None if is_autocast else dtype, shapes)
+        own = fake_parameters(backbone, None if is_autocast else dtype, shapes, dtypes)
         fake_inputs: dict[str, torch.Tensor] = {}
         for name, tensor in inputs.items():
             fake_inputs[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -338,19 +342,25 @@ class _Gradients:
 
 
 def fake_parameters(
-    model: nn.Module, dtype: torch.dtype | None, shapes: Mapping[int, torch.Size] | None = None
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    shapes: Mapping[int, torch.Size] | None = None,
+    dtypes: Mapping[int, torch.dtype] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Tensors in place of the parameters and buffers of *model*, parameters in *dtype* and with the *shapes* by id."""
-    shapes = shapes or {}
+    """Tensors in place of the parameters and buffers of *model*, parameters in *dtype*.
+
+    *shapes* and *dtypes* are those of single parameters and buffers, by id.
+    """
+    shapes, dtypes = shapes or {}, dtypes or {}
     own: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         kind = parameter.dtype
         if dtype is not None and kind.is_floating_point:
-            kind = dtype
+            kind = dtypes.get(id(parameter), dtype)
         shape = shapes.get(id(parameter), parameter.shape)
         own[name] = torch.empty(shape, dtype=kind, requires_grad=parameter.requires_grad)
     for name, buffer in model.named_buffers():
-        own[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        own[name] = torch.empty(buffer.shape, dtype=dtypes.get(id(buffer), buffer.dtype))
     return own
 
 
