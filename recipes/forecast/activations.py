@@ -10,6 +10,7 @@ from torch import nn
 
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.mesh_sizes import Sizes
+from automodel_ckpt.models import fused_distillation
 from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS, peak_bytes
 from automodel_ckpt.models.loss_head_probe import adds_bias_to_logits, output_layer
@@ -167,6 +168,11 @@ def _head_memory(recipe: Recipe, num_positions: int) -> HeadMemory:
         device_type,
         trains_weight=is_trained,
     )
+    if recipe.config.distill is not None:
+        # The sum of the weight's gradient is as large as with labels alone.
+        arguments = (num_columns, head.in_features, dtype, device_type)
+        chunks -= peak_bytes(num_positions, *arguments, trains_weight=False)
+        chunks += fused_distillation.peak_bytes(num_positions, num_columns, dtype, device_type)
     # The sum of the gradients of all chunks, which is converted to the dtype of the weight in the backward pass.
     is_converted = is_trained and dtype.itemsize < 4
     total = parts.computed_bytes([head.weight], torch.float32) if is_converted else 0

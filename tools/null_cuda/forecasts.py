@@ -1,14 +1,16 @@
 """Compare the memory that ``--dry-run`` forecasts for a GPU with the peak of the run, for many kinds of recipes.
 
-    python -m tools.null_cuda.forecasts                 # all cases on the CUDA device without hardware: half an hour
+    python -m tools.null_cuda.forecasts                 # all cases on the CUDA device without hardware: an hour
     python -m tools.null_cuda.forecasts dpo t5          # some of them
     python -m tools.null_cuda.forecasts --list
 
 Models have about 0.3 billion parameters. Every text is longer than the recipe reads of it, so that all rows are as long
 as the forecast assumes. The forecast is compared without CUDA's context and the buffers of NCCL, which are not tensors
-of PyTorch. The exit code is 1 if a forecast is wrong by more than a tenth, or a run fails.
+of PyTorch, and with the workspace of matrix products, which is one. The exit code is 1 if a forecast is wrong by more
+than a tenth, or a run fails.
 
-Not compared: what needs values, such as the counts of KTO and rerankers, tensor and context parallelism, and images.
+Not compared: expert parallelism, because the sizes of what ranks exchange are values. The case ``qlora`` needs
+bitsandbytes.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from tools.gpu.shapes import write_base
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.1
+WORKSPACE_BYTES = 32 * 2**20
+"""What cuBLAS takes of PyTorch's memory on Hopper. The forecast has it in the part ``process``."""
 VOCABULARY = 64_000
 SIZES = {
     "hidden_size": 1024,
@@ -286,8 +290,6 @@ CASES = {
     "lora one micro-batch": Case(merged(ADAPTERS, {"step_scheduler": {"global_batch_size": 8}})),
     "fsdp2 small": Case(SMALL, 2),
     "lora fsdp2 small": Case(merged(ADAPTERS, SMALL), 2),
-    "lora small": Case(merged(ADAPTERS, SMALL)),
-    "small": Case(SMALL),
     "fsdp2 kept": Case({"distributed": {"reshard_after_forward": False}}, 2),
     "tp": Case({"distributed": {"tp_size": 2}}, 2),
     "tp sequence parallel": Case({"distributed": {"tp_size": 2, "sequence_parallel": True}}, 2),
@@ -304,9 +306,7 @@ CASES = {
         )
     ),
     "qwen3_moe fsdp2": Case(_model("qwen3_moe", **EXPERTS), 2),
-    "qwen3_moe ep": Case({**_model("qwen3_moe", **EXPERTS), "distributed": {"ep_size": 2}}, 2),
     "mtp": Case(merged(DEPTHS, {"model": {"mtp": {"num_depths": 1}}})),
-    "without mtp": Case(DEPTHS),
     "kto": Case(JUDGED),
     "kto lora": Case(merged(JUDGED, ADAPTERS)),
     "reranker": Case({**LISTS, "model": {"from_config": BERT}}),
@@ -414,7 +414,7 @@ def compare(name: str, directory: Path, gib: float) -> tuple[str, bool]:
     if run.returncode != 0:
         return f"| {name} | {_last_lines(run)} |", False
     del parts["process"]
-    forecast = sum(parts.values())
+    forecast = sum(parts.values()) + WORKSPACE_BYTES
     peak = max(line.get("mem", 0) for line in log_lines(directory / "run"))
     difference = forecast / peak - 1
     is_close = abs(difference) <= TOLERANCE and "unknown" not in dry_run.stdout
