@@ -119,11 +119,8 @@ class LogitTargets:
         ratio = student - teacher
         in_teacher = teacher.exp_()
         in_student = student.exp_()
-        # vecdot would copy both factors on a GPU.
-        product = in_teacher * ratio
-        forward = product.sum(dim=1).neg_()
-        reverse = torch.mul(in_student, ratio, out=product).sum(dim=1)
-        del product
+        forward = torch.linalg.vecdot(in_teacher, ratio).neg_()
+        reverse = torch.linalg.vecdot(in_student, ratio)
         if part is not None:
             sums = torch.stack([forward, reverse])
             part.sum(sums)

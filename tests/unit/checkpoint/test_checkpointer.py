@@ -1163,6 +1163,18 @@ def test_a_forecast_counts_side_files_exports_and_the_objects_of_each_rank() -> 
     assert bytes_of(num_shards=20) == bytes_of(num_shards=10)
 
 
+def test_a_forecast_counts_the_state_of_each_of_several_optimizers() -> None:
+    matrix = torch.nn.Parameter(torch.zeros(64, 64))
+    bias = torch.nn.Parameter(torch.zeros(64))
+    optimizers = [torch.optim.Muon([matrix]), torch.optim.AdamW([bias])]
+    (item,) = classify({"optimizer": CombinedOptimizer(optimizers)})
+    nbytes = forecast.forecast_bytes([item], world_size=1, save_optimizer=True)
+    nbytes -= forecast.forecast_bytes([], world_size=1, save_optimizer=True)
+    # One momentum of the matrix, two moments of the bias, and a step.
+    entries = 4 * (forecast._ENTRY_BYTES["optimizer"] + forecast.archive_overhead())
+    assert nbytes == 4 * (64 * 64 + 2 * 64 + 1) + entries
+
+
 def test_a_save_reports_its_size_and_how_long_it_took(tmp_path: Path) -> None:
     made = tiny.recipe()
     started = time.monotonic()
