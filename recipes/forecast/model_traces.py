@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,11 @@ from automodel_ckpt.models.float32_parts import constants_in, float32_names
 from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.mtp import MultiTokenPrediction, mtp_of
 from automodel_ckpt.recipes.forecast.micro_batch import MicroBatchShape
-from automodel_ckpt.recipes.forecast.rank_parts import rank_parts
+from automodel_ckpt.recipes.forecast.rank_parts import (
+    quantized_itemsizes,
+    quantized_layers,
+    rank_parts,
+)
 from automodel_ckpt.recipes.forecast.step_trace import StepTrace, traced_step
 from automodel_ckpt.recipes.model.sections import activation_mode, is_fully_sharded
 from automodel_ckpt.recipes.precision import compute_dtype
@@ -70,6 +74,9 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
     if activation_mode(recipe.config.model) == "offload":
         host = HostActivations(torch.device("cpu"))
     dtypes = {} if is_autocast else _computed_dtypes(recipe.model, dtype)
+    quantized = quantized_layers(recipe)
+    for key, itemsize in quantized_itemsizes(recipe).items():
+        dtypes[key] = torch.float32 if itemsize == 4 else torch.bfloat16
     parts = rank_parts(recipe).shapes
     ways = [(False, parts), (True, parts)]
     if parts:
@@ -77,7 +84,7 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
         ways += [(False, {}), (True, {})]
     for keeps_attention, shapes in ways:
         try:
-            with _without_output_layer(backbone):
+            with _without_output_layer(backbone), _quantized(quantized):
                 return traced_step(
                     backbone,
                     tokens,
@@ -147,6 +154,19 @@ def _without_output_layer(backbone: Any) -> Iterator[None]:
         yield
     finally:
         del vars(head)["forward"]
+
+
+@contextmanager
+def _quantized(layers: Sequence[nn.Linear]) -> Iterator[None]:
+    """Let *layers* return results of the type of their inputs, as those of bitsandbytes, also under autocast."""
+    for layer in layers:
+        forward = layer.forward
+        vars(layer)["forward"] = lambda x, forward=forward: forward(x).to(x.dtype)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
 
 
 class _WithDepths(nn.Module):

@@ -13,8 +13,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from automodel_ckpt.config.plugins import build
 from automodel_ckpt.distributed.expert_parallel import experts_of
 from automodel_ckpt.distributed.tensor_plan import plan_for
+from automodel_ckpt.models.loss_head_probe import output_layer
 from automodel_ckpt.recipes.model.sections import is_fully_sharded
 from automodel_ckpt.recipes.recipe import Recipe
+
+_BYTES_IN_4_BITS = 0.5 + 1 / 64
+"""Of an element: its bits, and its share of a scale of 8 bits for 64 elements."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class RankParts:
     shapes: Mapping[int, torch.Size] = field(default_factory=dict)
     experts: frozenset[int] = frozenset()
     ep: int = 1
+    itemsizes: Mapping[int, float] = field(default_factory=dict)
+    """Bytes of an element that is stored, by the ids of parameters whose dtype is another one in a run."""
 
     def shape(self, parameter: torch.Tensor) -> torch.Size:
         """The shape of *parameter* that a rank computes with."""
@@ -47,10 +53,11 @@ class RankParts:
 
     def stored_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
         """Bytes of *parameters* that a rank stores."""
-        total = sum(
-            self.shape(parameter).numel() * parameter.dtype.itemsize for parameter in parameters
-        )
-        return total // self.num_shards
+        total = 0.0
+        for parameter in parameters:
+            itemsize = self.itemsizes.get(id(parameter), parameter.dtype.itemsize)
+            total += self.shape(parameter).numel() * itemsize
+        return int(total) // self.num_shards
 
 
 def rank_parts(recipe: Recipe) -> RankParts:
@@ -63,7 +70,44 @@ def rank_parts(recipe: Recipe) -> RankParts:
     if sizes.ep > 1:
         for module in experts_of(recipe.model).values():
             experts.update(id(parameter) for parameter in module.parameters())
-    return RankParts(num_shards, shapes, frozenset(experts), sizes.ep)
+    return RankParts(num_shards, shapes, frozenset(experts), sizes.ep, quantized_itemsizes(recipe))
+
+
+def quantized_layers(recipe: Recipe) -> list[nn.Linear]:
+    """The layers that ``peft.quantize_base`` quantizes when the base is read: all but the output layer."""
+    section = recipe.config.peft
+    if section is None or section.quantize_base is None:
+        return []
+    head = output_layer(recipe.model)
+    outputs = set() if head is None else set(head.modules())
+    found = []
+    for module in recipe.model.modules():
+        if not isinstance(module, nn.Linear) or module in outputs:
+            continue
+        if not module.weight.requires_grad:
+            found.append(module)
+    return found
+
+
+def quantized_itemsizes(recipe: Recipe) -> dict[int, float]:
+    """Bytes of an element of each frozen parameter of a quantized base, by id; empty for other models.
+
+    peft converts what is not quantized to float32.
+    """
+    layers = quantized_layers(recipe)
+    if not layers:
+        return {}
+    section = recipe.config.peft
+    assert section is not None
+    of_layers = 1.0 if section.quantize_base == "int8" else _BYTES_IN_4_BITS
+    weights = {id(layer.weight) for layer in layers}
+    found: dict[int, float] = {}
+    for parameter in recipe.model.parameters():
+        if id(parameter) in weights:
+            found[id(parameter)] = of_layers
+        elif not parameter.requires_grad:
+            found[id(parameter)] = 4.0
+    return found
 
 
 def _tensor_parallel_shapes(recipe: Recipe) -> dict[int, torch.Size]:

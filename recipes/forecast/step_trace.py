@@ -355,8 +355,8 @@ def fake_parameters(
     own: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         kind = parameter.dtype
-        if dtype is not None and kind.is_floating_point:
-            kind = dtypes.get(id(parameter), dtype)
+        if kind.is_floating_point:
+            kind = dtypes.get(id(parameter), dtype or kind)
         shape = shapes.get(id(parameter), parameter.shape)
         own[name] = torch.empty(shape, dtype=kind, requires_grad=parameter.requires_grad)
     for name, buffer in model.named_buffers():

@@ -9,6 +9,7 @@ from torch import nn
 
 from automodel_ckpt.checkpoint.module_tensors import record_complete_tensors, set_stored_layout
 from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.config.sections.peft import PeftConfig
 from automodel_ckpt.distributed.expert_parallel import experts_of
@@ -95,6 +96,9 @@ def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel
         # Selective recomputation keeps results of matrix products, which fused adapters change in place. Of compiled
         # layers, but for their adapters, the backward pass needs about the same tensors as of fused ones.
         with_adapters = activation_mode(section) != "selective" and not is_compiled
+        if request.is_dry_run and _is_quantized(request.config):
+            # Adapters of layers that are quantized when they are read.
+            with_adapters = False
         _fuse_layers(deferred.model, with_adapters=with_adapters)
     if not request.is_trained:
         _freeze_all(deferred.model)
@@ -153,6 +157,10 @@ def _with_adapters(
     if request.keeps_masters:
         widen_trained(adapted.model)
     return adapted
+
+
+def _is_quantized(config: RecipeConfig) -> bool:
+    return config.peft is not None and config.peft.quantize_base is not None
 
 
 def _fuse_layers(model: nn.Module, *, with_adapters: bool) -> None:
