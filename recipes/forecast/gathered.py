@@ -41,7 +41,9 @@ class Gathered:
     last: int = 0
     """At the end of the backward pass, with the gradient of the embedding."""
     kept: int = 0
-    """Layers that stay gathered from their forward to their backward pass. They are freed one after another."""
+    """Layers that stay gathered: from their forward to their backward pass, or, with deferred gradients, from their
+    backward pass to the forward pass of the next micro-batch. They are freed one after another."""
+    is_deferred: bool = False
     of_layer: int = 0
     """Bytes of the gradients of the shards of the largest layer."""
     heap: int = 0
@@ -100,7 +102,7 @@ def gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter], parts: RankPa
     last_of_root = root.parameters + tied + max(tied, root.reduced * reduces)
     kept = 0
     if defers(recipe):
-        kept = everything.parameters - root.parameters
+        kept = sum(each.parameters for each in layers) + output.parameters
     elif not section.reshard_after_forward:
         kept = sum(each.parameters for each in layers) + embedding.parameters
     return Gathered(
@@ -113,6 +115,7 @@ def gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter], parts: RankPa
         backward=backward + reduced_layer,
         last=max(last, last_of_root),
         kept=kept,
+        is_deferred=defers(recipe),
         of_layer=layer.reduced // parts.num_shards,
         heap=_in_heap(everything, layers, embedding, is_deferred=defers(recipe)),
     )

@@ -198,13 +198,14 @@ def _peak(
     # Those of the micro-batches before.
     accumulates = num_micro_batches(recipe.config, recipe.layout.sizes.dp) > 1
     at_first = gradients if accumulates else 0
+    before, after = (gathered.kept, 0) if gathered.is_deferred else (0, gathered.kept)
     phases += [
-        _Peak(at_first, gathered.start + gathered.kept, activations.others),
-        _Peak(at_first, gathered.forward + gathered.kept, activations.forward),
-        _Peak(at_first, gathered.loss + gathered.kept, activations.loss),
-        _Peak(at_first, gathered.output + gathered.kept, activations.output),
-        _Peak(at_first, gathered.reduced_output + gathered.kept, activations.saved),
-        _Peak(gradients, gathered.last, activations.others),
+        _Peak(at_first, gathered.start + before, activations.others),
+        _Peak(at_first, gathered.forward + after, activations.forward),
+        _Peak(at_first, gathered.loss + after, activations.loss),
+        _Peak(at_first, gathered.output + after, activations.output),
+        _Peak(at_first, gathered.reduced_output + after, activations.saved),
+        _Peak(gradients, gathered.last + before, activations.others),
     ]
     of_output, of_root = _gradients_of_ends(recipe, trained, parts)
     of_backbone = gradients - of_output
@@ -212,7 +213,7 @@ def _peak(
         of_layers = int(share * of_backbone)
         is_first = of_layers < gathered.of_layer
         of_phase = gathered.first_backward if is_first else gathered.backward
-        kept = gathered.kept if defers(recipe) else int((1 - share) * gathered.kept)
+        kept = int(share * before + (1 - share) * after)
         complete = of_output + min(of_layers, of_backbone - of_root)
         phases.append(_Peak(gradients if accumulates else complete, of_phase + kept, peak))
     return max(phases, key=lambda phase: phase.total)
