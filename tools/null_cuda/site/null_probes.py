@@ -39,10 +39,19 @@ def cudnn(module: Any) -> None:
 
 
 def masks(module: Any) -> None:
-    """Compute the masks of image tokens."""
-    import null_operators
+    """Compute the masks of image tokens in runs with images.
 
-    null_operators.install_masks()
+    In others, a mask that is computed of values that are not would differ from step to step.
+    """
+    build = module.VLMFinetune.build
+
+    def build_with_masks(recipe: Any) -> None:
+        import null_operators
+
+        null_operators.install_masks()
+        build(recipe)
+
+    module.VLMFinetune.build = build_with_masks
 
 
 CHANGES = {
