@@ -108,18 +108,23 @@ def test_rows_that_only_keep_a_rank_in_step_have_a_gradient_of_zero() -> None:
     assert not scores.grad.any()
 
 
-def test_documents_are_read_together_with_their_query(tmp_path: Path) -> None:
+def tokenizer_with_types() -> Any:
+    """A tokenizer with types, as BERT's: that of the fixture has one type for both texts."""
     tokenizer = tiny.tokenizer_of("bert")
-    row = {"query": "ba bo", "positive": "ku", "negatives": ["la lo ra", "fa"]}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    path = str(tmp_path / "rows.jsonl")
-    # As BERT's own tokenizer, with types: the fixture's has one type for both texts.
     tokenizer.backend_tokenizer.post_processor = type(tokenizer.backend_tokenizer.post_processor)(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    return tokenizer
+
+
+def test_documents_are_read_together_with_their_query(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with_types()
+    row = {"query": "ba bo", "positive": "ku", "negatives": ["la lo ra", "fa"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    path = str(tmp_path / "rows.jsonl")
     assert has_types(tokenizer, "")
     dataset: Any = text_pairs(tokenizer, path, seq_length=7, pair_template="")
     batch = ScoreCollator(0, 8, has_types=True)([dataset[0], dataset[0]])
@@ -151,7 +156,8 @@ def test_queries_without_negatives_are_counted_and_rejected_if_all_are(
 ) -> None:
     document = [False, *([True, False] if has_types_ else []), True]
     samples = [
-        TokenizedSample([1] * (count * len(document)), document * count) for count in (1, 3, 1, 2)
+        TokenizedSample(list(range(count * len(document))), document * count)
+        for count in (1, 3, 1, 2)
     ]
     dataset = TokenizedDataset.of(samples)
     check_negatives(dataset, has_types=has_types_, where="dataset")
@@ -161,6 +167,20 @@ def test_queries_without_negatives_are_counted_and_rejected_if_all_are(
     assert len(caplog.records) == 1
     with pytest.raises(RecipeError, match="no query has a negative document"):
         check_negatives(dataset.first(1), has_types=has_types_, where="dataset")
+
+
+def test_queries_whose_negatives_repeat_their_document_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    negatives = [["ba bo"], ["bo ba"], [], ["bo", "ba bo", "ba bo"], ["ba"]]
+    path = tmp_path / "rows.jsonl"
+    rows = [{"query": "fa", "positive": "ba bo", "negatives": each} for each in negatives]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for template, has_types_ in (("", True), ("{{ query }} {{ document }}", False)):
+        caplog.clear()
+        dataset = text_pairs(tokenizer_with_types(), str(path), pair_template=template)
+        check_negatives(dataset, has_types=has_types_, where="dataset")
+        assert "2 of 5 queries have a negative document with the same tokens" in caplog.text
 
 
 @pytest.mark.parametrize(
