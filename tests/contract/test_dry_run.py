@@ -257,7 +257,7 @@ def test_a_dry_run_for_a_gpu_proposes_settings_that_fit_into_its_memory(
     offloaded = forecast("1500MB", "--distributed={strategy: fsdp2, cpu_offload: true}")
     assert "fits:        --step_scheduler.local_batch_size=2 (" in offloaded
     # It is offloaded already.
-    assert "slow" not in offloaded and "or:" not in offloaded
+    assert "slow" not in offloaded and "  or:" not in offloaded
 
 
 MIDDLE = """
