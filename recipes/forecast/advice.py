@@ -157,6 +157,9 @@ class _Forecasts:
     def fits(self, candidate: Candidate) -> bool:
         """Whether the forecast of *candidate* is known and fits."""
         changed = candidate.applied_to(self._recipe)
+        # A trace of a large model takes seconds.
+        if not fits(estimate_memory(changed, with_activations=False).total, self._device_bytes):
+            return False
         with checkpointing(changed.model, candidate.recomputes):
             forecast = estimate_memory(changed)
         self._found[candidate.overrides] = forecast

@@ -11,6 +11,7 @@ import pytest
 from automodel_ckpt.cli.checks.dry_run import _device_rows
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.mesh_sizes import Sizes
+from automodel_ckpt.recipes.forecast import advice
 from automodel_ckpt.recipes.forecast.advice import Advice, Proposal
 from automodel_ckpt.recipes.forecast.candidates import compact, smaller
 from tests.support.training import RECIPE, build, write_recipe
@@ -68,12 +69,26 @@ def test_offloaded_state_is_not_proposed_to_be_smaller(recipe: Path) -> None:
 def test_settings_that_no_checkpoint_of_the_run_continues_with_are_for_a_new_run() -> None:
     memory: Any = SimpleNamespace(total=8 * 10**8)
     proposals = [Proposal(("--a=1",), memory), Proposal(("--b=1",), memory, "c", True)]
-    advice = Advice(False, tuple(proposals), missing_bytes=5)
+    given = Advice(False, tuple(proposals), missing_bytes=5)
     plan: Any = SimpleNamespace(
-        device=SimpleNamespace(nbytes=10**9, name="GPU"), advice=advice, memory=memory
+        device=SimpleNamespace(nbytes=10**9, name="GPU"), advice=given, memory=memory
     )
     new, resumed = (
         [text for _, text in _device_rows(plan, resumes=each)] for each in (False, True)
     )
     assert new[:2] == resumed[:2]
     assert "new run" not in new[2] and "new run" in resumed[2]
+
+
+def test_a_model_whose_state_does_not_fit_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def estimated(_: Any, *, with_activations: bool = True) -> Any:
+        asked.append(with_activations)
+        return SimpleNamespace(total=10, activations=0)
+
+    monkeypatch.setattr(advice, "estimate_memory", estimated)
+    candidate: Any = SimpleNamespace(applied_to=lambda recipe: recipe, overrides=())
+    recipe: Any = None
+    assert not advice._Forecasts(recipe, 5).fits(candidate)
+    assert asked == [False]
