@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import TORCH_NAMES, dtype_code, main_dtype
+from automodel_ckpt.checkpoint.export.older_config import with_older_keys
 from automodel_ckpt.checkpoint.export.plan import MAX_FILE_BYTES
 from automodel_ckpt.checkpoint.files.safetensors_header import TensorEntry, read_header
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
@@ -230,7 +231,10 @@ class HFAssets:
         return files
 
     def config_json(self) -> bytes:
-        """The content of config.json, with the class of the model and the dtype of its weights."""
+        """The content of config.json, with the class of the model and the dtype of its weights.
+
+        It also has the keys that programs before transformers 5 read.
+        """
         # The model still uses its config, which must not change.
         config = copy.deepcopy(self._config)
         if self._architecture is not None:
@@ -243,7 +247,8 @@ class HFAssets:
         references = getattr(config, "auto_map", None)
         if isinstance(references, Mapping):
             config.auto_map = _local_references(references, self._copied())
-        return str(config.to_json_string()).encode()
+        content = with_older_keys(json.loads(config.to_json_string()))
+        return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
     def _generated(self) -> dict[str, bytes]:
         """The generation config as transformers writes it, where the base has none, and the tokenizer's files."""

@@ -60,28 +60,23 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     from automodel_ckpt.models.adapter_layers import find_parameters
     from automodel_ckpt.models.lora import Lora
     from automodel_ckpt.models.parameter_list import parameters_of
-    from automodel_ckpt.models.repository import base_directory
     from automodel_ckpt.models.signature import empty_model
     from automodel_ckpt.models.vocabulary import num_embeddings
     from automodel_ckpt.recipes.model.adapters import adapter_assets
 
-    directory = None
-    try:
-        # Another base, given with --base, does not have the revisions of this one.
-        revision = settings.revision if base == settings.base else None
-        directory = base_directory(base, revision) if base else None
-    except (OSError, ValueError) as error:
-        _raise(_NOT_FOUND, base, str(error)[:300])
-    if directory is None:
-        _raise(_NOT_FOUND, base, "no such directory")
+    # Another base, given with --base, does not have the revisions of this one.
+    revision = settings.revision if base == settings.base else None
+    directory = _directory_of(base, revision)
     model = empty_model(directory, hint=_HINT)
     model.tie_weights()
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     parameters = find_parameters(model, settings.parameters)
     targets = _layers(settings.targets, parameters)
-    wanted = (*targets, *settings.saved)
-    if missing := [name for name in wanted if name not in modules]:
-        _raise_missing(missing, settings.task_type, type(model).__name__, directory)
+    renamed: dict[str, str] = {}
+    if missing := [name for name in (*targets, *settings.saved) if name not in modules]:
+        renamed = _renamed_layers(model, missing, settings.task_type, directory)
+        settings = settings.renamed(renamed)
+        targets = _layers(settings.targets, parameters)
     lora = Lora(
         r=settings.r,
         alpha=settings.alpha,
@@ -119,7 +114,23 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     def base_names() -> Mapping[str, Sequence[str]]:
         return _names_in_base(directory, frozen)
 
-    return AdapterModel(tuple(trained), shapes, base_names, files, directory, section, vocab_size)
+    return AdapterModel(
+        tuple(trained), shapes, base_names, files, directory, section, vocab_size, renamed
+    )
+
+
+def _directory_of(base: str, revision: str | None) -> Path:
+    """Return the directory of the *base*. Raises :class:`CheckpointUnusable`."""
+    from automodel_ckpt.models.repository import base_directory
+
+    directory = None
+    try:
+        directory = base_directory(base, revision) if base else None
+    except (OSError, ValueError) as error:
+        _raise(_NOT_FOUND, base, str(error)[:300])
+    if directory is None:
+        _raise(_NOT_FOUND, base, "no such directory")
+    return directory
 
 
 def _layers(targets: Iterable[str], parameters: Iterable[str]) -> list[str]:
@@ -197,6 +208,29 @@ def _section(lora: Lora, peft_targets: list[str] | str, *, is_tied: bool) -> dic
     if is_tied and not lora.ensure_weight_tying:
         section["ensure_weight_tying"] = False
     return section
+
+
+def _renamed_layers(
+    model: Any, missing: list[str], task_type: str | None, directory: Path
+) -> dict[str, str]:
+    """Return {name: name in the base} of layers that an earlier version of transformers named in another way.
+
+    Raises :class:`CheckpointUnusable` if the base has none for one of them.
+    """
+    from automodel_ckpt.models.hf_names import layers_in_memory
+
+    found = layers_in_memory(model, missing)
+    if found.combined:
+        raise CheckpointUnusable(
+            "the adapter has a layer for each expert, and the base one tensor for all experts of a layer",
+            where=str(directory),
+            value=", ".join(found.combined[:_MAX_NAMED]),
+            hint="merge it into its base with the versions of peft and transformers that saved it (merge_and_unload), "
+            "and import the result",
+        )
+    if unknown := [name for name in missing if name not in found.renamed]:
+        _raise_missing(unknown, task_type, type(model).__name__, directory)
+    return found.renamed
 
 
 def _raise_missing(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,21 @@ class AdapterSettings:
     base: str
     revision: str | None
 
+    def renamed(self, names: Mapping[str, str]) -> AdapterSettings:
+        """Return the same settings for layers with new *names*, by those that they have here."""
+
+        def keys(mapping: Mapping[str, int]) -> dict[str, int]:
+            return {names.get(name, name): value for name, value in mapping.items()}
+
+        return replace(
+            self,
+            targets=tuple(names.get(name, name) for name in self.targets),
+            saved=tuple(names.get(name, name) for name in self.saved),
+            rank_pattern=keys(self.rank_pattern),
+            alpha_pattern=keys(self.alpha_pattern),
+            rows=keys(self.rows),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterModel:
@@ -145,7 +160,8 @@ class AdapterModel:
     file by name. *base_names* maps the names that frozen tensors have in peft to their names in the base's files, of
     which a tied tensor has several. *files* are the side files of a checkpoint, by name. *base* is the directory of the
     base, and *section* the ``peft`` section of a recipe that continues from the adapter. *vocab_size* is that of the
-    recipe's model, if the vocabulary of the base was resized.
+    recipe's model, if the vocabulary of the base was resized. *renamed* maps the names of layers in the adapter's file
+    to those in the base, where an earlier version of transformers named them in another way.
     """
 
     parameters: tuple[ModelParameter, ...]
@@ -155,6 +171,17 @@ class AdapterModel:
     base: Path
     section: Mapping[str, Any]
     vocab_size: int | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def with_names_of_base(self, weights: Tensors) -> Tensors:
+        """Return the tensors of the adapter's file under the names of layers in the base."""
+        if not self.renamed:
+            return weights
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in weights.tensors.items():
+            new = _renamed(name, self.renamed)
+            tensors[new] = tensor.renamed(new)
+        return replace(weights, tensors=tensors)
 
     def parameters_in(self, _: Path) -> Parameters:
         """Return a function that lists the parameters, whatever the directory of config.json is."""
@@ -176,8 +203,10 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
     :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors are not
     those of the adapter.
     """
+    settings = _read_settings(directory, _without_wrapped(directory, weights))
+    model = _built(directory, settings, build)
+    weights = model.with_names_of_base(weights)
     tensors = _without_wrapped(directory, weights)
-    model = _built(directory, _read_settings(directory, tensors), build)
     more = tensors.keys() - model.shapes.keys()
     if more:
         base_names = model.base_names()
@@ -203,6 +232,17 @@ def _without_wrapped(directory: Path, weights: Tensors) -> dict[str, Tensor]:
         elif _UNTRAINED not in name:
             found[name] = tensor
     return found
+
+
+def _renamed(name: str, layers: Mapping[str, str]) -> str:
+    """Return the name of a tensor with the new name of its layer, which *layers* maps; else the same name."""
+    inner = name.removeprefix(_PREFIX)
+    end = inner.rfind(".")
+    while end > 0:
+        if inner[:end] in layers:
+            return f"{_PREFIX}{layers[inner[:end]]}{inner[end:]}"
+        end = inner.rfind(".", 0, end)
+    return name
 
 
 def _rows_in(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.adapter_import import AdapterBuilder, AdapterModel, adapter_model
 from automodel_ckpt.convert.external import losses_in
-from automodel_ckpt.convert.import_source import ImportSource, check_not_sparse
+from automodel_ckpt.convert.import_source import ImportSource, check_merged, check_not_sparse
 from automodel_ckpt.convert.model_names import (
     NameComparer,
     NameDifferences,
@@ -88,9 +88,11 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
     if adapter is not None and options.parameters is not None:
         options = replace(options, parameters=adapter.parameters_in)
     renaming = None
+    name_notes: tuple[str, ...] = ()
     omitted = source.opened.omitted
     if adapter is not None:
-        weights, copies = _without_copies(weights, adapter)
+        weights, copies = _without_copies(adapter.with_names_of_base(weights), adapter)
+        name_notes = _renamed_note(adapter)
         omitted = (*omitted, *copies)
     if options.names is not None:
         renaming = rename(weights, options.names)
@@ -98,7 +100,8 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
         omitted = (*omitted, *renaming.left_out)
     check_converted(weights.tensors, str(source.path))
     check_not_sparse(weights)
-    name_notes: tuple[str, ...] = ()
+    if adapter is None:
+        check_merged(weights, source.path)
     if adapter is None and (source.known.has_own_names or has_odd_prefix(weights.tensors)):
         found, name_notes = _compared_names(source, weights, options)
         if found is not None and options.names is None:
@@ -242,6 +245,15 @@ def _without_copies(weights: Tensors, adapter: AdapterModel) -> tuple[Tensors, l
     return replace(weights, tensors=tensors), [
         f"{counted(num_copies, 'copy', 'copies')} of weights that the base or the adapter has"
     ]
+
+
+def _renamed_note(adapter: AdapterModel) -> tuple[str, ...]:
+    """Report layers that have other names in the base than in the adapter's file."""
+    if not adapter.renamed:
+        return ()
+    old, new = next(iter(adapter.renamed.items()))
+    count = counted(len(adapter.renamed), "layer")
+    return (f"{count} renamed as in this version of transformers, such as {old[:200]} to {new}",)
 
 
 def _config_directory(config: Path) -> Path:

@@ -121,6 +121,21 @@ class ImportSource:
                 yield name
 
 
+def check_merged(weights: Tensors, where: Path) -> None:
+    """Raise :class:`CheckpointUnusable` for a model with adapters in its layers, as a script saves it with peft."""
+    for name in weights.tensors:
+        if ".lora_A." in name:
+            base = name.partition(".lora_A.")[0] + ".base_layer.weight"
+            if base in weights.tensors:
+                raise CheckpointUnusable(
+                    "these are the weights of a base and of an adapter that is not merged into it",
+                    where=str(where),
+                    value=f"{base[:200]}, {name[:200]}",
+                    hint="in your own code, load them into the model of peft, and save the adapter (save_pretrained), "
+                    "or the merged model (merge_and_unload().save_pretrained)",
+                )
+
+
 def check_not_sparse(weights: Tensors) -> None:
     """Raise :class:`CheckpointUnusable` for a sparse file: it could make an import write terabytes of zeros."""
     files: set[str] = set()

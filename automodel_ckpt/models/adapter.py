@@ -257,9 +257,43 @@ def _wrap(model: nn.Module, peft_config: Any, *, autocast: bool) -> Any:
     return wrapped.train()
 
 
+_OLD_OPTIONS = frozenset(
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_dropout",
+        "modules_to_save",
+        "peft_type",
+        "r",
+        "rank_pattern",
+        "revision",
+        "target_modules",
+        "task_type",
+        "use_dora",
+        "use_rslora",
+    }
+)
+"""The options of LoRA that peft had in early 2024."""
+
+
 def _document(peft_config: Any) -> dict[str, Any]:
-    """The fields of adapter_config.json as ``save_pretrained`` writes them, in a reproducible order."""
+    """The fields of adapter_config.json as ``save_pretrained`` writes them, in a reproducible order.
+
+    Options that peft got later, and the adapter does not use, are left out: earlier versions reject a file with them.
+    """
     fields: dict[str, Any] = peft_config.to_dict()
+    unused = type(peft_config)().to_dict()
+    for key in fields.keys() - _OLD_OPTIONS:
+        if fields[key] == unused.get(key):
+            del fields[key]
     for key, value in fields.items():
         if isinstance(value, set):
             # The order of a set of strings differs between processes (PYTHONHASHSEED).

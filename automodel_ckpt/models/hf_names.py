@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.errors import RecipeError
@@ -83,6 +89,52 @@ def read_conversion(model: nn.Module) -> Conversion | None:
         return None
 
 
+class InMemory(NamedTuple):
+    """Layers or tensors under the names that files or earlier versions of transformers give them.
+
+    *renamed*: ``{name: name in memory}``. *combined* are those that are a part of a tensor in memory.
+    """
+
+    renamed: dict[str, str]
+    combined: list[str]
+
+
+def layers_in_memory(model: PreTrainedModel, names: Iterable[str]) -> InMemory:
+    """Find the layers of *model* that have the *names* elsewhere, as transformers does for the weights of a file."""
+    suffix = ".weight"
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    found = _tensors_in_memory(model, [name + suffix for name in names])
+    renamed: dict[str, str] = {}
+    for name, new in found.renamed.items():
+        if new.removesuffix(suffix) in modules:
+            renamed[name.removesuffix(suffix)] = new.removesuffix(suffix)
+    return InMemory(renamed, [name.removesuffix(suffix) for name in found.combined])
+
+
+def _tensors_in_memory(model: PreTrainedModel, names: Collection[str]) -> InMemory:
+    """Find the names in memory of tensors with these *names* in a file. Those of unknown tensors are not checked."""
+    renamed: dict[str, str] = {}
+    combined: list[str] = []
+    if not names:
+        return InMemory(renamed, combined)
+    tensors = model.state_dict(keep_vars=True)
+    try:
+        transforms = get_model_conversion_mapping(model)
+        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        for name in names:
+            new, converter = rename_source_key(
+                name, renamings, converters, model.base_model_prefix, tensors
+            )
+            if converter is None:
+                renamed[name] = new
+            else:
+                combined.append(name)
+    except Exception as error:  # another version of transformers
+        log.debug("tensors keep their names: %s: %s", type(error).__name__, error)
+    return InMemory(renamed, combined)
+
+
 def names_in_files(
     model: nn.Module, base_dir: Path | None = None, conversion: Conversion | None = None
 ) -> InFiles:
@@ -91,9 +143,12 @@ def names_in_files(
     Call it before the model is sharded. Names that the files in *base_dir* contain stay unchanged, and so do those of
     tensors that transformers converts by more than renaming them or splitting them into rows (experts). If it computes
     with values, all names stay those of memory.
+
+    Files can have older names that transformers reads and does not write: ``vision_tower.vision_model.encoder`` of
+    LLaVA and Gemma 3 (5.23). They stay, because programs that read such files do not know the newer ones.
     """
     found = conversion or read_conversion(model)
-    if found is None:
+    if found is None or not isinstance(model, PreTrainedModel):
         return InFiles({}, {})
     unchanged = tensor_names_in(base_dir) if base_dir is not None else set()
 
@@ -110,6 +165,11 @@ def names_in_files(
     for fqn, of_rows in found.parts.items():
         if fqn not in unchanged:
             parts[fqn] = {in_base(name): part for name, part in of_rows.items()}
+    written = {names.get(fqn, fqn) for fqn in found.names}
+    older = unchanged - written - found.in_files
+    for name, fqn in _tensors_in_memory(model, older).renamed.items():
+        if fqn in found.names and names.get(fqn, fqn) not in unchanged:
+            names[fqn] = name
     return InFiles(names, parts)
 
 

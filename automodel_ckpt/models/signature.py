@@ -132,13 +132,25 @@ def model_of(config: transformers.PreTrainedConfig) -> Any:
 
     Raises ValueError or AttributeError if its class is not part of transformers.
     """
-    model_class = getattr(transformers, (config.architectures or ["?"])[0])
+    name = _class_name(config)
+    model_class = getattr(transformers, name)
     # The file may name any attribute of transformers, also a function.
     is_class = isinstance(model_class, type)
     if not is_class or not issubclass(model_class, transformers.PreTrainedModel):
-        raise ValueError(f"{config.architectures} is not a model")
+        raise ValueError(f"{name} is not a model")
     with torch.device("meta"):
         return model_class(config)
+
+
+def _class_name(config: transformers.PreTrainedConfig) -> str:
+    """Return the name of the model's class. Raises ValueError if the *config* does not state it."""
+    if config.architectures:
+        return config.architectures[0]
+    # Files of Qwen2-VL and Qwen2.5-VL of 2025 can have it in the config of the text model.
+    for name in config.get_text_config().architectures or ():
+        if getattr(getattr(transformers, name, None), "config_class", None) is type(config):
+            return name
+    raise ValueError("config.json does not state the class of the model (architectures)")
 
 
 def _stored_names(directory: Path) -> set[str]:

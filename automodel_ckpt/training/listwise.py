@@ -14,10 +14,16 @@ def listwise_losses(
     cross-entropy of choosing the first one by a softmax over the list. An equal score counts as a better one, so that
     equal scores are never right.
     """
-    counts = counts.to(scores.device)
+    # Computed where the counts are, on the host: a GPU would have to finish its work first, and again in the backward
+    # pass of a mask.
+    counts = counts.cpu()
     longest = int(counts.max()) if len(counts) else 1
-    is_there = torch.arange(longest, device=scores.device) < counts.unsqueeze(1)
-    lists = scores.new_full(is_there.shape, -torch.inf).masked_scatter(is_there, scores)
+    number = torch.arange(len(counts)).repeat_interleave(counts)
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    position = torch.arange(len(number)) - first
+    places = (number * longest + position).to(scores.device)
+    empty = scores.new_full((len(counts) * longest,), -torch.inf)
+    lists = empty.index_copy(0, places, scores).view(-1, longest)
     losses = lists.logsumexp(dim=1) - lists[:, 0]
     ranks = (lists.detach() >= lists.detach()[:, :1]).sum(dim=1)
     return losses, ranks

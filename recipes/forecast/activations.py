@@ -5,19 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.mesh_sizes import Sizes
+from automodel_ckpt.models import fused_distillation
 from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS, peak_bytes
 from automodel_ckpt.models.loss_head_probe import adds_bias_to_logits, output_layer
 from automodel_ckpt.models.mtp import mtp_of
 from automodel_ckpt.recipes.forecast.image_memory import image_bytes
 from automodel_ckpt.recipes.forecast.micro_batch import micro_batch_shape
-from automodel_ckpt.recipes.forecast.model_traces import trace_of
+from automodel_ckpt.recipes.forecast.model_traces import trace_of, traced_dtype
+from automodel_ckpt.recipes.forecast.rank_parts import rank_parts
 from automodel_ckpt.recipes.forecast.step_trace import HeadMemory, StepTrace
-from automodel_ckpt.recipes.forecast.tensor_bytes import nbytes
 from automodel_ckpt.recipes.model.sections import is_fully_sharded, num_micro_batches
 from automodel_ckpt.recipes.precision import compute_dtype
 from automodel_ckpt.recipes.recipe import Recipe
@@ -37,15 +39,17 @@ float32."""
 class Activations:
     """Bytes of the activations and temporary tensors of all micro-batches in progress, without gradients.
 
-    They are the peaks in three phases of a micro-batch: the forward pass up to the output layer, the loss, and the
-    backward pass. *backward* has (share of the gradients of the model without its output layer that were complete
-    before, peak) of each part of it: gradients take the place of activations. *step* is the peak of all phases beside
-    the gradients that remain after the step. *others* are the activations of the other micro-batches of a pipeline,
-    which exist in all phases.
+    They are the peaks in the phases of a micro-batch: the forward pass up to the output layer, the loss, the backward
+    pass of the output layer, and that of the other layers. *saved* exist before the last one. *backward* has (share of
+    the gradients of the model without its output layer that were complete before, peak) of each part of it: gradients
+    take the place of activations. *step* is the peak of all phases beside the gradients that remain after the step.
+    *others* are the activations of the other micro-batches of a pipeline, which exist in all phases.
     """
 
     forward: int
     loss: int
+    output: int
+    saved: int
     backward: tuple[tuple[float, int], ...]
     step: int
     others: int = 0
@@ -60,13 +64,16 @@ def estimate_activations(recipe: Recipe, pipeline_rank: int = 0) -> Activations 
     batch = micro_batch_shape(recipe)
     if batch is None:
         return None
-    is_sequence_parallel = recipe.config.distributed.sequence_parallel
-    num_parts = layout.num_row_parts(sequence_parallel=is_sequence_parallel)
-    tokens_per_row = -(-batch.tokens_per_row // num_parts)
+    # Along the sequence, tensor parallel ranks keep their part of the hidden states between layers, but all tokens of
+    # what their matrices read. It counts as without such parts.
+    tokens_per_row = -(-batch.tokens_per_row // layout.sizes.cp)
     trace = trace_of(recipe, replace(batch, tokens_per_row=tokens_per_row))
     if trace is None:
         return None
-    of_images = image_bytes(recipe.model, batch.images) if batch.images else 0
+    of_images: int | None = 0
+    if batch.images:
+        dtype, is_autocast = traced_dtype(recipe)
+        of_images = image_bytes(recipe.model, batch.images, dtype, is_autocast=is_autocast)
     if of_images is None:
         return None
     num_stages = layout.sizes.pp
@@ -87,6 +94,8 @@ def estimate_activations(recipe: Recipe, pipeline_rank: int = 0) -> Activations 
     return Activations(
         forward=of_all(trace.forward),
         loss=of_all(trace.after_forward + head.peak_bytes),
+        saved=of_all(trace.after_forward),
+        output=of_all(trace.after_forward + head.sum_bytes),
         backward=tuple(
             (done / max(trace.gradients, 1), of_all(peak + head.gradient_bytes))
             for done, peak in trace.course
@@ -128,15 +137,16 @@ def num_in_progress(config: RecipeConfig, sizes: Sizes, pipeline_rank: int = 0) 
 def _head_memory(recipe: Recipe, num_positions: int) -> HeadMemory:
     """The memory of the output layer and the loss for *num_positions* tokens with labels."""
     head: Any = output_layer(recipe.model)
-    num_columns = getattr(head, "out_features", None)
-    if num_columns is None:
+    if getattr(head, "out_features", None) is None:
         return HeadMemory(0)
+    parts = rank_parts(recipe)
+    num_columns = parts.shape(head.weight)[0]
     dtype = compute_dtype(recipe.config.distributed) or head.weight.dtype
     is_trained = head.weight.requires_grad
     gradient = 0
     if is_trained and not is_fully_sharded(recipe.config, recipe.layout):
         # With shards, it is among the gathered tensors.
-        gradient = nbytes([head.weight])
+        gradient = parts.computed_bytes([head.weight])
     model = model_without_adapters(recipe.model)
     layers = mtp_of(model)
     if layers is not None:
@@ -158,4 +168,12 @@ def _head_memory(recipe: Recipe, num_positions: int) -> HeadMemory:
         device_type,
         trains_weight=is_trained,
     )
-    return HeadMemory(chunks + gradient, gradient)
+    if recipe.config.distill is not None:
+        # The sum of the weight's gradient is as large as with labels alone.
+        arguments = (num_columns, head.in_features, dtype, device_type)
+        chunks -= peak_bytes(num_positions, *arguments, trains_weight=False)
+        chunks += fused_distillation.peak_bytes(num_positions, num_columns, dtype, device_type)
+    # The sum of the gradients of all chunks, which is converted to the dtype of the weight in the backward pass.
+    is_converted = is_trained and dtype.itemsize < 4
+    total = parts.computed_bytes([head.weight], torch.float32) if is_converted else 0
+    return HeadMemory(chunks + gradient, gradient, total)

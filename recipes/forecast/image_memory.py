@@ -11,18 +11,27 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from automodel_ckpt.models.forward import model_without_adapters
+from automodel_ckpt.recipes.forecast.step_trace import fake_parameters
 
 log = logging.getLogger("automodel_ckpt")
 
 
-def image_bytes(model: nn.Module, images: Mapping[str, torch.Tensor]) -> int | None:
+def image_bytes(
+    model: nn.Module,
+    images: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None = None,
+    *,
+    is_autocast: bool = False,
+) -> int | None:
     """Bytes that autograd saves while *model* computes the features of *images*; None if they are unknown.
 
-    *images* are arguments of ``get_image_features``, of which only shapes and dtypes are used.
+    *images* are arguments of ``get_image_features``, of which only shapes and dtypes are used. *dtype* is that of the
+    computation, to which parameters are cast, unless *is_autocast*; None: that of the parameters.
     """
     inner = model_without_adapters(model)
     try:
-        return _saved_bytes(_ImageFeatures(getattr(inner, "base_model", inner)), images)
+        features = _ImageFeatures(getattr(inner, "base_model", inner))
+        return _saved_bytes(features, images, dtype, is_autocast=is_autocast)
     except Exception as error:
         log.debug("the features of images cannot be traced: %r", error)
         return None
@@ -39,19 +48,25 @@ class _ImageFeatures(nn.Module):
         return self.backbone.get_image_features(**images)  # type: ignore[operator]
 
 
-def _saved_bytes(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> int:
+def _saved_bytes(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None,
+    *,
+    is_autocast: bool,
+) -> int:
     """Bytes that autograd saves in a forward pass of *model*, without those of its parameters and buffers."""
+    cast_to = None if is_autocast else dtype
     with FakeTensorMode():
-        own: dict[str, torch.Tensor] = {}
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            own[name] = torch.empty(
-                tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad
-            )
+        own = fake_parameters(model, cast_to)
         fake_inputs: dict[str, torch.Tensor] = {}
         for name, tensor in inputs.items():
-            fake_inputs[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            is_cast = cast_to is not None and tensor.is_floating_point()
+            kind = cast_to if is_cast else tensor.dtype
+            fake_inputs[name] = torch.empty(tensor.shape, dtype=kind)
         saved = _SavedTensors(own.values())
-        with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
+        autocast = torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=is_autocast)
+        with autocast, torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
             torch.func.functional_call(model, own, kwargs=fake_inputs)
     return saved.nbytes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +14,9 @@ from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.model_layers import layers_after_input, separate_ends
 from automodel_ckpt.models.pipeline_stage import parameters_of_ranks
 from automodel_ckpt.recipes.forecast.activations import Activations, estimate_activations
-from automodel_ckpt.recipes.forecast.tensor_bytes import bytes_in, nbytes
+from automodel_ckpt.recipes.forecast.gathered import Gathered, defers, gathered_bytes
+from automodel_ckpt.recipes.forecast.rank_parts import RankParts, rank_parts
+from automodel_ckpt.recipes.forecast.tensor_bytes import nbytes
 from automodel_ckpt.recipes.model.sections import is_fully_sharded, num_micro_batches
 from automodel_ckpt.recipes.precision import compute_dtype
 from automodel_ckpt.recipes.recipe import Recipe
@@ -84,21 +85,23 @@ def _of_rank(
 ) -> Memory:
     """The memory of a rank with the stages of *parameters*."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    shards = num_shards(recipe)
+    parts = rank_parts(recipe)
+    # What has the same size for each element of a parameter.
+    share = parts.stored_bytes(trained) / max(nbytes(trained), 1)
     average = average_bytes(parameters) if recipe.weight_average is not None else 0
     others = sum(nbytes(model.parameters()) for model in recipe.other_models())
-    gathered = _gathered_bytes(recipe, parameters)
-    temporary = _bytes_of_optimizer_step(recipe, trained) // shards
-    peak = _peak(recipe, trained, gathered, temporary, activations)
+    gathered = gathered_bytes(recipe, parameters, parts)
+    temporary = int(_bytes_of_optimizer_step(recipe, trained) * share)
+    peak = _peak(recipe, trained, gathered, temporary, activations, parts)
     memory = Memory(
-        weights=nbytes(parameters) // shards,
+        weights=parts.stored_bytes(parameters),
         gradients=peak.gradients,
-        optimizer=_optimizer_bytes(recipe, trained) // shards,
+        optimizer=int(_optimizer_bytes(recipe, trained) * share),
         gathered=peak.gathered,
         activations=peak.activations,
         process=process,
-        average=average // shards,
-        others=others // shards,
+        average=int(average * share),
+        others=others // num_shards(recipe),
     )
     if recipe.config.distributed.cpu_offload:
         return replace(memory, weights=0, gradients=0, optimizer=0, average=0, others=0)
@@ -129,17 +132,17 @@ def _parameters_of_ranks(recipe: Recipe) -> list[list[nn.Parameter]]:
     ]
 
 
-def _gradient_bytes(recipe: Recipe, trained: list[nn.Parameter]) -> int:
+def _gradient_bytes(recipe: Recipe, trained: list[nn.Parameter], parts: RankParts) -> int:
     """Bytes of the gradients of the *trained* parameters of a stage that a rank holds at one time.
 
     With ``defer_gradient_sync``, these are the gradients of complete parameters in the type that they are reduced in.
     Each is freed when its shard is made, in the last micro-batch of the step.
     """
-    if not _defers(recipe):
-        return nbytes(trained) // num_shards(recipe)
+    if not defers(recipe):
+        return parts.stored_bytes(trained)
     # Micro-batches are summed in the type that gradients are reduced in.
     reduced_in = torch.float32 if compute_dtype(recipe.config.distributed) else None
-    return bytes_in(reduced_in, trained) // recipe.layout.sizes.tp
+    return parts.computed_bytes(trained, reduced_in)
 
 
 def _optimizer_bytes(recipe: Recipe, trained: list[nn.Parameter]) -> int:
@@ -170,49 +173,6 @@ def _bytes_of_optimizer_step(recipe: Recipe, trained: list[nn.Parameter]) -> int
 
 
 @dataclass(frozen=True, slots=True)
-class _Gathered:
-    """Bytes of the parameters that fsdp2 gathers at one time, in each phase of a micro-batch."""
-
-    forward: int = 0
-    loss: int = 0
-    backward: int = 0
-    last: int = 0
-    """At the end of a backward pass, when that of the embedding follows those of the layers."""
-
-
-def _gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter]) -> _Gathered:
-    """What fsdp2 gathers of *parameters*, in the type that they are computed in; nothing for other strategies."""
-    if not is_fully_sharded(recipe.config, recipe.layout):
-        return _Gathered()
-    gathered = set(map(id, _gathered(recipe, parameters)))
-    dtype = compute_dtype(recipe.config.distributed)
-
-    def bytes_of(some: Iterable[nn.Parameter]) -> int:
-        return bytes_in(dtype, [parameter for parameter in some if id(parameter) in gathered])
-
-    layers = [bytes_of(layer.parameters()) for layer in layers_after_input(recipe.model)]
-    embeddings, _output = separate_ends(recipe.model)
-    of_embeddings = sum(bytes_of(embedding.parameters()) for embedding in embeddings)
-    complete = bytes_of(parameters)
-    rest = complete - sum(layers) - of_embeddings
-    # A layer and the prefetched next one, with the rest of the model.
-    of_layers = rest + 2 * max(layers, default=0)
-    window = max(of_layers, rest + of_embeddings)
-
-    def kept_beside(window: int) -> int:
-        return complete if _defers(recipe) else window
-
-    # Besides the parameters, there is the buffer of the collective that they are copied out of. In the backward pass,
-    # there are their gradients, too.
-    return _Gathered(
-        forward=kept_beside(window) + window,
-        loss=complete if _defers(recipe) else rest,
-        backward=kept_beside(of_layers) + 2 * of_layers,
-        last=kept_beside(window) + 2 * window,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class _Peak:
     """Bytes that exist at one time, besides those that exist during the whole step. None: unknown."""
 
@@ -228,36 +188,49 @@ class _Peak:
 def _peak(
     recipe: Recipe,
     trained: list[nn.Parameter],
-    gathered: _Gathered,
+    gathered: Gathered,
     temporary: int,
     activations: Activations | None,
+    parts: RankParts,
 ) -> _Peak:
     """The phase of a step with the largest total. *temporary* are the bytes of the optimizer's step."""
-    gradients = _gradient_bytes(recipe, trained)
+    gradients = _gradient_bytes(recipe, trained, parts)
     if activations is None:
-        return _Peak(gradients, gathered.last, None)
+        at_once = max(gathered.forward, gathered.backward, gathered.last) + gathered.kept
+        is_heap = not _has_separate_phases(recipe)
+        return _Peak(gradients, gathered.heap if is_heap else at_once, None)
     # The optimizer's step has temporary tensors instead of activations and gathered parameters.
     phases = [_Peak(gradients, 0, temporary)]
     if not _has_separate_phases(recipe):
-        phases.append(_Peak(gradients, gathered.last, activations.step))
+        phases.append(_Peak(gradients, gathered.heap, activations.step))
         return max(phases, key=lambda phase: phase.total)
     # Those of the micro-batches before.
     accumulates = num_micro_batches(recipe.config, recipe.layout.sizes.dp) > 1
     at_first = gradients if accumulates else 0
+    before, after = (gathered.kept, 0) if gathered.is_deferred else (0, gathered.kept)
     phases += [
-        _Peak(at_first, gathered.forward, activations.forward),
-        _Peak(at_first, gathered.loss, activations.loss),
-        _Peak(gradients, gathered.last, activations.others),
+        _Peak(at_first, gathered.start + before, activations.others),
+        _Peak(at_first, gathered.forward + after, activations.forward),
+        _Peak(at_first, gathered.loss + after, activations.loss),
+        _Peak(at_first, gathered.output + after, activations.output),
+        _Peak(at_first, gathered.reduced_output + after, activations.saved),
+        _Peak(gradients, gathered.last + before, activations.others),
     ]
-    of_output, of_root = _gradients_of_ends(recipe, trained)
+    of_output, of_root = _gradients_of_ends(recipe, trained, parts)
     of_backbone = gradients - of_output
     for share, peak in activations.backward:
-        complete = of_output + min(int(share * of_backbone), of_backbone - of_root)
-        phases.append(_Peak(gradients if accumulates else complete, gathered.backward, peak))
+        of_layers = int(share * of_backbone)
+        is_first = of_layers < gathered.of_layer
+        of_phase = gathered.first_backward if is_first else gathered.backward
+        kept = int(share * before + (1 - share) * after)
+        complete = of_output + min(of_layers, of_backbone - of_root)
+        phases.append(_Peak(gradients if accumulates else complete, of_phase + kept, peak))
     return max(phases, key=lambda phase: phase.total)
 
 
-def _gradients_of_ends(recipe: Recipe, trained: list[nn.Parameter]) -> tuple[int, int]:
+def _gradients_of_ends(
+    recipe: Recipe, trained: list[nn.Parameter], parts: RankParts
+) -> tuple[int, int]:
     """Bytes of the gradients that fsdp2 reduces before those of all layers, and after them when activations are freed.
 
     The first ones are those of an output layer that is gathered separately. The others are those of *trained*
@@ -270,8 +243,7 @@ def _gradients_of_ends(recipe: Recipe, trained: list[nn.Parameter]) -> tuple[int
     of_outputs = {id(parameter) for part in outputs for parameter in part.parameters()}
     root = [parameter for parameter in trained if id(parameter) not in elsewhere]
     output = [parameter for parameter in trained if id(parameter) in of_outputs]
-    shards = num_shards(recipe)
-    return nbytes(output) // shards, nbytes(root) // shards
+    return parts.stored_bytes(output), parts.stored_bytes(root)
 
 
 def _has_separate_phases(recipe: Recipe) -> bool:
@@ -281,20 +253,3 @@ def _has_separate_phases(recipe: Recipe) -> bool:
     """
     layout = recipe.layout
     return layout.device.type == "cuda" and is_fully_sharded(recipe.config, layout)
-
-
-def _gathered(recipe: Recipe, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Those of *parameters* that fsdp2 gathers or casts; on one rank, only those that are not in the compute type."""
-    section = recipe.config.distributed
-    dtype = compute_dtype(section)
-    if recipe.layout.sizes.world > 1 or section.cpu_offload or dtype is None:
-        return parameters
-    return [parameter for parameter in parameters if parameter.dtype != dtype]
-
-
-def _defers(recipe: Recipe) -> bool:
-    """Whether micro-batches before the last one of a step keep the gradients and the parameters of fsdp2 unsharded."""
-    config, layout = recipe.config, recipe.layout
-    accumulates = num_micro_batches(config, layout.sizes.dp) > 1
-    is_sharded = is_fully_sharded(config, layout)
-    return is_sharded and accumulates and config.distributed.defer_gradient_sync

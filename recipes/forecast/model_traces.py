@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,15 @@ import torch
 from torch import nn
 
 from automodel_ckpt.models.activation_memory import HostActivations
+from automodel_ckpt.models.float32_parts import constants_in, float32_names
 from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.mtp import MultiTokenPrediction, mtp_of
 from automodel_ckpt.recipes.forecast.micro_batch import MicroBatchShape
+from automodel_ckpt.recipes.forecast.rank_parts import (
+    quantized_itemsizes,
+    quantized_layers,
+    rank_parts,
+)
 from automodel_ckpt.recipes.forecast.step_trace import StepTrace, traced_step
 from automodel_ckpt.recipes.model.sections import activation_mode, is_fully_sharded
 from automodel_ckpt.recipes.precision import compute_dtype
@@ -37,7 +43,8 @@ def trace_of(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
     rows, lengths = batch.rows, (batch.tokens_per_row, batch.targets_per_row)
     known = _traces.setdefault(recipe.model, {})
     is_sharded = is_fully_sharded(recipe.config, recipe.layout)
-    kind = (lengths, activation_mode(recipe.config.model), is_sharded)
+    tp = recipe.layout.sizes.tp
+    kind = (lengths, activation_mode(recipe.config.model), is_sharded, tp)
     if (rows, *kind) in known:
         return known[rows, *kind]
     others = {key[0]: trace for key, trace in known.items() if key[1:] == kind}
@@ -62,14 +69,22 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
     if batch.targets_per_row is not None:
         targets = torch.zeros(batch.rows, batch.targets_per_row, dtype=torch.long)
         tokens["decoder_input_ids"] = targets
-    dtype = compute_dtype(recipe.config.distributed)
-    is_autocast = dtype is not None and not is_fully_sharded(recipe.config, recipe.layout)
+    dtype, is_autocast = traced_dtype(recipe)
     host = None
     if activation_mode(recipe.config.model) == "offload":
         host = HostActivations(torch.device("cpu"))
-    for keeps_attention in (False, True):
+    dtypes = {} if is_autocast else _computed_dtypes(recipe.model, dtype)
+    quantized = quantized_layers(recipe)
+    for key, itemsize in quantized_itemsizes(recipe).items():
+        dtypes[key] = torch.float32 if itemsize == 4 else torch.bfloat16
+    parts = rank_parts(recipe).shapes
+    ways = [(False, parts), (True, parts)]
+    if parts:
+        # The code of some models states the number of heads.
+        ways += [(False, {}), (True, {})]
+    for keeps_attention, shapes in ways:
         try:
-            with _without_output_layer(backbone):
+            with _without_output_layer(backbone), _quantized(quantized):
                 return traced_step(
                     backbone,
                     tokens,
@@ -79,10 +94,42 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
                     host=host,
                     keeps_attention=keeps_attention,
                     is_on_gpu=recipe.layout.device.type == "cuda",
+                    shapes=_without_lookups(backbone, shapes),
+                    dtypes=dtypes,
                 )
         except Exception as error:
             log.debug("the activations cannot be traced: %r", error)
     return None
+
+
+def traced_dtype(recipe: Recipe) -> tuple[torch.dtype | None, bool]:
+    """The dtype that a step computes in, None for that of the parameters, and whether it is that of autocast."""
+    dtype = compute_dtype(recipe.config.distributed)
+    return dtype, dtype is not None and not is_fully_sharded(recipe.config, recipe.layout)
+
+
+def _computed_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[int, torch.dtype]:
+    """The dtypes of the parameters that fsdp2 does not cast to *dtype*, and of the buffers that it casts, by id."""
+    if dtype is None:
+        return {}
+    kept, cast = float32_names(model, dtype), constants_in(model, dtype)
+    found: dict[int, torch.dtype] = {}
+    for name, parameter in model.named_parameters():
+        if name in kept:
+            found[id(parameter)] = parameter.dtype
+    for name, buffer in model.named_buffers():
+        if name in cast:
+            found[id(buffer)] = dtype
+    return found
+
+
+def _without_lookups(
+    backbone: nn.Module, shapes: Mapping[int, torch.Size]
+) -> dict[int, torch.Size]:
+    """*shapes* without those of embeddings, whose output is complete on each rank."""
+    lookups = [module for module in backbone.modules() if isinstance(module, nn.Embedding)]
+    complete = {id(module.weight) for module in lookups}
+    return {key: shape for key, shape in shapes.items() if key not in complete}
 
 
 def _traced_part(model: Any) -> nn.Module:
@@ -107,6 +154,19 @@ def _without_output_layer(backbone: Any) -> Iterator[None]:
         yield
     finally:
         del vars(head)["forward"]
+
+
+@contextmanager
+def _quantized(layers: Sequence[nn.Linear]) -> Iterator[None]:
+    """Let *layers* return results of the type of their inputs, as those of bitsandbytes, also under autocast."""
+    for layer in layers:
+        forward = layer.forward
+        vars(layer)["forward"] = lambda x, forward=forward: forward(x).to(x.dtype)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
 
 
 class _WithDepths(nn.Module):

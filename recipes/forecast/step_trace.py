@@ -36,11 +36,13 @@ class HeadMemory:
     """The memory of the output layer and the loss, which a trace does not run.
 
     *peak_bytes* exist while the loss is computed, beside the gradient of the hidden states; *gradient_bytes* of them,
-    the gradient of the layer's weight, remain.
+    the gradient of the layer's weight, remain. *sum_bytes* of them, the same gradient in a wider type, remain until the
+    backward pass of the layer.
     """
 
     peak_bytes: int
     gradient_bytes: int = 0
+    sum_bytes: int = 0
 
 
 Course = tuple[tuple[int, int], ...]
@@ -226,6 +228,8 @@ def traced_step(
     host: HostActivations | None = None,
     keeps_attention: bool = False,
     is_on_gpu: bool = False,
+    shapes: Mapping[int, torch.Size] | None = None,
+    dtypes: Mapping[int, torch.dtype] | None = None,
 ) -> StepTrace:
     """Count the bytes of a forward and a backward pass of *backbone*.
 
@@ -239,6 +243,8 @@ def traced_step(
         keeps_attention: Whether layers call the attention that they are configured for, with a mask as large as all
             pairs of positions, instead of one like flash attention. Some models have code for "sdpa" only.
         is_on_gpu: Whether the step is that of a GPU.
+        shapes: The shapes of the parameters, by id, that a rank has a part of.
+        dtypes: The dtypes of the parameters that are not cast, and of the buffers that are cast, by id.
 
     Raises an exception of torch or of the model for a forward pass that needs values.
     """
@@ -251,7 +257,15 @@ def traced_step(
         traced = _traced_attention(backbone, is_on_gpu=is_on_gpu)
         with nullcontext() if keeps_attention else traced:
             return _traced(
-                backbone, inputs, options, live, dtype, is_autocast=is_autocast, host=host
+                backbone,
+                inputs,
+                options,
+                live,
+                dtype,
+                is_autocast=is_autocast,
+                host=host,
+                shapes=shapes or {},
+                dtypes=dtypes or {},
             )
     finally:
         torch_log.disabled = was_disabled
@@ -266,9 +280,11 @@ def _traced(
     *,
     is_autocast: bool,
     host: HostActivations | None,
+    shapes: Mapping[int, torch.Size],
+    dtypes: Mapping[int, torch.dtype],
 ) -> StepTrace:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        own = _fake_parameters(backbone, None if is_autocast else dtype)
+        own = fake_parameters(backbone, None if is_autocast else dtype, shapes, dtypes)
         fake_inputs: dict[str, torch.Tensor] = {}
         for name, tensor in inputs.items():
             fake_inputs[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -325,16 +341,26 @@ class _Gradients:
         self._live.reset_peak()
 
 
-def _fake_parameters(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Tensors in place of the parameters and buffers of *model*, parameters in *dtype*."""
+def fake_parameters(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    shapes: Mapping[int, torch.Size] | None = None,
+    dtypes: Mapping[int, torch.dtype] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Tensors in place of the parameters and buffers of *model*, parameters in *dtype*.
+
+    *shapes* and *dtypes* are those of single parameters and buffers, by id.
+    """
+    shapes, dtypes = shapes or {}, dtypes or {}
     own: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         kind = parameter.dtype
-        if dtype is not None and kind.is_floating_point:
-            kind = dtype
-        own[name] = torch.empty(parameter.shape, dtype=kind, requires_grad=parameter.requires_grad)
+        if kind.is_floating_point:
+            kind = dtypes.get(id(parameter), dtype or kind)
+        shape = shapes.get(id(parameter), parameter.shape)
+        own[name] = torch.empty(shape, dtype=kind, requires_grad=parameter.requires_grad)
     for name, buffer in model.named_buffers():
-        own[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        own[name] = torch.empty(buffer.shape, dtype=dtypes.get(id(buffer), buffer.dtype))
     return own
 
 

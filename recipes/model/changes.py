@@ -9,6 +9,7 @@ from torch import nn
 
 from automodel_ckpt.checkpoint.module_tensors import record_complete_tensors, set_stored_layout
 from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.config.sections.peft import PeftConfig
 from automodel_ckpt.distributed.expert_parallel import experts_of
@@ -37,7 +38,7 @@ from automodel_ckpt.recipes.model.deferred_model import DeferredModel
 from automodel_ckpt.recipes.model.model_config import text_tokenizer
 from automodel_ckpt.recipes.model.pretrained_files import layout_in_files
 from automodel_ckpt.recipes.model.request import ModelRequest
-from automodel_ckpt.recipes.model.sections import activation_mode, fuses_layers
+from automodel_ckpt.recipes.model.sections import activation_mode, compiles_kernels, fuses_layers
 from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
@@ -89,8 +90,16 @@ def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel
         if names.rows:
             # Each rank stores its own experts; with this, all ranks know the names of all experts.
             record_complete_tensors(model)
-    if fuses_layers(request.config, request.layout.device.type):
-        _fuse_layers(deferred.model, activation_mode(section))
+    device_type = request.layout.device.type
+    is_compiled = request.is_dry_run and compiles_kernels(request.config, device_type)
+    if is_compiled or fuses_layers(request.config, device_type):
+        # Selective recomputation keeps results of matrix products, which fused adapters change in place. Of compiled
+        # layers, but for their adapters, the backward pass needs about the same tensors as of fused ones.
+        with_adapters = activation_mode(section) != "selective" and not is_compiled
+        if request.is_dry_run and _is_quantized(request.config):
+            # Adapters of layers that are quantized when they are read.
+            with_adapters = False
+        _fuse_layers(deferred.model, with_adapters=with_adapters)
     if not request.is_trained:
         _freeze_all(deferred.model)
     elif section.activation_checkpointing:
@@ -150,15 +159,18 @@ def _with_adapters(
     return adapted
 
 
-def _fuse_layers(model: nn.Module, mode: str) -> None:
-    """Let layers of *model* compute with fewer kernels. *mode* is which activations are recomputed."""
+def _is_quantized(config: RecipeConfig) -> bool:
+    return config.peft is not None and config.peft.quantize_base is not None
+
+
+def _fuse_layers(model: nn.Module, *, with_adapters: bool) -> None:
+    """Let layers of *model* compute with fewer kernels; adapters only *with_adapters*."""
     numbers = {
         "RMS normalization": fuse_norms(model),
         "gated layer": fuse_gates(model),
         "rotary embedding": fuse_rotary_embeddings(model),
         "position bias": lay_out_position_biases(model),
-        # Selective recomputation keeps results of matrix products, which must not be changed in place.
-        "adapter": fuse_adapters(model) if mode != "selective" else 0,
+        "adapter": fuse_adapters(model) if with_adapters else 0,
     }
     found = [counted(number, noun) for noun, number in numbers.items() if number]
     if found:

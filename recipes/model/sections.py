@@ -50,6 +50,11 @@ def fuses_layers(config: RecipeConfig, device_type: str) -> bool:
     return bool(given)
 
 
+def compiles_kernels(config: RecipeConfig, device_type: str) -> bool:
+    """Whether torch.compile makes kernels of several operators for a GPU."""
+    return config.compile.enabled and config.compile.backend == "inductor" and device_type == "cuda"
+
+
 def balancing_scope(section: ModelConfig | Target) -> str:
     """Over what the router's load is balanced: ``global_batch`` or ``micro_batch``; empty: it is not."""
     given = section.router_aux_loss if isinstance(section, ModelConfig) else True

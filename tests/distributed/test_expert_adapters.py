@@ -133,7 +133,7 @@ def test_peft_loads_the_adapter_and_computes_the_same_and_so_does_the_merged_mod
 def test_all_experts_can_be_none() -> None:
     model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     adapted = add_adapters(model, Lora(target_parameters="all-experts"), task_type=None)
-    assert not adapted.peft_config["target_parameters"]
+    assert not adapted.peft_config.get("target_parameters")
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     with pytest.raises(RecipeError, match="no layer is left to adapt"):
         add_adapters(

@@ -31,6 +31,9 @@ def environment(options: argparse.Namespace, library: Path) -> dict[str, str]:
     found.setdefault("HF_HUB_OFFLINE", "1")
     found.setdefault("OMP_NUM_THREADS", "1")
     found["NULL_CUDA_REAL" if options.arithmetic else "NULL_CUDA_PROBES"] = "1"
+    if not options.arithmetic:
+        # Of the number of images, for example.
+        found["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
     if options.no_triton:
         found["NULL_NO_TRITON"] = "1"
     else:

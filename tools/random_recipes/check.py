@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,8 @@ def check(recipe: Recipe, work: Path, device: Device = CPU) -> Result:
     * ``ckpt verify`` and ``ckpt export`` succeed, ``ckpt verify --deep`` also on the store.
     """
     numbers = random.Random(recipe.seed)
+    if device.resumes_on is not None:
+        recipe = _on_two_devices(recipe)
     first = work / "first"
     ended = _train(device, recipe, first, recipe.ranks)
     if "Traceback" in ended.output:
@@ -130,6 +132,14 @@ def check(recipe: Recipe, work: Path, device: Device = CPU) -> Result:
         problems += _check_other_ranks(device, recipe, first, work / "other-ranks", step)
     problems += _check_commands(recipe, first, work)
     return Result("trained", problems)
+
+
+def _on_two_devices(recipe: Recipe) -> Recipe:
+    """*recipe* with the dtype of the base, if adapters have it, too: its default differs between the devices."""
+    options = recipe.options
+    if options.get("peft.dtype") != "base" or "model.dtype" in options:
+        return recipe
+    return replace(recipe, options={**options, "model.dtype": "bfloat16"})
 
 
 def _least_steps(recipe: Recipe) -> int:

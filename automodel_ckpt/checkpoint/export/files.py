@@ -14,6 +14,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS, TORCH_NAMES, main_dtype
 from automodel_ckpt.checkpoint.export.copy_engine import Digested
+from automodel_ckpt.checkpoint.export.older_config import with_older_keys
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, Plan, quantized_in_base
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.durable_file import file_record
@@ -69,7 +70,7 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
     if "config.json" in files:
         config_path = directory / "config.json"
         config, config_warnings = agreeing_config(files["config.json"], plan, maps, config_path)
-        files["config.json"] = config
+        files["config.json"] = _readable_by_older(config)
         warnings += config_warnings
     if not maps.is_adapter:
         files[layout.HF_INDEX] = plan.index()
@@ -130,6 +131,14 @@ def agreeing_config(raw: bytes, plan: Plan, maps: BaseMaps, path: Path) -> tuple
     if json.dumps(config) == before:
         return raw, warnings
     return json.dumps(config, indent=2).encode() + b"\n", warnings
+
+
+def _readable_by_older(raw: bytes) -> bytes:
+    """Return config.json with the keys that programs before transformers 5 read."""
+    # Checkpoints of earlier revisions, and imported ones, lack them.
+    config = parse_json(raw)
+    changed = with_older_keys(config)
+    return raw if changed == config else json.dumps(changed, indent=2).encode() + b"\n"
 
 
 def _set_dtype(config: dict[str, Any], name: str, *, top: bool = True) -> None:

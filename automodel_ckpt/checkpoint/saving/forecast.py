@@ -248,6 +248,7 @@ def _state_entries(
     optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> Iterator[tuple[str, int | None, int]]:
     """(name, elements, bytes per element) of each state entry; elements None for one without dimensions."""
+    optimizer = _optimizer_of(optimizer, group)
     state = optimizer.state.get(parameter)
     shape = list(parameter.shape)
     if not state and hasattr(optimizer, "state_like"):
@@ -269,6 +270,15 @@ def _state_entries(
         else:
             extents = [real_extent.get(extent, extent) for extent in value.shape]
             yield name, math.prod(extents), value.element_size()
+
+
+def _optimizer_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+    """The optimizer that updates *group*: one of those that *optimizer* combines, or *optimizer*."""
+    for part in getattr(optimizer, "optimizers", ()):
+        if any(each is group for each in part.param_groups):
+            found: Optimizer = part
+            return found
+    return optimizer
 
 
 def _state_after_a_step(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export.older_config import without_older_keys
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.errors import CheckpointUnusable
@@ -111,8 +112,9 @@ def config_changes(
 
     Versions of transformers write different keys. Where the versions differ, only keys that both have are compared.
     """
-    before = dict(_leaves(saved))
-    now = dict(_leaves(here))
+    # Checkpoints of earlier revisions lack the older keys.
+    before = dict(_leaves(without_older_keys(saved)))
+    now = dict(_leaves(without_older_keys(here)))
     keys = before.keys() & now.keys()
     if saved.get("transformers_version") == here.get("transformers_version"):
         keys = before.keys() | now.keys()

@@ -12,7 +12,7 @@ Versions before 0.3 and Meta's files have other names for the output layer and t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -102,6 +102,8 @@ TORCHTITAN_LLAMA = Converter(
         rename(_TORCHTITAN + "feed_forward.w3.weight", _HUGGING_FACE + "mlp.up_proj.weight"),
     ),
 )
+# Mistral's files (consolidated.safetensors) have the names and the order of rows of Meta's.
+_READABLE = (*TORCHTITAN_LLAMA.model_types, "mistral")
 _FUSED_SUFFIX = "qkv_linear.wqkv.weight"
 _FUSED = Rule(_QKV + "wqkv.weight", (_QUERY, _KEY, _VALUE), by_rotated_query_group, permuted=True)
 
@@ -196,28 +198,32 @@ class TorchtitanConversion:
         return found
 
 
-def torchtitan_conversion(directory: Path) -> TorchtitanConversion | None:
+def torchtitan_conversion(
+    directory: Path, *, model_types: Collection[str] = _READABLE
+) -> TorchtitanConversion | None:
     """Return the conversion to the Hugging Face model whose config.json is in *directory*.
 
-    None if there is none, or its model is none of torchtitan's that can be converted. Raises
-    :class:`CheckpointUnusable` if the config is damaged.
+    None if there is none, or its model is none of *model_types*. Raises :class:`CheckpointUnusable` if the config is
+    damaged.
     """
     config = read_json(directory, _CONFIG)
-    if config is None or config.get("model_type") not in TORCHTITAN_LLAMA.model_types:
+    if config is None or config.get("model_type") not in model_types:
         return None
     where = str(directory / _CONFIG)
     return TorchtitanConversion(dimensions_of_config(config, where), where)
 
 
-def required_torchtitan_conversion(directory: Path) -> TorchtitanConversion:
+def required_torchtitan_conversion(
+    directory: Path, *, model_types: Collection[str] = _READABLE
+) -> TorchtitanConversion:
     """Return the conversion of :func:`torchtitan_conversion`. Raises :class:`CheckpointUnusable` if there is none."""
-    found = torchtitan_conversion(directory)
+    found = torchtitan_conversion(directory, model_types=model_types)
     if found is not None:
         return found
     raise CheckpointUnusable(
         "torchtitan's names cannot be converted to those of this model",
         where=str(directory / _CONFIG),
-        value="its model_type is not llama, or there is no config.json",
+        value=f"its model_type is not {' or '.join(model_types)}, or there is no config.json",
         hint="let torchtitan save in Hugging Face format (last_save_in_hf), or import weights without a config.json",
     )
 

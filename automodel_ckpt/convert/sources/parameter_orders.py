@@ -54,6 +54,13 @@ _NARROWER_HINT = (
     f"state the groups with globs that match fewer parameters: leave out frozen ones, and in each {OPTION} those of "
     "other groups"
 )
+_OTHER_MODEL = "use the config.json of the model that was trained, or import the weights without --training-state"
+_SINGLE_EXPERTS = (
+    "an optimizer with a parameter for each expert, as of transformers 4, cannot be continued: transformers 5 has one "
+    "for all experts of a layer; import the weights without --training-state"
+)
+_FUSED = 3
+"""Dimensions of the weights of all experts of a layer."""
 _STATED_HINT = (
     f"give one {OPTION} for each group, in the order of the optimizer's param_groups, with globs that match its "
     "parameters"
@@ -282,12 +289,14 @@ def _not_fitting(numbered: NumberedGroups, model: Sequence[ModelParameter]) -> C
         "matrices first, then vectors": [matrices, vectors],
     }
     reasons = [f"{order}: {_mismatch(numbered, groups)}" for order, groups in usual.items()]
+    is_fused = any(len(parameter.shape) == _FUSED for parameter in model)
+    has_experts = is_fused and len(numbered.shapes) > len(model)
     return CheckpointUnusable(
         "the numbers in the optimizer's state cannot be assigned to the model's parameters",
         where=str(numbered.path),
         value=f"{_sizes(numbered)}, {counted(len(model), 'parameter')}; no groups fit; compared with usual ones:"
         + "".join(f"\n    {reason}" for reason in reasons),
-        hint="use the config.json of the model that was trained, or import the weights without --training-state",
+        hint=_SINGLE_EXPERTS if has_experts else _OTHER_MODEL,
     )
 
 

@@ -27,10 +27,13 @@ from automodel_ckpt.convert.sources.trainer import TransformersTrainer
 from automodel_ckpt.convert.sources.unsupported_files import (
     Hdf5File,
     LfsPointer,
+    LitGptModel,
     NumpyArchive,
+    OrbaxCheckpoint,
     Pickle,
     TarArchive,
     UnknownFile,
+    VerlShards,
     ZipArchive,
 )
 from automodel_ckpt.convert.sources.zarr_arrays import ZarrArrays
@@ -70,6 +73,10 @@ FORMATS: tuple[Format, ...] = (
     TorchModelDirectory(),
     # The oldest of the formats that one directory can have, as that of BERT: a directory, or an index file.
     TensorFlowCheckpoint(),
+    VerlShards(),
+    OrbaxCheckpoint(),
+    # Beside lit_model.pth, there can be the Hugging Face files that it was made from.
+    LitGptModel(),
     # Single files. The first bytes count more than the suffix .safetensors.
     GgufFile(),
     NumpyArchive(),

@@ -1,17 +1,20 @@
-"""Single files of other programs that are recognized by their first bytes, and not read. Imports no torch.
+"""Files of other programs that are recognized, and not read. Imports no torch.
 
-Nothing is unpickled or unpacked. A .safetensors file is a separate format (``safetensors_file.py``).
+Single files are recognized by their first bytes, directories by names of files. Nothing is unpickled or unpacked. A
+.safetensors file is a separate format (``safetensors_file.py``).
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from automodel_ckpt.convert.sources.files import first_bytes
+from automodel_ckpt.convert.sources.files import first_bytes, names_in
 from automodel_ckpt.convert.sources.format import UnsupportedFormat
 from automodel_ckpt.convert.tar_reading import is_gzip, is_tar
 
 _HEAD_BYTES = 512
+_VERL_RANK = re.compile(r"model_world_size_\d+_rank_\d+\.pt", re.ASCII)
 _SAVE_AGAIN = (
     "save it again in the format of PyTorch 1.6 and later, and use that file: "
     "python -c \"import torch; torch.save(torch.load('FILE', weights_only=True), 'FILE.pt')\""
@@ -83,6 +86,43 @@ class LfsPointer(_FileByContent):
 
     def matches(self, head: bytes) -> bool:
         return head.startswith(b"version https://git-lfs.github.com/")
+
+
+class VerlShards(UnsupportedFormat):
+    """A directory of verl's checkpoints with FSDP, or the file of one of its ranks, which has a part of each tensor."""
+
+    name = "a checkpoint of verl, a file for each rank"
+    hint = (
+        "merge the ranks: python -m verl.model_merger merge --backend fsdp --local_dir DIRECTORY --target_dir MERGED; "
+        "MERGED has Hugging Face files"
+    )
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        names = [path.name] if path.is_file() else names_in(path)
+        return any(_VERL_RANK.fullmatch(name) for name in names)
+
+
+class OrbaxCheckpoint(UnsupportedFormat):
+    """A directory of Orbax, which programs that use JAX write."""
+
+    name = "a checkpoint of Orbax (JAX)"
+    hint = "save the model in Hugging Face files with the program that trained it, and use these"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return bool({"manifest.ocdbt", "_CHECKPOINT_METADATA"} & set(names_in(path)))
+
+
+class LitGptModel(UnsupportedFormat):
+    """A directory of LitGPT's without the files that it was converted from."""
+
+    name = "a model of LitGPT"
+    hint = (
+        "convert it: litgpt convert_from_litgpt DIRECTORY CONVERTED; then name CONVERTED/model.pth, and DIRECTORY "
+        "with --config"
+    )
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return "lit_model.pth" in names_in(path)
 
 
 class UnknownFile(_FileByContent):

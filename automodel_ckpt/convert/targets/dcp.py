@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.sources.opening import MODEL, is_checkpoint
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.convert.names.torchtitan import required_torchtitan_conversion
+from automodel_ckpt.convert.names.torchtitan import TORCHTITAN_LLAMA, required_torchtitan_conversion
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_directory
 from automodel_ckpt.convert.run_state import RunState, first_renamed, read_run_state
@@ -118,6 +118,6 @@ def _in_torchtitan_names(opened: Source) -> Source:
     """Return *opened* with torchtitan's names. Its digests are compared first: parts of its slices have none."""
     check_digests(opened)
     side = opened.config_directory
-    conversion = required_torchtitan_conversion(side)
+    conversion = required_torchtitan_conversion(side, model_types=TORCHTITAN_LLAMA.model_types)
     tensors = conversion.to_torchtitan(opened.tensors, str(opened.model_directory))
     return replace(opened, tensors=tensors, tied={})

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.torch_archive_writing import write_torch_archive
+from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.sources.opening import MODEL, is_checkpoint
 from automodel_ckpt.convert.publishing import check_directory_target, published_directory
@@ -30,6 +31,7 @@ from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.torch_file import archive_tensor
 from automodel_ckpt.convert.training_state import ModelParameter, ParameterGroup, Parameters
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import counted
 
 log_default = logging.getLogger("automodel_ckpt")
 
@@ -99,11 +101,15 @@ def export_trainer(
         for path in (directory / _WEIGHTS).iterdir():
             path.rename(directory / path.name)
         shutil.rmtree(directory / _WEIGHTS)
-        groups = trainer_groups(run, parameters_in(directory)(), source)
+        parameters = parameters_in(directory)()
+        warnings = (*weights.warnings, *unloaded_warning(parameters, _names_in(directory), target))
+        groups = trainer_groups(run, parameters, source)
         _write_archive(directory / OPTIMIZER_FILE, _optimizer(run, groups))
         _write_archive(directory / SCHEDULER_FILE, _schedule(run, groups))
         state = _trainer_state(run, manifest, intervals, (*_CALLBACKS, *callbacks))
         (directory / STATE_FILE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
+    for warning in warnings[len(weights.warnings) :]:
+        log(warning)
     log(f"not transferred: {', '.join(NOT_TRANSFERRED)}")
     log(
         f"the Trainer takes these from the checkpoint: logging_steps {intervals.logging_steps}, "
@@ -116,10 +122,32 @@ def export_trainer(
         nbytes,
         time.monotonic() - started,
         weights.checked,
-        weights.warnings,
+        warnings,
         run.step,
         len(run.tensors),
     )
+
+
+def unloaded_warning(
+    model: Sequence[ModelParameter], stored: Collection[str], target: Path
+) -> list[str]:
+    """Return a warning if the Trainer leaves some parameters of *model* as they are, else nothing.
+
+    It fills the model with the *stored* tensors by name, and ignores those with other names (transformers 5.23,
+    ``Trainer._load_from_checkpoint``): mixtures have a tensor for each expert in files, and one for all in memory.
+    ``from_pretrained`` converts the names.
+    """
+    names = [parameter.name for parameter in model if parameter.name not in stored]
+    if not names:
+        return []
+    count = counted(len(names), "parameter")
+    warning = f"the Trainer does not load {count} from these files, such as {names[0]}"
+    return [f"{warning}: give it a model that from_pretrained({str(target)!r}) returns"]
+
+
+def _names_in(directory: Path) -> Collection[str]:
+    """Return the names of the tensors in exported files."""
+    return read_weight_map(directory / layout.HF_INDEX) or {}
 
 
 # ---------------------------------------------------------------- the optimizer

@@ -37,6 +37,7 @@ from automodel_ckpt.checkpoint.verify import unlisted_files, verify
 from automodel_ckpt.cli.checkpoint_rows import rows_of
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
+from automodel_ckpt.training.combined_optimizer import CombinedOptimizer
 from tests.support import tiny
 from tests.unit.checkpoint.test_background import AdapterFiles
 
@@ -1161,6 +1162,18 @@ def test_a_forecast_counts_side_files_exports_and_the_objects_of_each_rank() -> 
     shards = bytes_of(num_shards=4) - bytes_of(num_shards=1)
     assert shards == 3 * forecast._ENTRY_BYTES["module"]
     assert bytes_of(num_shards=20) == bytes_of(num_shards=10)
+
+
+def test_a_forecast_counts_the_state_of_each_of_several_optimizers() -> None:
+    matrix = torch.nn.Parameter(torch.zeros(64, 64))
+    bias = torch.nn.Parameter(torch.zeros(64))
+    optimizers = [torch.optim.Muon([matrix]), torch.optim.SGD([bias], momentum=0.9)]
+    (item,) = classify({"optimizer": CombinedOptimizer(optimizers)})
+    nbytes = forecast.forecast_bytes([item], world_size=1, save_optimizer=True)
+    nbytes -= forecast.forecast_bytes([], world_size=1, save_optimizer=True)
+    # The momentum of each.
+    entries = 2 * (forecast._ENTRY_BYTES["optimizer"] + forecast.archive_overhead())
+    assert nbytes == 4 * (64 * 64 + 64) + entries
 
 
 def test_a_save_reports_its_size_and_how_long_it_took(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,16 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.layer_patterns import matches_layer
@@ -356,3 +366,95 @@ def test_an_adapter_of_another_head_is_an_error_that_names_it(tmp_path: Path, er
     text = error(adapter)
     assert "another head" in text and "task_type: SEQ_CLS; a LlamaForCausalLM has no score" in text
     assert "recipe: sequence_classification" in text and "init_from.path" in text
+
+
+def test_layers_with_the_names_of_an_earlier_version_are_renamed(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    base = tmp_path / "base"
+    config = Qwen2VLConfig(
+        text_config={
+            "vocab_size": 24,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+        },
+        vision_config={"depth": 1, "embed_dim": 8, "hidden_size": 16, "num_heads": 1},
+    )
+    Qwen2VLForConditionalGeneration(config).save_pretrained(base)
+    # transformers 4.57 states the class only in the part.
+    stated = json.loads((base / "config.json").read_text())
+    stated["text_config"]["architectures"] = stated.pop("architectures")
+    (base / "config.json").write_text(json.dumps(stated))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{layer}.lora_A.weight": torch.ones(2, 16),
+        f"{layer}.lora_B.weight": torch.ones(16, 2),
+    }
+    save_file(tensors, adapter / FILE)
+    options = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": "^(?!.*visual).*q_proj",
+    }
+    options["rank_pattern"] = {"model.layers.0.self_attn.q_proj": 2}
+    (adapter / "adapter_config.json").write_text(json.dumps(options))
+    assert main(["import", str(adapter), str(tmp_path / "run"), "--base", str(base)]) == 0
+    output = capsys.readouterr().out
+    assert "1 layer renamed" in output
+    (stored,) = (tmp_path / "run").glob(f"epoch*/model/{FILE}")
+    inner = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
+    assert load_file(stored).keys() == {f"{inner}.lora_A.weight", f"{inner}.lora_B.weight"}
+
+
+def test_adapters_on_single_experts_are_an_error_that_says_so(tmp_path: Path, error: Error) -> None:
+    base = tmp_path / "base"
+    config = MixtralConfig(
+        vocab_size=24,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+    )
+    MixtralForCausalLM(config).save_pretrained(base)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    layer = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1"
+    tensors = {
+        f"{layer}.lora_A.weight": torch.ones(2, 8),
+        f"{layer}.lora_B.weight": torch.ones(8, 2),
+    }
+    save_file(tensors, adapter / FILE)
+    options = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["w1"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(options))
+    assert "a layer for each expert" in error(adapter, "--base", str(base))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp.bin", "model.safetensors"])
+def test_a_base_with_an_adapter_in_its_layers_is_an_error(
+    tmp_path: Path, error: Error, name: str
+) -> None:
+    """As accelerate saves the state of a model of peft."""
+    base = base_in(tmp_path / "base")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    shutil.copy(base / "config.json", saved)
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    state = {
+        f"{layer}.base_layer.weight": torch.ones(8, 8),
+        f"{layer}.lora_A.default.weight": torch.ones(2, 8),
+        f"{layer}.lora_B.default.weight": torch.ones(8, 2),
+    }
+    if name.endswith(".bin"):
+        torch.save(state, saved / name)
+    else:
+        save_file(state, saved / name, {"format": "pt"})
+    assert "not merged" in error(saved)

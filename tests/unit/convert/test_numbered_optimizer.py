@@ -185,6 +185,16 @@ class Vectors(nn.Module):
         return (self.bias * self.scale).sum()
 
 
+def test_a_parameter_for_each_expert_is_an_error_that_says_so(tmp_path: Path) -> None:
+    """As transformers 4 had them."""
+    model = Model()
+    state = trained(model, model.parameters()).state_dict()
+    fused = nn.ParameterList([torch.zeros(2, 6, 4), torch.zeros(7, 4)])
+    with pytest.raises(CheckpointUnusable) as caught:
+        read(tmp_path / "optimizer.pt", state, fused)
+    assert "for each expert" in caught.value.problems[0].hint
+
+
 def test_two_groups_that_can_be_exchanged_are_an_error(tmp_path: Path) -> None:
     model = Vectors()
     optimizer = trained(model, two_groups(model))

@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint.state.fill_modules import (
     module_shapes,
 )
 from automodel_ckpt.checkpoint.state.stored_rows import rows_of
+from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.convert.open import open_base, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import tiny
@@ -69,11 +70,14 @@ def test_shards_of_pytorch_with_an_index_are_shards(tmp_path: Path) -> None:
     assert open_weights(tmp_path).modules["model"].tensors["embed.weight"].shape == (2, 3)
 
 
-@pytest.mark.parametrize("kind", ["adapter", "weights"])
+@pytest.mark.parametrize("kind", ["adapter", "weights", "attention"])
 def test_what_only_mlx_reads_is_an_error_that_names_it(tmp_path: Path, kind: str) -> None:
     if kind == "adapter":
         save_file({"q_proj.lora_a": torch.ones(2, 2)}, tmp_path / "adapters.safetensors")
         (tmp_path / "adapter_config.json").write_text("{}")
+    elif kind == "attention":
+        name = "model.layers.0.self_attn.unembed_out.weight"
+        save_file({name: torch.ones(2, 2, 2)}, tmp_path / "model.safetensors")
     else:
         packed = {"q.weight": torch.zeros(4, 2, dtype=torch.uint32)}
         packed |= {f"q.{each}": torch.ones(4, 1) for each in ("scales", "biases")}
@@ -91,6 +95,46 @@ class Net(nn.Module):
 
 def fillings(source: Tensors, *, resized: bool = False) -> dict[str, Filling]:
     return {name: Filling(source, name, resized) for name in source.tensors}
+
+
+def test_experts_that_mlx_stacked_are_separate_tensors_again(tmp_path: Path) -> None:
+    """As mlx-lm 0.32 saves Qwen3 MoE and Mixtral."""
+    stacks = {
+        "layers.0.mlp.switch_mlp.up_proj.weight": torch.arange(12.0).reshape(2, 3, 2),
+        "layers.0.block_sparse_moe.switch_mlp.down_proj.weight": torch.rand(2, 2, 3),
+        "layers.0.mlp.gate.weight": torch.rand(2, 3),
+    }
+    save_file(stacks, tmp_path / "model.safetensors", {"format": "mlx"})
+    module = open_weights(tmp_path).modules["model"]
+    first, second, gate = stacks.values()
+    expected = {"layers.0.mlp.gate.weight": gate}
+    for expert in range(2):
+        expected[f"layers.0.mlp.experts.{expert}.up_proj.weight"] = first[expert]
+        expected[f"layers.0.block_sparse_moe.experts.{expert}.w2.weight"] = second[expert]
+    assert module.tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        assert whole(module.root, module.tensors[name]).tolist() == value.tolist()
+
+
+FOREIGN = {
+    "model_world_size_2_rank_1.pt": "verl",
+    "_CHECKPOINT_METADATA": "Orbax",
+    "lit_model.pth": "LitGPT",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_directories_that_cannot_be_read_are_named_with_a_way_to_convert_them(
+    tmp_path: Path, name: str
+) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(CheckpointUnusable, match=FOREIGN[name]) as caught:
+        open_weights(tmp_path)
+    assert caught.value.problems[0].hint
+    if FOREIGN[name] == "verl":
+        # Its tensors are those of one rank.
+        with pytest.raises(CheckpointUnusable, match="verl"):
+            open_weights(tmp_path / name)
 
 
 @pytest.mark.parametrize("model_save_format", ["safetensors", "torch_save"])

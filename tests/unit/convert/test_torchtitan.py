@@ -144,7 +144,11 @@ def test_both_directions_are_inverse_and_have_few_slices() -> None:
             assert piece.start + row * piece.row_bytes == (piece.offsets[0] + row) * row_bytes
 
 
-def test_names_of_older_versions_are_converted(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_names_of_older_versions_are_converted(
+    checkpoint: Path, tmp_path: Path, model_type: str
+) -> None:
+    """Mistral's consolidated.safetensors has the names of Meta's files, too."""
     from safetensors.numpy import save_file
 
     source = open_source(checkpoint)
@@ -155,8 +159,10 @@ def test_names_of_older_versions_are_converted(checkpoint: Path, tmp_path: Path)
     older["freqs_cis"] = np.zeros((2, 4), np.float32)
     save_file(older, tmp_path / "model.safetensors")
     expected = prepare(checkpoint, tmp_path / "run", ImportOptions(config=CONFIG)).weights
+    config = json.loads((CONFIG / "config.json").read_text()) | {"model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     found = prepare(
-        tmp_path / "model.safetensors", tmp_path / "run", ImportOptions(config=CONFIG)
+        tmp_path / "model.safetensors", tmp_path / "run", ImportOptions(config=tmp_path)
     ).weights
     assert found.tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():

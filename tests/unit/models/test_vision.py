@@ -86,6 +86,22 @@ def test_a_base_whose_files_have_the_names_of_memory_keeps_them(tmp_path: Path) 
     assert names_in_files(model, tmp_path) == ({}, {})
 
 
+def test_names_of_earlier_versions_in_the_files_of_a_base_stay(tmp_path: Path) -> None:
+    base = make_base(tmp_path, "llava")
+    written = {}
+    with safe_open(base / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 (it is no dict)
+            # As the published models have it, and transformers 4 reads it.
+            older = name.replace("vision_tower.", "vision_tower.vision_model.")
+            written[older] = file.get_tensor(name)
+    save_file(written, base / "model.safetensors", {"format": "pt"})
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(base, output_loading_info=True)
+    model, report = loaded
+    assert not report["missing_keys"]
+    names = names_in_files(model, base).names
+    assert {names.get(name, name) for name in model.state_dict()} == written.keys()
+
+
 def test_what_is_no_transformers_model_keeps_its_names() -> None:
     assert names_in_files(torch.nn.Linear(2, 2)) == ({}, {})
 

@@ -201,10 +201,7 @@ def dtype_mm(name, fn, out):
     LIB.impl("aten::" + name, plain, "CUDA")
 
 
-for base, fn in (("mm", torch.mm), ("addmm", torch.mm), ("bmm", torch.bmm), ("baddbmm", torch.bmm)):
-    for o in ("dtype", "dtype_out"):
-        if hasattr(getattr(torch.ops.aten, base), o):
-            dtype_mm(f"{base}.{o}", fn, o.endswith("out"))
+PRODUCTS = (("mm", torch.mm), ("addmm", torch.mm), ("bmm", torch.bmm), ("baddbmm", torch.bmm))
 
 
 def rms_norm_backward(gradient, inputs, shape, inverse, weight, wanted):
@@ -219,16 +216,34 @@ def rms_norm_backward(gradient, inputs, shape, inverse, weight, wanted):
     return tuple(gpu(g.to(x.dtype), x.device) if is_wanted else None for g, x, is_wanted in found)
 
 
-LIB.impl("aten::_fused_rms_norm_backward", rms_norm_backward, "CUDA")
-
-for name, fn in (
+ATTENTION = (
     ("_scaled_dot_product_flash_attention", null_attention.flash_of_batch),
     ("_scaled_dot_product_flash_attention_backward", null_attention.flash_of_batch_backward),
     ("_scaled_dot_product_efficient_attention", null_attention.efficient),
     ("_scaled_dot_product_efficient_attention_backward", null_attention.efficient_backward),
     ("_flash_attention_forward", null_attention.flash),
     ("_flash_attention_backward", null_attention.flash_backward),
-):
-    LIB.impl("aten::" + name, fn, "CUDA")
-with warnings.catch_warnings():
-    install()
+)
+MASKS = ("eq.Scalar", "masked_select")
+"""Operators that make masks of token ids, and that have results of a size that depends on a mask."""
+
+
+def install_all():
+    """Compute all operators on the CPU."""
+    for base, fn in PRODUCTS:
+        for o in ("dtype", "dtype_out"):
+            if hasattr(getattr(torch.ops.aten, base), o):
+                dtype_mm(f"{base}.{o}", fn, o.endswith("out"))
+    LIB.impl("aten::_fused_rms_norm_backward", rms_norm_backward, "CUDA")
+    for name, fn in ATTENTION:
+        LIB.impl("aten::" + name, fn, "CUDA")
+    with warnings.catch_warnings():
+        install()
+
+
+def install_masks():
+    """Compute on the CPU what decides about the sizes of tensors; kernels of all other operators do nothing."""
+    for name in MASKS:
+        base, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        LIB.impl(f"aten::{name}", make(op), "CUDA", allow_override=True)

