@@ -29,7 +29,7 @@ _CONTEXT_BYTES = 600 * 2**20
 """A process's share of a GPU before the first tensor: the CUDA context, and the workspace of matrix products."""
 _COMMUNICATION_BYTES = 2**30
 """The buffers of NCCL on a rank that communicates with others."""
-_NO_ACTIVATIONS = Activations(forward=0, loss=0, backward=((0.0, 0),), step=0)
+_NO_ACTIVATIONS = Activations(forward=0, loss=0, output=0, saved=0, backward=(), step=0)
 
 
 @dataclass(frozen=True, slots=True)
