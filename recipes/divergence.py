@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import closing
 from itertools import islice
 from typing import NoReturn
@@ -46,7 +47,7 @@ class Divergence:
         self._after_spike: list[ReportedStep] = []
         """The steps that the device had done by then, which count only if the run cannot go back."""
         self._has_updated = False
-        """Whether a step of this process had a finite loss and gradient norm."""
+        """Whether a step of this process had a finite gradient norm: others change no weight."""
 
     @property
     def found_spike(self) -> bool:
@@ -163,12 +164,12 @@ class Divergence:
 
     def _note_finite(self, step: ReportedStep) -> None:
         """Count *step* if it is not finite. Raises :class:`TrainingDiverged` after too many."""
-        self._has_updated = self._has_updated or step.is_finite
+        self._has_updated = self._has_updated or math.isfinite(step.grad_norm)
         if self._scheduler.note_finite(step.is_finite):
             self._stop(step)
         if self._cannot_train(step):
             raise TrainingDiverged(
-                "no step had a finite loss and gradient norm, so that no weight has changed",
+                "no step had a finite gradient norm, so that no weight has changed",
                 where=f"the first {counted(step.step, 'step')}",
                 value=_numbers(step),
                 hint="look for NaN in the weights of the model; or use bfloat16 instead of float16; or look at the "
@@ -177,7 +178,7 @@ class Divergence:
 
     @property
     def _has_no_update(self) -> bool:
-        """Whether no step of a new run was finite so far."""
+        """Whether no step of a new run has changed a weight so far."""
         return not self._has_updated and self._saves.resumed is None
 
     def _cannot_train(self, step: ReportedStep) -> bool:

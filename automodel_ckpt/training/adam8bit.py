@@ -148,18 +148,25 @@ class AdamW8bit(torch.optim.Optimizer):
             _change(shard, bits, average, square, settings)
             return
         update = _kernel_for(shard.device.type)
-        tensors = [shard, gradient.contiguous()]
-        tensors += [_local(state[f"{moment}_codes"]) for moment in _MOMENTS]
-        rows = [tensor.view(-1, block) for tensor in tensors]
+        changed = [shard, *(_local(state[f"{moment}_codes"]) for moment in _MOMENTS)]
+        if bits is not None:
+            changed.append(bits)
+        # The rows of a transposed matrix are no view of its blocks.
+        contiguous = [tensor.contiguous() for tensor in changed]
+        weights, *codes = (tensor.view(-1, block) for tensor in contiguous)
+        rows = [weights, gradient.contiguous().view(-1, block), *codes[: len(_MOMENTS)]]
         rows += [_local(state[f"{moment}_scales"]).view(-1, 1) for moment in _MOMENTS]
         tables = [_table(is_signed, shard.device) for is_signed in (True, False)]
-        rows_of_bits = None if bits is None else bits.view(-1, block)
+        rows_of_bits = None if bits is None else codes[-1]
         num_rows = max(_CHUNK // block, 1)
         for start in range(0, len(rows[0]), num_rows):
             part = slice(start, start + num_rows)
             chunk = [each[part] for each in rows]
             bits_of_chunk = None if rows_of_bits is None else rows_of_bits[part]
             update(*chunk, *tables, settings, bits_of_chunk)
+        for tensor, copied in zip(changed, contiguous, strict=True):
+            if tensor is not copied:
+                tensor.copy_(copied)
 
 
 def _new_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
@@ -239,9 +246,15 @@ def _change(
 
 
 def joined(rounded: torch.Tensor, further_bits: torch.Tensor) -> torch.Tensor:
-    """The float32 values that :func:`divided` has divided."""
+    """The float32 values that :func:`divided` has divided.
+
+    Where something else has changed *rounded* since then, they are near its new values.
+    """
     high = rounded.view(torch.int16).int() << 16
-    return (high + further_bits.int()).view(torch.float32)
+    bits = further_bits.int()
+    # A weight of 0 has negative bits only if something else has set it to 0: the sum would be NaN.
+    bits = torch.where(high << 1 == 0, bits.clamp(min=0), bits)
+    return (high + bits).view(torch.float32)
 
 
 def divided(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.forecast.candidates import (
     Candidate,
     compact,
@@ -22,6 +24,8 @@ from automodel_ckpt.recipes.forecast.model_traces import forget_traces
 from automodel_ckpt.recipes.forecast.step_trace import checkpointing
 from automodel_ckpt.recipes.recipe import Recipe
 
+log = logging.getLogger(__name__)
+
 _COST_OF_OFFLOADING = "slow: the optimizer runs on the CPU"
 _COST_OF_COMPACT_STATE = "gradients in bfloat16, moments in 8 bits"
 
@@ -34,6 +38,8 @@ class Proposal:
     memory: Memory
     cost: str = ""
     """What the settings cost, if that is more than time that is repeated in the backward pass."""
+    needs_new_run: bool = False
+    """Whether no run with the present settings can continue with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ def _proposals(recipe: Recipe, config: RecipeConfig, device_bytes: int) -> Itera
     model, sizes = recipe.model, recipe.layout.sizes
     forecasts = _Forecasts(recipe, device_bytes)
     first = forecasts.first_that_fits(smaller(config, model, sizes))
-    is_slow = first is not None and is_offloaded(first)
+    is_slow = first is not None and is_offloaded(first) and not config.distributed.cpu_offload
     if first is not None:
         yield forecasts.proposal(first, _COST_OF_OFFLOADING if is_slow else "")
         if first.sizes == sizes and not is_slow:
@@ -98,18 +104,25 @@ def _compact_proposal(
     first = next(candidates, None)
     if first is None:
         return
-    # All have the same model and optimizer.
-    forecasts = _Forecasts(_rebuilt(first.applied_to(recipe)), device_bytes)
-    found = forecasts.first_that_fits(itertools.chain([first], candidates))
+    try:
+        # All have the same model and optimizer.
+        forecasts = _Forecasts(_rebuilt(first.applied_to(recipe)), device_bytes)
+        found = forecasts.first_that_fits(itertools.chain([first], candidates))
+    except RecipeError as error:
+        # A recipe's own class can do more with its optimizer.
+        log.debug("no forecast for %s: %s", first.overrides, error)
+        return
     if found is not None:
-        yield forecasts.proposal(found, _COST_OF_COMPACT_STATE)
+        proposal = forecasts.proposal(found, _COST_OF_COMPACT_STATE)
+        yield replace(proposal, needs_new_run=True)
 
 
 def _rebuilt(recipe: Recipe) -> Recipe:
-    """*recipe*, which is returned, with the model and the optimizer of its sections, without values."""
+    """*recipe*, which is returned, with the model, the optimizer and the schedule of its sections, without values."""
     recipe.trainable = recipe.build_trainable()
     recipe.model = recipe.trainable.model
     recipe.optimizer = recipe.build_optimizer()
+    recipe.lr_scheduler = recipe.build_lr_scheduler()
     return recipe
 
 
@@ -144,6 +157,9 @@ class _Forecasts:
     def fits(self, candidate: Candidate) -> bool:
         """Whether the forecast of *candidate* is known and fits."""
         changed = candidate.applied_to(self._recipe)
+        # A trace of a large model takes seconds.
+        if not fits(estimate_memory(changed, with_activations=False).total, self._device_bytes):
+            return False
         with checkpointing(changed.model, candidate.recomputes):
             forecast = estimate_memory(changed)
         self._found[candidate.overrides] = forecast

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,16 +16,18 @@ from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes, share_out
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.precision import resolve_precision
+from automodel_ckpt.training.adam8bit import AdamW8bit
 
 _USABLE = 0.97
 """The share of a device's memory that a forecast may reach."""
 _MOST_RANKS = 64
-_ADAMW_8BIT = "automodel_ckpt.training.adam8bit.AdamW8bit"
+_ADAMW_8BIT = f"{AdamW8bit.__module__}.{AdamW8bit.__qualname__}"
 _COMPACT_STATE = (
     "--model.dtype=bfloat16",
     f"--optimizer._target_={_ADAMW_8BIT}",
     "--optimizer.float32_weights=true",
 )
+_ADAMW_OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +62,19 @@ def smaller(config: RecipeConfig, model: Any, sizes: Sizes) -> Iterator[Candidat
             # Without overrides, it is the recipe itself.
             if candidate.overrides:
                 yield candidate
+    replicates = config.distributed.strategy == "ddp"
+    if replicates and sizes.world > 1:
+        for choice in choices:
+            yield from map(_sharded, _local_batches(config, sizes, choice, sizes))
     num_ranks = 2 * sizes.world
     most = sizes
     while num_ranks <= max(_MOST_RANKS, sizes.world):
         more = _sizes_of(config, num_ranks)
-        if more is not None and config.distributed.strategy in ("auto", "fsdp2"):
+        if more is not None and config.distributed.strategy != "single":
             most = more
             for choice in choices:
-                yield from _local_batches(config, more, choice, sizes)
+                for candidate in _local_batches(config, more, choice, sizes):
+                    yield _sharded(candidate) if replicates else candidate
         num_ranks *= 2
     for ranks in dict.fromkeys((sizes, most)):
         yield from offloaded(config, model, ranks, before=sizes)
@@ -77,38 +85,46 @@ def compact(config: RecipeConfig, model: Any, sizes: Sizes) -> Iterator[Candidat
 
     The weights lose no update: the optimizer's state has their further bits.
     """
-    section = config.model
+    section, adamw = config.model, config.optimizer
     is_possible = (
-        isinstance(config.optimizer, OptimizerConfig)
-        and not config.optimizer.groups
+        isinstance(adamw, OptimizerConfig)
+        and not adamw.groups
         and isinstance(section, ModelConfig)
         and section.dtype in (None, "float32")
         and config.peft is None
         and config.ema is None
         and config.fp8 is None
         and sizes.tp == 1
+        # Otherwise, less state saves memory of the host only.
+        and not config.distributed.cpu_offload
     )
     if not is_possible:
         return
+    assert isinstance(adamw, OptimizerConfig)
     changed = _with_compact_state(config)
+    words = (*_COMPACT_STATE, *_words_of_defaults(adamw))
     for choice in _checkpointing_choices(config, model):
         for candidate in _local_batches(changed, sizes, choice, sizes):
-            yield replace(candidate, overrides=(*_COMPACT_STATE, *candidate.overrides))
+            yield replace(candidate, overrides=(*words, *candidate.overrides))
 
 
 def _with_compact_state(config: RecipeConfig) -> RecipeConfig:
     """*config*, which trains a transformers model by the default optimizer, with the overrides _COMPACT_STATE."""
     adamw, section = config.optimizer, config.model
     assert isinstance(adamw, OptimizerConfig) and isinstance(section, ModelConfig)
-    arguments = {
-        "lr": adamw.lr,
-        "betas": adamw.betas,
-        "eps": adamw.eps,
-        "weight_decay": adamw.weight_decay,
-        "float32_weights": True,
-    }
+    arguments = {name: getattr(adamw, name) for name in _ADAMW_OPTIONS}
+    arguments["float32_weights"] = True
     optimizer = OptimizerTarget(_ADAMW_8BIT, arguments, no_decay=adamw.no_decay)
     return replace(config, model=replace(section, dtype="bfloat16"), optimizer=optimizer)
+
+
+def _words_of_defaults(adamw: OptimizerConfig) -> Iterator[str]:
+    """Yield overrides for the options that a recipe may leave out and for which AdamW8bit has another default."""
+    defaults = inspect.signature(AdamW8bit).parameters
+    for name in _ADAMW_OPTIONS:
+        value = getattr(adamw, name)
+        if value == getattr(OptimizerConfig(), name) != defaults[name].default:
+            yield f"--optimizer.{name}={value}"
 
 
 def offloaded(
@@ -205,6 +221,14 @@ def _sizes_of(config: RecipeConfig, num_ranks: int) -> Sizes | None:
 def is_offloaded(candidate: Candidate) -> bool:
     """Whether the state of a candidate is in the memory of the host."""
     return candidate.config.distributed.cpu_offload
+
+
+def _sharded(candidate: Candidate) -> Candidate:
+    """The candidate with parameters, gradients and optimizer state divided among its ranks."""
+    section = replace(candidate.config.distributed, strategy="fsdp2")
+    config = replace(candidate.config, distributed=section)
+    words = (*candidate.overrides, "--distributed.strategy=fsdp2")
+    return replace(candidate, overrides=words, config=config)
 
 
 def _offloaded(candidate: Candidate) -> Candidate:

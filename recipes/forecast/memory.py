@@ -29,6 +29,7 @@ _CONTEXT_BYTES = 600 * 2**20
 """A process's share of a GPU before the first tensor: the CUDA context, and the workspace of matrix products."""
 _COMMUNICATION_BYTES = 2**30
 """The buffers of NCCL on a rank that communicates with others."""
+_NO_ACTIVATIONS = Activations(forward=0, loss=0, output=0, saved=0, backward=(), step=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +57,33 @@ class Memory:
         return state + self.gathered + (self.activations or 0) + self.process
 
 
-def estimate_memory(recipe: Recipe) -> Memory:
+def estimate_memory(recipe: Recipe, *, with_activations: bool = True) -> Memory:
     """Estimate the memory of one rank of a dry run's *recipe*, whose layout has the sizes of the mesh.
 
     The peak is in the backward pass or in the optimizer's step. With a pipeline, it is that of the rank with most.
+    Without activations, the model is not traced, and the total is at most that with them.
     """
     # First: what this process has allocated before the model is traced is about what a rank has before its model.
     process = _process_bytes(recipe.layout)
     ranks = [
-        _of_rank(recipe, parameters, pipeline_rank, process)
+        _of_rank(
+            recipe,
+            parameters,
+            process,
+            estimate_activations(recipe, pipeline_rank) if with_activations else _NO_ACTIVATIONS,
+        )
         for pipeline_rank, parameters in enumerate(_parameters_of_ranks(recipe))
     ]
     return max(ranks, key=lambda memory: memory.total)
 
 
 def _of_rank(
-    recipe: Recipe, parameters: list[nn.Parameter], pipeline_rank: int, process: int
+    recipe: Recipe,
+    parameters: list[nn.Parameter],
+    process: int,
+    activations: Activations | None,
 ) -> Memory:
-    """The memory of a rank with the stages of *parameters*, at *pipeline_rank* of a pipeline."""
+    """The memory of a rank with the stages of *parameters*."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     parts = rank_parts(recipe)
     # What has the same size for each element of a parameter.
@@ -82,7 +92,6 @@ def _of_rank(
     others = sum(nbytes(model.parameters()) for model in recipe.other_models())
     gathered = gathered_bytes(recipe, parameters, parts)
     temporary = int(_bytes_of_optimizer_step(recipe, trained) * share)
-    activations = estimate_activations(recipe, pipeline_rank)
     peak = _peak(recipe, trained, gathered, temporary, activations, parts)
     memory = Memory(
         weights=parts.stored_bytes(parameters),

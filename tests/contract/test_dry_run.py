@@ -218,6 +218,7 @@ model:
      num_key_value_heads: 4, max_position_embeddings: 1024, vocab_size: 32000, tie_word_embeddings: false}
 tokenizer: null
 dataset: {_target_: automodel_ckpt.data.mock.random_tokens, seq_length: 1024, vocab_size: 32000, num_samples: 64}
+lr_scheduler: {name: cosine}
 step_scheduler: {global_batch_size: 16, local_batch_size: 4, max_steps: 2}
 checkpoint: {enabled: false}
 """
@@ -253,6 +254,10 @@ def test_a_dry_run_for_a_gpu_proposes_settings_that_fit_into_its_memory(
             kinds.update(re.findall(r"local_batch_size|float32_weights|cpu_offload", overrides))
     assert len(kinds) == 3
     assert "fits:        no smaller local batch" in forecast("100MB")
+    offloaded = forecast("1500MB", "--distributed={strategy: fsdp2, cpu_offload: true}")
+    assert "fits:        --step_scheduler.local_batch_size=2 (" in offloaded
+    # It is offloaded already.
+    assert "slow" not in offloaded and "  or:" not in offloaded
 
 
 MIDDLE = """

@@ -63,6 +63,7 @@ def report(
     loaded = replace(loaded, config=with_local_directory(loaded.config))
     rows = list(_run_rows(loaded, recipe_class, flags, sizes))
     recipe: Recipe | None = None
+    planned: Plan | None = None
     config_json: bytes | None = None
     if issubclass(recipe_class, Recipe):
         if loaded.config.checkpoint.enabled and finished is None:
@@ -73,12 +74,15 @@ def report(
             device = ForecastDevice("cuda", device_bytes, "GPU")
         planned = plan(recipe, sizes or Sizes(), device)
         config_json = planned.config_json
-        rows += _resource_rows(loaded, planned, flags)
+    resume_rows: list[tuple[str, str]] = []
     if loaded.config.checkpoint.enabled:
-        rows += _resume_rows(loaded, recipe, sizes, config_json)
+        resume_rows += _resume_rows(loaded, recipe, sizes, config_json)
+    resumes = any(title == "resume" and text.startswith("from ") for title, text in resume_rows)
+    if planned is not None:
+        rows += _resource_rows(loaded, planned, flags, resumes=resumes)
+    rows += resume_rows
     if finished is not None:
         rows.append(("start", finished))
-    resumes = any(title == "resume" and text.startswith("from ") for title, text in rows)
     if not resumes:
         rows += _init_from_rows(loaded, recipe)
     lines = [f"{loaded.path} is valid; nothing was trained or written"]
@@ -112,8 +116,11 @@ def _run_rows(
     yield "until", ", ".join(limits)
 
 
-def _resource_rows(loaded: LoadedRecipe, plan: Plan, flags: LaunchFlags) -> Rows:
-    """Describe the model, the number of steps, and the memory and disk space that training needs."""
+def _resource_rows(loaded: LoadedRecipe, plan: Plan, flags: LaunchFlags, *, resumes: bool) -> Rows:
+    """Describe the model, the number of steps, and the memory and disk space that training needs.
+
+    *resumes* is whether the run continues from a checkpoint.
+    """
     trained = "all" if plan.num_trained == plan.num_parameters else f"{plan.num_trained:,}"
     yield "model", f"{plan.model}, {plan.num_parameters:,} parameters, {trained} of them trained"
     yield "steps", "unknown" if plan.steps is None else f"{plan.steps:,}"
@@ -121,7 +128,7 @@ def _resource_rows(loaded: LoadedRecipe, plan: Plan, flags: LaunchFlags) -> Rows
     yield "memory", _memory_text(plan.memory)
     if plan.micro_batch is not None and plan.memory.activations is not None:
         yield "for", _micro_batch_text(plan.micro_batch)
-    yield from _device_rows(plan)
+    yield from _device_rows(plan, resumes=resumes)
     if plan.checkpoint_bytes is None:
         text = "none, because checkpoint.enabled is false"
         unused = unused_without_checkpoints(loaded.config)
@@ -140,7 +147,7 @@ def _resource_rows(loaded: LoadedRecipe, plan: Plan, flags: LaunchFlags) -> Rows
         yield "warning", warning
 
 
-def _device_rows(plan: Plan) -> Rows:
+def _device_rows(plan: Plan, *, resumes: bool) -> Rows:
     """Describe whether the memory of the device suffices, and which settings use it or fit into it."""
     device, advice = plan.device, plan.advice
     if device is None or device.nbytes is None:
@@ -163,6 +170,8 @@ def _device_rows(plan: Plan) -> Rows:
     labels = itertools.chain(["fits"], itertools.repeat("or"))
     for label, proposal in zip(labels, advice.proposals, strict=False):
         remark = f"; {proposal.cost}" if proposal.cost else ""
+        if resumes and proposal.needs_new_run:
+            remark += "; in a new run: no checkpoint of this one can be loaded"
         memory = f"about {size_text(proposal.memory.total)} per rank{remark}"
         yield label, f"{' '.join(proposal.overrides)} ({memory})"
 

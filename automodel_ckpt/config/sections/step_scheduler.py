@@ -107,7 +107,7 @@ class StepSchedulerConfig:
     """End the run when a metric of the validations does not improve anymore."""
     stop_after_nonfinite_steps: int | None = setting(None, AT_LEAST_1)
     """Stop with an error after N consecutive steps with a loss or gradient norm that is not finite; null: only if none
-    of the first 10 steps of a new run is finite. The updates of such steps are always left out."""
+    of the first 10 steps of a new run has a finite gradient norm. A step without one changes no weight."""
     on_spike: OnSpikeConfig | None = None
     """Go back and leave out batches when the loss or the gradient norm spikes; null: continue."""
     stop_signals: list[str] = field(

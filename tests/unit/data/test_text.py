@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import tokenizers
 from tokenizers import normalizers
-from tokenizers.normalizers import Prepend, Replace
-from tokenizers.pre_tokenizers import ByteLevel, Metaspace
+from tokenizers.normalizers import Prepend, Replace, Strip
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from automodel_ckpt.data.collate import PadCollator
@@ -57,7 +57,7 @@ def test_a_tokenizer_that_begins_with_bos_does_so_here(tokenizer: Any, tmp_path:
 
 SPACE_STEPS = {
     "Mistral": (None, Metaspace(prepend_scheme="first", split=False)),
-    "T5": (None, Metaspace(prepend_scheme="always")),
+    "ALBERT": (None, Metaspace(prepend_scheme="always")),
     "Llama 2": (normalizers.Sequence([Prepend("▁"), Replace(" ", "▁")]), None),
     "BART with a space": (None, ByteLevel(add_prefix_space=True)),
     "none": (None, Metaspace(prepend_scheme="never")),
@@ -88,6 +88,25 @@ def test_a_tokenizer_puts_no_space_between_prompt_and_completion(
             prompt
         )
         assert written(tokenizer, ids) == written(tokenizer, [*whole, tokenizer.eos_token_id]), row
+
+
+DIVIDING_STEPS = {
+    "T5": (None, Sequence([WhitespaceSplit(), Metaspace()])),
+    "digits": (None, Sequence([Digits(), ByteLevel(add_prefix_space=True)])),
+    "stripped": (Strip(), Metaspace()),
+}
+
+
+@pytest.mark.parametrize("family", DIVIDING_STEPS)
+def test_a_tokenizer_that_divides_a_text_before_it_adds_spaces_is_used_as_it_is(
+    family: str, tmp_path: Path
+) -> None:
+    tokenizer = with_steps(*DIVIDING_STEPS[family])
+    rows = ({"prompt": "Is it? ", "completion": "It is 2"},)
+    (sample,) = prompt_completion(tokenizer, jsonl(tmp_path / "a.jsonl", *rows))
+    ids = [encoded(tokenizer, text) for text in rows[0].values()]
+    assert sample["input_ids"] == [*ids[0], *ids[1], tokenizer.eos_token_id]
+    assert " is" in written(tokenizer, ids[1])
 
 
 def with_steps(normalizer: Any, pre_tokenizer: Any) -> Any:

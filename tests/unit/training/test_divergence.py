@@ -97,11 +97,11 @@ def test_a_new_run_without_any_finite_step_is_an_error(planned: int | None, last
     run = Run(has_checkpoint=False, limit=None, planned=planned)
     due = Due(validate=False, save=True, last=False, stop=False)
     for step in range(1, last):
-        run.judge(step, math.nan)
+        run.judge(step, math.nan, math.nan)
         # Each is a spike, too, before which there is no checkpoint.
         assert not run.divergence.go_back()
         assert run.divergence.postpones_save(due)
-    run.judge(last, math.nan)
+    run.judge(last, math.nan, math.nan)
     with pytest.raises(TrainingDiverged, match=f"no weight has changed(.|\\n)*first {last} steps"):
         run.divergence.go_back()
 
@@ -117,4 +117,9 @@ def test_a_run_with_a_finite_step_or_a_resumed_one_continues_without_a_limit() -
     run.saves.resumed = SimpleNamespace(step=1)
     for step in range(2, 30):
         run.judge(step, math.nan)
+        run.divergence.go_back()
+    # The loss is only reported, and gradients that are finite change the weights.
+    run = Run(has_checkpoint=False, limit=None)
+    for step in range(1, 30):
+        run.judge(step, math.inf)
         run.divergence.go_back()
