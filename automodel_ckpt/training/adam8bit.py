@@ -103,6 +103,17 @@ class AdamW8bit(torch.optim.Optimizer):
         """Update the parameters that have gradients. Returns the result of *closure*, which computes the gradients."""
         return update_each(self, closure, self._update)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, in its types: torch would convert all to the type of the parameters."""
+        super().load_state_dict({**state_dict, "state": {}})
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        for number, parameter in zip(saved, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                # Its number of steps stays on the host.
+                device = value.device if name == "step" else parameter.device
+                self.state[parameter][name] = value.to(device)
+
     def state_like(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state of *parameter* [...] as tensors without values, for forecasts of memory and disk."""
         shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 from typing import Any
@@ -221,9 +222,10 @@ def test_the_compiled_update_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -
     assert trained(AdamW8bit, **options)[0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_state_that_was_saved_and_loaded_continues_exactly() -> None:
-    values = torch.randn(64, 128)
-    gradients = torch.randn(4, 64, 128)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_state_that_was_saved_and_loaded_continues_exactly(dtype: torch.dtype) -> None:
+    values = torch.randn(64, 128, dtype=dtype)
+    gradients = torch.randn(4, 64, 128, dtype=dtype)
 
     def steps(parameter: nn.Parameter, optimizer: AdamW8bit, part: slice) -> None:
         for gradient in gradients[part]:
@@ -231,14 +233,17 @@ def test_state_that_was_saved_and_loaded_continues_exactly() -> None:
             optimizer.step()
 
     whole = nn.Parameter(values.clone())
-    steps(whole, AdamW8bit([whole]), slice(0, 4))
+    steps(whole, AdamW8bit([whole], float32_weights=True), slice(0, 4))
     first = nn.Parameter(values.clone())
-    optimizer = AdamW8bit([first])
+    optimizer = AdamW8bit([first], float32_weights=True)
     steps(first, optimizer, slice(0, 2))
-    entries = {name: value.clone() for name, value in optimizer.state[first].items()}
+    saved = copy.deepcopy(optimizer.state_dict())
     second = nn.Parameter(first.detach().clone())
-    resumed = AdamW8bit([second])
-    resumed.state[second].update(entries)
+    resumed = AdamW8bit([second], float32_weights=True)
+    resumed.load_state_dict(saved)
+    for name, value in optimizer.state[first].items():
+        loaded = resumed.state[second][name]
+        assert torch.equal(loaded, value) and loaded.dtype == value.dtype
     steps(second, resumed, slice(2, 4))
     assert torch.equal(second, whole)
 
