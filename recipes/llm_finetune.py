@@ -20,10 +20,10 @@ from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.packing import PackedDataset
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.git_lfs import LFS_HINT
 from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.error_texts import first_line
 from automodel_ckpt.models.repository import (
-    LFS_HINT,
     asks_for_code,
     code_not_trusted,
     damaged_config,

@@ -44,10 +44,10 @@ class Continuations:
 
     def _joined(self, before: list[int], continued: list[int], usual: list[int]) -> list[int]:
         """Return the tokens of a continuation, of which each part behind a special token is encoded as *usual*."""
-        first = self._first_division(continued)
-        usual_first = self._first_division(usual)
         if self._begins_part(before):
             return usual
+        first = self._first_division(continued)
+        usual_first = self._first_division(usual)
         if first is None or usual_first is None:
             return continued
         return continued[:first] + usual[usual_first:]

@@ -19,12 +19,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.git_lfs import LFS_HINT
 from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.error_texts import first_line
 from automodel_ckpt.models.quantize import cast_to, dequantized
 from automodel_ckpt.models.quiet_loggers import quiet
 from automodel_ckpt.models.repository import (
-    LFS_HINT,
     RepositoryOptions,
     base_directory,
     importing_code,

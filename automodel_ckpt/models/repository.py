@@ -22,6 +22,7 @@ from transformers.utils.hub import HF_MODULES_CACHE, cached_file
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.git_lfs import POINTER
 from automodel_ckpt.models.quiet_loggers import quiet
 
 log = logging.getLogger("automodel_ckpt")
@@ -29,8 +30,6 @@ log = logging.getLogger("automodel_ckpt")
 CODE_PACKAGE = "transformers_modules"
 """The package that transformers imports the code of repositories into."""
 _CODE_KEY = "model.trust_remote_code"
-_LFS_POINTER = b"version https://git-lfs.github.com/"
-LFS_HINT = "it is a pointer of Git LFS: `git lfs pull` downloads the file itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def lfs_pointer(name: str, *patterns: str) -> str | None:
     directory = base_directory(name) or Path(name)
     for file in sorted(file for pattern in patterns for file in directory.glob(pattern)):
         with suppress(OSError), file.open("rb") as opened:
-            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            if opened.read(len(POINTER)) == POINTER:
                 return str(file)
     return None
 

@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.slices import nbytes_of
 from automodel_ckpt.checkpoint.tiling import shape_fault
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.git_lfs import LFS_HINT, POINTER
 
 # The safetensors library's own limit; a file with more would not load anywhere.
 MAX_HEADER_BYTES = 100_000_000
@@ -46,10 +47,6 @@ class Header:
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str] = field(default_factory=dict)
     data_start: int = 0
-
-
-_LFS_POINTER = b"version "
-"""What a small text file begins with that a clone of a repository has if Git LFS is not installed."""
 
 
 class _Fault(Exception):
@@ -140,8 +137,8 @@ def _header_length(prefix: bytes, file_bytes: int) -> int:
     if len(prefix) < _LENGTH_BYTES:
         raise _Fault(f"it has {file_bytes} bytes, too few for a header")
     length = int.from_bytes(prefix, "little")
-    if prefix == _LFS_POINTER:
-        raise _Fault("it is a pointer of Git LFS: `git lfs pull` downloads the file itself")
+    if prefix == POINTER[: len(prefix)]:
+        raise _Fault(LFS_HINT)
     if length > MAX_HEADER_BYTES:
         raise _Fault(f"its header has {length} bytes, the format allows {MAX_HEADER_BYTES}")
     if _LENGTH_BYTES + length > file_bytes:

@@ -12,6 +12,7 @@ from pathlib import Path
 from automodel_ckpt.convert.sources.files import first_bytes, names_in
 from automodel_ckpt.convert.sources.format import UnsupportedFormat
 from automodel_ckpt.convert.tar_reading import is_gzip, is_tar
+from automodel_ckpt.git_lfs import POINTER
 
 _HEAD_BYTES = 512
 _VERL_RANK = re.compile(r"model_world_size_\d+_rank_\d+\.pt", re.ASCII)
@@ -85,7 +86,7 @@ class LfsPointer(_FileByContent):
     hint = "download the file itself: git lfs pull, or hf download"
 
     def matches(self, head: bytes) -> bool:
-        return head.startswith(b"version https://git-lfs.github.com/")
+        return head.startswith(POINTER)
 
 
 class VerlShards(UnsupportedFormat):
