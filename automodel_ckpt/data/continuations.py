@@ -18,9 +18,9 @@ _PROBE = "a word, and 12 (b)\nor c"
 class Continuations:
     """Tokenizes texts that follow others, so that both together are the concatenated text.
 
-    The tokenizers of Llama 2, Mistral and Phi-3 put a space before a text. It belongs before the first word of a
-    sample, and not within it. Tokens of a text before and of its continuation remain separate. Tokenizers that put a
-    space before each word, or remove one behind a text, such as that of T5, are used as they are.
+    The tokenizers of Llama 2, Mistral and Phi-3 put a space before a text. A sample has this space at its start, and
+    not before a continuation. Tokens of a text and of its continuation remain separate. Tokenizers that put a space
+    before each word, or remove one behind a text, such as that of T5, are used as they are.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -76,7 +76,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @property
     def state_summary(self) -> str:
-        """The types of its state, for the log: the line about the precision of a run has those of the parameters."""
+        """The types of the state, for the log, which states those of the parameters in another line."""
         types = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
         text = "moments of matrices in 8 bits"
         if torch.bfloat16 in types:
@@ -88,11 +88,11 @@ class AdamW8bit(torch.optim.Optimizer):
         return text
 
     def _check_types(self) -> None:
-        """Raise :class:`RecipeError` for weights that no 16 further bits make float32 weights."""
+        """Raise :class:`RecipeError` for float16 weights, whose exponents have fewer bits than those of float32."""
         for group in self.param_groups:
             if any(parameter.dtype == torch.float16 for parameter in group["params"]):
                 raise RecipeError(
-                    "float16 weights have another exponent than float32 weights",
+                    "float16 weights cannot be extended to float32 weights: their exponents have fewer bits",
                     where="optimizer.float32_weights",
                     value="weights in float16",
                     hint="set model.dtype: bfloat16",
@@ -110,7 +110,7 @@ class AdamW8bit(torch.optim.Optimizer):
         parameters = [each for group in self.param_groups for each in group["params"]]
         for number, parameter in zip(saved, parameters, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
-                # Its number of steps stays on the host.
+                # The number of steps stays on the host.
                 device = value.device if name == "step" else parameter.device
                 self.state[parameter][name] = value.to(device)
 
