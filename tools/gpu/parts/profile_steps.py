@@ -1,4 +1,4 @@
-"""Where the time of a step goes: kernels of 5 steps of LoRA 8B and of full 1B, and a trace for a browser."""
+"""Where the time of a step goes: kernels of 5 steps of LoRA 8B, full 8B and full 1B, with traces for a browser."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ _MOST_TRACE_BYTES = 15 << 20
 def run(part: PartRun) -> None:
     """The profiler slows the steps, so that nothing here is a speed."""
     session = part.session
-    for name, config, section in (("LoRA 8B", LLAMA_8B, ours.LORA), ("full 1B", LLAMA_1B, {})):
+    cases = (
+        ("full 8B, compiled", LLAMA_8B, 1, ours.compiled(session.device)),
+        ("LoRA 8B", LLAMA_8B, 2, ours.LORA),
+        ("full 1B", LLAMA_1B, 2, {}),
+    )
+    for name, config, batch, section in cases:
         base = base_of(part, config)
         if base is None:
             continue
-        work = work_of(config, is_dry_run=session.is_dry_run, batch=2, warm_up=_WARM_UP)
+        work = work_of(config, is_dry_run=session.is_dry_run, batch=batch, warm_up=_WARM_UP)
         directory = session.scratch / "profile"
         recipe = ours.merged(ours.recipe_of(work, base, directory), section)
         recipe["step_scheduler"]["max_steps"] = _WARM_UP + _NUM_STEPS
-        trace = session.out / f"trace-{name.replace(' ', '-')}.json.gz"
+        trace = session.out / f"trace-{name.replace(',', '').replace(' ', '-')}.json.gz"
         part.measure(name, _profiled, name, recipe, directory, str(trace), work, limit=120)
 
 
