@@ -66,6 +66,7 @@ _NOTE = "teacher"
 class DistillationObjective(Objective):
     """The cross-entropy and the divergence from the teacher, wherever there is a label."""
 
+    sums_cross_entropy: ClassVar[bool] = False
     measures: ClassVar[tuple[str, ...] | None] = ("kd_loss", "ce_loss", "accuracy")
     section: DistillConfig
     teacher: Teacher | None

@@ -65,6 +65,8 @@ class Objective:
     measures: ClassVar[tuple[str, ...] | None] = None
     """What validations measure beside the loss: keys of the result of :meth:`summarize`. None: the accuracy and the
     perplexity of the next token, unless a subclass computes another loss."""
+    sums_cross_entropy: ClassVar[bool] = True
+    """Whether training minimizes the sum of cross-entropies, whose gradients the output layer can keep in 16 bits."""
     check_length: ContextCheck | None = None
     """Raises for samples that are longer than the model's context; None: nothing is known about the context."""
     evaluation: EvaluationSums | None = None

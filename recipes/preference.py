@@ -101,6 +101,7 @@ def evaluation_pass(model: nn.Module) -> Iterator[None]:
 class PreferenceObjective(Objective):
     """Computes log-probabilities of answers, of the trained model and of its :attr:`reference`."""
 
+    sums_cross_entropy: ClassVar[bool] = False
     reference: Reference
 
     def log_probs(self, rows: Tensors, trainable: Trainable | None = None) -> torch.Tensor:

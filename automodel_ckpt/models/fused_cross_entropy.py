@@ -1,9 +1,8 @@
 """The output layer's product and the cross-entropy in one function, computed in chunks of logits.
 
-For each chunk: the logits, their loss, and the gradients with respect to the layer and the hidden states. Afterwards
-the chunk is overwritten. A CPU uses torch's operations. A CUDA device writes the logits in float32 from the matrix
-product, computes loss and gradient of a chunk in a Triton kernel, and accumulates the weight's gradient in float32
-inside the matrix product.
+For each chunk: the logits, their loss, and their gradients, from which those of the layer and of the hidden states are
+computed (``head_gradients``). Afterwards the chunk is overwritten. A CPU uses torch's operations. A CUDA device writes
+the logits in float32 from the matrix product, and computes loss and gradient of a chunk in a Triton kernel.
 """
 
 from __future__ import annotations
@@ -18,6 +17,14 @@ import torch
 import torch.nn.functional as F
 
 from automodel_ckpt.models.forward import class_and_message
+from automodel_ckpt.models.head_gradients import (
+    WIDE_PRODUCTS,
+    ErrorPlace,
+    GradientSums,
+    StoredErrors,
+    stored_bytes,
+    stores_errors,
+)
 from automodel_ckpt.models.loss_inputs import IDENTITY, LogitTransform, VocabularyPart
 from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.models.z_loss import ZLoss
@@ -27,6 +34,8 @@ log = logging.getLogger("automodel_ckpt")
 IGNORE_INDEX = -100
 CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 """The number of logits in a chunk, by type of device: in float32, 128 MiB on a CPU and 1 GiB on a GPU."""
+CHUNK_ELEMENTS_STORED = 2**25
+"""The same number on a GPU where the gradients of all logits are kept in 16 bits: 128 MiB beside them."""
 _ROWS = 256
 """On a GPU, the number of rows in a chunk is a multiple of it, so that matrix products divide into full tiles."""
 KERNELS = {"cuda": ("triton", "torch"), "cpu": ("torch",)}
@@ -36,13 +45,16 @@ tools/bench_loss_kernels.py compares them on a device.
 """
 _FEW = 8
 """On a CPU, torch's own functions are used up to an eighth of a chunk. They have less overhead in Python."""
-_WIDE_PRODUCTS = (torch.bfloat16, torch.float16)
-"""Dtypes whose matrix products CUDA can return and accumulate in float32 (``out_dtype``, torch 2.10 and later)."""
 
 
-def chunk_rows(device_type: str, num_columns: int) -> int:
-    """The number of rows in a chunk of logits with *num_columns* columns, at least 1."""
+def chunk_rows(device_type: str, num_columns: int, *, stores: bool = False) -> int:
+    """The number of rows in a chunk of logits with *num_columns* columns, at least 1.
+
+    *stores*: whether the gradients of all logits are kept.
+    """
     elements = CHUNK_ELEMENTS.get(device_type, CHUNK_ELEMENTS["cpu"])
+    if stores:
+        elements = min(elements, CHUNK_ELEMENTS_STORED)
     if device_type == "cuda":
         if kernel_for(device_type, torch.float32) != "triton":
             # Without the kernel, gradients are a copy of the logits.
@@ -110,23 +122,47 @@ def peak_bytes(
     device_type: str,
     *,
     trains_weight: bool,
+    stores: bool,
 ) -> int:
     """Bytes that :func:`linear_cross_entropy` needs at its peak for *num_positions* labels, beside its inputs and the
-    gradients that it returns: a chunk of logits and the sum of the weight's gradient.
+    gradients that it returns: a chunk of logits, and the sum of the weight's gradient or the gradients of all logits.
+
+    *stores* is the result of :func:`stores_errors`; it is false for other losses than this one.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    rows = min(num_positions, chunk_rows(device_type, num_columns))
+    rows = min(num_positions, chunk_rows(device_type, num_columns, stores=stores))
     logits = rows * num_columns * wide.itemsize
+    if stores:
+        errors, products = stored_bytes(num_positions, num_columns, hidden_size, dtype)
+        return errors + max(logits, products)
     if dtype != wide and kernel_for(device_type, wide) != "triton":
         # The gradient is a copy of another dtype, and so are the logits of a CPU.
         logits += rows * num_columns * dtype.itemsize
-    total = 0
-    if trains_weight and dtype != wide:
-        total = num_columns * hidden_size * wide.itemsize
-        if device_type != "cuda":
-            # The product of a chunk, before it is added.
-            total += num_columns * hidden_size * dtype.itemsize
+    total = kept_bytes(
+        num_positions, num_columns, hidden_size, dtype, trains_weight=trains_weight, stores=False
+    )
+    if total and device_type != "cuda":
+        # The product of a chunk, before it is added.
+        total += num_columns * hidden_size * dtype.itemsize
     return logits + total
+
+
+def kept_bytes(
+    num_positions: int,
+    num_columns: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    *,
+    trains_weight: bool,
+    stores: bool,
+) -> int:
+    """Bytes that exist from the forward pass of :func:`linear_cross_entropy` until its backward pass, beside its inputs
+    and the gradients that it returns. The arguments are those of :func:`peak_bytes`."""
+    if stores:
+        return sum(stored_bytes(num_positions, num_columns, hidden_size, dtype))
+    wide = torch.promote_types(dtype, torch.float32)
+    is_converted = trains_weight and dtype != wide
+    return num_columns * hidden_size * wide.itemsize if is_converted else 0
 
 
 def widened(logits: torch.Tensor) -> torch.Tensor:
@@ -202,46 +238,62 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: ZLoss | None,
     ) -> torch.Tensor:
         needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
-        sums = ctx.gradients = GradientSums(hidden, weight, bias, needed)
         loss_dtype = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=loss_dtype, device=hidden.device)
+        device_type = hidden.device.type
+        stores = stores_errors(device_type, hidden.dtype, *hidden.shape, trains_weight=needed[1])
         # All ranks need the same number of chunks, because each chunk is a collective.
         num_columns = part.most if part is not None else weight.shape[0]
-        size = chunk_rows(hidden.device.type, num_columns)
-        for start in range(0, len(targets), size):
-            chunk = hidden[start : start + size]
+        size = chunk_rows(device_type, num_columns, stores=stores)
+        kind = StoredErrors if stores else GradientSums
+        gradients: GradientSums | StoredErrors = kind(hidden, weight, bias, needed)
+        for rows, place in gradients.chunks(size):
+            chunk = hidden[rows]
             logits = wide_logits(chunk, weight, bias)
             if hits is not None:
                 # Before the loss, which overwrites the logits.
-                hits.add(logits, targets[start : start + size], part)
+                hits.add(logits, targets[rows], part)
             losses, errors = losses_and_errors(
                 logits,
-                targets[start : start + size],
+                targets[rows],
                 part,
                 transform,
                 hidden.dtype,
                 with_errors=any(needed),
                 z_loss=z_loss,
+                place=place,
             )
             loss += losses.sum()
-            if any(needed):
-                sums.add(start, chunk, errors)
+            if any(needed) and isinstance(gradients, GradientSums):
+                gradients.add(rows.start, chunk, errors)
             # The memory of this chunk becomes the next one's.
             del logits, errors
+        if isinstance(gradients, StoredErrors):
+            gradients.multiply(weight)
+            ctx.save_for_backward(hidden)
+        ctx.gradients = gradients
         return loss
 
     @staticmethod
     def backward(ctx: Any, loss_weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Scaling changes the sums in place: a second backward pass must fail, not scale them twice.
+        # Scaling overwrites what it reads: a second backward pass must fail, not scale twice.
         gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.scaled(loss_weight), None, None, None, None, None, None
+        return (
+            *gradients.scaled(loss_weight, *ctx.saved_tensors),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def wide_logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Logits [n, V] of a chunk in at least float32, on a GPU without rounding them to a narrower dtype first."""
-    if hidden.is_cuda and hidden.dtype in _WIDE_PRODUCTS:
+    if hidden.is_cuda and hidden.dtype in WIDE_PRODUCTS:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return logits if bias is None else logits.add_(bias)
     return widened(F.linear(hidden, weight, bias))
@@ -256,16 +308,23 @@ def losses_and_errors(
     *,
     with_errors: bool,
     z_loss: ZLoss | None = None,
+    place: ErrorPlace | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the cross-entropy [n] of *logits* [n, V], and its gradient with respect to them [n, V] in *dtype*.
 
     *logits* are the output of the layer in at least float32; they are overwritten. The gradient is softmax minus
     one-hot, times the slope of *transform*. Rows with label -100 have loss 0 and gradient 0. Without *with_errors*,
-    the gradient is undefined. With *part*, this is collective. *z_loss* is added to the cross-entropy.
+    the gradient is undefined. With *part*, this is collective. *z_loss* is added to the cross-entropy. With *place*,
+    the gradient is stored there, and the one that is returned is undefined.
     """
-    if kernel_for(logits.device.type, logits.dtype) == "triton":
-        if part is not None:
-            return _by_kernels_in_parts(logits, labels, part, transform, dtype, z_loss)
+    errors: torch.Tensor
+    if kernel_for(logits.device.type, logits.dtype) != "triton":
+        losses, wide = _by_torch(logits, labels, part, transform, z_loss)
+        # Autograd also casts the gradient of widened logits back to the dtype of the product.
+        errors = wide.to(dtype) if with_errors and place is None else wide
+    elif part is not None:
+        losses, errors = _by_kernels_in_parts(logits, labels, part, transform, dtype, z_loss)
+    else:
         from automodel_ckpt.models import loss_kernels
 
         losses, errors, penalties = loss_kernels.losses_and_errors(
@@ -276,13 +335,14 @@ def losses_and_errors(
             dtype,
             with_errors,
             z_coefficient=0.0 if z_loss is None else z_loss.coefficient,
+            place=place,
         )
         if z_loss is not None:
             z_loss.note(penalties.sum())
         return losses, errors
-    losses, errors = _by_torch(logits, labels, part, transform, z_loss)
-    # Autograd also casts the gradient of widened logits back to the dtype of the product.
-    return losses, errors.to(dtype) if with_errors else errors
+    if place is not None:
+        place.put(errors)
+    return losses, errors
 
 
 def _by_torch(
@@ -374,84 +434,3 @@ def _by_kernels_in_parts(
         logits, labels, largest, inverse_total, part.first, scale, cap, dtype
     )
     return losses, errors
-
-
-class GradientSums:
-    """The gradients of the inputs, summed over chunks in at least float32; None for inputs that need none."""
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        needed: tuple[bool, ...],
-    ) -> None:
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        self.factor = weight
-        self.hidden: torch.Tensor | None = None
-        self.weight: torch.Tensor | None = None
-        self.bias: torch.Tensor | None = None
-        if needed[0]:
-            # Not initialized: each row belongs to exactly one chunk, and `add` overwrites it.
-            self.hidden = torch.empty_like(hidden)
-        if needed[1]:
-            # The first product initializes it on a GPU, where zeros would take 0.5 ms for 2 GB.
-            is_overwritten = hidden.is_cuda and len(hidden) > 0
-            new = torch.empty_like if is_overwritten else torch.zeros_like
-            self.weight = new(weight, dtype=wide)
-        if needed[2] and bias is not None:
-            self.bias = torch.zeros_like(bias, dtype=wide)
-
-    def add(self, start: int, part: torch.Tensor, errors: torch.Tensor) -> None:
-        """Add a chunk: *errors* [n, V] are the gradient of its logits, *part* [n, H] its hidden states."""
-        if self.hidden is not None:
-            rows = self.hidden[start : start + len(part)]
-            torch.mm(errors, self.factor, out=rows)
-        if self.weight is not None:
-            _add_product(self.weight, errors.t(), part, is_first=start == 0)
-        if self.bias is not None:
-            self.bias += errors.sum(0, dtype=self.bias.dtype)
-
-    def scaled(self, loss_weight: torch.Tensor) -> list[torch.Tensor | None]:
-        """The gradients times *loss_weight*, in the dtype of the parameters. Call it once: it changes the sums."""
-        scaled: list[torch.Tensor | None] = []
-        for gradient in (self.hidden, self.weight, self.bias):
-            if gradient is None:
-                scaled.append(None)
-            elif gradient.dtype == loss_weight.dtype:
-                scaled.append(_scaled(gradient, loss_weight, self.factor.dtype))
-            else:
-                # In the weight's dtype: rounded to bfloat16, it would scale all gradients by up to 0.4 % too much.
-                product = gradient.to(loss_weight.dtype).mul_(loss_weight)
-                scaled.append(product.to(self.factor.dtype))
-        return scaled
-
-
-def _add_product(
-    total: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, is_first: bool
-) -> None:
-    """Add ``first [m, k] @ second [k, n]`` to *total* [m, n]; on a GPU in the dtype of *total*.
-
-    With *is_first*, *total* counts as 0; a GPU does not read it.
-    """
-    is_same = total.dtype == first.dtype
-    if not total.is_cuda and is_same:
-        total.addmm_(first, second)
-    elif not total.is_cuda:
-        total += first @ second
-    elif is_first and is_same:
-        torch.mm(first, second, out=total)
-    elif is_first:
-        torch.mm(first, second, out_dtype=total.dtype, out=total)
-    elif is_same:
-        total.addmm_(first, second)
-    else:
-        torch.addmm(total, first, second, out_dtype=total.dtype, out=total)
-
-
-def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """*gradient* times *factor* in *dtype*; in one pass over the memory on a GPU. Can change *gradient*."""
-    if gradient.dtype == dtype or not gradient.is_cuda:
-        return gradient.mul_(factor).to(dtype)
-    scaled = torch.empty_like(gradient, dtype=dtype)
-    return torch.mul(gradient, factor, out=scaled)

@@ -19,11 +19,11 @@ from automodel_ckpt.models.distillation_targets import (
     log_softmax_,
 )
 from automodel_ckpt.models.fused_cross_entropy import (
-    GradientSums,
     chunk_rows,
     in_autocast_dtype,
     wide_logits,
 )
+from automodel_ckpt.models.head_gradients import GradientSums
 from automodel_ckpt.models.loss_inputs import Labeled, LayerCall, VocabularyPart
 
 _TENSORS_OF_A_CHUNK = 4

@@ -1,8 +1,9 @@
 """Triton kernels for the cross-entropy of a chunk of logits and its gradient, in float32.
 
 A program computes one row of logits. The gradient overwrites the logits in memory, in the dtype in which it is
-multiplied next: bfloat16 gradients fill the first half of each row. Import this module only where Triton is installed.
-The kernels also run on a CPU, in Triton's interpreter (TRITON_INTERPRET=1).
+multiplied next: bfloat16 gradients fill the first half of each row. Or it is stored elsewhere, in blocks of columns.
+Import this module only where Triton is installed. The kernels also run on a CPU, in Triton's interpreter
+(TRITON_INTERPRET=1).
 """
 
 # Triton evaluates annotations when it compiles a kernel, and accepts no types of Python.
@@ -13,6 +14,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from automodel_ckpt.models import head_gradients
+from automodel_ckpt.models.head_gradients import ErrorPlace
 
 IGNORE_INDEX = tl.constexpr(-100)
 _BLOCK = 8192
@@ -69,6 +73,15 @@ def _label_logit(row, label, num_columns, scale, cap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
+def _place_in_blocks(start, row_number, num_rows, num_columns, WIDTH: tl.constexpr):
+    """Return where column *start* of a row is in blocks [num_rows, WIDTH], of which the last one can be narrower."""
+    first = start // WIDTH * WIDTH
+    width = tl.minimum(num_columns - first, WIDTH)
+    # Blocks can have more than 2^31 bytes.
+    return tl.cast(first, tl.int64) * num_rows + row_number * width + (start - first)
+
+
+@triton.jit
 def _write_errors(
     row,
     errors,
@@ -78,12 +91,18 @@ def _write_errors(
     num_columns,
     scale,
     cap,
+    row_number,
+    num_rows,
     HAS_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
 ):
     """Write the gradient of a row's logits: softmax minus one-hot, times the slope of scale and cap.
 
     *inverse_total* is 1 / sum of exp(logit - largest); 0 with a *label* that is no column gives a gradient of 0.
+    *errors* is where the row begins. With a WIDTH, which BLOCK divides, it is where blocks of so many columns begin.
+    These have *num_rows* rows, and this is row *row_number*. IS_ALIGNED: 8 divides the number of columns.
     """
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -96,10 +115,16 @@ def _write_errors(
         # Gradients that are narrower than logits overwrite columns that other threads of this
         # program read in this iteration or in an earlier one. All must have been loaded.
         tl.debug_barrier()
-        tl.store(errors + columns, gradient.to(errors.dtype.element_ty), mask=is_column)
+        place = errors + start
+        if WIDTH > 0:
+            offset = _place_in_blocks(start, row_number, num_rows, num_columns, WIDTH)
+            if IS_ALIGNED:
+                offset = tl.multiple_of(offset, 8)
+            place = errors + offset
+        tl.store(place + tl.arange(0, BLOCK), gradient.to(errors.dtype.element_ty), mask=is_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _losses_and_errors(
     logits,
     errors,
@@ -112,12 +137,16 @@ def _losses_and_errors(
     scale,
     cap,
     z_coefficient,
+    first_row,
+    num_rows,
     HAS_CAP: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     WITH_ERRORS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
 ):
-    """Compute the loss of one row, and overwrite its logits with their gradient.
+    """Compute the loss of one row, and overwrite its logits with their gradient, or store that in blocks (WIDTH > 0).
 
     The z-loss is added to the loss, and stored in *penalties* as well.
     """
@@ -139,9 +168,24 @@ def _losses_and_errors(
     tl.store(losses + number, tl.where(is_ignored, 0.0, loss))
     if WITH_ERRORS:
         inverse_total = tl.where(is_ignored, 0.0, factor / total)
-        errors_row = errors + number * errors_stride
+        place = errors
+        if WIDTH == 0:
+            place += number * errors_stride
         _write_errors(
-            row, errors_row, label, largest, inverse_total, num_columns, scale, cap, HAS_CAP, BLOCK
+            row,
+            place,
+            label,
+            largest,
+            inverse_total,
+            num_columns,
+            scale,
+            cap,
+            first_row + number,
+            num_rows,
+            HAS_CAP,
+            BLOCK,
+            WIDTH,
+            IS_ALIGNED,
         )
 
 
@@ -198,8 +242,12 @@ def _errors(
         num_columns,
         scale,
         cap,
+        0,
+        0,
         HAS_CAP,
         BLOCK,
+        0,
+        False,
     )
 
 
@@ -220,21 +268,26 @@ def losses_and_errors(
     dtype: torch.dtype,
     with_errors: bool,
     z_coefficient: float = 0.0,
+    place: ErrorPlace | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the losses [n] in float32 and the gradient [n, V] in *dtype* of float32 *logits* [n, V].
 
     The third result is the part of the losses [n] that is z-loss, with its coefficient *z_coefficient*; without one, it
-    has no meaning. The gradient overwrites the logits. Rows with label -100 have loss 0 and gradient 0. Without
-    *with_errors*, the second result has no meaning.
+    has no meaning. The gradient overwrites the logits, or is stored in *place*. Rows with label -100 have loss 0 and
+    gradient 0. With *place*, or without *with_errors*, the second result has no meaning.
     """
     errors = narrowed_view(logits, dtype)
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     penalties = torch.empty_like(losses) if z_coefficient else losses
     if len(logits) == 0:
         return losses, errors, penalties
+    target, first_row, num_rows, width = errors, 0, 0, 0
+    if place is not None:
+        target, first_row, num_rows = place.blocks.memory, place.start, place.blocks.rows
+        width = head_gradients.BLOCK_COLUMNS
     _losses_and_errors[(len(logits),)](
         logits,
-        errors,
+        target,
         labels,
         losses,
         penalties,
@@ -244,10 +297,14 @@ def losses_and_errors(
         scale,
         1.0 if cap is None else cap,
         z_coefficient,
+        first_row,
+        num_rows,
         HAS_CAP=cap is not None,
         HAS_Z_LOSS=z_coefficient != 0,
         WITH_ERRORS=with_errors,
-        BLOCK=_block(logits.shape[1]),
+        BLOCK=_block(min(logits.shape[1], width or logits.shape[1])),
+        WIDTH=width,
+        IS_ALIGNED=logits.shape[1] % 8 == 0,
         num_warps=_WARPS,
     )
     return losses, errors, penalties

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from automodel_ckpt.models.fused_cross_entropy import (
-    GradientSums,
     chunk_rows,
     in_autocast_dtype,
     losses_and_errors,
     wide_logits,
     widened,
 )
+from automodel_ckpt.models.head_gradients import GradientSums
 from automodel_ckpt.models.loss_inputs import Labeled, LayerCall, LogitTransform, VocabularyPart
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.models import fused_distillation
 from automodel_ckpt.models.forward import model_without_adapters
-from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS, peak_bytes
+from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS, kept_bytes, peak_bytes
+from automodel_ckpt.models.head_gradients import stores_errors
 from automodel_ckpt.models.loss_head_probe import adds_bias_to_logits, output_layer
 from automodel_ckpt.models.mtp import mtp_of
 from automodel_ckpt.recipes.forecast.image_memory import image_bytes
@@ -160,20 +160,15 @@ def _head_memory(recipe: Recipe, num_positions: int) -> HeadMemory:
         # With adapters, for example: autograd computes the gradients of a chunk.
         in_chunk = min(num_logits, CHUNK_ELEMENTS[device_type])
         return HeadMemory(_LOSS_BYTES * in_chunk + gradient, gradient)
-    chunks = peak_bytes(
-        num_positions,
-        num_columns,
-        head.in_features,
-        dtype,
-        device_type,
-        trains_weight=is_trained,
+    shape = (num_positions, num_columns, head.in_features, dtype)
+    # Other losses than the cross-entropy do not store errors.
+    stores = recipe.objective_class.sums_cross_entropy and stores_errors(
+        device_type, dtype, num_positions, head.in_features, trains_weight=is_trained
     )
+    chunks = peak_bytes(*shape, device_type, trains_weight=is_trained, stores=stores)
     if recipe.config.distill is not None:
         # The sum of the weight's gradient is as large as with labels alone.
-        arguments = (num_columns, head.in_features, dtype, device_type)
-        chunks -= peak_bytes(num_positions, *arguments, trains_weight=False)
+        chunks -= peak_bytes(*shape, device_type, trains_weight=False, stores=False)
         chunks += fused_distillation.peak_bytes(num_positions, num_columns, dtype, device_type)
-    # The sum of the gradients of all chunks, which is converted to the dtype of the weight in the backward pass.
-    is_converted = is_trained and dtype.itemsize < 4
-    total = parts.computed_bytes([head.weight], torch.float32) if is_converted else 0
-    return HeadMemory(chunks + gradient, gradient, total)
+    kept = kept_bytes(*shape, trains_weight=is_trained, stores=stores)
+    return HeadMemory(chunks + gradient, gradient, kept)

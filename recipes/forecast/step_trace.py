@@ -36,8 +36,8 @@ class HeadMemory:
     """The memory of the output layer and the loss, which a trace does not run.
 
     *peak_bytes* exist while the loss is computed, beside the gradient of the hidden states; *gradient_bytes* of them,
-    the gradient of the layer's weight, remain. *sum_bytes* of them, the same gradient in a wider type, remain until the
-    backward pass of the layer.
+    the gradient of the layer's weight, remain. *sum_bytes* of them, the same gradient in a wider type or what it is
+    computed from, remain until the backward pass of the layer.
     """
 
     peak_bytes: int

@@ -78,14 +78,28 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
+TRAINED = {
+    "frozen": None,
+    # Gradients of logits are stored up to twice the size of a hidden state: beside the weight's gradient, and in more
+    # memory than it has.
+    "trained, few": 0.7,
+    "trained, more": 1.7,
+    "trained, summed": 3.0,
+}
+"""Tokens per element of a hidden state."""
+
+
+@pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("device", both_devices())
 def test_each_kernel_of_the_loss_has_the_gradients_of_full_logits_in_float32(
-    device: Any, transform: str, trains: bool
+    device: Any, transform: str, trained: str
 ) -> None:
     torch.manual_seed(0)
-    vocabulary, hidden_size, num_tokens = (128_256, 1024, 3000) if HAS_GPU else (3000, 32, 70)
+    tokens_per_element = TRAINED[trained]
+    trains = tokens_per_element is not None
+    vocabulary, hidden_size = (128_256, 1024) if HAS_GPU else (3000, 32)
+    num_tokens = int(hidden_size * (tokens_per_element or 3))
     change = TRANSFORMS[transform]
     hidden = torch.randn(num_tokens, hidden_size, device=device).bfloat16().requires_grad_()
     weight = torch.randn(vocabulary, hidden_size, device=device).mul_(hidden_size**-0.5).bfloat16()
@@ -106,25 +120,28 @@ def test_each_kernel_of_the_loss_has_the_gradients_of_full_logits_in_float32(
 
 
 @only_gpu
+@pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("num_tokens", [4096, 8192])
 def test_the_loss_of_a_large_vocabulary_takes_a_fifth_of_the_memory_of_full_logits(
-    num_tokens: int,
+    num_tokens: int, trains: bool
 ) -> None:
-    figures = compare("cuda", 128_256, 4096, num_tokens, trains=False, rounds=1)
+    figures = compare("cuda", 128_256, 4096, num_tokens, trains=trains, rounds=1)
     for name, row in figures.items():
         if name.startswith("ours"):
             assert row["memory_in_full_logits"] < 0.2, name
             assert row["error_hidden"] < 1e-2, name
+            assert row.get("error_weight", 0) < 1e-2, name
 
 
 @only_gpu
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("kernel", KERNELS["cuda"])
+@pytest.mark.parametrize("hidden_size", [64, 2048], ids=["summed", "stored"])
 def test_the_loss_of_several_chunks_does_not_wait_for_the_device(
-    kernel: str, transform: str
+    hidden_size: int, kernel: str, transform: str
 ) -> None:
-    hidden = torch.randn(4096, 64, device="cuda").bfloat16().requires_grad_()
-    weight = torch.randn(128_256, 64, device="cuda").bfloat16().requires_grad_()
+    hidden = torch.randn(4096, hidden_size, device="cuda").bfloat16().requires_grad_()
+    weight = torch.randn(128_256, hidden_size, device="cuda").bfloat16().requires_grad_()
     targets = torch.randint(0, len(weight), (4096,), device="cuda")
     change = TRANSFORMS[transform]
     with preferring("cuda", kernel):

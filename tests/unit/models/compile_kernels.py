@@ -9,6 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from automodel_ckpt.models import gate_kernels, loss_kernels, rotary_kernels
+from automodel_ckpt.models.head_gradients import BLOCK_COLUMNS
 
 TYPES = {
     "labels": "*i64",
@@ -22,11 +23,25 @@ IN_16_BITS = (
     *("heads", "cosines", "sines", "rotated"),
 )
 INTEGERS = (
-    *("num_rows", "num_elements", "num_columns", "first", "logits_stride", "errors_stride"),
+    *(
+        "num_rows",
+        "first_row",
+        "num_elements",
+        "num_columns",
+        "first",
+        "logits_stride",
+        "errors_stride",
+    ),
     *("num_heads", "length", "half", "head_dim", "heads_row", "heads_head", "heads_token"),
     *("cosines_row", "cosines_token", "sines_row", "sines_token"),
 )
-OF_LOSSES = {"HAS_CAP": True, "HAS_Z_LOSS": True, "WITH_ERRORS": True}
+OF_LOSSES = {
+    "HAS_CAP": True,
+    "HAS_Z_LOSS": True,
+    "WITH_ERRORS": True,
+    "WIDTH": BLOCK_COLUMNS,
+    "IS_ALIGNED": True,
+}
 OF_HEADS = {"INVERSE": True, "HEADS": 16, "HALF": 32, "REST": 64}
 CONSTANTS = {**OF_LOSSES, **OF_HEADS}
 KERNELS = {

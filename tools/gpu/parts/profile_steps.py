@@ -20,7 +20,7 @@ _MOST_TRACE_BYTES = 15 << 20
 def run(part: PartRun) -> None:
     """The profiler slows the steps, so that nothing here is a speed."""
     session = part.session
-    cases = (
+    cases: tuple[tuple[str, Mapping[str, Any], int, Mapping[str, Any]], ...] = (
         ("full 8B, compiled", LLAMA_8B, 1, ours.compiled(session.device)),
         ("LoRA 8B", LLAMA_8B, 2, ours.LORA),
         ("full 1B", LLAMA_1B, 2, {}),

@@ -1,0 +1,147 @@
+"""Errors that are stored until the backward pass, and become the weight's gradient: beside float64, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from automodel_ckpt.models import fused_cross_entropy, head_gradients
+from automodel_ckpt.models.fused_cross_entropy import (
+    kept_bytes,
+    linear_cross_entropy,
+    peak_bytes,
+)
+from automodel_ckpt.models.head_gradients import stores_errors
+
+HIDDEN = 16
+
+
+@pytest.fixture(autouse=True)
+def _stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Store errors on the CPU, too, in several blocks of columns and chunks of rows."""
+
+    def always(*arguments: Any, trains_weight: bool) -> bool:
+        return trains_weight
+
+    monkeypatch.setattr(fused_cross_entropy, "stores_errors", always)
+    monkeypatch.setattr(fused_cross_entropy, "_FEW", 2**20)
+    monkeypatch.setattr(fused_cross_entropy, "CHUNK_ELEMENTS_STORED", 53 * 5)
+    monkeypatch.setattr(head_gradients, "BLOCK_COLUMNS", 16)
+
+
+def leaves(num: int, vocabulary: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(num)
+    found = []
+    for shape in ((num, HIDDEN), (vocabulary, HIDDEN), (vocabulary,)):
+        found.append(torch.randn(shape, generator=generator).to(dtype).requires_grad_())
+    return found
+
+
+def labels(num: int, vocabulary: int) -> torch.Tensor:
+    found = torch.randint(vocabulary, (num,), generator=torch.Generator().manual_seed(1))
+    found[num // 2] = -100
+    return found
+
+
+@pytest.mark.parametrize("vocabulary", [7, 16, 53, 64, 131])
+@pytest.mark.parametrize("num", [1, 5, 15, 16, 17, 40])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gradients_are_those_of_float64(num: int, vocabulary: int, with_bias: bool) -> None:
+    # float32 instead of 16 bits, so that each misplaced element is seen.
+    hidden, weight, bias = leaves(num, vocabulary, torch.float32)
+    ours = [hidden, weight, bias] if with_bias else [hidden, weight]
+    others = [leaf.detach().double().requires_grad_() for leaf in ours]
+    targets = labels(num, vocabulary)
+    (linear_cross_entropy(hidden, weight, bias if with_bias else None, targets) * 0.3).backward()
+    (F.cross_entropy(F.linear(*others), targets, reduction="sum") * 0.3).backward()
+    for mine, other in zip(ours, others, strict=True):
+        assert mine.grad is not None and mine.grad.is_contiguous()
+        torch.testing.assert_close(mine.grad.double(), other.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_in_bfloat16_are_as_exact_as_sums() -> None:
+    errors = {}
+    targets = labels(24, 131)
+    for stores in (True, False):
+        hidden, weight, _ = leaves(24, 131, torch.bfloat16)
+        weight.requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+            if not stores:
+                patch.setattr(fused_cross_entropy, "stores_errors", lambda *_, **__: False)
+            (linear_cross_entropy(hidden, weight, None, targets) * 0.3).backward()
+        others = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+        (F.cross_entropy(F.linear(*others), targets, reduction="sum") * 0.3).backward()
+        for name, mine, other in zip("hw", (hidden, weight), others, strict=True):
+            assert mine.grad is not None and other.grad is not None
+            difference = (mine.grad.double() - other.grad).norm() / other.grad.norm()
+            errors[stores, name] = difference.item()
+    assert errors[True, "h"] < 1.1 * errors[False, "h"]
+    assert errors[True, "w"] < 1.1 * errors[False, "w"]
+
+
+def test_the_gradient_of_many_positions_keeps_no_more_memory_than_its_own() -> None:
+    hidden, weight, _ = leaves(40, 53, torch.float32)
+    linear_cross_entropy(hidden, weight, None, labels(40, 53)).backward()
+    assert weight.grad is not None
+    assert weight.grad.untyped_storage().nbytes() == weight.nbytes
+
+
+def test_inputs_without_gradients_get_none() -> None:
+    hidden, weight, _ = leaves(12, 53, torch.float32)
+    (loss,) = (linear_cross_entropy(hidden.detach(), weight, None, labels(12, 53)),)
+    loss.backward()
+    assert hidden.grad is None and weight.grad is not None
+
+
+def test_a_second_backward_pass_fails_instead_of_scaling_twice() -> None:
+    hidden, weight, _ = leaves(12, 53, torch.float32)
+    loss = linear_cross_entropy(hidden, weight, None, labels(12, 53))
+    loss.backward(retain_graph=True)
+    with pytest.raises(AttributeError):
+        loss.backward()
+
+
+def test_hidden_states_that_change_before_the_backward_pass_are_an_error() -> None:
+    hidden, weight, _ = leaves(12, 53, torch.float32)
+    states = hidden * 1.0
+    loss = linear_cross_entropy(states, weight, None, labels(12, 53))
+    with torch.no_grad():
+        states.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_errors_are_stored_where_they_take_less_memory_than_a_sum() -> None:
+    def stores(dtype: torch.dtype, num: int, device: str = "cuda", trains: bool = True) -> bool:
+        return stores_errors(device, dtype, num, 4096, trains_weight=trains)
+
+    assert stores(torch.bfloat16, 1) and stores(torch.float16, 8192)
+    assert not stores(torch.bfloat16, 8193) and not stores(torch.bfloat16, 0)
+    assert not stores(torch.float32, 4096)
+    assert not stores(torch.bfloat16, 4096, device="cpu")
+    assert not stores(torch.bfloat16, 4096, trains=False)
+
+
+@pytest.mark.parametrize("num", [32, 64, 128])
+def test_the_forecast_of_its_memory_is_what_it_allocates(
+    num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_gradients, "BLOCK_COLUMNS", 512)
+    monkeypatch.setattr(fused_cross_entropy, "CHUNK_ELEMENTS_STORED", 8 * 20_000)
+    weight = torch.randn(20_000, 64).requires_grad_()
+    hidden = torch.randn(num, 64, requires_grad=True)
+    targets = torch.zeros(num, dtype=torch.int64)
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        linear_cross_entropy(hidden, weight, None, targets).backward()
+    now, peak = 0, 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    shape = (num, 20_000, 64, torch.float32)
+    forecast = peak_bytes(*shape, "cpu", trains_weight=True, stores=True)
+    assert peak == pytest.approx(forecast + hidden.nbytes + weight.nbytes, rel=0.15)
+    assert kept_bytes(*shape, trains_weight=True, stores=True) <= forecast
