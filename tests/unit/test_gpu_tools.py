@@ -210,6 +210,17 @@ def test_no_measurement_starts_when_the_time_of_its_part_is_over(tmp_path: Path)
     assert part.results.failed == {"late": "not run: the time of the part was over"}
 
 
+def test_a_call_can_be_limited_to_measurements_whose_name_contains_a_pattern(
+    tmp_path: Path,
+) -> None:
+    session = Session("cpu", True, tmp_path, tmp_path, {}, only="^ours$|bare")
+    part = PartRun(session, "part", 60)
+    for name in ("base", "ours", "ours, compiled", "bare, eager"):
+        part.measure(name, lambda name: iter([(name, {"ran": 1})]), name)
+    assert set(part.results.figures) == {"base", "ours", "bare, eager"}
+    assert not part.results.failed
+
+
 def figures_of_a_gpu(directory: Path) -> None:
     """Write what a run on a GPU leaves, with some goals met and some not."""
     lora = Results(directory / "lora.json", "lora", H200, is_dry_run=False)

@@ -82,7 +82,9 @@ def main() -> int:
         parser.error(str(error))
     raise_on_signals()
     try:
-        return run_parts(parts, out, is_dry_run=given.dry_run, minutes=given.minutes)
+        return run_parts(
+            parts, out, is_dry_run=given.dry_run, minutes=given.minutes, only=given.only
+        )
     except StopRequested as stop:
         print(f"stopped by {stop}; the figures so far are in {out}")
         return 128 + stop.number
@@ -116,14 +118,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--minutes", type=float, default=30.0, help="the most that this call takes (default: 30)"
     )
+    parser.add_argument(
+        "--only",
+        metavar="PATTERN",
+        default="",
+        help="leave out measurements whose name does not contain this regular expression",
+    )
     parser.add_argument("--list", action="store_true", help="list the parts")
     parser.add_argument("--report", action="store_true", help="compare the figures with the goals")
     parser.add_argument("--docs", action="store_true", help="write them to docs/performance.md")
     return parser
 
 
-def run_parts(parts: dict[str, float], out: Path, *, is_dry_run: bool, minutes: float) -> int:
-    """Run parts, by name with their seconds; returns the exit code.
+def run_parts(
+    parts: dict[str, float], out: Path, *, is_dry_run: bool, minutes: float, only: str = ""
+) -> int:
+    """Run parts, by name with their seconds; returns the exit code. *only* is that of the :class:`Session`.
 
     Their temporary models and checkpoints are removed, whatever happens.
     """
@@ -135,7 +145,9 @@ def run_parts(parts: dict[str, float], out: Path, *, is_dry_run: bool, minutes: 
         print("importing torch, transformers and the recipes", flush=True)
         with without_initializing_cuda():
             _import_everything()
-        session = Session(_device(scratch, out, is_dry_run), is_dry_run, scratch, out, described)
+        session = Session(
+            _device(scratch, out, is_dry_run), is_dry_run, scratch, out, described, only
+        )
         if session.device != "cuda" and not is_dry_run:
             print("no CUDA device: nothing was measured (--dry-run runs tiny models on the CPU)")
             return 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -26,6 +27,8 @@ Figures = Iterator[tuple[str, Mapping[str, Any]]]
 """What a measurement yields: the name and the figures of each result, as soon as it is known."""
 Measurement = Callable[..., Figures]
 
+BASE = "base"
+"""The name of the measurement that writes a base model, which others need."""
 LEAST_SECONDS = 3.0
 """A measurement is not started with less time left."""
 _TAIL_LINES = 25
@@ -55,6 +58,8 @@ class Session:
     scratch: Path
     out: Path
     machine: Mapping[str, Any]
+    only: str = ""
+    """A regular expression: measurements whose names do not contain it are left out, except for bases."""
     bases: dict[str, Path] = field(default_factory=dict)
     """Directories of base models that a part has written already, by the name of their shapes."""
 
@@ -85,8 +90,11 @@ class PartRun:
         """Run a measurement in a forked process, and return what it yielded, by name.
 
         Everything is also in the part's file as soon as it is yielded. A measurement that raises, ends the process, or
-        is not done after *limit* seconds is recorded as failed under *name*; the part continues.
+        is not done after *limit* seconds is recorded as failed under *name*; the part continues. One that the session
+        leaves out yields nothing.
         """
+        if name != BASE and not re.search(self.session.only, name):
+            return {}
         seconds = min(limit, self.seconds_left)
         if seconds < LEAST_SECONDS:
             self.results.fail(name, f"{NOT_RUN}: the time of the part was over")

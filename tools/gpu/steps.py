@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.session import PartRun, Session
+from tools.gpu.session import BASE, PartRun, Session
 from tools.gpu.shapes import LLAMA_1B, LLAMA_8B, TINY, write_base
 
 _NAMES = {LLAMA_8B["hidden_size"]: "8B", LLAMA_1B["hidden_size"]: "1B"}
@@ -21,7 +21,7 @@ def base_of(part: PartRun, config: Mapping[str, Any]) -> Path | None:
         return session.bases[name]
     directory = session.scratch / f"base-{name}"
     shapes = TINY if session.is_dry_run else config
-    if not part.measure("base", write_base, shapes, directory, session.device, limit=180):
+    if not part.measure(BASE, write_base, shapes, directory, session.device, limit=180):
         return None
     session.bases[name] = directory
     return directory

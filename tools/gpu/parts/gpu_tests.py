@@ -20,7 +20,8 @@ PATHS = (
     "tests/unit/models/test_rotary_kernels.py",
 )
 _OF_DRY_RUN = ("tests/gpu/test_losses.py",)
-_PROCESSES = 8
+_PROCESSES = 14
+"""Most of a test's time is that of its host."""
 _SHOWN = 3000
 """Characters of a failure's text, from its beginning and from its end."""
 
