@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import inspect
+import logging
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger("automodel_ckpt")
+
+LEAST_ELEMENTS: float = 2**22
+"""On a GPU, :mod:`adamw_kernel` updates tensors with at least as many elements; ``math.inf`` leaves all to torch.
+
+Smaller ones would take less time than the launch of a kernel for each.
+"""
 
 
 def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -78,6 +89,11 @@ class FusedAdamW(torch.optim.AdamW):
     It can divide gradients while it reads them (:meth:`divide_in_step`), and leave out a step by a flag on the device
     (:attr:`found_inf`). Results are bit-equal to those of torch.optim.AdamW(fused=True), whose step is used for
     everything else: groups with tensors of several types or devices, amsgrad, maximize, closures and hooks.
+
+    On a GPU, a Triton kernel updates float32 tensors of at least :data:`LEAST_ELEMENTS` elements. It has the operations
+    of torch's kernel in the same order, each with the same rounding: results can differ only in the last bits, where
+    the compilers of the two combine a product and a sum differently. A step that divides gradients may leave ``grad``
+    as it was, or divided.
     """
 
     # torch's fused step divides gradients by this attribute, if it is not None (GradScaler uses the same interface).
@@ -184,33 +200,43 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _update(self, group: dict[str, Any], shards: _Shards) -> None:
         beta1, beta2 = group["betas"]
-        if shards.steps[0].is_cpu:
+        settings: dict[str, Any] = {
+            "lr": group["lr"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": group["weight_decay"],
+            "eps": group["eps"],
+            "grad_scale": self.grad_scale,
+            "found_inf": self.found_inf,
+        }
+        rest = shards
+        if _counts_on_host(shards.steps):
             # One by one, which is faster than torch's foreach operation for a few dozen 0-dim tensors.
             for step in shards.steps:
                 step.add_(1)
         else:
             torch._foreach_add_(shards.steps, 1)
-        # The public torch.optim.adamw.adamw calls this operation too, but groups the tensors by device and dtype first,
-        # which takes as long as the update of a small model (torch 2.13).
-        torch._fused_adamw_(
-            shards.parameters,
-            shards.gradients,
-            shards.averages,
-            shards.squares,
-            [],
-            shards.steps,
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
-        )
+            large, others = _divided(shards, group["lr"])
+            update = _large_update(shards.parameters[0].device) if large.steps else None
+            if update is not None:
+                update(*large, **settings)
+                rest = others
+        if rest.steps:
+            # The public torch.optim.adamw.adamw calls this operation too, but groups the tensors by device and dtype
+            # first, which takes as long as the update of a small model (torch 2.13).
+            torch._fused_adamw_(
+                rest.parameters,
+                rest.gradients,
+                rest.averages,
+                rest.squares,
+                [],
+                rest.steps,
+                **settings,
+                amsgrad=False,
+                maximize=False,
+            )
         if self.found_inf is not None:
-            # The kernel leaves out the update, but not the count above.
+            # The kernels leave out the update, but not the count above.
             torch._foreach_sub_(shards.steps, [self.found_inf] * len(shards.steps))
 
 
@@ -225,6 +251,53 @@ class _Shards(NamedTuple):
     averages: list[torch.Tensor]
     squares: list[torch.Tensor]
     steps: list[torch.Tensor]
+
+
+def _counts_on_host(steps: list[torch.Tensor]) -> bool:
+    """Whether torch keeps the numbers of updates in the host's memory, as it does for parameters that are there."""
+    return steps[0].is_cpu
+
+
+def _divided(shards: _Shards, lr: object) -> tuple[_Shards, _Shards]:
+    """The shards that the kernel for large tensors accepts, and the others."""
+    parts = (_Shards([], [], [], [], []), _Shards([], [], [], [], []))
+    if isinstance(lr, torch.Tensor) or all(_is_small(each) for each in shards.parameters):
+        return parts[0], shards
+    for row in zip(*shards, strict=True):
+        is_large = not _is_small(row[0]) and all(_is_plain(each) for each in row[:-1])
+        for tensors, tensor in zip(parts[0 if is_large else 1], row, strict=True):
+            tensors.append(tensor)
+    return parts
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() < LEAST_ELEMENTS
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether *tensor* consists of consecutive float32 values. Other subclasses may have no memory."""
+    is_known = type(tensor) in (torch.Tensor, nn.Parameter)
+    return is_known and tensor.dtype == torch.float32 and tensor.is_contiguous()
+
+
+@functools.cache
+def _large_update(device: torch.device) -> Callable[..., None] | None:
+    """The kernel for large tensors; None where Triton is absent, or fails, which is logged.
+
+    Triton needs a C compiler, so that it can be installed and fail.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        from automodel_ckpt.training import adamw_kernel
+
+        adamw_kernel.try_once(device)
+    except Exception as error:
+        log.debug("the kernel of AdamW fails", exc_info=True)
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        log.info("AdamW updates large tensors without Triton, whose kernel fails here: %s", reason)
+        return None
+    return adamw_kernel.update
 
 
 _STEP_OF_TORCH: Any = torch.optim.Optimizer.profile_hook_step(

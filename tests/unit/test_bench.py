@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.command_server import CommandServer
-from tools import bench_loop, bench_loss_head, bench_loss_kernels, bench_report
+from tools import bench_adamw, bench_loop, bench_loss_head, bench_loss_kernels, bench_report
 from tools.bench_rounds import ROOT, Group, Memory, Row, as_json, llama_shapes, parse_size, rounds
 from tools.loop_ways import WARM_UP, Steps, Turns
 
@@ -178,3 +178,15 @@ def test_every_implementation_of_the_loss_is_compared_on_a_device(
             assert ("error_weight" in rows[name]) == trained
             assert rows[name]["time_in_products"] > 0
     assert capsys.readouterr().out.count("| ours, torch |") == 2
+
+
+def test_kernels_of_adamw_are_compared_on_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    file = tmp_path / "figures.json"
+    bench_adamw.main(["--dry-run", "--json", str(file)])
+    found = json.loads(file.read_text())
+    assert list(found) == ["copies", "torch", "torch, divided"]
+    assert all(row["ms"] > 0 for row in found.values())
+    assert "8,231 parameters in 3 tensors" in capsys.readouterr().out

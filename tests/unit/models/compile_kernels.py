@@ -10,14 +10,13 @@ from triton.compiler import ASTSource
 
 from automodel_ckpt.models import gate_kernels, loss_kernels, rotary_kernels
 from automodel_ckpt.models.head_gradients import BLOCK_COLUMNS
+from automodel_ckpt.training import adamw_kernel
 
-TYPES = {
-    "labels": "*i64",
-    "errors": "*bf16",
-    "scale": "fp32",
-    "cap": "fp32",
-    "z_coefficient": "fp32",
-}
+NUMBERS = (
+    *("scale", "cap", "z_coefficient"),
+    *("lr", "beta1", "beta2", "eps", "weight_decay"),
+)
+TYPES = {"labels": "*i64", "errors": "*bf16", **dict.fromkeys(NUMBERS, "fp32")}
 IN_16_BITS = (
     *("gate", "up", "product", "gradient", "of_gate", "of_up"),
     *("heads", "cosines", "sines", "rotated"),
@@ -34,6 +33,7 @@ INTEGERS = (
     ),
     *("num_heads", "length", "half", "head_dim", "heads_row", "heads_head", "heads_token"),
     *("cosines_row", "cosines_token", "sines_row", "sines_token"),
+    *("index", "num_tensors"),
 )
 OF_LOSSES = {
     "HAS_CAP": True,
@@ -43,11 +43,13 @@ OF_LOSSES = {
     "IS_ALIGNED": True,
 }
 OF_HEADS = {"INVERSE": True, "HEADS": 16, "HALF": 32, "REST": 64}
-CONSTANTS = {**OF_LOSSES, **OF_HEADS}
+OF_ADAMW = {"HAS_DIVISOR": True, "HAS_FLAG": True, "DECAYS": True, "EVICTION": "evict_first"}
+CONSTANTS = {**OF_LOSSES, **OF_HEADS, **OF_ADAMW}
 KERNELS = {
     loss_kernels: (loss_kernels._losses_and_errors, loss_kernels._statistics, loss_kernels._errors),
     gate_kernels: (gate_kernels._product, gate_kernels._gradients),
     rotary_kernels: (rotary_kernels._rotate,),
+    adamw_kernel: (adamw_kernel._update,),
 }
 
 
@@ -62,7 +64,7 @@ def source_of(kernel: Any, block: int) -> ASTSource:
             types[name] = "i32"
         else:
             types[name] = TYPES.get(name, "*fp32")
-    constants: dict[str, int] = {"BLOCK": block} if "BLOCK" in types else {}
+    constants: dict[str, Any] = {"BLOCK": block} if "BLOCK" in types else {}
     constants |= {name: value for name, value in CONSTANTS.items() if name in types}
     return ASTSource(fn=kernel, signature=types, constexprs=constants)
 
