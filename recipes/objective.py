@@ -15,11 +15,13 @@ from transformers import PreTrainedConfig
 from automodel_ckpt.config.plugins import build_function
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.data.packing import IS_TOKEN, longest_sample
+from automodel_ckpt.device_copies import to_device
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.config_checks import check_context
 from automodel_ckpt.models.forward import last_layer_output, logits_of
 from automodel_ckpt.models.fused_cross_entropy import widened
+from automodel_ckpt.models.host_positions import note_positions
 from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead
 from automodel_ckpt.models.mtp import MultiTokenPrediction
 from automodel_ckpt.models.token_hits import TokenHits
@@ -48,7 +50,6 @@ from automodel_ckpt.training.loss import (
 )
 from automodel_ckpt.training.mtp_loss import MTP_LOSS, labels_of_depths
 from automodel_ckpt.training.step_scheduler import StepScheduler
-from automodel_ckpt.training.transfer import to_device
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -367,6 +368,8 @@ class Objective:
             for name, value in rows.items()
             if name not in ("labels", IS_TOKEN)
         }
+        if "position_ids" in inputs:
+            note_positions(inputs["position_ids"], rows["position_ids"])
         if self.trainable.embedding_noise is not None:
             self.trainable.embedding_noise.note_rows(inputs)
         stage = self.trainable.stage

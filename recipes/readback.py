@@ -16,8 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.data.loader import GlobalBatch
+from automodel_ckpt.device_copies import to_host
 from automodel_ckpt.recipes.records import Control, StepPosition
-from automodel_ckpt.training.transfer import to_host
 
 if TYPE_CHECKING:
     from automodel_ckpt.recipes.forward_time import ForwardTime

@@ -21,6 +21,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.packing import IS_TOKEN
+from automodel_ckpt.device_copies import to_device
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.parallelize import gather_root, reshard
@@ -30,6 +31,7 @@ from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.distillation_targets import LogitTargets
 from automodel_ckpt.models.forward import logits_of
 from automodel_ckpt.models.fused_distillation import CapturedHidden
+from automodel_ckpt.models.host_positions import note_positions
 from automodel_ckpt.models.repository import RepositoryOptions, base_directory
 from automodel_ckpt.models.vocabulary import wanted_size
 from automodel_ckpt.recipes.model.model_config import text_tokenizer
@@ -37,7 +39,6 @@ from automodel_ckpt.recipes.model.sections import naming_keys
 from automodel_ckpt.recipes.repository import repository_options
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.loss import in_numpy, labelled_positions
-from automodel_ckpt.training.transfer import to_device
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -323,6 +324,8 @@ class Teacher:
         for name, value in rows.items():
             if name not in ("labels", IS_TOKEN):
                 inputs[name] = self._on_device(value)
+        if "position_ids" in inputs:
+            note_positions(inputs["position_ids"], rows["position_ids"])
         head = trainable.loss_head
         with torch.no_grad():
             if head is None:

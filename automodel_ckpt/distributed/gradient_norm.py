@@ -102,7 +102,8 @@ def _norm(
     total = torch.as_tensor(here, dtype=torch.float64, device=device).square()
     # Over all ranks of the run: _counts and counted_elsewhere make each element count on one rank
     # only.
-    dist.all_reduce(total)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
     if on_device:
         return local, total.sqrt()
     return local, math.sqrt(total.item())

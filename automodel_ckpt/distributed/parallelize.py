@@ -259,10 +259,12 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
     fully_shard(model, reshard_after_forward=not is_trained, **options)
     divide_groups_by_type(model, how.float32_names)
     show_compute_types(model, how.float32_names)
-    if mesh.size() == 1:
-        cast_without_copies(model)
     setattr(model, _DEFERS, how.defer_gradient_sync)
-    _prefetch(model, embeddings, heads)
+    if mesh.size() == 1:
+        # There is nothing to prefetch: a rank has all parameters.
+        cast_without_copies(model)
+    else:
+        _prefetch(model, embeddings, heads)
 
 
 def _layer_policy(model: nn.Module, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from automodel_ckpt.device_copies import to_device
+from automodel_ckpt.models.host_positions import on_host
 from automodel_ckpt.models.mask_functions import widens
 
 
@@ -50,7 +52,7 @@ class Documents:
         """The position where the document of each token begins: int64 [T], on the device."""
         lengths = torch.tensor(self.lengths)
         first = lengths.cumsum(0) - lengths
-        return torch.repeat_interleave(first, lengths).to(self.device, non_blocking=True)
+        return to_device(torch.repeat_interleave(first, lengths), self.device)
 
     @functools.cached_property
     def mask(self) -> torch.Tensor:
@@ -91,7 +93,8 @@ def documents_of(
     """Find the documents of the mask that transformers requests with these arguments of ``sdpa_mask``.
 
     Returns None if the mask is not causal attention within documents of one row. The mask is read off *mask_function*
-    at the positions where it must change. On a GPU, this waits for the device once.
+    at the positions where it must change. On a GPU, this waits for the device once, unless the host knows the positions
+    (:mod:`~automodel_ckpt.models.host_positions`).
     """
     is_one_row = batch_size == 1 and q_length == kv_length >= 2 and attention_mask is None
     has_offset = (q_offset, kv_offset) != (0, 0)
@@ -102,6 +105,10 @@ def documents_of(
         return None
     if not is_narrowed or widens(mask_function) or others.get("use_vmap", False):
         return None
+    target = torch.device(device)
+    of_host = on_host(mask_function)
+    if of_host is not None:
+        mask_function, device = of_host, "cpu"
     row = torch.zeros(1, dtype=torch.long, device=device)
 
     def sees(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -113,13 +120,13 @@ def documents_of(
     starts = torch.where(is_first, positions, 0).cummax(0).values
     is_causal = _is_causal_within(sees, positions, starts, local_size)
     # One copy to the host for both results: each copy waits for the device.
-    *found, is_causal_here = torch.cat([is_first, is_causal.reshape(1)]).tolist()
-    if not is_causal_here:
+    found = torch.cat([is_first, is_causal.reshape(1)]).cpu()
+    if not found[-1]:
         return None
-    borders = [number for number, is_border in enumerate(found) if is_border]
+    borders = found[:-1].nonzero().flatten().tolist()
     lengths = [end - start for start, end in pairwise([*borders, q_length])]
     runs = tuple((length, len(list(same))) for length, same in groupby(lengths))
-    return Documents(runs, local_size, torch.device(device))
+    return Documents(runs, local_size, target)
 
 
 def _is_causal_within(

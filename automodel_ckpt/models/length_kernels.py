@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from automodel_ckpt.device_copies import to_device
 from automodel_ckpt.models.documents import Documents, mask_of_pairs
 from automodel_ckpt.models.kernel_request import HALF, Request, name_of, pairs_needed
 
@@ -53,7 +54,7 @@ def cumulative_lengths(documents: Documents) -> CumulativeLengths:
     cumulative = torch.tensor(borders, dtype=torch.int32)
     longest = max(length for length, _ in documents.runs)
     return CumulativeLengths(
-        cumulative.to(documents.device, non_blocking=True),
+        to_device(cumulative, documents.device),
         _power_of_2(longest),
         total,
         documents.window,
@@ -72,7 +73,8 @@ def _by_lengths(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Call a kernel with variable lengths. *heads* are query, key, value [1, heads, T, D]; returns [1, T, heads, D]."""
-    query, key, value = [tensor[0].transpose(0, 1) for tensor in heads]
+    # The gradient of tensor[0] would be copied into zeros.
+    query, key, value = [tensor.squeeze(0).transpose(0, 1) for tensor in heads]
     cumulative, longest = rows.cumulative, rows.longest
     output: torch.Tensor = function(
         query, key, value, cumulative, cumulative, longest, longest, **options

@@ -189,7 +189,8 @@ def _losses_and_errors(
         )
 
 
-@triton.jit
+# Otherwise, Triton compiles the kernel again for the first number of rows that 16 divides.
+@triton.jit(do_not_specialize=["num_rows"])
 def _statistics(
     logits,
     labels,

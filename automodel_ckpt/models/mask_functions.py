@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 
@@ -45,3 +45,25 @@ def _values(cell: CellType) -> tuple[Any, ...]:
     except ValueError:  # empty
         return ()
     return value if isinstance(value, tuple) else (value,)
+
+
+def with_values(function: Any, replaced: Callable[[Any], Any]) -> Any:
+    """A copy of a mask function with ``replaced(value)`` in place of each value in its closure, and in those of the
+    functions that it joins."""
+    if isinstance(function, tuple):
+        return tuple(with_values(each, replaced) for each in function)
+    if not isinstance(function, FunctionType):
+        return replaced(function)
+    cells = []
+    for cell in function.__closure__ or ():
+        content = with_values(cell.cell_contents, replaced)
+        cells.append(CellType(content))
+    copied = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(cells) or None,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied

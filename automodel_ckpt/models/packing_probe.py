@@ -86,7 +86,7 @@ def keeps_samples_apart(
             outputs = _logits(model, rows, one_row, options)
         after_first, after_other, crossed = outputs[0, 3:7], outputs[1, 3:7], outputs[2, 3:7]
         alone, alone_again = outputs[3, :4], outputs[4, :4]
-        if not torch.cat([after_first, after_other, crossed, alone]).isfinite().all():
+        if not _are_finite(after_first, after_other, crossed, alone):
             return Answer(False, " (its outputs are not finite: look for NaN in its weights)")
         # The effect of crossing attention is the scale: rounding is far below it in every dtype.
         allowed = 0.1 * _distance(crossed, alone)
@@ -179,6 +179,10 @@ def _logits(
         output = model(input_ids=tokens, position_ids=positions, **options)
         outputs.append(logits_of(output))
     return torch.cat(outputs).float()
+
+
+def _are_finite(*tensors: torch.Tensor) -> bool:
+    return bool(torch.cat(tensors).isfinite().all())
 
 
 def _distance(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -18,7 +18,8 @@ _BLOCK = 1024
 _WARPS = 4
 
 
-@triton.jit
+# Otherwise, Triton compiles the kernel again for the first row whose length 16 divides.
+@triton.jit(do_not_specialize=["length"])
 def _rotate(
     heads, cosines, sines, rotated,
     num_heads, length, half, head_dim,

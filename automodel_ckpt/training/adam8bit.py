@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.device_copies import to_device
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training.optimizer_steps import update_each
-from automodel_ckpt.training.transfer import to_device
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FURTHER_BITS = "further_bits"

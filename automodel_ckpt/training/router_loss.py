@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from automodel_ckpt.device_copies import to_device
 from automodel_ckpt.errors import replaced_forward_pass
-from automodel_ckpt.training.transfer import to_device
 
 SumOverRanks = Callable[..., list[float]]
 

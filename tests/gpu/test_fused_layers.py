@@ -136,3 +136,32 @@ def test_queries_and_keys_are_rotated_by_a_kernel(
         assert here.dtype == dtype
         difference = (here.cpu().double() - there).norm() / there.norm()
         assert difference < 2 * TOLERANCE[dtype]
+
+
+@needs_gpu
+def test_rows_of_other_lengths_need_no_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compilation takes longer than a step. Triton has kernels of other numbers for those that 16 divides."""
+    import triton
+
+    from automodel_ckpt.models import gate_kernels, loss_kernels, rotary_kernels
+
+    def compute(length: int) -> None:
+        heads = torch.ones(1, length, 3, 48, device=DEVICE).transpose(1, 2)
+        angles = torch.ones(1, length, 48, device=DEVICE)
+        rotary_kernels.rotate(heads, angles, angles)
+        rotary_kernels.rotate(heads, angles, angles, inverse=True)
+        gate = torch.ones(1, length, 48, device=DEVICE)
+        gate_kernels.product(gate, gate)
+        gate_kernels.gradients(gate, gate, gate)
+        labels = torch.zeros(length, dtype=torch.long, device=DEVICE)
+        loss_kernels.losses_and_errors(gate[0], labels, 1.0, None, torch.float32, True)
+        loss_kernels.statistics(gate[0], labels, 0, 1.0, None)
+
+    compute(33)
+    compiled: list[Any] = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_cache_hook", lambda **options: compiled.append(options["repr"])
+    )
+    for length in (32, 31, 48, 2):
+        compute(length)
+    assert compiled == []

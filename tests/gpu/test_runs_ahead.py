@@ -35,9 +35,9 @@ class Strict(TrainingLoop):
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.fixture
-def _masks_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow transformers to wait while it makes the mask of a forward pass: it reads the positions or the padding."""
+def masks_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allow transformers to wait while it makes the mask of a forward pass: it reads the padding, or positions that the
+    model has made."""
     create = modeling_llama.create_causal_mask
 
     def create_and_wait(*args: Any, **options: Any) -> Any:
@@ -51,15 +51,31 @@ def _masks_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama, "create_causal_mask", create_and_wait)
 
 
-@pytest.mark.usefixtures("_masks_may_wait")
-@pytest.mark.parametrize("rows", ["true", "false"], ids=["packed rows", "padded rows"])
-def test_no_operation_of_a_step_but_the_mask_waits_for_the_device(
-    tmp_path: Path, rows: str
+PACKS = (
+    "--packed_sequence.size=48",
+    "--step_scheduler.global_batch_size=2",
+    "--step_scheduler.max_steps=12",
+)
+"""Packs of three samples."""
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize(
+    ("rows", "masks_wait"),
+    [
+        ((*PACKS, "--step_scheduler.local_batch_size=1"), False),
+        ((*PACKS, "--step_scheduler.local_batch_size=2"), False),
+        ((), True),
+        (("--dataloader.padding_free=false",), True),
+    ],
+    ids=["one packed row", "packed rows", "rows of one sample", "padded rows"],
+)
+def test_no_operation_of_a_step_but_some_masks_waits_for_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: tuple[str, ...], masks_wait: bool
 ) -> None:
-    overrides = (
-        f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
-        f"--dataloader.padding_free={rows}",
-    )
+    if masks_wait:
+        masks_may_wait(monkeypatch)
+    overrides = (f"--checkpoint.checkpoint_dir={tmp_path / 'run'}", *rows)
     train(write_recipe(tmp_path), *overrides, recipe_class=with_loop(Recipe, Strict))
     steps = steps_of(tmp_path / "run")
     assert [step["step"] for step in steps] == list(range(1, 13))

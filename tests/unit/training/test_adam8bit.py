@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from automodel_ckpt import device_copies
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training import adam8bit, transfer
+from automodel_ckpt.training import adam8bit
 from automodel_ckpt.training.adam8bit import (
     AdamW8bit,
     decoded,
@@ -52,7 +53,7 @@ def test_settings_reach_a_gpu_where_the_system_locks_no_memory(
         raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
-    monkeypatch.setattr(transfer, "_pinned_memory", transfer.PinnedMemory(refuse))
+    monkeypatch.setattr(device_copies, "_pinned_memory", device_copies.PinnedMemory(refuse))
     group = {"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
     # This machine may have no GPU.
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)

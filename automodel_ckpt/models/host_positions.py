@@ -1,0 +1,114 @@
+"""The positions of packed rows as the host knows them, so that it makes masks without waiting for the device.
+
+transformers reads the position ids of a row to find its samples, and :mod:`~automodel_ckpt.models.documents` reads
+where they begin. On a GPU, each of these waits for all work that is queued. The GPU is then idle until the host has
+queued the next layers: for most of the update of the weights, if queueing a step takes longer than computing it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import masking_utils
+
+from automodel_ckpt.device_copies import to_device
+from automodel_ckpt.models.mask_functions import with_values
+
+_FIND = "find_packed_sequence_indices"
+"""transformers' function that returns, for position ids [B, T], the number of the sample of each token; None if each
+row is one sample."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """A tensor on a device, and its values on the host."""
+
+    on_device: torch.Tensor
+    on_host: torch.Tensor
+    version: int
+
+    @staticmethod
+    def of(on_device: torch.Tensor, on_host: torch.Tensor) -> _Pair:
+        return _Pair(on_device, on_host, on_device._version)
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether *tensor* is the tensor on the device or a view of all of it, and has its values still."""
+        known = self.on_device
+        is_same = tensor is known or (
+            tensor._base is not None
+            and tensor._base is (known if known._base is None else known._base)
+            and tensor.dtype == known.dtype
+            and tensor.shape == known.shape
+            and tensor.stride() == known.stride()
+            and tensor.storage_offset() == known.storage_offset()
+        )
+        return is_same and known._version == self.version
+
+
+_newest: dict[str, _Pair] = {}
+"""The position ids of the newest rows, and the numbers of the samples that were found in them."""
+_POSITIONS, _SAMPLES = "positions", "samples"
+
+
+def note_positions(on_device: torch.Tensor, on_host: torch.Tensor) -> None:
+    """Let the next forward pass know that the position ids *on_device* have the values *on_host*."""
+    _install()
+    _newest.clear()
+    # Tensors of inference mode have no version, by which a change of their values is seen.
+    if not on_device.is_cpu and not on_device.is_inference():
+        _newest[_POSITIONS] = _Pair.of(on_device, on_host)
+
+
+def on_host(mask_function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """*mask_function* for positions on the host; None if it may read tensors that only the device has."""
+    if not _newest:
+        return None
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            for pair in _newest.values():
+                if pair.is_of(value):
+                    return pair.on_host
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise _UnknownValue
+
+    try:
+        found: Callable[..., Any] = with_values(mask_function, replaced)
+    except (_UnknownValue, ValueError, RecursionError):
+        # A cell without content raises ValueError. A function may contain itself.
+        return None
+    return found
+
+
+class _UnknownValue(Exception):
+    """A mask function contains something whose values may be on the device only."""
+
+
+@functools.cache
+def _install() -> None:
+    """Let transformers find the samples of known rows on the host, for all models of the process."""
+    find: Any = getattr(masking_utils, _FIND, None)
+    if find is None:
+        return
+
+    @functools.wraps(find)
+    def find_known(position_ids: torch.Tensor) -> torch.Tensor | None:
+        positions = _newest.get(_POSITIONS)
+        if torch.compiler.is_compiling() or positions is None or not positions.is_of(position_ids):
+            found: torch.Tensor | None = find(position_ids)
+            return found
+        samples = _newest.get(_SAMPLES)
+        if samples is None:
+            numbers = find(positions.on_host)
+            if numbers is None:
+                return None
+            on_device = to_device(numbers, position_ids.device)
+            samples = _newest[_SAMPLES] = _Pair.of(on_device, numbers)
+        return samples.on_device
+
+    setattr(masking_utils, _FIND, find_known)
