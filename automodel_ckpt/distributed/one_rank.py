@@ -55,9 +55,7 @@ def _keep_gradients(group: Any, reduce: Callable[..., None], *arguments: Any) ->
 
 def _only_sums(group: Any) -> bool:
     """Whether the gradients of *group* are summed over the ranks and nothing else, as by default."""
-    changes = group.gradient_divide_factor is not None or group._all_reduce_hook is not None
-    # Newer versions of torch only.
-    return not changes and not getattr(group, "reduce_scatter_unused_params", False)
+    return group.gradient_divide_factor is None and group._all_reduce_hook is None
 
 
 def _keep_gradient(parameter: _CastParameter, gradient: torch.Tensor, is_owned: bool) -> None:
@@ -117,7 +115,7 @@ class _CastParameter(FSDPParam):
         # The sum of micro-batches that fsdp2 has not reduced, in memory of the type of reductions.
         gradient = self.unsharded_accumulated_grad_data
         self.unsharded_accumulated_grad = None
-        return gradient, type(gradient) is torch.Tensor
+        return gradient, type(gradient) is torch.Tensor and gradient.is_contiguous()
 
 
 class _InPlace(ReduceScatter):

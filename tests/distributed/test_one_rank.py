@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -153,26 +159,35 @@ def gradients_of(
     dtype: torch.dtype = torch.float32,
     policy: MixedPrecisionPolicy = BFLOAT16,
     is_reduced: Sequence[bool] = (True, True, True),
+    device: str = "cpu",
+    offload: OffloadPolicy | None = None,
 ) -> list[dict[str, torch.Tensor | None]]:
     """The gradients after each of a few micro-batches, of which some are not reduced."""
     model = Layers(dtype)
-    mesh = init_device_mesh("cpu", (1,))
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device, (1,)),
+        "mp_policy": policy,
+        "offload_policy": offload or OffloadPolicy(),
+    }
     for layer in (model.frozen, model.sometimes, model.twice):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    sharded: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, **options)
+    sharded: Any = fully_shard(model, **options)
     if not with_copies:
         one_rank.cast_without_copies(sharded)
     prepare(sharded)
+    if offload is None:
+        sharded.to(device)
     found: list[dict[str, torch.Tensor | None]] = []
     generator = torch.Generator().manual_seed(0)
     for number, is_last in enumerate(is_reduced):
         sharded.set_requires_gradient_sync(is_last)
         inputs = torch.randn(2 + number % 2, 6, generator=generator)
-        sharded(inputs.to(policy.param_dtype or dtype)).square().sum().backward()
+        outputs = sharded(inputs.to(device, policy.param_dtype or dtype))
+        outputs.square().sum().backward()
         of_parameters: dict[str, torch.Tensor | None] = {}
         for name, parameter in sharded.named_parameters():
             gradient = parameter.grad
-            of_parameters[name] = None if gradient is None else gradient.to_local().clone()
+            of_parameters[name] = None if gradient is None else gradient.to_local().cpu().clone()
         found.append(of_parameters)
     return found
 
@@ -212,7 +227,7 @@ def zero_unused(model: FSDPModule) -> None:
         part.set_reduce_scatter_unused_params(True)
 
 
-FLOAT16_SUMS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
+ROUNDED_SUMS = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 SETTINGS: dict[str, tuple[Callable[[FSDPModule], object], dict[str, Any]]] = {
     "by default": (nothing, {}),
     "some not reduced": (nothing, {"is_reduced": (True, False, False, True, True)}),
@@ -221,9 +236,9 @@ SETTINGS: dict[str, tuple[Callable[[FSDPModule], object], dict[str, Any]]] = {
     # Sums in float32 are rounded, and then added.
     "weights in bfloat16, some not reduced": (
         nothing,
-        {"dtype": torch.bfloat16, "is_reduced": (True, False, True, False, True)},
+        {"dtype": torch.bfloat16, "is_reduced": (True, False, False, True, True)},
     ),
-    "reduced in float16": (nothing, {"policy": FLOAT16_SUMS}),
+    "reduced in bfloat16": (nothing, {"policy": ROUNDED_SUMS}),
     "with hooks": (halve_each, {}),
     "with hooks of reductions": (halve_reduced, {}),
     "divided": (divide, {}),
@@ -231,17 +246,32 @@ SETTINGS: dict[str, tuple[Callable[[FSDPModule], object], dict[str, Any]]] = {
 }
 
 
-def test_gradients_are_those_of_fsdp2_with_all_settings() -> None:
-    def all_settings() -> Any:
-        found = {}
-        for name, (prepare, arguments) in SETTINGS.items():
-            try:
-                found[name] = [gradients_of(prepare, each, **arguments) for each in (False, True)]
-            except pytest.skip.Exception:
-                continue
-        return found
+ON_THE_HOST: dict[str, tuple[Callable[[FSDPModule], object], dict[str, Any]]] = {
+    "on the host": (nothing, {"offload": CPUOffloadPolicy()}),
+    "on the host, in one type": (
+        nothing,
+        {"offload": CPUOffloadPolicy(), "policy": MixedPrecisionPolicy()},
+    ),
+}
+"""Settings that need an accelerator."""
 
-    [found] = ranks.run(all_settings, 1)
+
+def all_gradients(names: Sequence[str], device: str) -> dict[str, Any]:
+    """The gradients with each setting that this version of torch has, and those of fsdp2."""
+    found: dict[str, Any] = {}
+    for name in names:
+        prepare, arguments = (SETTINGS | ON_THE_HOST)[name]
+        try:
+            found[name] = [
+                gradients_of(prepare, each, device=device, **arguments) for each in (False, True)
+            ]
+        except pytest.skip.Exception:
+            continue
+    return found
+
+
+def check_equal(found: dict[str, Any]) -> None:
+    """Compare what :func:`all_gradients` returns."""
     assert "divided" in found
     for name, (given, expected) in found.items():
         assert [each.keys() for each in given] == [each.keys() for each in expected]
@@ -250,6 +280,11 @@ def test_gradients_are_those_of_fsdp2_with_all_settings() -> None:
                 assert (gradient is None) == (gradients[key] is None), (name, key)
                 if gradient is not None:
                     assert torch.equal(gradients[key], gradient), (name, key)
+
+
+def test_gradients_are_those_of_fsdp2_with_all_settings() -> None:
+    [found] = ranks.run(all_gradients, 1, list(SETTINGS), "cpu")
+    check_equal(found)
 
 
 def two_layers() -> Any:
