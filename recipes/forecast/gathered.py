@@ -2,8 +2,8 @@
 
 A group of parameters is gathered into one buffer, and copied out of it. The buffer is freed when the next group of a
 forward pass is copied out; in the backward pass, right after the copy. The gradients of a group are copied into a
-buffer of the type that they are reduced in, which is freed when the next group has its gradients. On one rank there is
-no buffer for gathering, and that of the gradients becomes the gradient of the shard.
+buffer of the type that they are reduced in, which is freed when the next group has its gradients. On one rank there are
+no buffers, except for gradients that are copied to the host.
 """
 
 from __future__ import annotations
@@ -77,10 +77,8 @@ def gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter], parts: RankPa
     layer = max(layers, key=lambda each: each.parameters, default=_Group())
     is_lookup = all(type(module) is nn.Embedding for module in embeddings)
     section = recipe.config.distributed
-    accumulates = num_micro_batches(recipe.config, recipe.layout.sizes.dp) > 1
-    # On one rank, the first gradients of a step are in the memory of the reduction.
     has_buffers = parts.num_shards > 1
-    reduces = has_buffers or accumulates
+    reduces = has_buffers or section.cpu_offload
     buffer = int(has_buffers)
     # Several groups of a forward pass: the copy of one, its buffer, and the buffer of the next one.
     prefetched = buffer * max(layer.parameters, output.parameters)

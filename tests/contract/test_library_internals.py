@@ -88,6 +88,9 @@ PRIVATE_NAMES: dict[str, str] = {
     "_forward_pre_hooks": "torch.nn.Module",
     "_unsharded_param": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
     "_all_gather_result": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    # When the gradients of a group of fsdp2 on one rank have only to be cast.
+    "_all_reduce_hook": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "_post_accumulate_grad_hooks": "torch.Tensor",
     # A group of fsdp2 whose parameters have several types.
     "_init_mp_dtypes": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_orig_dtype": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
