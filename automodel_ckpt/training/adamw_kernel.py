@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 2048
-"""Elements that a program updates: 16 in each thread of 4 warps."""
+_BLOCK = 1024
+"""Elements that a program updates: 8 in each thread of 4 warps."""
 _WARPS = 4
 _EVICTION = "evict_first"
 """The policy of the cache for all elements: none is read again before the next step."""
