@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.models.fused_class import fused_class
-from automodel_ckpt.models.fused_cross_entropy import kernel_for
+from automodel_ckpt.models.kernel_choice import kernel_for
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _ACTIVATION = "act_fn"

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from automodel_ckpt.models.kernel_choice import kernel_for
+
 WIDE_PRODUCTS = (torch.bfloat16, torch.float16)
 """Dtypes whose matrix products CUDA can return and accumulate in float32 (``out_dtype``, torch 2.10 and later)."""
 BLOCK_COLUMNS = 8192
@@ -224,7 +226,7 @@ class StoredErrors:
                 part = hidden[start : start + blocks.rows]
                 _add_product(of_block, blocks.block(first).t(), part, is_first=number == 0)
             # The errors of this block are multiplied: its rows of the gradient may take their place.
-            torch.mul(of_block, loss_weight, out=rows)
+            _scale(of_block, loss_weight, rows)
         return gradient
 
 
@@ -262,4 +264,16 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) ->
     if gradient.dtype == dtype or not gradient.is_cuda:
         return gradient.mul_(factor).to(dtype)
     scaled = torch.empty_like(gradient, dtype=dtype)
-    return torch.mul(gradient, factor, out=scaled)
+    _scale(gradient, factor, scaled)
+    return scaled
+
+
+def _scale(values: torch.Tensor, factor: torch.Tensor, scaled: torch.Tensor) -> None:
+    """Write *values* times *factor*, 0-dim, to *scaled*, which may have a narrower dtype."""
+    is_plain = values.is_contiguous() and scaled.is_contiguous()
+    if is_plain and kernel_for(values.device.type, values.dtype) == "triton":
+        from automodel_ckpt.models import loss_kernels
+
+        loss_kernels.scale(values, factor, scaled)
+        return
+    torch.mul(values, factor, out=scaled)

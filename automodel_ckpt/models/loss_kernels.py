@@ -22,6 +22,8 @@ IGNORE_INDEX = tl.constexpr(-100)
 _BLOCK = 8192
 """Columns that a program loads at a time. A row of 128k float32 logits is 512 kB, much more than a program can keep."""
 _WARPS = 16
+_SCALE_BLOCK = 2048
+_SCALE_WARPS = 4
 
 
 @triton.jit
@@ -370,6 +372,28 @@ def errors(
             num_warps=_WARPS,
         )
     return gradient
+
+
+@triton.jit
+def _scale(values, factor, scaled, num_elements, BLOCK: tl.constexpr):
+    """Write values times the factor for a block of elements."""
+    elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_element = elements < num_elements
+    result = tl.load(values + elements, mask=is_element, other=0.0) * tl.load(factor)
+    tl.store(scaled + elements, result.to(scaled.dtype.element_ty), mask=is_element)
+
+
+def scale(values: torch.Tensor, factor: torch.Tensor, scaled: torch.Tensor) -> None:
+    """Write float32 *values* times *factor*, 0-dim, to *scaled*, of any dtype. All are contiguous.
+
+    torch's product with a result of another dtype reads and writes single elements, at a third of the memory's rate.
+    """
+    num_elements = values.numel()
+    if num_elements:
+        grid = (triton.cdiv(num_elements, _SCALE_BLOCK),)
+        _scale[grid](
+            values, factor, scaled, num_elements, BLOCK=_SCALE_BLOCK, num_warps=_SCALE_WARPS
+        )
 
 
 def _block(num_columns: int) -> int:

@@ -10,7 +10,8 @@ import torch
 from automodel_ckpt.models.attention import attention_by_pairs
 from automodel_ckpt.models.document_kernels import installed_kernels
 from automodel_ckpt.models.documents import Documents
-from automodel_ckpt.models.fused_cross_entropy import KERNELS, linear_cross_entropy
+from automodel_ckpt.models.fused_cross_entropy import linear_cross_entropy
+from automodel_ckpt.models.kernel_choice import KERNELS
 from automodel_ckpt.models.kernel_request import Request
 from automodel_ckpt.models.loss_inputs import IDENTITY, LogitTransform
 from tests.support.gpu import HAS_GPU, both_devices, only_gpu

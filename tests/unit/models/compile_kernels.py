@@ -19,7 +19,7 @@ NUMBERS = (
 TYPES = {"labels": "*i64", "errors": "*bf16", **dict.fromkeys(NUMBERS, "fp32")}
 IN_16_BITS = (
     *("gate", "up", "product", "gradient", "of_gate", "of_up"),
-    *("heads", "cosines", "sines", "rotated"),
+    *("heads", "cosines", "sines", "rotated", "scaled"),
 )
 INTEGERS = (
     *(
@@ -46,7 +46,12 @@ OF_HEADS = {"INVERSE": True, "HEADS": 16, "HALF": 32, "REST": 64}
 OF_ADAMW = {"HAS_DIVISOR": True, "HAS_FLAG": True, "DECAYS": True, "EVICTION": "evict_first"}
 CONSTANTS = {**OF_LOSSES, **OF_HEADS, **OF_ADAMW}
 KERNELS = {
-    loss_kernels: (loss_kernels._losses_and_errors, loss_kernels._statistics, loss_kernels._errors),
+    loss_kernels: (
+        loss_kernels._losses_and_errors,
+        loss_kernels._statistics,
+        loss_kernels._errors,
+        loss_kernels._scale,
+    ),
     gate_kernels: (gate_kernels._product, gate_kernels._gradients),
     rotary_kernels: (rotary_kernels._rotate,),
     adamw_kernel: (adamw_kernel._update,),

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from automodel_ckpt.models import fused_cross_entropy, head_gradients
 from automodel_ckpt.models.fused_cross_entropy import (
     CHUNK_ELEMENTS,
-    KERNELS,
     linear_cross_entropy,
     losses_and_errors,
 )
 from automodel_ckpt.models.head_gradients import ErrorBlocks, ErrorPlace
+from automodel_ckpt.models.kernel_choice import KERNELS
 from automodel_ckpt.models.loss_inputs import IDENTITY, LogitTransform, VocabularyPart
 from automodel_ckpt.models.z_loss import ZLoss
 from tests.support import ranks
@@ -123,6 +123,25 @@ def test_the_z_loss_is_added_to_losses_and_gradients(transform: LogitTransform) 
     torch.testing.assert_close(losses.double(), expected_losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(errors.double(), expected + 1e-3 * wide.grad, rtol=1e-5, atol=1e-5)
     assert z_loss.take().item() == pytest.approx(1e-3 * squares.sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num", [0, 1, 31, 32, 100])
+def test_a_gradient_is_scaled_and_rounded_once(
+    num: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from automodel_ckpt.models import loss_kernels
+
+    monkeypatch.setattr(loss_kernels, "_SCALE_BLOCK", 32)
+    values = torch.randn(num, device=DEVICE)
+    factor = torch.tensor(0.3, device=DEVICE)
+    scaled = torch.full((num + 1,), 7.0, device=DEVICE, dtype=dtype)
+    loss_kernels.scale(values, factor, scaled[:num])
+    # Triton's interpreter truncates to bfloat16; a GPU rounds.
+    tolerance = 2**-7 if INTERPRETED and dtype == torch.bfloat16 else 0
+    expected = (values * factor).to(dtype)
+    torch.testing.assert_close(scaled[:num], expected, rtol=tolerance, atol=0)
+    assert scaled[num] == 7
 
 
 def test_without_gradients_the_logits_stay() -> None:

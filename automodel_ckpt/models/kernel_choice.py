@@ -1,0 +1,70 @@
+"""Whether Triton or torch computes the loss head, gated layers and rotary embeddings on a device."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+
+import torch
+
+from automodel_ckpt.models.forward import class_and_message
+
+log = logging.getLogger("automodel_ckpt")
+
+KERNELS = {"cuda": ("triton", "torch"), "cpu": ("torch",)}
+"""What computes the loss of a chunk, by type of device. The first that is installed is used.
+
+tools/bench_loss_kernels.py compares them on a device.
+"""
+
+
+def kernel_for(device_type: str, logits_dtype: torch.dtype) -> str:
+    """The entry of :data:`KERNELS` that computes losses of chunks: ``triton`` or ``torch``."""
+    for name in KERNELS.get(device_type, KERNELS["cpu"]):
+        if name != "triton":
+            return name
+        # The kernels compute in float32.
+        if logits_dtype == torch.float32 and _has_triton(device_type) and _runs_triton():
+            return name
+    return "torch"
+
+
+def _has_triton(device_type: str) -> bool:
+    """Whether Triton is installed; also True for the forecast of a GPU elsewhere, by PyTorch for CPUs.
+
+    PyTorch for CUDA depends on Triton.
+    """
+    is_elsewhere = device_type == "cuda" and not torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    return is_elsewhere or is_installed("triton")
+
+
+def _runs_triton() -> bool:
+    """Whether Triton's kernels run on the GPU that this process uses; not tried before it uses one."""
+    return not torch.cuda.is_initialized() or try_kernels()  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def try_kernels() -> bool:
+    """Run a kernel once on the GPU. Triton needs a C compiler, so that it can be installed and fail.
+
+    Logs the reason, and returns False, if it fails.
+    """
+    try:
+        from automodel_ckpt.models import loss_kernels
+
+        logits = torch.zeros(1, 2, device="cuda")
+        labels = torch.zeros(1, dtype=torch.int64, device="cuda")
+        loss_kernels.losses_and_errors(logits, labels, 1.0, None, torch.float32, True)
+    except Exception as error:
+        log.debug("the kernels of the loss head fail", exc_info=True)
+        reason = class_and_message(error)
+        log.info("the loss is computed without Triton, whose kernels fail here: %s", reason)
+        return False
+    return True
+
+
+@functools.cache
+def is_installed(package: str) -> bool:
+    """Whether a package could be imported; it is not imported."""
+    return importlib.util.find_spec(package) is not None
