@@ -227,7 +227,8 @@ class StoredErrors:
                 _add_product(of_block, blocks.block(first).t(), part, is_first=number == 0)
             # The errors of this block are multiplied: its rows of the gradient may take their place.
             _scale(of_block, loss_weight, rows)
-        return gradient
+        # Not a view: autograd adds another gradient of the same weight in place only to a tensor that owns its memory.
+        return gradient.detach()
 
 
 def _new(*shape: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
