@@ -54,6 +54,15 @@ def stored_bytes(
     return of_errors, max(of_hidden, of_block)
 
 
+def waiting_bytes(
+    num_positions: int, num_columns: int, hidden_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes that :class:`StoredErrors` keeps until the backward pass begins: errors, where the weight's gradient will
+    be, too, the hidden states, and their gradient, whose bytes in *dtype* do not count."""
+    of_errors = num_columns * max(num_positions, hidden_size) * dtype.itemsize
+    return of_errors + 4 * num_positions * hidden_size
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorBlocks:
     """Errors [rows, columns] in blocks of :data:`BLOCK_COLUMNS` columns, which follow each other in *memory*.
