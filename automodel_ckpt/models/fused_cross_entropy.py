@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
+from automodel_ckpt.models import head_gradients
 from automodel_ckpt.models.head_gradients import (
     WIDE_PRODUCTS,
     ErrorPlace,
@@ -102,6 +104,25 @@ def kept_bytes(
     wide = torch.promote_types(dtype, torch.float32)
     is_converted = trains_weight and dtype != wide
     return num_columns * hidden_size * wide.itemsize if is_converted else 0
+
+
+def waiting_bytes(
+    num_positions: int,
+    num_columns: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    *,
+    trains_weight: bool,
+    stores: bool,
+) -> int:
+    """Bytes that a loss of :func:`linear_cross_entropy` needs while others are computed before its backward pass.
+
+    With *stores*, the memory of the weight's gradient is part of them. The arguments are those of :func:`peak_bytes`.
+    """
+    shape = (num_positions, num_columns, hidden_size, dtype)
+    if stores:
+        return head_gradients.waiting_bytes(*shape)
+    return kept_bytes(*shape, trains_weight=trains_weight, stores=False)
 
 
 def widened(logits: torch.Tensor) -> torch.Tensor:
@@ -214,6 +235,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
     def backward(ctx: Any, loss_weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Scaling overwrites what it reads: a second backward pass must fail, not scale twice.
         gradients, ctx.gradients = ctx.gradients, None

@@ -54,6 +54,15 @@ def stored_bytes(
     return of_errors, max(of_hidden, of_block)
 
 
+def waiting_bytes(
+    num_positions: int, num_columns: int, hidden_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes that :class:`StoredErrors` keeps until the backward pass begins: errors, where the weight's gradient will
+    be, too, the hidden states, and their gradient, whose bytes in *dtype* do not count."""
+    of_errors = num_columns * max(num_positions, hidden_size) * dtype.itemsize
+    return of_errors + 4 * num_positions * hidden_size
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorBlocks:
     """Errors [rows, columns] in blocks of :data:`BLOCK_COLUMNS` columns, which follow each other in *memory*.
@@ -227,7 +236,8 @@ class StoredErrors:
                 _add_product(of_block, blocks.block(first).t(), part, is_first=number == 0)
             # The errors of this block are multiplied: its rows of the gradient may take their place.
             _scale(of_block, loss_weight, rows)
-        return gradient
+        # Not a view: autograd adds another gradient of the same weight in place only to a tensor that owns its memory.
+        return gradient.detach()
 
 
 def _new(*shape: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -8,10 +8,15 @@ from typing import Any
 from torch import nn
 
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.distributed.mesh_sizes import Sizes
+from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
 from automodel_ckpt.models import fused_distillation
 from automodel_ckpt.models.forward import model_without_adapters
-from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS, kept_bytes, peak_bytes
+from automodel_ckpt.models.fused_cross_entropy import (
+    CHUNK_ELEMENTS,
+    kept_bytes,
+    peak_bytes,
+    waiting_bytes,
+)
 from automodel_ckpt.models.head_gradients import stores_errors
 from automodel_ckpt.models.loss_head_probe import adds_bias_to_logits, output_layer
 from automodel_ckpt.models.mtp import mtp_of
@@ -43,7 +48,8 @@ class Activations:
     pass of the output layer, and that of the other layers. *saved* exist before the last one. *backward* has (share of
     the gradients of the model without its output layer that were complete before, peak) of each part of it: gradients
     take the place of activations. *step* is the peak of all phases beside the gradients that remain after the step.
-    *others* are the activations of the other micro-batches of a pipeline, which exist in all phases.
+    *others* are the activations of the other micro-batches of a pipeline, which exist in all phases. *last_other* are
+    those of one of them that is complete when there are gradients of earlier micro-batches; 0 if none is.
     """
 
     forward: int
@@ -53,6 +59,7 @@ class Activations:
     backward: tuple[tuple[float, int], ...]
     step: int
     others: int = 0
+    last_other: int = 0
 
 
 def estimate_activations(recipe: Recipe, pipeline_rank: int = 0) -> Activations | None:
@@ -84,7 +91,12 @@ def estimate_activations(recipe: Recipe, pipeline_rank: int = 0) -> Activations 
         head = _head_memory(recipe, batch.rows * (batch.targets_per_row or tokens_per_row))
     # Between their forward and backward passes, the other micro-batches of a pipeline keep what was saved.
     num_others = num_in_progress(recipe.config, layout.sizes, pipeline_rank) - 1
-    of_others = num_others * trace.after_forward
+    of_other, last_other = trace.after_forward, 0
+    if recipe.config.distributed.pp_schedule == "gpipe" and num_others:
+        # Other schedules begin the backward pass of a loss before they compute the next one. This one computes all
+        # losses before there are gradients.
+        of_other = last_other = of_other + head.waiting_bytes
+    of_others = num_others * of_other
     # On a CPU, short-lived tensors leave holes in the heap between long-lived ones (tools/bench_forecast.py).
     factor = _BLOCKS if layout.device.type == "cuda" else _HEAP
 
@@ -102,6 +114,7 @@ def estimate_activations(recipe: Recipe, pipeline_rank: int = 0) -> Activations 
         ),
         step=of_all(_peak(recipe, trace, head)),
         others=int(of_others * factor),
+        last_other=int(last_other * factor),
     )
 
 
@@ -111,10 +124,19 @@ def _peak(recipe: Recipe, trace: StepTrace, head: HeadMemory) -> int:
     if sizes.tp * sizes.pp > 1 or is_fully_sharded(recipe.config, recipe.layout):
         # Ranks keep their shards of gradients, which count elsewhere.
         return trace.later_peak(head)
+    if has_buckets(recipe):
+        # They exist during the whole step, and count elsewhere, too.
+        return trace.later_peak(head)
     first = trace.peak(head) - trace.gradients - head.gradient_bytes
     if num_micro_batches(recipe.config, sizes.dp) == 1:
         return first
     return max(first, trace.later_peak(head))
+
+
+def has_buckets(recipe: Recipe) -> bool:
+    """Whether ranks sum up gradients in buckets, as DistributedDataParallel does."""
+    strategy = choose_strategy(recipe.config.distributed.strategy, recipe.layout.sizes)
+    return strategy == "ddp"
 
 
 def num_in_progress(config: RecipeConfig, sizes: Sizes, pipeline_rank: int = 0) -> int:
@@ -135,7 +157,10 @@ def num_in_progress(config: RecipeConfig, sizes: Sizes, pipeline_rank: int = 0) 
 
 
 def _head_memory(recipe: Recipe, num_positions: int) -> HeadMemory:
-    """The memory of the output layer and the loss for *num_positions* tokens with labels."""
+    """The memory of the output layer and the loss for *num_positions* tokens with labels.
+
+    Each depth of multi-token prediction has as many, and a separate loss.
+    """
     head: Any = output_layer(recipe.model)
     if getattr(head, "out_features", None) is None:
         return HeadMemory(0)
@@ -149,9 +174,8 @@ def _head_memory(recipe: Recipe, num_positions: int) -> HeadMemory:
         gradient = parts.computed_bytes([head.weight])
     model = model_without_adapters(recipe.model)
     layers = mtp_of(model)
-    if layers is not None:
-        num_positions *= 1 + layers.num_depths
-    num_logits = num_positions * num_columns
+    num_losses = 1 if layers is None else 1 + layers.num_depths
+    num_logits = num_losses * num_positions * num_columns
     device_type = recipe.layout.device.type
     is_small = device_type == "cpu" and _SMALL_LOGITS * num_logits <= CHUNK_ELEMENTS["cpu"]
     if is_small or adds_bias_to_logits(model):
@@ -171,4 +195,13 @@ def _head_memory(recipe: Recipe, num_positions: int) -> HeadMemory:
         chunks -= peak_bytes(*shape, device_type, trains_weight=False, stores=False)
         chunks += fused_distillation.peak_bytes(num_positions, num_columns, dtype, device_type)
     kept = kept_bytes(*shape, trains_weight=is_trained, stores=stores)
-    return HeadMemory(chunks + gradient, gradient, kept)
+    waiting = waiting_bytes(*shape, trains_weight=is_trained, stores=stores)
+    of_other_losses = (num_losses - 1) * waiting
+    # Errors are where the gradient will be, which is among the gathered tensors in the backward pass only.
+    of_errors = num_columns * head.in_features * dtype.itemsize if stores else 0
+    return HeadMemory(
+        chunks + max(gradient, of_errors) + of_other_losses,
+        gradient,
+        kept + of_other_losses,
+        num_losses * waiting,
+    )

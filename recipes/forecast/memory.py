@@ -13,7 +13,11 @@ from automodel_ckpt.checkpoint.saving.forecast import forecast_bytes
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.model_layers import layers_after_input, separate_ends
 from automodel_ckpt.models.pipeline_stage import parameters_of_ranks
-from automodel_ckpt.recipes.forecast.activations import Activations, estimate_activations
+from automodel_ckpt.recipes.forecast.activations import (
+    Activations,
+    estimate_activations,
+    has_buckets,
+)
 from automodel_ckpt.recipes.forecast.gathered import Gathered, defers, gathered_bytes
 from automodel_ckpt.recipes.forecast.rank_parts import RankParts, rank_parts
 from automodel_ckpt.recipes.forecast.tensor_bytes import nbytes
@@ -139,7 +143,10 @@ def _gradient_bytes(recipe: Recipe, trained: list[nn.Parameter], parts: RankPart
     Each is freed when its shard is made, in the last micro-batch of the step.
     """
     if not defers(recipe):
-        return parts.stored_bytes(trained)
+        stored = parts.stored_bytes(trained)
+        accumulates = num_micro_batches(recipe.config, recipe.layout.sizes.dp) > 1
+        # The sums of micro-batches before the last one of a step are not in the buckets.
+        return 2 * stored if has_buckets(recipe) and accumulates else stored
     # Micro-batches are summed in the type that gradients are reduced in.
     reduced_in = torch.float32 if compute_dtype(recipe.config.distributed) else None
     return parts.computed_bytes(trained, reduced_in)
@@ -201,12 +208,14 @@ def _peak(
         return _Peak(gradients, gathered.heap if is_heap else at_once, None)
     # The optimizer's step has temporary tensors instead of activations and gathered parameters.
     phases = [_Peak(gradients, 0, temporary)]
+    # The phases below have the activations of all micro-batches that are in progress at one time.
+    in_progress = max(gradients - activations.last_other, 0)
     if not _has_separate_phases(recipe):
-        phases.append(_Peak(gradients, gathered.heap, activations.step))
+        phases.append(_Peak(in_progress, gathered.heap, activations.step))
         return max(phases, key=lambda phase: phase.total)
     # Those of the micro-batches before.
     accumulates = num_micro_batches(recipe.config, recipe.layout.sizes.dp) > 1
-    at_first = gradients if accumulates else 0
+    at_first = in_progress if accumulates else 0
     before, after = (gathered.kept, 0) if gathered.is_deferred else (0, gathered.kept)
     phases += [
         _Peak(at_first, gathered.start + before, activations.others),
@@ -214,7 +223,7 @@ def _peak(
         _Peak(at_first, gathered.loss + after, activations.loss),
         _Peak(at_first, gathered.output + after, activations.output),
         _Peak(at_first, gathered.reduced_output + after, activations.saved),
-        _Peak(gradients, gathered.last + before, activations.others),
+        _Peak(in_progress, gathered.last + before, activations.others),
     ]
     of_output, of_root = _gradients_of_ends(recipe, trained, parts)
     of_backbone = gradients - of_output
@@ -224,7 +233,7 @@ def _peak(
         of_phase = gathered.first_backward if is_first else gathered.backward
         kept = int(share * before + (1 - share) * after)
         complete = of_output + min(of_layers, of_backbone - of_root)
-        phases.append(_Peak(gradients if accumulates else complete, of_phase + kept, peak))
+        phases.append(_Peak(in_progress if accumulates else complete, of_phase + kept, peak))
     return max(phases, key=lambda phase: phase.total)
 
 

@@ -37,12 +37,14 @@ class HeadMemory:
 
     *peak_bytes* exist while the loss is computed, beside the gradient of the hidden states; *gradient_bytes* of them,
     the gradient of the layer's weight, remain. *sum_bytes* of them, the same gradient in a wider type or what it is
-    computed from, remain until the backward pass of the layer.
+    computed from, remain until the backward pass of the layer. *waiting_bytes* are those of a loss until its backward
+    pass begins, if other micro-batches are computed before.
     """
 
     peak_bytes: int
     gradient_bytes: int = 0
     sum_bytes: int = 0
+    waiting_bytes: int = 0
 
 
 Course = tuple[tuple[int, int], ...]

@@ -312,6 +312,10 @@ PEAKS_OF_KINDS = {
     "distill lora": 5.30e9,
     "fsdp2 kept": 6.99e9,
     "mtp": 12.43e9,
+    "row by row mtp": 6.51e9,
+    "row by row gpipe": 4.53e9,
+    "row by row ddp": 3.31e9,
+    "row by row fsdp2": 3.07e9,
 }
 
 
@@ -325,6 +329,12 @@ PEAKS_OF_KINDS = {
         # The embedding is frozen, and larger than the activations.
         "lora fsdp2 small",
         "tp lora",
+        # Few labels: the output layer keeps the gradients of logits, one for each loss before a backward pass.
+        "row by row mtp",
+        "row by row gpipe",
+        # Gradients of earlier micro-batches exist beside DDP's buckets.
+        "row by row ddp",
+        pytest.param("row by row fsdp2", marks=pytest.mark.further),
         # Two rows per sample as dpo, and a bias as test_step_trace.
         pytest.param("embedding", marks=pytest.mark.further),
         pytest.param("t5", marks=pytest.mark.further),

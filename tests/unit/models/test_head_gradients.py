@@ -14,7 +14,7 @@ from automodel_ckpt.models.fused_cross_entropy import (
     linear_cross_entropy,
     peak_bytes,
 )
-from automodel_ckpt.models.head_gradients import stores_errors
+from automodel_ckpt.models.head_gradients import StoredErrors, stores_errors
 
 HIDDEN = 16
 
@@ -89,6 +89,29 @@ def test_the_gradient_of_many_positions_keeps_no_more_memory_than_its_own() -> N
     assert weight.grad.untyped_storage().nbytes() == weight.nbytes
 
 
+@pytest.mark.parametrize("num", [5, 16, 40])
+@pytest.mark.parametrize("vocabulary", [53, 64])
+def test_another_gradient_of_the_same_weight_is_added_in_place(
+    num: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As that of an embedding that is also the output layer. A new tensor would be as large as the gradient.
+    _, weight, _ = leaves(num, vocabulary, torch.float32)
+    places: list[int] = []
+    scaled = StoredErrors.scaled
+
+    def noted(self: StoredErrors, *arguments: Any) -> Any:
+        found = scaled(self, *arguments)
+        assert found[1] is not None
+        places.append(found[1].data_ptr())
+        return found
+
+    monkeypatch.setattr(StoredErrors, "scaled", noted)
+    embedded = F.embedding(torch.arange(num), weight)
+    linear_cross_entropy(embedded, weight, None, labels(num, vocabulary)).backward()
+    assert weight.grad is not None
+    assert [weight.grad.data_ptr()] == places
+
+
 def test_inputs_without_gradients_get_none() -> None:
     hidden, weight, _ = leaves(12, 53, torch.float32)
     (loss,) = (linear_cross_entropy(hidden.detach(), weight, None, labels(12, 53)),)
@@ -102,6 +125,22 @@ def test_a_second_backward_pass_fails_instead_of_scaling_twice() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(AttributeError):
         loss.backward()
+
+
+def test_a_graph_of_the_backward_pass_has_no_second_derivative() -> None:
+    hidden, weight, _ = leaves(12, 53, torch.float32)
+    targets = labels(12, 53)
+    inputs = [hidden, weight]
+    loss = linear_cross_entropy(hidden, weight, None, targets)
+    wanted = torch.autograd.grad(linear_cross_entropy(hidden, weight, None, targets), inputs)
+    found = torch.autograd.grad(loss, inputs, create_graph=True)
+    for mine, other in zip(found, wanted, strict=True):
+        assert torch.equal(mine, other)
+    factor = torch.ones((), requires_grad=True)
+    scaled = linear_cross_entropy(hidden, weight, None, targets) * factor
+    (found_for_weight,) = torch.autograd.grad(scaled, weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        found_for_weight.sum().backward()
 
 
 def test_hidden_states_that_change_before_the_backward_pass_are_an_error() -> None:
