@@ -29,11 +29,16 @@ class _Pair:
 
     on_device: torch.Tensor
     on_host: torch.Tensor
-    version: int
+    versions: tuple[int, int]
 
     @staticmethod
-    def of(on_device: torch.Tensor, on_host: torch.Tensor) -> _Pair:
-        return _Pair(on_device, on_host, on_device._version)
+    def of(on_device: torch.Tensor, on_host: torch.Tensor) -> _Pair | None:
+        """The pair of both tensors; None if *on_host* is not on the host, or if a change of a value may be missed."""
+        # Tensors of inference mode have no version, by which a change of their values is seen.
+        has_versions = not (on_device.is_inference() or on_host.is_inference())
+        if on_device.is_cpu or not on_host.is_cpu or not has_versions:
+            return None
+        return _Pair(on_device, on_host, (on_device._version, on_host._version))
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether *tensor* is the tensor on the device or a view of all of it, and has its values still."""
@@ -46,7 +51,11 @@ class _Pair:
             and tensor.stride() == known.stride()
             and tensor.storage_offset() == known.storage_offset()
         )
-        return is_same and known._version == self.version
+        return is_same and self.is_unchanged()
+
+    def is_unchanged(self) -> bool:
+        """Whether both tensors have the values that they had when they were paired."""
+        return (self.on_device._version, self.on_host._version) == self.versions
 
 
 _newest: dict[str, _Pair] = {}
@@ -58,9 +67,9 @@ def note_positions(on_device: torch.Tensor, on_host: torch.Tensor) -> None:
     """Let the next forward pass know that the position ids *on_device* have the values *on_host*."""
     _install()
     _newest.clear()
-    # Tensors of inference mode have no version, by which a change of their values is seen.
-    if not on_device.is_cpu and not on_device.is_inference():
-        _newest[_POSITIONS] = _Pair.of(on_device, on_host)
+    pair = _Pair.of(on_device, on_host)
+    if pair is not None:
+        _newest[_POSITIONS] = pair
 
 
 def on_host(mask_function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -103,12 +112,15 @@ def _install() -> None:
             found: torch.Tensor | None = find(position_ids)
             return found
         samples = _newest.get(_SAMPLES)
-        if samples is None:
-            numbers = find(positions.on_host)
-            if numbers is None:
-                return None
-            on_device = to_device(numbers, position_ids.device)
-            samples = _newest[_SAMPLES] = _Pair.of(on_device, numbers)
-        return samples.on_device
+        if samples is not None and samples.is_unchanged():
+            return samples.on_device
+        numbers = find(positions.on_host)
+        if numbers is None:
+            return None
+        on_device = to_device(numbers, position_ids.device)
+        pair = _Pair.of(on_device, numbers)
+        if pair is not None:
+            _newest[_SAMPLES] = pair
+        return on_device
 
     setattr(masking_utils, _FIND, find_known)
