@@ -23,13 +23,16 @@ _FIND = "find_packed_sequence_indices"
 row is one sample."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Pair:
     """A tensor on a device, and its values on the host."""
 
     on_device: torch.Tensor
     on_host: torch.Tensor
     versions: tuple[int, int]
+    samples: _Pair | None = None
+    """The numbers of the samples that were found in these position ids. Not beside them: another thread may note
+    others meanwhile."""
 
     @staticmethod
     def of(on_device: torch.Tensor, on_host: torch.Tensor) -> _Pair | None:
@@ -58,28 +61,28 @@ class _Pair:
         return (self.on_device._version, self.on_host._version) == self.versions
 
 
-_newest: dict[str, _Pair] = {}
-"""The position ids of the newest rows, and the numbers of the samples that were found in them."""
-_POSITIONS, _SAMPLES = "positions", "samples"
+_newest: list[_Pair] = []
+"""The position ids of the newest rows, if the host knows them."""
 
 
 def note_positions(on_device: torch.Tensor, on_host: torch.Tensor) -> None:
     """Let the next forward pass know that the position ids *on_device* have the values *on_host*."""
     _install()
-    _newest.clear()
     pair = _Pair.of(on_device, on_host)
-    if pair is not None:
-        _newest[_POSITIONS] = pair
+    _newest[:] = [] if pair is None else [pair]
 
 
 def on_host(mask_function: Callable[..., Any]) -> Callable[..., Any] | None:
     """*mask_function* for positions on the host; None if it may read tensors that only the device has."""
-    if not _newest:
+    pairs: list[_Pair] = []
+    for positions in _newest:
+        pairs += [positions] if positions.samples is None else [positions, positions.samples]
+    if not pairs:
         return None
 
     def replaced(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            for pair in _newest.values():
+            for pair in pairs:
                 if pair.is_of(value):
                     return pair.on_host
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -107,20 +110,19 @@ def _install() -> None:
 
     @functools.wraps(find)
     def find_known(position_ids: torch.Tensor) -> torch.Tensor | None:
-        positions = _newest.get(_POSITIONS)
-        if torch.compiler.is_compiling() or positions is None or not positions.is_of(position_ids):
+        known = [] if torch.compiler.is_compiling() else [*_newest]
+        if not known or not known[0].is_of(position_ids):
             found: torch.Tensor | None = find(position_ids)
             return found
-        samples = _newest.get(_SAMPLES)
+        positions = known[0]
+        samples = positions.samples
         if samples is not None and samples.is_unchanged():
             return samples.on_device
         numbers = find(positions.on_host)
         if numbers is None:
             return None
         on_device = to_device(numbers, position_ids.device)
-        pair = _Pair.of(on_device, numbers)
-        if pair is not None:
-            _newest[_SAMPLES] = pair
+        positions.samples = _Pair.of(on_device, numbers)
         return on_device
 
     setattr(masking_utils, _FIND, find_known)

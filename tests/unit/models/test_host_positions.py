@@ -166,10 +166,29 @@ def test_a_forward_pass_in_inference_mode_uses_positions_from_before_it() -> Non
     with torch.inference_mode():
         wanted = asked_for("causal", on_device)
     # Their changes would not be seen later.
-    assert [*host_positions._newest] == ["positions"]
+    assert host_positions._newest[0].samples is None
     assert wanted["mask_function"] is not None
     found = documents_of(**asked_for("causal", on_device))
     assert found is not None and found.runs == ((3, 1), (2, 1))
+
+
+def test_a_thread_that_notes_other_positions_meanwhile_does_not_change_the_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [positions_of([3, 2]), positions_of([1, 4])]
+    on_device = [row.to(META) for row in rows]
+    copy_to_device = host_positions.to_device
+
+    def interrupted(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        monkeypatch.setattr(host_positions, "to_device", copy_to_device)
+        note_positions(on_device[1], rows[1])
+        return copy_to_device(tensor, device)
+
+    monkeypatch.setattr(host_positions, "to_device", interrupted)
+    note_positions(on_device[0], rows[0])
+    asked_for("causal", on_device[0])
+    found = documents_of(**asked_for("causal", on_device[1]))
+    assert found is not None and found.runs == ((1, 1), (4, 1))
 
 
 def test_numbers_of_samples_that_a_model_changed_are_found_again() -> None:
@@ -177,7 +196,9 @@ def test_numbers_of_samples_that_a_model_changed_are_found_again() -> None:
     on_device = on_host.to(META)
     note_positions(on_device, on_host)
     asked_for("causal", on_device)
-    host_positions._newest["samples"].on_device.zero_()
+    samples = host_positions._newest[0].samples
+    assert samples is not None
+    samples.on_device.zero_()
     found = documents_of(**asked_for("causal", on_device))
     assert found is not None and found.runs == ((3, 1), (2, 1))
 
@@ -187,7 +208,7 @@ def test_positions_of_the_device_and_the_host_give_the_same_mask() -> None:
     on_host = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 0]])
     twin = on_host.clone()
     host_positions._install()
-    host_positions._newest["positions"] = host_positions._Pair(twin, on_host, (0, 0))
+    host_positions._newest.append(host_positions._Pair(twin, on_host, (0, 0)))
     config = LlamaConfig(hidden_size=16, num_attention_heads=2)
     config._attn_implementation = "sdpa"
     inputs = torch.zeros(2, 4, 4)
