@@ -85,7 +85,8 @@ def on_host(mask_function: Callable[..., Any]) -> Callable[..., Any] | None:
             for pair in pairs:
                 if pair.is_of(value):
                     return pair.on_host
-        if value is None or isinstance(value, (bool, int, float, str)):
+        # Not strings, which may name a device.
+        if value is None or isinstance(value, (bool, int, float)):
             return value
         raise _UnknownValue
 

@@ -146,6 +146,17 @@ def test_a_mask_whose_default_arguments_have_tensors_is_read_from_the_device() -
     assert host_positions.on_host(other) is None
 
 
+def test_a_mask_that_may_create_tensors_on_the_device_is_read_from_there() -> None:
+    on_host = positions_of([3, 2])
+    on_device = on_host.to(META)
+    note_positions(on_device, on_host)
+
+    def before(query: torch.Tensor, device: str = META) -> torch.Tensor:
+        return query < torch.tensor(2, device=device)
+
+    assert host_positions.on_host(before) is None
+
+
 def test_default_arguments_without_tensors_stay() -> None:
     on_host = positions_of([3, 2])
     on_device = on_host.to(META)
