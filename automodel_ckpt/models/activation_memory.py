@@ -297,11 +297,17 @@ class HostActivations:
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._newest: _OnHost | None = None
+        self._last_copy: torch.cuda.Event | None = None
         self._can_pin = self.stream is not None
 
     def saving(self) -> AbstractContextManager[None]:
-        """The context of a forward pass."""
+        """The context of a forward pass. Waits until the device has copied back what the newest backward pass needs."""
         self._newest = None
+        if self._last_copy is not None:
+            # Memory that is still to be copied is not reused: a host that runs ahead of the device would allocate that
+            # of the next micro-batch, too. The device has to compute the backward pass of the first layer meanwhile.
+            self._last_copy.synchronize()
+            self._last_copy = None
         hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(
             self._pack, self._unpack
         )
@@ -325,6 +331,13 @@ class HostActivations:
             tensor: torch.Tensor = packed
             return tensor
         return packed.take()
+
+    def note_last_copy(self) -> None:
+        """Let the next forward pass wait for the copies that are queued."""
+        if self.stream is not None:
+            # blocking: a wait that polls would take a core from the processes that read data.
+            self._last_copy = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._last_copy.record(self.stream)
 
     def host_tensor(self, like: torch.Tensor) -> torch.Tensor:
         """Allocate memory of the host for a copy of *like*, pinned if possible."""
@@ -387,4 +400,6 @@ class _OnHost:
             self._previous.fetch()
             # The chain would keep the host's memory of all earlier activations.
             self._previous = None
+        else:
+            self._owner.note_last_copy()
         return tensor

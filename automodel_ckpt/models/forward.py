@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -95,7 +96,9 @@ def side_effect_free(model: nn.Module) -> Iterator[None]:
             torch.no_grad(),
             torch.random.fork_rng(devices=[]),
             torch.compiler.set_stance("force_eager"),
+            warnings.catch_warnings(),
         ):
+            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             yield
     finally:
         for module, training in modes.items():

@@ -16,9 +16,9 @@ from automodel_ckpt.models.kernel_choice import kernel_for
 
 WIDE_PRODUCTS = (torch.bfloat16, torch.float16)
 """Dtypes whose matrix products CUDA can return and accumulate in float32 (``out_dtype``, torch 2.10 and later)."""
-BLOCK_COLUMNS = 8192
-"""Columns of a block of stored errors: a power of two. The product of a block with the hidden states exists in float32
-until it is rounded, and so do 4 bytes per column and element of a hidden state."""
+BLOCK_ELEMENTS = 2**25
+"""The most elements of the weight's gradient that a block of stored errors becomes. They exist in float32, 128 MiB,
+until they are rounded. Small models get few blocks: each takes the host the time of two products."""
 _STORED_PER_HIDDEN = 2
 """Errors are stored for at most so many positions per element of a hidden state. For more, they would have more memory
 than a sum in float32."""
@@ -40,6 +40,12 @@ def stores_errors(
     return can_store and trains_weight and is_smaller
 
 
+def block_columns(num_columns: int, hidden_size: int) -> int:
+    """The number of columns in a block of stored errors: a power of two, less if the layer has fewer columns."""
+    most = max(BLOCK_ELEMENTS // hidden_size, 1)
+    return min(1 << (most.bit_length() - 1), num_columns)
+
+
 def stored_bytes(
     num_positions: int, num_columns: int, hidden_size: int, dtype: torch.dtype
 ) -> tuple[int, int]:
@@ -50,7 +56,7 @@ def stored_bytes(
     of_errors = num_columns * max(num_positions - hidden_size, 0) * dtype.itemsize
     # In float32. The gradient of the hidden states is rounded before a block is multiplied.
     of_hidden = 4 * num_positions * hidden_size
-    of_block = 4 * min(num_columns, BLOCK_COLUMNS) * hidden_size
+    of_block = 4 * block_columns(num_columns, hidden_size) * hidden_size
     return of_errors, max(of_hidden, of_block)
 
 
@@ -65,7 +71,7 @@ def waiting_bytes(
 
 @dataclass(frozen=True, slots=True)
 class ErrorBlocks:
-    """Errors [rows, columns] in blocks of :data:`BLOCK_COLUMNS` columns, which follow each other in *memory*.
+    """Errors [rows, columns] in blocks of *width* columns, which follow each other in *memory*.
 
     A block [rows, width] is contiguous; the last one can be narrower. *memory* [rows * columns] has one dimension.
     """
@@ -73,10 +79,16 @@ class ErrorBlocks:
     memory: torch.Tensor
     rows: int
     columns: int
+    width: int
+
+    @property
+    def firsts(self) -> range:
+        """The first column of each block."""
+        return range(0, self.columns, self.width)
 
     def block(self, first: int) -> torch.Tensor:
-        """The block [rows, width] whose first column is *first*, a multiple of :data:`BLOCK_COLUMNS`."""
-        width = min(BLOCK_COLUMNS, self.columns - first)
+        """The block [rows, width] that begins at one of :attr:`firsts`."""
+        width = min(self.width, self.columns - first)
         begin = first * self.rows
         return self.memory[begin : begin + self.rows * width].view(self.rows, width)
 
@@ -90,7 +102,7 @@ class ErrorPlace:
 
     def put(self, errors: torch.Tensor) -> None:
         """Copy the *errors* [n, columns] of the chunk."""
-        for first in range(0, self.blocks.columns, BLOCK_COLUMNS):
+        for first in self.blocks.firsts:
             block = self.blocks.block(first)
             rows = block[self.start : self.start + len(errors)]
             rows.copy_(errors[:, first : first + block.shape[1]])
@@ -174,10 +186,11 @@ class StoredErrors:
         # Aligned, because the base of a product's factor is.
         begin = -(-num_columns * (hidden_size - num_first) // _ALIGNED) * _ALIGNED
         self._memory = weight.new_empty(begin + num_columns * num_first)
-        groups = [(0, ErrorBlocks(self._memory[begin:], num_first, num_columns))]
+        self._width = width = block_columns(num_columns, hidden_size)
+        groups = [(0, ErrorBlocks(self._memory[begin:], num_first, num_columns, width))]
         if num_others:
             others = weight.new_empty(num_columns * num_others)
-            groups.append((num_first, ErrorBlocks(others, num_others, num_columns)))
+            groups.append((num_first, ErrorBlocks(others, num_others, num_columns, width)))
         self._groups = groups
         self._hidden: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
@@ -202,7 +215,7 @@ class StoredErrors:
         if self._needed[2]:
             self._bias = weight.new_zeros(num_columns, dtype=wide)
         for start, blocks in self._groups:
-            for first in range(0, num_columns, BLOCK_COLUMNS):
+            for first in blocks.firsts:
                 errors = blocks.block(first)
                 columns = slice(first, first + errors.shape[1])
                 if self._hidden is not None:
@@ -225,11 +238,10 @@ class StoredErrors:
     def _of_weight(self, loss_weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         num_columns, hidden_size = self._shape
         gradient = self._memory[: num_columns * hidden_size].view(num_columns, hidden_size)
-        size = min(BLOCK_COLUMNS, num_columns)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        product = _new(size, hidden_size, like=hidden, dtype=wide)
-        for first in range(0, num_columns, BLOCK_COLUMNS):
-            rows = gradient[first : first + size]
+        product = _new(self._width, hidden_size, like=hidden, dtype=wide)
+        for first in range(0, num_columns, self._width):
+            rows = gradient[first : first + self._width]
             of_block = product[: len(rows)]
             for number, (start, blocks) in enumerate(self._groups):
                 part = hidden[start : start + blocks.rows]

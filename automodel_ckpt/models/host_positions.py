@@ -23,17 +23,25 @@ _FIND = "find_packed_sequence_indices"
 row is one sample."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Pair:
     """A tensor on a device, and its values on the host."""
 
     on_device: torch.Tensor
     on_host: torch.Tensor
-    version: int
+    versions: tuple[int, int]
+    samples: _Pair | None = None
+    """The numbers of the samples that were found in these position ids. Not beside them: another thread may note
+    others meanwhile."""
 
     @staticmethod
-    def of(on_device: torch.Tensor, on_host: torch.Tensor) -> _Pair:
-        return _Pair(on_device, on_host, on_device._version)
+    def of(on_device: torch.Tensor, on_host: torch.Tensor) -> _Pair | None:
+        """The pair of both tensors; None if *on_host* is not on the host, or if a change of a value may be missed."""
+        # Tensors of inference mode have no version, by which a change of their values is seen.
+        has_versions = not (on_device.is_inference() or on_host.is_inference())
+        if on_device.is_cpu or not on_host.is_cpu or not has_versions:
+            return None
+        return _Pair(on_device, on_host, (on_device._version, on_host._version))
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether *tensor* is the tensor on the device or a view of all of it, and has its values still."""
@@ -46,34 +54,39 @@ class _Pair:
             and tensor.stride() == known.stride()
             and tensor.storage_offset() == known.storage_offset()
         )
-        return is_same and known._version == self.version
+        return is_same and self.is_unchanged()
+
+    def is_unchanged(self) -> bool:
+        """Whether both tensors have the values that they had when they were paired."""
+        return (self.on_device._version, self.on_host._version) == self.versions
 
 
-_newest: dict[str, _Pair] = {}
-"""The position ids of the newest rows, and the numbers of the samples that were found in them."""
-_POSITIONS, _SAMPLES = "positions", "samples"
+_newest: list[_Pair] = []
+"""The position ids of the newest rows, if the host knows them."""
 
 
 def note_positions(on_device: torch.Tensor, on_host: torch.Tensor) -> None:
     """Let the next forward pass know that the position ids *on_device* have the values *on_host*."""
     _install()
-    _newest.clear()
-    # Tensors of inference mode have no version, by which a change of their values is seen.
-    if not on_device.is_cpu and not on_device.is_inference():
-        _newest[_POSITIONS] = _Pair.of(on_device, on_host)
+    pair = _Pair.of(on_device, on_host)
+    _newest[:] = [] if pair is None else [pair]
 
 
 def on_host(mask_function: Callable[..., Any]) -> Callable[..., Any] | None:
     """*mask_function* for positions on the host; None if it may read tensors that only the device has."""
-    if not _newest:
+    pairs: list[_Pair] = []
+    for positions in _newest:
+        pairs += [positions] if positions.samples is None else [positions, positions.samples]
+    if not pairs:
         return None
 
     def replaced(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            for pair in _newest.values():
+            for pair in pairs:
                 if pair.is_of(value):
                     return pair.on_host
-        if value is None or isinstance(value, (bool, int, float, str)):
+        # Not strings, which may name a device.
+        if value is None or isinstance(value, (bool, int, float)):
             return value
         raise _UnknownValue
 
@@ -98,17 +111,19 @@ def _install() -> None:
 
     @functools.wraps(find)
     def find_known(position_ids: torch.Tensor) -> torch.Tensor | None:
-        positions = _newest.get(_POSITIONS)
-        if torch.compiler.is_compiling() or positions is None or not positions.is_of(position_ids):
+        known = [] if torch.compiler.is_compiling() else [*_newest]
+        if not known or not known[0].is_of(position_ids):
             found: torch.Tensor | None = find(position_ids)
             return found
-        samples = _newest.get(_SAMPLES)
-        if samples is None:
-            numbers = find(positions.on_host)
-            if numbers is None:
-                return None
-            on_device = to_device(numbers, position_ids.device)
-            samples = _newest[_SAMPLES] = _Pair.of(on_device, numbers)
-        return samples.on_device
+        positions = known[0]
+        samples = positions.samples
+        if samples is not None and samples.is_unchanged():
+            return samples.on_device
+        numbers = find(positions.on_host)
+        if numbers is None:
+            return None
+        on_device = to_device(numbers, position_ids.device)
+        positions.samples = _Pair.of(on_device, numbers)
+        return on_device
 
     setattr(masking_utils, _FIND, find_known)

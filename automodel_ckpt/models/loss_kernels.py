@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from automodel_ckpt.models import head_gradients
 from automodel_ckpt.models.head_gradients import ErrorPlace
 
 IGNORE_INDEX = tl.constexpr(-100)
@@ -103,8 +102,9 @@ def _write_errors(
     """Write the gradient of a row's logits: softmax minus one-hot, times the slope of scale and cap.
 
     *inverse_total* is 1 / sum of exp(logit - largest); 0 with a *label* that is no column gives a gradient of 0.
-    *errors* is where the row begins. With a WIDTH, which BLOCK divides, it is where blocks of so many columns begin.
-    These have *num_rows* rows, and this is row *row_number*. IS_ALIGNED: 8 divides the number of columns.
+    *errors* is where the row begins. With a WIDTH, it is where blocks of so many columns begin: BLOCK divides WIDTH, or
+    there is only one. These have *num_rows* rows, and this is row *row_number*. IS_ALIGNED: 8 divides the number of
+    columns.
     """
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -287,7 +287,7 @@ def losses_and_errors(
     target, first_row, num_rows, width = errors, 0, 0, 0
     if place is not None:
         target, first_row, num_rows = place.blocks.memory, place.start, place.blocks.rows
-        width = head_gradients.BLOCK_COLUMNS
+        width = place.blocks.width
     _losses_and_errors[(len(logits),)](
         logits,
         target,

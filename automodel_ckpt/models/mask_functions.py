@@ -48,8 +48,8 @@ def _values(cell: CellType) -> tuple[Any, ...]:
 
 
 def with_values(function: Any, replaced: Callable[[Any], Any]) -> Any:
-    """A copy of a mask function with ``replaced(value)`` in place of each value in its closure, and in those of the
-    functions that it joins."""
+    """A copy of a mask function with ``replaced(value)`` in place of each value in its closure and its default
+    arguments, and in those of the functions that it joins."""
     if isinstance(function, tuple):
         return tuple(with_values(each, replaced) for each in function)
     if not isinstance(function, FunctionType):
@@ -62,8 +62,9 @@ def with_values(function: Any, replaced: Callable[[Any], Any]) -> Any:
         function.__code__,
         function.__globals__,
         function.__name__,
-        function.__defaults__,
+        with_values(function.__defaults__ or (), replaced),
         tuple(cells) or None,
     )
-    copied.__kwdefaults__ = function.__kwdefaults__
+    by_name = function.__kwdefaults__ or {}
+    copied.__kwdefaults__ = {name: with_values(by_name[name], replaced) for name in by_name}
     return copied

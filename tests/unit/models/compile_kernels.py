@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from automodel_ckpt.models import gate_kernels, loss_kernels, rotary_kernels
-from automodel_ckpt.models.head_gradients import BLOCK_COLUMNS
+from automodel_ckpt.models.head_gradients import block_columns
 from automodel_ckpt.training import adamw_kernel
 
 NUMBERS = (
@@ -39,7 +39,7 @@ OF_LOSSES = {
     "HAS_CAP": True,
     "HAS_Z_LOSS": True,
     "WITH_ERRORS": True,
-    "WIDTH": BLOCK_COLUMNS,
+    "WIDTH": block_columns(128_256, 4096),
     "IS_ALIGNED": True,
 }
 OF_HEADS = {"INVERSE": True, "HEADS": 16, "HALF": 32, "REST": 64}

@@ -32,7 +32,7 @@ def _stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_cross_entropy, "stores_errors", always)
     monkeypatch.setattr(fused_cross_entropy, "_FEW", 2**20)
     monkeypatch.setattr(fused_cross_entropy, "CHUNK_ELEMENTS_STORED", 53 * 5)
-    monkeypatch.setattr(head_gradients, "BLOCK_COLUMNS", 16)
+    monkeypatch.setattr(head_gradients, "BLOCK_ELEMENTS", 16 * HIDDEN)
 
 
 def leaves(num: int, vocabulary: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -197,11 +197,21 @@ def test_errors_are_stored_where_they_take_less_memory_than_a_sum() -> None:
     assert not stores(torch.bfloat16, 4096, trains=False)
 
 
+def test_blocks_have_so_many_columns_that_their_product_has_128_mebibytes() -> None:
+    assert head_gradients.BLOCK_ELEMENTS == 16 * HIDDEN
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_gradients, "BLOCK_ELEMENTS", 2**25)
+        for hidden_size, expected in ((4096, 8192), (5120, 4096), (8192, 4096), (64, 151_936)):
+            assert head_gradients.block_columns(151_936, hidden_size) == expected
+        assert head_gradients.block_columns(32_001, 64) == 32_001
+        assert head_gradients.block_columns(32_001, 2**26) == 1
+
+
 @pytest.mark.parametrize("num", [32, 64, 128])
 def test_the_forecast_of_its_memory_is_what_it_allocates(
     num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_gradients, "BLOCK_COLUMNS", 512)
+    monkeypatch.setattr(head_gradients, "BLOCK_ELEMENTS", 512 * 64)
     monkeypatch.setattr(fused_cross_entropy, "CHUNK_ELEMENTS_STORED", 8 * 20_000)
     weight = torch.randn(20_000, 64).requires_grad_()
     hidden = torch.randn(num, 64, requires_grad=True)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from automodel_ckpt.models import fused_cross_entropy, head_gradients
+from automodel_ckpt.models import fused_cross_entropy
 from automodel_ckpt.models.fused_cross_entropy import (
     CHUNK_ELEMENTS,
     linear_cross_entropy,
@@ -63,14 +63,12 @@ def chunk(num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("num_columns", [1, 7, 16, 53, 64, 131])
-def test_gradients_are_stored_in_blocks_of_columns(
-    num_columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head_gradients, "BLOCK_COLUMNS", 32)
+def test_gradients_are_stored_in_blocks_of_columns(num_columns: int) -> None:
     logits, labels = chunk(num_columns)
     _, expected = reference(logits, labels, IDENTITY)
     memory = torch.full((20 * num_columns + 8,), 7.0, device=DEVICE)
-    blocks = ErrorBlocks(memory[: 20 * num_columns], 20, num_columns)
+    width = min(32, num_columns)
+    blocks = ErrorBlocks(memory[: 20 * num_columns], 20, num_columns, width)
     losses_and_errors(
         logits,
         labels,
@@ -80,7 +78,7 @@ def test_gradients_are_stored_in_blocks_of_columns(
         with_errors=True,
         place=ErrorPlace(blocks, 5),
     )
-    for first in range(0, num_columns, 32):
+    for first in blocks.firsts:
         block = blocks.block(first)
         wanted = expected[:, first : first + 32]
         torch.testing.assert_close(block[5:14].double(), wanted, rtol=1e-6, atol=1e-6)
@@ -215,11 +213,12 @@ def test_ranks_with_a_part_of_the_vocabulary_each_compute_the_loss_of_all(
         torch.testing.assert_close(losses.double(), expected_losses, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(errors.double(), expected[:, first:last], rtol=1e-5, atol=1e-6)
         stored = logits[:, first:last].contiguous()
-        blocks = ErrorBlocks(torch.empty(stored.numel()), *stored.shape)
+        blocks = ErrorBlocks(torch.empty(stored.numel()), *stored.shape, width=16)
         place = ErrorPlace(blocks, 0)
         losses_and_errors(
             stored, labels, part, transform, torch.float32, with_errors=True, place=place
         )
-        torch.testing.assert_close(blocks.block(0), errors, rtol=0, atol=0)
+        found = torch.cat([blocks.block(first) for first in blocks.firsts], 1)
+        torch.testing.assert_close(found, errors, rtol=0, atol=0)
 
     ranks.run(on_two_ranks, 2)
