@@ -96,7 +96,7 @@ def estimate_activations(recipe: Recipe, pipeline_rank: int = 0) -> Activations 
         # Other schedules begin the backward pass of a loss before they compute the next one. This one computes all
         # losses before there are gradients.
         of_other = last_other = of_other + head.waiting_bytes
-    of_others = num_others * of_other
+    of_others = int(num_others * of_other)
     # On a CPU, short-lived tensors leave holes in the heap between long-lived ones (tools/bench_forecast.py).
     factor = _BLOCKS if layout.device.type == "cuda" else _HEAP
 
@@ -139,8 +139,11 @@ def has_buckets(recipe: Recipe) -> bool:
     return strategy == "ddp"
 
 
-def num_in_progress(config: RecipeConfig, sizes: Sizes, pipeline_rank: int = 0) -> int:
-    """The largest number of micro-batches whose activations a rank of a pipeline has at one time."""
+def num_in_progress(config: RecipeConfig, sizes: Sizes, pipeline_rank: int = 0) -> float:
+    """The largest number of micro-batches whose activations a rank of a pipeline has at one time.
+
+    It is not whole where some stages of the rank have activations of a micro-batch, and others do not.
+    """
     if sizes.pp == 1:
         return 1
     section = config.distributed
@@ -152,7 +155,7 @@ def num_in_progress(config: RecipeConfig, sizes: Sizes, pipeline_rank: int = 0) 
         # A rank starts this many forward passes of a stage before its first backward pass ends.
         per_rank = section.stages_per_rank
         num_passes = (per_rank - 1) * sizes.pp + 2 * num_later + 1
-        return min(num_batches, -(-num_passes // per_rank))
+        return min(num_batches, num_passes / per_rank)
     return num_batches
 
 

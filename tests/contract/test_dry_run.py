@@ -316,6 +316,7 @@ PEAKS_OF_KINDS = {
     "row by row gpipe": 4.53e9,
     "row by row ddp": 3.31e9,
     "row by row fsdp2": 3.07e9,
+    "interleaved": 5.95e9,
 }
 
 
@@ -324,6 +325,7 @@ PEAKS_OF_KINDS = {
     [
         "dpo",
         "pipeline",
+        "interleaved",
         "lora on head",
         "deepseek_v3",
         # The embedding is frozen, and larger than the activations.

@@ -360,6 +360,13 @@ CASES = {
         ),
         2,
     ),
+    "one row ddp": Case(
+        merged(
+            ROW_BY_ROW,
+            {"distributed": {"strategy": "ddp"}, "step_scheduler": {"global_batch_size": 2}},
+        ),
+        2,
+    ),
     "row by row fsdp2": Case(ROW_BY_ROW, 2),
     "row by row tp": Case(merged(ROW_BY_ROW, {"distributed": {"tp_size": 2}}), 2),
     "row by row pipeline": Case(merged(ROW_BY_ROW, {"distributed": {"pp_size": 2}}), 2),

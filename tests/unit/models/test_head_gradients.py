@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from automodel_ckpt.models import fused_cross_entropy, head_gradients
@@ -15,6 +16,8 @@ from automodel_ckpt.models.fused_cross_entropy import (
     peak_bytes,
 )
 from automodel_ckpt.models.head_gradients import StoredErrors, stores_errors
+from automodel_ckpt.models.loss_inputs import LogitTransform, VocabularyPart
+from tests.support import ranks
 
 HIDDEN = 16
 
@@ -110,6 +113,36 @@ def test_another_gradient_of_the_same_weight_is_added_in_place(
     linear_cross_entropy(embedded, weight, None, labels(num, vocabulary)).backward()
     assert weight.grad is not None
     assert [weight.grad.data_ptr()] == places
+
+
+@pytest.mark.parametrize("num", [1, 16, 40])
+def test_ranks_with_parts_of_the_vocabulary_store_the_errors_of_their_columns(num: int) -> None:
+    vocabulary, num_ranks = 53, 3
+
+    def on_ranks() -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        # The last rank has one row less.
+        most = -(-vocabulary // num_ranks)
+        first = most * dist.get_rank()
+        rows = slice(first, first + most)
+        hidden, weight, bias = leaves(num, vocabulary, torch.float32)
+        wide = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight, bias)]
+        targets = torch.arange(num)
+        transform = LogitTransform(0.5, 3.0)
+        local = [leaf[rows].detach().requires_grad_() for leaf in (weight, bias)]
+        part = VocabularyPart(group, first, most)
+        loss = linear_cross_entropy(hidden, *local, targets, part, transform)
+        expected = F.cross_entropy(transform(F.linear(*wide)), targets, reduction="sum")
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+        of_hidden, *found = torch.autograd.grad(loss * 0.3, [hidden, *local])
+        dist.all_reduce(of_hidden)
+        wanted = torch.autograd.grad(expected * 0.3, wide)
+        parts = [wanted[0], wanted[1][rows], wanted[2][rows]]
+        for mine, other in zip((of_hidden, *found), parts, strict=True):
+            torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-5)
+
+    ranks.run(on_ranks, num_ranks)
 
 
 def test_inputs_without_gradients_get_none() -> None:
