@@ -7,6 +7,7 @@ VENV has torch for CUDA with the headers of its packages. DIRECTORY gets ``libcu
 from __future__ import annotations
 
 import argparse
+import fcntl
 import re
 import shutil
 import subprocess
@@ -44,13 +45,29 @@ def without_cpp_types(header: str) -> str:
 
 
 def build(venv: Path, directory: Path) -> Path:
-    """Build the library in *directory* and return its path.
+    """Build the library in *directory*, unless it is there and up to date, and return its path.
 
-    Raises CannotBuild if a compiler or a package is missing, or if gcc fails.
+    Another process that builds it meanwhile is waited for. Raises CannotBuild if a compiler or a package is missing, or
+    if gcc fails.
     """
     library = directory / "libcuda.so.1"
-    if library.exists() and all(_is_older(path, library) for path in SOURCES.glob("*.[chp]*")):
+    if _is_current(library):
         return library
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_current(library):
+            _build(venv, directory, library)
+    return library
+
+
+def _is_current(library: Path) -> bool:
+    """Whether *library* is there and newer than its sources."""
+    sources = SOURCES.glob("*.[chp]*")
+    return library.exists() and all(_is_older(path, library) for path in sources)
+
+
+def _build(venv: Path, directory: Path, library: Path) -> None:
     packages = _packages_of(venv)
     for tool in ("gcc", "nm"):
         if shutil.which(tool) is None:
@@ -95,7 +112,6 @@ def build(venv: Path, directory: Path) -> Path:
     # Triton links with -lcuda.
     (directory / "libcuda.so").unlink(missing_ok=True)
     (directory / "libcuda.so").symlink_to(library.name)
-    return library
 
 
 def _is_older(path: Path, than: Path) -> bool:
