@@ -14,13 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from automodel_ckpt.models import head_gradients
 from automodel_ckpt.models.head_gradients import (
     WIDE_PRODUCTS,
     ErrorPlace,
     GradientSums,
     StoredErrors,
-    stored_bytes,
     stores_errors,
 )
 from automodel_ckpt.models.kernel_choice import kernel_for
@@ -53,76 +51,6 @@ def chunk_rows(device_type: str, num_columns: int, *, stores: bool = False) -> i
             elements //= 2
         return max(elements // num_columns // _ROWS, 1) * _ROWS
     return math.ceil(elements / num_columns)
-
-
-def peak_bytes(
-    num_positions: int,
-    num_columns: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    device_type: str,
-    *,
-    trains_weight: bool,
-    stores: bool,
-) -> int:
-    """Bytes that :func:`linear_cross_entropy` needs at its peak for *num_positions* labels, beside its inputs and the
-    gradients that it returns: a chunk of logits, and the sum of the weight's gradient or the gradients of all logits.
-
-    *stores* is the result of :func:`stores_errors`; it is false for other losses than this one.
-    """
-    wide = torch.promote_types(dtype, torch.float32)
-    rows = min(num_positions, chunk_rows(device_type, num_columns, stores=stores))
-    logits = rows * num_columns * wide.itemsize
-    if stores:
-        errors, products = stored_bytes(num_positions, num_columns, hidden_size, dtype)
-        return errors + max(logits, products)
-    if dtype != wide and kernel_for(device_type, wide) != "triton":
-        # The gradient is a copy of another dtype, and so are the logits of a CPU.
-        logits += rows * num_columns * dtype.itemsize
-    total = kept_bytes(
-        num_positions, num_columns, hidden_size, dtype, trains_weight=trains_weight, stores=False
-    )
-    if total and device_type != "cuda":
-        # The product of a chunk, before it is added.
-        total += num_columns * hidden_size * dtype.itemsize
-    return logits + total
-
-
-def kept_bytes(
-    num_positions: int,
-    num_columns: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    *,
-    trains_weight: bool,
-    stores: bool,
-) -> int:
-    """Bytes that exist from the forward pass of :func:`linear_cross_entropy` until its backward pass, beside its inputs
-    and the gradients that it returns. The arguments are those of :func:`peak_bytes`."""
-    if stores:
-        return sum(stored_bytes(num_positions, num_columns, hidden_size, dtype))
-    wide = torch.promote_types(dtype, torch.float32)
-    is_converted = trains_weight and dtype != wide
-    return num_columns * hidden_size * wide.itemsize if is_converted else 0
-
-
-def waiting_bytes(
-    num_positions: int,
-    num_columns: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    *,
-    trains_weight: bool,
-    stores: bool,
-) -> int:
-    """Bytes that a loss of :func:`linear_cross_entropy` needs while others are computed before its backward pass.
-
-    With *stores*, the memory of the weight's gradient is part of them. The arguments are those of :func:`peak_bytes`.
-    """
-    shape = (num_positions, num_columns, hidden_size, dtype)
-    if stores:
-        return head_gradients.waiting_bytes(*shape)
-    return kept_bytes(*shape, trains_weight=trains_weight, stores=False)
 
 
 def widened(logits: torch.Tensor) -> torch.Tensor:
@@ -239,15 +167,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, loss_weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Scaling overwrites what it reads: a second backward pass must fail, not scale twice.
         gradients, ctx.gradients = ctx.gradients, None
-        return (
-            *gradients.scaled(loss_weight, *ctx.saved_tensors),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        found = gradients.scaled(loss_weight, *ctx.saved_tensors)
+        return *found, None, None, None, None, None, None
 
 
 def wide_logits(

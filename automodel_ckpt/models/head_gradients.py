@@ -46,29 +46,6 @@ def block_columns(num_columns: int, hidden_size: int) -> int:
     return min(1 << (most.bit_length() - 1), num_columns)
 
 
-def stored_bytes(
-    num_positions: int, num_columns: int, hidden_size: int, dtype: torch.dtype
-) -> tuple[int, int]:
-    """Bytes beside the gradients that :class:`StoredErrors` returns: of (errors, what they are multiplied into).
-
-    The weight's gradient is returned in the memory of the errors. The products exist after the last chunk of logits.
-    """
-    of_errors = num_columns * max(num_positions - hidden_size, 0) * dtype.itemsize
-    # In float32. The gradient of the hidden states is rounded before a block is multiplied.
-    of_hidden = 4 * num_positions * hidden_size
-    of_block = 4 * block_columns(num_columns, hidden_size) * hidden_size
-    return of_errors, max(of_hidden, of_block)
-
-
-def waiting_bytes(
-    num_positions: int, num_columns: int, hidden_size: int, dtype: torch.dtype
-) -> int:
-    """Bytes that :class:`StoredErrors` keeps until the backward pass begins: errors, where the weight's gradient will
-    be, too, the hidden states, and their gradient, whose bytes in *dtype* do not count."""
-    of_errors = num_columns * max(num_positions, hidden_size) * dtype.itemsize
-    return of_errors + 4 * num_positions * hidden_size
-
-
 @dataclass(frozen=True, slots=True)
 class ErrorBlocks:
     """Errors [rows, columns] in blocks of *width* columns, which follow each other in *memory*.

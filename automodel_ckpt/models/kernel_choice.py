@@ -13,7 +13,7 @@ from automodel_ckpt.models.forward import class_and_message
 log = logging.getLogger("automodel_ckpt")
 
 KERNELS = {"cuda": ("triton", "torch"), "cpu": ("torch",)}
-"""What computes the loss of a chunk, by type of device. The first that is installed is used.
+"""What computes them, by type of device. The first that is installed is used.
 
 tools/bench_loss_kernels.py compares them on a device.
 """

@@ -22,6 +22,7 @@ _BLOCK = 8192
 """Columns that a program loads at a time. A row of 128k float32 logits is 512 kB, much more than a program can keep."""
 _WARPS = 16
 _SCALE_BLOCK = 2048
+"""Elements that a program of :func:`scale` reads: 16 in each thread of 4 warps."""
 _SCALE_WARPS = 4
 
 

@@ -11,13 +11,9 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
 from automodel_ckpt.models import fused_distillation
 from automodel_ckpt.models.forward import model_without_adapters
-from automodel_ckpt.models.fused_cross_entropy import (
-    CHUNK_ELEMENTS,
-    kept_bytes,
-    peak_bytes,
-    waiting_bytes,
-)
+from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS
 from automodel_ckpt.models.head_gradients import stores_errors
+from automodel_ckpt.models.head_memory import HeadSizes
 from automodel_ckpt.models.loss_head_probe import adds_bias_to_logits, output_layer
 from automodel_ckpt.models.mtp import mtp_of
 from automodel_ckpt.recipes.forecast.image_memory import image_bytes
@@ -187,24 +183,25 @@ def _head_memory(recipe: Recipe, num_positions: int) -> HeadMemory:
         # With adapters, for example: autograd computes the gradients of a chunk.
         in_chunk = min(num_logits, CHUNK_ELEMENTS[device_type])
         return HeadMemory(_LOSS_BYTES * in_chunk + gradient, gradient)
-    shape = (num_positions, num_columns, head.in_features, dtype)
     # Other losses than the cross-entropy do not store errors.
     stores = recipe.objective_class.sums_cross_entropy and stores_errors(
         device_type, dtype, num_positions, head.in_features, trains_weight=is_trained
     )
-    chunks = peak_bytes(*shape, device_type, trains_weight=is_trained, stores=stores)
+    sizes = HeadSizes(
+        num_positions, num_columns, head.in_features, dtype, device_type, is_trained, stores
+    )
+    chunks = sizes.peak_bytes
     if recipe.config.distill is not None:
         # The sum of the weight's gradient is as large as with labels alone.
-        chunks -= peak_bytes(*shape, device_type, trains_weight=False, stores=False)
+        chunks -= replace(sizes, trains_weight=False).peak_bytes
         chunks += fused_distillation.peak_bytes(num_positions, num_columns, dtype, device_type)
-    kept = kept_bytes(*shape, trains_weight=is_trained, stores=stores)
-    waiting = waiting_bytes(*shape, trains_weight=is_trained, stores=stores)
+    waiting = sizes.waiting_bytes
     of_other_losses = (num_losses - 1) * waiting
     # Errors are where the gradient will be, which is among the gathered tensors in the backward pass only.
     of_errors = num_columns * head.in_features * dtype.itemsize if stores else 0
     return HeadMemory(
         chunks + max(gradient, of_errors) + of_other_losses,
         gradient,
-        kept + of_other_losses,
+        sizes.kept_bytes + of_other_losses,
         num_losses * waiting,
     )

@@ -10,12 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from automodel_ckpt.models import fused_cross_entropy, head_gradients
-from automodel_ckpt.models.fused_cross_entropy import (
-    kept_bytes,
-    linear_cross_entropy,
-    peak_bytes,
-)
+from automodel_ckpt.models.fused_cross_entropy import linear_cross_entropy
 from automodel_ckpt.models.head_gradients import StoredErrors, stores_errors
+from automodel_ckpt.models.head_memory import HeadSizes
 from automodel_ckpt.models.loss_inputs import LogitTransform, VocabularyPart
 from tests.support import ranks
 
@@ -223,7 +220,7 @@ def test_the_forecast_of_its_memory_is_what_it_allocates(
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
-    shape = (num, 20_000, 64, torch.float32)
-    forecast = peak_bytes(*shape, "cpu", trains_weight=True, stores=True)
-    assert peak == pytest.approx(forecast + hidden.nbytes + weight.nbytes, rel=0.15)
-    assert kept_bytes(*shape, trains_weight=True, stores=True) <= forecast
+    forecast = HeadSizes(num, 20_000, 64, torch.float32, "cpu", trains_weight=True, stores=True)
+    returned = hidden.nbytes + weight.nbytes
+    assert peak == pytest.approx(forecast.peak_bytes + returned, rel=0.15)
+    assert forecast.kept_bytes <= forecast.peak_bytes

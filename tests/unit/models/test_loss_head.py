@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,8 @@ from automodel_ckpt.models.fused_cross_entropy import (
     CHUNK_ELEMENTS,
     chunk_rows,
     linear_cross_entropy,
-    peak_bytes,
 )
+from automodel_ckpt.models.head_memory import HeadSizes
 from automodel_ckpt.models.lora import Lora
 from automodel_ckpt.models.loss_head import ComputesLoss, LossHead, ModuleLossHead
 from automodel_ckpt.models.loss_head_probe import install_loss_head
@@ -429,17 +430,17 @@ def test_a_head_on_a_gpu_needs_a_fifth_of_the_memory_of_full_logits(
     num_positions: int, has_triton: bool, trains_weight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_choice, "_has_triton", lambda device_type: has_triton)
-    shape = (num_positions, 128_256, 4096, torch.bfloat16)
+    shape = (num_positions, 128_256, 4096, torch.bfloat16, "cuda")
     # In float32 the log-softmax and two gradients, in the backward pass.
     full = num_positions * 128_256 * 3 * 4
-    needed = peak_bytes(*shape, "cuda", trains_weight=trains_weight, stores=trains_weight)
+    needed = HeadSizes(*shape, trains_weight, stores=trains_weight).peak_bytes
     if trains_weight:
         needed += 2 * 128_256 * 4096
     assert needed <= 0.2 * full
     float32_sum = 4 * 128_256 * 4096
-    summed = peak_bytes(*shape, "cuda", trains_weight=True, stores=False)
-    frozen = peak_bytes(*shape, "cuda", trains_weight=False, stores=False)
-    assert summed == frozen + float32_sum
+    summed = HeadSizes(*shape, trains_weight=True, stores=False)
+    frozen = replace(summed, trains_weight=False)
+    assert summed.peak_bytes == frozen.peak_bytes + float32_sum
 
 
 @pytest.mark.parametrize("trains_weight", [False, True])
@@ -458,8 +459,7 @@ def test_the_forecast_of_its_memory_is_what_it_allocates(
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
-    shape = (2000, 1000, 64, dtype)
-    forecast = peak_bytes(*shape, "cpu", trains_weight=trains_weight, stores=False)
+    forecast = HeadSizes(2000, 1000, 64, dtype, "cpu", trains_weight, stores=False).peak_bytes
     returned = hidden.nbytes
     if trains_weight and dtype == torch.float32:
         returned += weight.nbytes
