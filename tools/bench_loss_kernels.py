@@ -110,7 +110,7 @@ def compare(
     hidden = torch.randn(num_tokens, hidden_size, **options)
     weight = torch.randn(vocabulary, hidden_size, **options).mul_(hidden_size**-0.5)
     targets = torch.randint(0, vocabulary, (num_tokens,), device=device, generator=generator)
-    product_seconds = _seconds(_products(hidden, weight, trains), device, rounds)
+    product_seconds = median_seconds(_products(hidden, weight, trains), device, rounds)
     figures: dict[str, Figures] = {PRODUCTS: {"seconds": product_seconds}}
     exact = _gradients(ours, hidden.float(), weight.float(), targets, trains)
     for name, loss in implementations(device).items():
@@ -143,7 +143,7 @@ def _measure(
     def step() -> None:
         _gradients(loss, hidden, weight, targets, trains)
 
-    figures: Figures = {"seconds": _seconds(step, device, rounds)}
+    figures: Figures = {"seconds": median_seconds(step, device, rounds)}
     if device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -181,7 +181,7 @@ def _products(hidden: Tensor, weight: Tensor, trains: bool) -> Callable[[], None
     return products
 
 
-def _seconds(function: Callable[[], None], device: str, rounds: int) -> float:
+def median_seconds(function: Callable[[], None], device: str, rounds: int) -> float:
     """The median of *rounds* calls after two that do not count."""
     measured = []
     for number in range(rounds + 2):

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from tests.support.command_server import CommandServer
-from tools import bench_adamw, bench_loop, bench_loss_head, bench_loss_kernels, bench_report
+from tools import (
+    bench_adamw,
+    bench_loop,
+    bench_loss_head,
+    bench_loss_kernels,
+    bench_report,
+    bench_stored_errors,
+)
 from tools.bench_rounds import ROOT, Group, Memory, Row, as_json, llama_shapes, parse_size, rounds
 from tools.loop_ways import WARM_UP, Steps, Turns
 
@@ -178,6 +185,16 @@ def test_every_implementation_of_the_loss_is_compared_on_a_device(
             assert ("error_weight" in rows[name]) == trained
             assert rows[name]["time_in_products"] > 0
     assert capsys.readouterr().out.count("| ours, torch |") == 2
+
+
+def test_sizes_of_stored_errors_are_compared_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    from automodel_ckpt.models import fused_cross_entropy, head_gradients
+
+    before = fused_cross_entropy.stores_errors, head_gradients.BLOCK_ELEMENTS
+    bench_stored_errors.main(["--dry-run"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.endswith("0.000 |")]
+    assert len(rows) == 9 and rows[0].startswith("| sum in float32 |")
+    assert (fused_cross_entropy.stores_errors, head_gradients.BLOCK_ELEMENTS) == before
 
 
 def test_kernels_of_adamw_are_compared_on_a_cpu(

@@ -333,6 +333,13 @@ def test_an_unknown_part_and_a_machine_without_a_gpu_are_reported(
     command = [sys.executable, "-m", "tools.gpu", "lorra"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "no such part: lorra" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.gpu", "head", "--only", "("],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "--only (: no regular expression: " in done.stderr
     found = commands.run(
         "python", "-m", "tools.gpu", "preflight", "--out", str(tmp_path),
         cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -78,8 +79,11 @@ def main() -> int:
         return goals.report(out, docs=given.docs)
     try:
         parts = dict(_named(text) for text in given.parts or PARTS)
+        re.compile(given.only)
     except ValueError as error:
         parser.error(str(error))
+    except re.error as error:
+        parser.error(f"--only {given.only}: no regular expression: {error}")
     raise_on_signals()
     try:
         return run_parts(
