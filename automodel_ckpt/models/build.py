@@ -72,8 +72,7 @@ def build_model(
     """
     # Never None, with which transformers asks on the terminal whether to run the repository's code.
     options: dict[str, Any] = {"trust_remote_code": uses_code(config, auto_class, repository)}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
+    options |= attention_options(config, attn_implementation)
     with _build_errors(from_pretrained, attn_implementation):
         if from_pretrained is None:
             options["dtype"] = fresh_dtype(config, dtype)
@@ -114,6 +113,28 @@ def build_model(
     # from_pretrained returns models in evaluation mode, without dropout.
     model.train()
     return model
+
+
+def attention_options(config: PreTrainedConfig, attn_implementation: str | None) -> dict[str, Any]:
+    """The arguments of transformers for the attention of a model of *config*; none: transformers chooses.
+
+    A model that caps its attention scores (Gemma 2) gets eager attention if *attn_implementation* is None, and so does
+    a part of a model. torch's ``scaled_dot_product_attention`` has no cap. transformers 5.17 chooses it for these
+    models, and computes other outputs than those with which they were trained; 5.23 does not.
+    """
+    if attn_implementation is not None:
+        return {"attn_implementation": attn_implementation}
+    if _caps_scores(config):
+        return {"attn_implementation": "eager"}
+    parts = {}
+    for name in getattr(config, "sub_configs", {}):
+        if _caps_scores(getattr(config, name, None)):
+            parts[name] = "eager"
+    return {"attn_implementation": parts} if parts else {}
+
+
+def _caps_scores(config: PreTrainedConfig | None) -> bool:
+    return getattr(config, "attn_logit_softcapping", None) is not None
 
 
 @contextmanager

@@ -15,6 +15,11 @@ from automodel_ckpt.models.kernel_request import HALF, Request, name_of, pairs_n
 
 _BLOCK = 128
 """Tokens per block of flex attention's masks, torch's default."""
+_MOST_VARIANTS = 128
+"""How often torch may compile flex attention: for windows, strides, lengths, types, with and without gradients.
+
+Above its own limit of 8, it computes all pairs of tokens. Local and global layers of a single model need 4 to 8.
+"""
 _KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 """torch's kernel for decoding, its choice for rows of less than 128 tokens, does not compile for these masks."""
 
@@ -94,7 +99,7 @@ def _flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options
         return flex_attention(query, key, value, **options)
     function: Any = flex_attention if query.device.type == "cpu" else _compiled_flex()
     # torch 2.13 fails on a softcap that it traces as a variable, as it does from the second value on.
-    with torch._dynamo.config.patch(specialize_float=True):
+    with torch._dynamo.config.patch(specialize_float=True, recompile_limit=_MOST_VARIANTS):
         return function(query, key, value, **options)
 
 

@@ -212,6 +212,9 @@ def _transform_between(output: torch.Tensor, logits: torch.Tensor) -> LogitTrans
     scale = first / output.view(-1)[0].item()
     if cap is not None and abs(first) < cap:
         scale = math.atanh(first / cap) * cap / output.view(-1)[0].item()
+        # Most of these models do not scale, and the logarithm is not exact.
+        if math.isclose(scale, 1, rel_tol=1e-5):
+            scale = 1.0
     transform = LogitTransform(scale, cap)
     if not scale > 0 or not math.isfinite(scale):
         return None

@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file
 
+from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.distributed.model_layers import decoder_layers, untied_layers
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import _build_errors, build_model
@@ -35,6 +36,7 @@ from automodel_ckpt.models.freezing import freeze
 from automodel_ckpt.models.model_files import fetched_directory, require_local
 from automodel_ckpt.models.quantize import cast_to, check_not_quantized
 from automodel_ckpt.models.repository import base_directory
+from automodel_ckpt.recipes.model.deferred_model import build_deferred
 from tests.support.serving import serve
 
 TINY: dict[str, Any] = {
@@ -255,6 +257,61 @@ def test_files_without_weights_are_refused(tmp_path: Path) -> None:
     config = load_model_config(from_pretrained=str(tmp_path))
     with pytest.raises(RecipeError, match="the model cannot be built"):
         build_model(config, from_pretrained=str(tmp_path))
+
+
+_CAPPED: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 97,
+    "pad_token_id": 0,
+    "sliding_window": 4,
+}
+"""Settings of a small Gemma 2."""
+
+
+def _attention_of_layers(model: nn.Module) -> set[str]:
+    layers = [layer for layer in model.modules() if type(layer).__name__ == "Gemma2Attention"]
+    return {layer.config._attn_implementation for layer in layers}
+
+
+def test_a_model_that_caps_its_attention_scores_does_not_get_sdpa_which_has_no_cap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As in transformers 5.17.
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    capped = AutoConfig.for_model("gemma2", **_CAPPED, attn_logit_softcapping=50.0)
+    assert _attention_of_layers(build_model(capped)) == {"eager"}
+    without = AutoConfig.for_model("gemma2", **_CAPPED, attn_logit_softcapping=None)
+    assert _attention_of_layers(build_model(without)) == {"sdpa"}
+    assert _attention_of_layers(build_model(capped, attn_implementation="sdpa")) == {"sdpa"}
+    # Without memory, as recipes build most models.
+    section = ModelConfig(from_config={"model_type": "gemma2"})
+    deferred = build_deferred(
+        section, capped, base=None, auto_class=AutoModelForCausalLM, seed=0, group=None
+    )
+    assert next(deferred.model.parameters()).is_meta
+    assert _attention_of_layers(deferred.model) == {"eager"}
+
+
+def test_only_the_part_of_a_model_that_caps_its_attention_scores_gets_eager_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    config = AutoConfig.for_model(
+        "paligemma",
+        text_config={**_CAPPED, "model_type": "gemma2"},
+        vision_config={**vision, "model_type": "siglip_vision_model", "projection_dim": 32},
+        projection_dim=32,
+    )
+    model: Any = build_model(config, auto_class=transformers.AutoModelForImageTextToText)
+    assert _attention_of_layers(model) == {"eager"}
+    assert model.model.vision_tower.config._attn_implementation == "sdpa"
 
 
 def test_globs_freeze_parameters_and_one_that_matches_nothing_is_refused() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from automodel_ckpt.models import flex_kernel
 from automodel_ckpt.models.activation_memory import checkpoint_activations
 from automodel_ckpt.models.attention import (
     UnsupportedByKernel,
@@ -367,6 +368,22 @@ def test_an_eager_model_with_a_softcap_attends_by_flex() -> None:
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_flex_attention_is_compiled_again_for_more_variants_than_torch_allows_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = []
+
+    def compiled(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        limits.append(torch._dynamo.config.recompile_limit)
+        return query
+
+    monkeypatch.setattr(flex_kernel, "_compiled_flex", lambda: compiled)
+    before = torch._dynamo.config.recompile_limit
+    rows = [torch.empty(1, 2, 8, 16, device="meta") for _ in range(3)]
+    flex_kernel._flex(*rows)
+    assert limits[0] >= 8 * before and torch._dynamo.config.recompile_limit == before
 
 
 def test_models_that_add_an_index_to_the_mask_under_the_name_sdpa_keep_the_mask() -> None:
