@@ -1,8 +1,7 @@
 """A Triton kernel for AdamW with 8-bit moments, which reads and writes each element once.
 
-A moment is decoded by its table of 256 values. To find the nearest code without a search, the first bits of a number
-select an entry of a lookup table: the numbers with these bits lie on both sides of at most one middle between two
-codes, and the entry has the lower code and the place of that middle. See :func:`lookup_of`.
+A moment is decoded by its table of 256 values, and encoded by a lookup table, whose entry is selected by the first bits
+of a number, without a search (``moment_codes.lookup_of``). The codes are those of ``moment_codes.nearest``.
 
 Import this module only where Triton is installed. The kernel also runs on a CPU, in Triton's interpreter
 (TRITON_INTERPRET=1).
@@ -14,22 +13,25 @@ Import this module only where Triton is installed. The kernel also runs on a CPU
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-Nearest = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""The codes of numbers by a table."""
+from automodel_ckpt.training.moment_codes import dynamic_table, lookup_of
 
 _BLOCK = 1024
 """Elements that a program updates, if a row has no more: 8 in each thread of 4 warps."""
 _WARPS = 4
 _LONGEST_ROW = 8192
 """Elements of the longest row, whose threads have 32 each, as the registers suffice for no more."""
+_MOST_WARPS = 8
+"""Those of longer rows."""
 _EVICTION = "evict_first"
 """The policy of the cache for all elements: none is read again before the next step."""
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of parameters and gradients."""
 _WIDTH = tl.constexpr(4)
 """Neighboring elements of a thread: 16 bytes in float32."""
 _SIGNED_SHIFT = tl.constexpr(17)
@@ -44,47 +46,67 @@ _NAN = tl.constexpr(0x7FC0)
 
 
 @triton.jit
-def _nearest(numbers, lookup, SHIFT: tl.constexpr):
-    """The codes of float32 *numbers*, by a table of :func:`lookup_of`."""
-    bits = numbers.to(tl.int32, bitcast=True)
-    entries = tl.load(lookup + (bits.to(tl.uint32, bitcast=True) >> SHIFT))
-    # The place of a number among those with the same first bits.
-    places = (bits ^ (bits >> _SIGN)) & ((1 << SHIFT) - 1)
-    return ((entries + places) >> SHIFT).to(tl.uint8)
+def _elements(LANES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """The rows [1, ROWS, 1, 1] and the elements [LANES, ROWS, PARTS, 4] of a program.
+
+    So a thread has neighbors, a warp has a row of 256, and each instruction of a warp loads neighbors.
+    """
+    row = tl.arange(0, ROWS)[None, :, None, None]
+    lane = tl.arange(0, LANES)[:, None, None, None]
+    part = tl.arange(0, PARTS)[None, None, :, None]
+    item = tl.arange(0, _WIDTH)[None, None, None, :]
+    return row, ((row * PARTS + part) * LANES + lane) * _WIDTH + item
 
 
 @triton.jit
-def _scales(moments):
-    """The largest absolute value of each row [1, rows, 1, 1]; NaN if there is one."""
+def _largest(moments):
+    """The largest absolute value of each row [1, ROWS, 1, 1]; NaN if there is one."""
     # The maximum of floats would leave out NaN.
     bits = moments.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(tl.max(tl.max(bits, 3, keep_dims=True), 2, keep_dims=True), 0, keep_dims=True)
-    return largest.to(tl.float32, bitcast=True)
+    bits = tl.max(tl.max(tl.max(bits, 3, keep_dims=True), 2, keep_dims=True), 0, keep_dims=True)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _divided(moments, scales):
+def _quotients(moments, scales):
     """*moments* / *scales*, rounded once, with one division for each row.
 
-    Source: Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990, theorem 7.
+    Source: Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990.
     """
     # A row of zeros has the scale 0.
     positive = tl.where(scales < _SMALLEST, _SMALLEST, scales)
     reciprocals = tl.div_rn(1.0, positive)
+    quotients = moments * reciprocals
     # A remainder of infinity times 0 would be NaN.
     finite = tl.where(scales == _INFINITY, 0.0, positive)
-    quotients = moments * reciprocals
     remainders = tl.fma(-quotients, finite, moments)
     return tl.fma(remainders, reciprocals, quotients)
 
 
 @triton.jit
+def _codes(moments, scales, lookup, SHIFT: tl.constexpr):
+    """The codes of *moments* by a table of ``moment_codes.lookup_of``."""
+    bits = _quotients(moments, scales).to(tl.int32, bitcast=True)
+    entries = tl.load(lookup + (bits.to(tl.uint32, bitcast=True) >> SHIFT))
+    places = (bits ^ (bits >> _SIGN)) & ((1 << SHIFT) - 1)
+    return ((entries + places) >> SHIFT).to(tl.uint8)
+
+
+@triton.jit
 def _joined(rounded, further_bits):
-    """The float32 values of the bits of bfloat16 values and further bits, as ``adam8bit.joined`` has them."""
+    """The float32 values of the bits of bfloat16 values and further bits: ``adam8bit.joined``."""
     high = rounded.to(tl.int32) << 16
     bits = further_bits.to(tl.int32)
     bits = tl.where((high << 1) == 0, tl.maximum(bits, 0), bits)
     return (high + bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _divided(values):
+    """The bits of bfloat16 values and further bits of float32 *values*: ``adam8bit.divided``."""
+    bits = values.to(tl.int32, bitcast=True)
+    high = tl.where(values != values, _NAN, (bits + 0x8000) >> 16)
+    return high.to(tl.int16), (bits - (high << 16)).to(tl.int16)
 
 
 # The number of rows differs between tensors, and would be compiled for multiples of 16 separately.
@@ -96,56 +118,109 @@ def _update(
     HAS_BITS: tl.constexpr, EVICTION: tl.constexpr,
     LANES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Update rows of elements. *of_signed* and *of_unsigned* are the lookup tables of both tables of codes.
+    """Update some rows. *of_signed* and *of_unsigned* are the lookup tables of both tables of codes.
 
-    Elements are [LANES, ROWS, PARTS, 4], so that a thread has neighbors, a warp has a row of 256, and each instruction
-    of a warp loads neighbors.
+    With HAS_BITS, *weights* are the bits of bfloat16 weights.
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
-    row = tl.arange(0, ROWS)[None, :, None, None]
-    lane = tl.arange(0, LANES)[:, None, None, None]
-    part = tl.arange(0, PARTS)[None, None, :, None]
-    item = tl.arange(0, _WIDTH)[None, None, None, :]
-    length: tl.constexpr = LANES * PARTS * _WIDTH
-    # Embeddings of large models have more elements than a number of 32 bits can count, but a program has few.
-    start = first * length
-    places = row * length + (part * LANES + lane) * _WIDTH + item
+    row, element = _elements(LANES, ROWS, PARTS)
     is_row = row < num_rows - first
-    is_element = is_row & (places >= 0)
-    average_code = tl.load(average_codes + start + places, mask=is_element, other=0, eviction_policy=EVICTION)
-    square_code = tl.load(square_codes + start + places, mask=is_element, other=0, eviction_policy=EVICTION)
-    gradient = tl.load(gradients + start + places, mask=is_element, other=0.0, eviction_policy=EVICTION)
-    weight = tl.load(weights + start + places, mask=is_element, other=0, eviction_policy=EVICTION)
+    # As large as the elements, so that it needs no broadcast when it is used.
+    is_element = is_row & (element >= 0)
+    # Embeddings of large models have more elements than a number of 32 bits can count, but a program has few.
+    start = first * (LANES * PARTS * _WIDTH)
+    average_codes += start
+    square_codes += start
+    average_code = tl.load(average_codes + element, is_element, other=0, eviction_policy=EVICTION)
+    square_code = tl.load(square_codes + element, is_element, other=0, eviction_policy=EVICTION)
+    gradient = tl.load(gradients + start + element, is_element, other=0, eviction_policy=EVICTION)
+    weight = tl.load(weights + start + element, is_element, other=0, eviction_policy=EVICTION)
     if HAS_BITS:
-        bits = tl.load(further_bits + start + places, mask=is_element, other=0, eviction_policy=EVICTION)
-    average_scale = tl.load(average_scales + first + row, mask=is_row, other=0.0)
-    square_scale = tl.load(square_scales + first + row, mask=is_row, other=0.0)
+        bits = tl.load(
+            further_bits + start + element, is_element, other=0, eviction_policy=EVICTION
+        )
+        weight = _joined(weight, bits)
+    average_scale = tl.load(average_scales + first + row, is_row, other=0)
+    square_scale = tl.load(square_scales + first + row, is_row, other=0)
+
     average = tl.load(signed + average_code.to(tl.int32)) * average_scale
     square = tl.load(unsigned + square_code.to(tl.int32)) * square_scale
-
-    # As torch.lerp does with weights below 1/2.
     gradient = gradient.to(tl.float32)
+    # As torch.lerp does with weights below 1/2.
     average = tl.fma(gradient - average, average_part, average)
     square = tl.fma(gradient * gradient - square, square_part, square)
-
     denominator = tl.sqrt(square) * tl.div_rn(1.0, correction) + eps
-    change = average / denominator * size
+    changed = weight.to(tl.float32) * decay - average / denominator * size
     if HAS_BITS:
-        changed = _joined(weight, bits) * decay - change
-        changed_bits = changed.to(tl.int32, bitcast=True)
-        high = tl.where(changed != changed, _NAN, (changed_bits + 0x8000) >> 16)
-        tl.store(weights + start + places, high.to(tl.int16), mask=is_element, eviction_policy=EVICTION)
-        rest = (changed_bits - (high << 16)).to(tl.int16)
-        tl.store(further_bits + start + places, rest, mask=is_element, eviction_policy=EVICTION)
-    else:
-        changed = (weight.to(tl.float32) * decay - change).to(weight.dtype)
-        tl.store(weights + start + places, changed, mask=is_element, eviction_policy=EVICTION)
+        changed, bits = _divided(changed)
+        tl.store(further_bits + start + element, bits, is_element, eviction_policy=EVICTION)
+    changed = changed.to(weights.dtype.element_ty)
+    tl.store(weights + start + element, changed, is_element, eviction_policy=EVICTION)
 
-    average_scale = _scales(average)
-    square_scale = _scales(square)
-    tl.store(average_scales + first + row, average_scale, mask=is_row)
-    tl.store(square_scales + first + row, square_scale, mask=is_row)
-    average_code = _nearest(_divided(average, average_scale), of_signed, _SIGNED_SHIFT)
-    square_code = _nearest(_divided(square, square_scale), of_unsigned, _UNSIGNED_SHIFT)
-    tl.store(average_codes + start + places, average_code, mask=is_element, eviction_policy=EVICTION)
-    tl.store(square_codes + start + places, square_code, mask=is_element, eviction_policy=EVICTION)
+    average_scale = _largest(average)
+    square_scale = _largest(square)
+    tl.store(average_scales + first + row, average_scale, is_row)
+    tl.store(square_scales + first + row, square_scale, is_row)
+    average_code = _codes(average, average_scale, of_signed, _SIGNED_SHIFT)
+    square_code = _codes(square, square_scale, of_unsigned, _UNSIGNED_SHIFT)
+    tl.store(average_codes + element, average_code, is_element, eviction_policy=EVICTION)
+    tl.store(square_codes + element, square_code, is_element, eviction_policy=EVICTION)
+
+
+def fits(parameter: torch.Tensor, gradient: torch.Tensor, block: int) -> bool:
+    """Whether :func:`update` accepts a parameter and its gradient with this number of elements in a block."""
+    tensors = (parameter, gradient)
+    is_known = all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in tensors)
+    return is_known and block <= _LONGEST_ROW and all(each.dtype in _TYPES for each in tensors)
+
+
+def update(
+    rows: Sequence[torch.Tensor],
+    settings: Sequence[float],
+    further_bits: torch.Tensor | None = None,
+) -> None:
+    """Do what ``adam8bit.update_blocks`` does with contiguous *rows*, in one kernel; see :func:`fits`.
+
+    *rows* are a parameter and its gradient [n, block], the codes [n, block] and the scales [n, 1] of both moments;
+    *settings* are those of ``update_blocks``, as numbers. Changes of weights differ from its changes in the last bits.
+    """
+    parameter, gradient, *moments = rows
+    num_rows, block = parameter.shape
+    lanes = min(block // _WIDTH.value, 32)
+    parts = block // (lanes * _WIDTH.value)
+    num_rows_each = max(_BLOCK // block, 1)
+    num_warps = min(max(block * _WARPS // _BLOCK, _WARPS), _MOST_WARPS)
+    weights = parameter if further_bits is None else parameter.view(torch.int16)
+    # On the device of the tensors, which need not be the current one.
+    with torch.cuda.device_of(parameter):
+        _update[(triton.cdiv(num_rows, num_rows_each),)](
+            weights, gradient, *moments,
+            gradient if further_bits is None else further_bits,
+            *_tables(parameter.device), num_rows, *map(float, settings),
+            HAS_BITS=further_bits is not None, EVICTION=_EVICTION,
+            LANES=lanes, ROWS=num_rows_each, PARTS=parts, num_warps=num_warps,
+        )  # fmt: skip
+    changed = [parameter, *moments]
+    if further_bits is not None:
+        changed.append(further_bits)
+    # As torch's operations do: autograd must not take the old values for the new ones.
+    torch.autograd.graph.increment_version(changed)
+
+
+@functools.cache
+def _tables(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The signed and the unsigned table, and the lookup tables of both."""
+    signed, unsigned = dynamic_table(True), dynamic_table(False)
+    lookups = [
+        lookup_of(signed, 32 - _SIGNED_SHIFT.value),
+        lookup_of(unsigned, 32 - _UNSIGNED_SHIFT.value),
+    ]
+    return tuple(each.to(device) for each in (signed, unsigned, *lookups))
+
+
+def try_once(device: torch.device) -> None:
+    """Run the kernel on a few elements of *device*. Raises what Triton raises where it cannot compile."""
+    weights, gradients = (torch.zeros(1, 32, device=device) for _ in range(2))
+    codes = [torch.zeros(1, 32, dtype=torch.uint8, device=device) for _ in range(2)]
+    scales = [torch.zeros(1, 1, device=device) for _ in range(2)]
+    update([weights, gradients, *codes, *scales], [0, 0, 1, 0, 1, 1])
