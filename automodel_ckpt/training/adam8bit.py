@@ -243,8 +243,8 @@ def _update_rows(
     """
     weights, gradient, *_ = rows
     device, block = weights.device, weights.shape[1]
-    kernel = _row_kernel(device) if len(weights) and device.type == "cuda" else None
-    if kernel is not None and kernel.fits(weights, gradient, block):
+    kernel = _row_kernel(device) if len(weights) else None
+    if kernel is not None and kernel.fits(weights, gradient):
         kernel.update(rows, values, further_bits)
         return
     update = _kernel_for(device.type)
@@ -340,6 +340,8 @@ def _table(is_signed: bool, device: torch.device) -> torch.Tensor:
 @functools.cache
 def _row_kernel(device: torch.device) -> Any:
     """The module with the kernel for all blocks of a parameter; None where Triton is absent, or fails."""
+    if device.type != "cuda":
+        return None
     return tried("adam8bit_kernel", device, "AdamW with 8-bit moments updates chunks of matrices")
 
 

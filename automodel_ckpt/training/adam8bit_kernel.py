@@ -26,7 +26,7 @@ _BLOCK = 1024
 _WARPS = 4
 _LONGEST_ROW = 8192
 """Elements of the longest row, whose threads have 32 each, as the registers suffice for no more."""
-_MOST_WARPS = 8
+_MOST_WARPS = 16
 """Those of longer rows."""
 _EVICTION = "evict_first"
 """The policy of the cache for all elements: none is read again before the next step."""
@@ -38,7 +38,8 @@ _SIGNED_SHIFT = tl.constexpr(17)
 """Last bits of a number that select no entry. 6 bits of the mantissa do: the table has 64 codes from 0.1 to 1."""
 _UNSIGNED_SHIFT = tl.constexpr(16)
 """As above; 7 bits of the mantissa, for 128 codes."""
-_SIGN = tl.constexpr(31)
+_SIGNED_REST = tl.constexpr(2**17 - 1)
+_UNSIGNED_REST = tl.constexpr(2**16 - 1)
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 _INFINITY = tl.constexpr(float("inf"))
 _NAN = tl.constexpr(0x7FC0)
@@ -75,6 +76,10 @@ def _quotients(moments, scales):
     """
     # A row of zeros has the scale 0.
     positive = tl.where(scales < _SMALLEST, _SMALLEST, scales)
+    # Otherwise, remainders of small moments would be less than the smallest float32 number.
+    factors = tl.where(positive < 2.0**-60, 2.0**64, 1.0)
+    positive *= factors
+    moments *= factors
     reciprocals = tl.div_rn(1.0, positive)
     quotients = moments * reciprocals
     # A remainder of infinity times 0 would be NaN.
@@ -84,11 +89,11 @@ def _quotients(moments, scales):
 
 
 @triton.jit
-def _codes(moments, scales, lookup, SHIFT: tl.constexpr):
+def _codes(moments, scales, lookup, SHIFT: tl.constexpr, REST: tl.constexpr):
     """The codes of *moments* by a table of ``moment_codes.lookup_of``."""
     bits = _quotients(moments, scales).to(tl.int32, bitcast=True)
     entries = tl.load(lookup + (bits.to(tl.uint32, bitcast=True) >> SHIFT))
-    places = (bits ^ (bits >> _SIGN)) & ((1 << SHIFT) - 1)
+    places = (bits ^ (bits >> 31)) & REST
     return ((entries + places) >> SHIFT).to(tl.uint8)
 
 
@@ -161,17 +166,18 @@ def _update(
     square_scale = _largest(square)
     tl.store(average_scales + first + row, average_scale, is_row)
     tl.store(square_scales + first + row, square_scale, is_row)
-    average_code = _codes(average, average_scale, of_signed, _SIGNED_SHIFT)
-    square_code = _codes(square, square_scale, of_unsigned, _UNSIGNED_SHIFT)
+    average_code = _codes(average, average_scale, of_signed, _SIGNED_SHIFT, _SIGNED_REST)
+    square_code = _codes(square, square_scale, of_unsigned, _UNSIGNED_SHIFT, _UNSIGNED_REST)
     tl.store(average_codes + element, average_code, is_element, eviction_policy=EVICTION)
     tl.store(square_codes + element, square_code, is_element, eviction_policy=EVICTION)
 
 
-def fits(parameter: torch.Tensor, gradient: torch.Tensor, block: int) -> bool:
-    """Whether :func:`update` accepts a parameter and its gradient with this number of elements in a block."""
-    tensors = (parameter, gradient)
-    is_known = all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in tensors)
-    return is_known and block <= _LONGEST_ROW and all(each.dtype in _TYPES for each in tensors)
+def fits(weights: torch.Tensor, gradients: torch.Tensor) -> bool:
+    """Whether :func:`update` accepts rows [n, block] of these types and this length."""
+    tensors = (weights, gradients)
+    # Other subclasses may have no memory.
+    is_known = all(type(each) is torch.Tensor and each.dtype in _TYPES for each in tensors)
+    return is_known and weights.shape[1] <= _LONGEST_ROW
 
 
 def update(
