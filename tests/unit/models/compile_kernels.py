@@ -19,7 +19,8 @@ NUMBERS = (
     *("average_part", "square_part", "decay", "size", "correction"),
 )
 TYPES = {
-    **{"labels": "*i64", "errors": "*bf16"},
+    "labels": "*i64",
+    "errors": "*bf16",
     **dict.fromkeys(NUMBERS, "fp32"),
     **dict.fromkeys(("average_codes", "square_codes"), "*u8"),
     **dict.fromkeys(("weights", "further_bits"), "*i16"),
