@@ -4,8 +4,11 @@ On a CPU, it runs in Triton's interpreter (`make kernels`)."""
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch import nn
 from automodel_ckpt.training import adam8bit
 from automodel_ckpt.training.adam8bit import AdamW8bit, update_blocks
 from automodel_ckpt.training.moment_codes import dynamic_table, nearest
+from tools import bench_adamw
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -71,15 +75,13 @@ def expected_of(rows: Rows, settings: list[float], bits: torch.Tensor | None = N
     return copies + ([] if copy_of_bits is None else [copy_of_bits])
 
 
-@pytest.fixture(autouse=True)
-def _lerp_rounds_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CPUs with AVX2, and in the kernel; on others, torch.lerp rounds the product, too."""
-
-    def lerp(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        assert weight < 0.5
-        return (start.double() + (end - start).double() * weight.double()).float()
-
-    monkeypatch.setattr(torch, "lerp", lerp)
+@functools.cache
+def is_exact() -> bool:
+    """Whether torch.lerp on this CPU rounds a product and a sum together, as the kernel does, and no others are."""
+    start, end = torch.randn(2, 4096, generator=torch.Generator().manual_seed(0))
+    weight = torch.tensor(SETTINGS[0])
+    together = start.double() + (end - start).double() * weight.double()
+    return INTERPRETED and torch.equal(torch.lerp(start, end, weight), together.float())
 
 
 def weights_of(rows: Rows) -> torch.Tensor:
@@ -88,14 +90,14 @@ def weights_of(rows: Rows) -> torch.Tensor:
 
 
 def assert_updated(rows: Rows, found: Rows, expected: Rows) -> None:
-    """Check weights, codes and scales. A GPU rounds a product and a sum together, so that moments differ slightly."""
+    """Check weights, codes and scales. Moments differ in the last bit where sums and products are rounded otherwise."""
     for each, other in zip(found, expected, strict=True):
         assert each.dtype == other.dtype and each.shape == other.shape
     for each, other in zip(found[4:6], expected[4:6], strict=True):
-        torch.testing.assert_close(each, other, rtol=0 if INTERPRETED else 4 * ULP, atol=0)
+        torch.testing.assert_close(each, other, rtol=0 if is_exact() else 4 * ULP, atol=0)
     for each, other in zip(found[2:4], expected[2:4], strict=True):
         distances = (each.int() - other.int()).abs()
-        assert distances.max() <= (0 if INTERPRETED else 1)
+        assert distances.max() <= (0 if is_exact() else 1)
         assert distances.float().mean() <= 1e-3
     before, after, exactly = (weights_of(each) for each in (rows, found, expected))
     step = ULP if len(found) > 6 else torch.finfo(found[0].dtype).eps
@@ -181,7 +183,7 @@ def in_rows(numbers: torch.Tensor, largest: float) -> torch.Tensor:
     return torch.cat([padded[:, :100], column, padded[:, 100:]], dim=1)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**-80, 3.7, 1.1e-20, 1e-37, 3e38])
+@pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**-80, 1.1e-20, 3.1e-25, 1.7e-33, 1e-37, 3e38])
 @pytest.mark.parametrize("is_signed", [True, False], ids=["averages", "squares"])
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 def test_codes_beside_middles_are_those_of_the_search(scale: float, is_signed: bool) -> None:
@@ -279,7 +281,7 @@ def test_the_optimizer_uses_the_kernel_for_all_blocks(
     for state, other_state in zip(states, expected_states, strict=True):
         for name in ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scales", "exp_avg_sq_scales"):
             assert (name in state) == (name in other_state)
-            if name in state:
+            if name in state and is_exact():
                 assert torch.equal(state[name], other_state[name])
 
 
@@ -305,3 +307,16 @@ def test_the_kernel_can_be_tried() -> None:
     from automodel_ckpt.training import adam8bit_kernel
 
     adam8bit_kernel.try_once(torch.device(DEVICE))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the dry run is for the interpreter")
+def test_candidates_for_a_gpu_are_compared(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    bench_adamw.main(["--dry-run", "--moments", "8-bit", "--json", str(file)])
+    (found,) = json.loads(file.read_text()).values()
+    for kind in ("float32", "bfloat16"):
+        differences = found.pop(f"{kind}, differences")
+        assert differences["codes_differ"] <= (0 if is_exact() else 100)
+        assert differences["largest_in_rates"] < 20
+    assert len(found) == 2 * (1 + len(bench_adamw.CANDIDATES_8_BIT))
+    assert all(row["ms"] > 0 for row in found.values())
