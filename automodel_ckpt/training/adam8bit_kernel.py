@@ -25,7 +25,7 @@ _BLOCK = 1024
 """Elements that a program updates, if a row has no more: 8 in each thread of 4 warps."""
 _WARPS = 4
 _LONGEST_ROW = 8192
-"""Elements of the longest row, whose threads have 32 each, as the registers suffice for no more."""
+"""Elements of the longest row, whose threads have 16 each; the registers of a thread suffice for few more."""
 _MOST_WARPS = 16
 """Those of longer rows."""
 _EVICTION = "evict_first"
