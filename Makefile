@@ -131,7 +131,7 @@ $(TRITON)/.ready: $(STAMP)
 	@touch $@
 
 kernels: $(TRITON)/.ready  ## the Triton kernels, interpreted on the CPU and compiled for GPUs: a minute
-	@TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/models/test_loss_kernels.py tests/unit/models/test_gate_kernels.py tests/unit/models/test_rotary_kernels.py tests/unit/training/test_adamw_kernel.py
+	@TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/models/test_loss_kernels.py tests/unit/models/test_gate_kernels.py tests/unit/models/test_rotary_kernels.py tests/unit/training/test_adamw_kernel.py tests/unit/training/test_adam8bit_kernel.py
 
 # Without $(STAMP): the machine may have no network (tools/gpu/README.md).
 gpu:  ## tests and measurements on one GPU, 30 minutes; a part alone: make gpu PART=lora

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.device_copies import to_device
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.training.kernel_trial import tried
+from automodel_ckpt.training.moment_codes import decoded, dynamic_table, nearest
 from automodel_ckpt.training.optimizer_steps import update_each
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -147,8 +149,7 @@ class AdamW8bit(torch.optim.Optimizer):
         state["step"] += 1
         shard, gradient = _local(parameter), _local(parameter.grad)
         beta1, beta2 = group["betas"]
-        num_steps = state["step"].item()
-        settings = _settings(group, num_steps, shard.device)
+        values = _setting_values(group, state["step"].item())
         bits = _local(state[_FURTHER_BITS]) if _FURTHER_BITS in state else None
         if not block:
             wide = gradient.float()
@@ -156,9 +157,8 @@ class AdamW8bit(torch.optim.Optimizer):
             average.lerp_(wide, 1 - beta1)
             square = _local(state["exp_avg_sq"])
             square.lerp_(wide.square(), 1 - beta2)
-            _change(shard, bits, average, square, settings)
+            _change(shard, bits, average, square, _settings(values, shard.device))
             return
-        update = _kernel_for(shard.device.type)
         changed = [shard, *(_local(state[f"{moment}_codes"]) for moment in _MOMENTS)]
         if bits is not None:
             changed.append(bits)
@@ -167,14 +167,7 @@ class AdamW8bit(torch.optim.Optimizer):
         weights, *codes = (tensor.view(-1, block) for tensor in contiguous)
         rows = [weights, gradient.contiguous().view(-1, block), *codes[: len(_MOMENTS)]]
         rows += [_local(state[f"{moment}_scales"]).view(-1, 1) for moment in _MOMENTS]
-        tables = [_table(is_signed, shard.device) for is_signed in (True, False)]
-        rows_of_bits = None if bits is None else codes[-1]
-        num_rows = max(_CHUNK // block, 1)
-        for start in range(0, len(rows[0]), num_rows):
-            part = slice(start, start + num_rows)
-            chunk = [each[part] for each in rows]
-            bits_of_chunk = None if rows_of_bits is None else rows_of_bits[part]
-            update(*chunk, *tables, settings, bits_of_chunk)
+        _update_rows(rows, None if bits is None else codes[-1], values)
         for tensor, copied in zip(changed, contiguous, strict=True):
             if tensor is not copied:
                 tensor.copy_(copied)
@@ -220,12 +213,12 @@ def _local(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _settings(group: dict[str, Any], num_steps: float, device: torch.device) -> torch.Tensor:
+def _setting_values(group: dict[str, Any], num_steps: float) -> list[float]:
     """What an update needs of a group: 1 - beta1, 1 - beta2, the factor of the weight decay, the step's size, the root
-    of the second moment's bias correction, and eps. A tensor, so that compiled code does not depend on the values."""
+    of the second moment's bias correction, and eps."""
     beta1, beta2 = group["betas"]
     rate = float(group["lr"])
-    values = [
+    return [
         1 - beta1,
         1 - beta2,
         1 - rate * group["weight_decay"],
@@ -233,8 +226,36 @@ def _settings(group: dict[str, Any], num_steps: float, device: torch.device) -> 
         math.sqrt(1 - beta2**num_steps),
         group["eps"],
     ]
+
+
+def _settings(values: list[float], device: torch.device) -> torch.Tensor:
+    """A tensor of *values*, so that compiled code does not depend on them."""
     # A plain pin_memory() would raise where the system locks no memory.
     return to_device(torch.tensor(values, dtype=torch.float32), device)
+
+
+def _update_rows(
+    rows: list[torch.Tensor], further_bits: torch.Tensor | None, values: list[float]
+) -> None:
+    """Update the blocks of a parameter in place by a kernel for all of them, or in chunks.
+
+    *rows* are the first arguments of :func:`update_blocks`: weights, gradient, codes and scales.
+    """
+    weights, gradient, *_ = rows
+    device, block = weights.device, weights.shape[1]
+    kernel = _row_kernel(device) if len(weights) else None
+    if kernel is not None and kernel.fits(weights, gradient):
+        kernel.update(rows, values, further_bits)
+        return
+    update = _kernel_for(device.type)
+    tables = [_table(is_signed, device) for is_signed in (True, False)]
+    settings = _settings(values, device)
+    num_rows = max(_CHUNK // block, 1)
+    for start in range(0, len(weights), num_rows):
+        part = slice(start, start + num_rows)
+        chunk = [each[part] for each in rows]
+        bits_of_chunk = None if further_bits is None else further_bits[part]
+        update(*chunk, *tables, settings, bits_of_chunk)
 
 
 def _change(
@@ -311,39 +332,17 @@ def update_blocks(
         codes.copy_(nearest(moment / scales.clamp(min=torch.finfo(torch.float32).tiny), table))
 
 
-def decoded(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The values of *codes* [n, block] with *scales* [n, 1], in float32."""
-    return table[codes.int()] * scales
-
-
-def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The numbers of the entries of the sorted *table* that are nearest to *values*, in int32."""
-    middles = (table[1:] + table[:-1]) / 2
-    return torch.bucketize(values, middles, out_int32=True)
-
-
 @functools.cache
 def _table(is_signed: bool, device: torch.device) -> torch.Tensor:
     return dynamic_table(is_signed).to(device)
 
 
-def dynamic_table(is_signed: bool) -> torch.Tensor:
-    """The 256 values of dynamic quantization between -1 (or 0) and 1, sorted, in float32.
-
-    Source: arXiv:2110.02861, section 2.1. For each power of ten from 1e-6 to 1, the mantissas are in the middle between
-    equidistant points from 0.1 to 1: 1, 2, 4, ... 64 of them if there are negative values, otherwise twice as many. 0
-    and 1 are added.
-    """
-    values = [0.0, 1.0]
-    for exponent in range(7):
-        num_mantissas = 2**exponent * (1 if is_signed else 2)
-        points = torch.linspace(0.1, 1, num_mantissas + 1, dtype=torch.float64)
-        mantissas = (points[1:] + points[:-1]) / 2
-        of_power = (mantissas * 10.0 ** (exponent - 6)).tolist()
-        values += of_power
-        if is_signed:
-            values += [-value for value in of_power]
-    return torch.tensor(sorted(values), dtype=torch.float32)
+@functools.cache
+def _row_kernel(device: torch.device) -> Any:
+    """The module with the kernel for all blocks of a parameter; None where Triton is absent, or fails."""
+    if device.type != "cuda":
+        return None
+    return tried("adam8bit_kernel", device, "AdamW with 8-bit moments updates chunks of matrices")
 
 
 @functools.cache

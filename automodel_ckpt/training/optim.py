@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
-import logging
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from automodel_ckpt.errors import RecipeError
-
-log = logging.getLogger("automodel_ckpt")
+from automodel_ckpt.training.kernel_trial import tried
 
 LEAST_ELEMENTS: float = 2**22
 """On a GPU, :mod:`adamw_kernel` updates tensors with at least as many elements; ``math.inf`` leaves all to torch.
@@ -282,22 +279,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _large_update(device: torch.device) -> Callable[..., None] | None:
-    """The kernel for large tensors; None where Triton is absent, or fails, which is logged.
-
-    Triton needs a C compiler, so that it can be installed and fail.
-    """
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
-        from automodel_ckpt.training import adamw_kernel
-
-        adamw_kernel.try_once(device)
-    except Exception as error:
-        log.debug("the kernel of AdamW fails", exc_info=True)
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        log.info("AdamW updates large tensors without Triton, whose kernel fails here: %s", reason)
-        return None
-    return adamw_kernel.update
+    """The kernel for large tensors; None where Triton is absent, or fails, which is logged."""
+    kernel = tried("adamw_kernel", device, "AdamW updates large tensors")
+    return None if kernel is None else kernel.update
 
 
 _STEP_OF_TORCH: Any = torch.optim.Optimizer.profile_hook_step(

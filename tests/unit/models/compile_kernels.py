@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import triton
@@ -10,13 +11,21 @@ from triton.compiler import ASTSource
 
 from automodel_ckpt.models import gate_kernels, loss_kernels, rotary_kernels
 from automodel_ckpt.models.head_gradients import block_columns
-from automodel_ckpt.training import adamw_kernel
+from automodel_ckpt.training import adam8bit_kernel, adamw_kernel
 
 NUMBERS = (
     *("scale", "cap", "z_coefficient"),
     *("lr", "beta1", "beta2", "eps", "weight_decay"),
+    *("average_part", "square_part", "decay", "size", "correction"),
 )
-TYPES = {"labels": "*i64", "errors": "*bf16", **dict.fromkeys(NUMBERS, "fp32")}
+TYPES = {
+    "labels": "*i64",
+    "errors": "*bf16",
+    **dict.fromkeys(NUMBERS, "fp32"),
+    **dict.fromkeys(("average_codes", "square_codes"), "*u8"),
+    **dict.fromkeys(("weights", "further_bits"), "*i16"),
+    **dict.fromkeys(("of_signed", "of_unsigned"), "*i32"),
+}
 IN_16_BITS = (
     *("gate", "up", "product", "gradient", "of_gate", "of_up"),
     *("heads", "cosines", "sines", "rotated", "scaled"),
@@ -44,7 +53,8 @@ OF_LOSSES = {
 }
 OF_HEADS = {"INVERSE": True, "HEADS": 16, "HALF": 32, "REST": 64}
 OF_ADAMW = {"HAS_DIVISOR": True, "HAS_FLAG": True, "DECAYS": True, "EVICTION": "evict_first"}
-CONSTANTS = {**OF_LOSSES, **OF_HEADS, **OF_ADAMW}
+OF_8_BITS = {"HAS_BITS": True, "LANES": 32, "ROWS": 4, "PARTS": 2}
+CONSTANTS = {**OF_LOSSES, **OF_HEADS, **OF_ADAMW, **OF_8_BITS}
 KERNELS = {
     loss_kernels: (
         loss_kernels._losses_and_errors,
@@ -55,10 +65,15 @@ KERNELS = {
     gate_kernels: (gate_kernels._product, gate_kernels._gradients),
     rotary_kernels: (rotary_kernels._rotate,),
     adamw_kernel: (adamw_kernel._update,),
+    adam8bit_kernel: (adam8bit_kernel._update,),
 }
+FURTHER_VARIANTS: dict[Any, tuple[dict[str, Any], ...]] = {
+    adam8bit_kernel._update: ({"HAS_BITS": False, "weights": "*fp32"},)
+}
+"""Other constants and types with which a kernel is compiled again."""
 
 
-def source_of(kernel: Any, block: int) -> ASTSource:
+def source_of(kernel: Any, block: int, variant: dict[str, Any]) -> ASTSource:
     types: dict[str, str] = {}
     for name in kernel.arg_names:
         if name in CONSTANTS or name == "BLOCK":
@@ -68,9 +83,9 @@ def source_of(kernel: Any, block: int) -> ASTSource:
         elif name in INTEGERS:
             types[name] = "i32"
         else:
-            types[name] = TYPES.get(name, "*fp32")
+            types[name] = variant.get(name, TYPES.get(name, "*fp32"))
     constants: dict[str, Any] = {"BLOCK": block} if "BLOCK" in types else {}
-    constants |= {name: value for name, value in CONSTANTS.items() if name in types}
+    constants |= {name: variant.get(name, CONSTANTS[name]) for name in CONSTANTS if name in types}
     return ASTSource(fn=kernel, signature=types, constexprs=constants)
 
 
@@ -78,9 +93,10 @@ def main() -> None:
     num_compiled = 0
     for module, kernels in KERNELS.items():
         for kernel in kernels:
-            for capability in (80, 90):
+            variants = ({}, *FURTHER_VARIANTS.get(kernel, ()))
+            for capability, variant in itertools.product((80, 90), variants):
                 compiled = triton.compile(
-                    source_of(kernel, module._BLOCK),
+                    source_of(kernel, module._BLOCK, variant),
                     target=GPUTarget("cuda", capability, 32),
                     options={"num_warps": module._WARPS},
                 )

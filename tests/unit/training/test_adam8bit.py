@@ -14,14 +14,8 @@ from torch import nn
 from automodel_ckpt import device_copies
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training import adam8bit
-from automodel_ckpt.training.adam8bit import (
-    AdamW8bit,
-    decoded,
-    divided,
-    dynamic_table,
-    joined,
-    nearest,
-)
+from automodel_ckpt.training.adam8bit import AdamW8bit, divided, joined
+from automodel_ckpt.training.moment_codes import decoded, dynamic_table, lookup_of, nearest
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
@@ -46,6 +40,30 @@ def test_values_are_stored_with_the_scale_of_their_block() -> None:
     assert ((found - values).abs() <= 0.008 * scales).all()
 
 
+@pytest.mark.parametrize(("is_signed", "num_bits"), [(True, 15), (False, 16)])
+def test_a_lookup_table_has_the_codes_of_the_search(is_signed: bool, num_bits: int) -> None:
+    table = dynamic_table(is_signed)
+    lookup = lookup_of(table, num_bits)
+    shift = 32 - num_bits
+    middles = ((table[1:] + table[:-1]) / 2).view(torch.int32).long()
+    nearby = (middles.unsqueeze(1) + torch.arange(-3, 4)).flatten()
+    # The first and the last number of each entry.
+    starts = torch.arange(-(2**31), 2**31, 2**shift)
+    generator = torch.Generator().manual_seed(7)
+    others = torch.randint(-(2**31), 2**31, (100_000,), generator=generator)
+    bits = torch.cat([nearby, -nearby - 2**31, starts, starts + 2**shift - 1, others])
+    # NaN beside infinity is no result of an operation.
+    magnitude = bits & 0x7FFFFFFF
+    bits = bits[(magnitude <= 0x7F800000) | (magnitude >= 0x7FC00000)]
+    numbers = bits.int().view(torch.float32)
+    assert numbers.isnan().any() and numbers.isinf().any()
+    places = (bits ^ (bits >> 31)) & (2**shift - 1)
+    entries = lookup[(bits & 0xFFFFFFFF) >> shift]
+    assert torch.equal((entries + places) >> shift, nearest(numbers, table).long())
+    with pytest.raises(ValueError, match="do not separate"):
+        lookup_of(table, num_bits - 2)
+
+
 def test_settings_reach_a_gpu_where_the_system_locks_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -57,7 +75,8 @@ def test_settings_reach_a_gpu_where_the_system_locks_no_memory(
     group = {"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
     # This machine may have no GPU.
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
-    settings = adam8bit._settings(group, 1.0, torch.device("cuda"))
+    values = adam8bit._setting_values(group, 1.0)
+    settings = adam8bit._settings(values, torch.device("cuda"))
     assert settings.tolist() == pytest.approx([0.1, 0.001, 1 - 1e-4, 1e-2, 0.001**0.5, 1e-8])
 
 

@@ -238,7 +238,7 @@ def test_the_kernel_can_be_tried() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="the dry run is for the interpreter")
 def test_candidates_for_a_gpu_are_compared(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    bench_adamw.main(["--dry-run", "--json", str(file)])
+    bench_adamw.main(["--dry-run", "--moments", "float32", "--json", str(file)])
     found = json.loads(file.read_text())
     differences = found.pop("differences")
     assert len(found) == 4 + len(bench_adamw.CANDIDATES)

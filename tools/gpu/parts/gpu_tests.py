@@ -19,6 +19,7 @@ PATHS = (
     "tests/unit/models/test_gate_kernels.py",
     "tests/unit/models/test_rotary_kernels.py",
     "tests/unit/training/test_adamw_kernel.py",
+    "tests/unit/training/test_adam8bit_kernel.py",
 )
 _OF_DRY_RUN = ("tests/gpu/test_losses.py",)
 _PROCESSES = 14
