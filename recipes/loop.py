@@ -457,6 +457,7 @@ class TrainingLoop:
         # DDP and FSDP2 average gradients over the ranks; times this factor they are sums.
         scale = self.layout.sizes.token_parts / control.count
         loss_sum = self.gradients.accumulate(batch, scale)
+        self._watches.host_limit.note_gradients()
         self._check_unused_parameters()
         if self._replicated_gradients is not None:
             self._replicated_gradients.check(self.layout.gloo_group)
@@ -471,6 +472,9 @@ class TrainingLoop:
         # The optimizer changes the weights now.
         self.saves.await_copies()
         self.optimizer.step()
+        self._watches.host_limit.note_update(
+            len(batch.micro_batches), has_waited=not isinstance(grad_norm, torch.Tensor)
+        )
         self.optimizer.zero_grad(set_to_none=True)
         return loss_sum if self.runs_ahead else loss_sum.item(), grad_norm
 

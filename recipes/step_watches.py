@@ -1,4 +1,5 @@
-"""The watches over the steps of a run: hanging steps, and ranks that are slower than others (section ``hangs``)."""
+"""The watches over the steps of a run: hanging steps, and ranks that are slower than others (section ``hangs``), and a
+GPU that waits for the host."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.stop import StopRequest
 from automodel_ckpt.recipes.hang_watch import HangWatch
+from automodel_ckpt.recipes.host_limit import HostLimit
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.recipes.step_exchange import StepExchange
 from automodel_ckpt.recipes.step_times import StepTimes, configuration_of
@@ -36,6 +38,7 @@ class StepWatches:
         self._checkpointer = checkpointer
         self._run_log = run_log
         self._exchange = exchange
+        self.host_limit = HostLimit(config, layout.device, reports=layout.rank == 0)
         self._hangs: HangWatch | None = None
         self._stragglers: StragglerWatch | None = None
 

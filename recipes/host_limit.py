@@ -1,0 +1,74 @@
+"""Whether a GPU computes steps faster than the host queues them: reported once, with what to change."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.recipes.readback import Mark
+from automodel_ckpt.units import counted
+
+log = logging.getLogger("automodel_ckpt")
+
+_FIRST_STEPS = 20
+"""Steps that are not counted: kernels are compiled in some of them."""
+_STEPS = 50
+"""Steps that are counted."""
+_MOST = 0.9
+"""The share of steps in which the GPU has to wait for a report."""
+
+
+class HostLimit:
+    """Counts the steps whose backward passes a GPU has computed when the host has just queued the update.
+
+    The GPU is then idle between some of the operations of a step. A model of a billion parameters on one row of 4,096
+    tokens is an example. Call :meth:`note_gradients` and :meth:`note_update` in each step.
+    """
+
+    def __init__(self, config: RecipeConfig, device: torch.device, *, reports: bool) -> None:
+        """Only the rank that *reports* counts, and only on a GPU."""
+        self._config = config
+        self._device = device
+        self._is_counting = reports and device.type == "cuda"
+        self._gradients: Mark | None = None
+        self._num_steps = 0
+        self._num_waits = 0
+
+    def note_gradients(self) -> None:
+        """Note that all backward passes of a step are queued."""
+        if self._is_counting:
+            self._gradients = Mark(self._device)
+
+    def note_update(self, num_micro_batches: int, *, has_waited: bool) -> None:
+        """Note that the update is queued. *has_waited*: the host waited for the gradients, which shows nothing."""
+        gradients, self._gradients = self._gradients, None
+        if gradients is None or has_waited:
+            return
+        self._num_steps += 1
+        if self._num_steps <= _FIRST_STEPS:
+            return
+        self._num_waits += gradients.is_past()
+        if self._num_steps < _FIRST_STEPS + _STEPS:
+            return
+        self._is_counting = False
+        if self._num_waits >= _MOST * _STEPS:
+            log.info(
+                "the GPU is idle at times: it computes steps faster than this process queues them (%d of %s); %s",
+                self._num_waits,
+                counted(_STEPS, "step"),
+                self._advice(num_micro_batches),
+            )
+
+    def _advice(self, num_micro_batches: int) -> str:
+        local = self._config.step_scheduler.local_batch_size
+        if num_micro_batches > 1:
+            text = f"step_scheduler.local_batch_size: {2 * local} computes the same global batch in less time"
+        else:
+            text = f"more samples per step take hardly more time: step_scheduler.local_batch_size (now {local})"
+            if self._config.packed_sequence is not None:
+                text += f" or packed_sequence.size (now {self._config.packed_sequence.size})"
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        used = torch.cuda.max_memory_allocated(self._device)
+        return f"{text}; {used / 1e9:.1f} of {total / 1e9:.1f} GB are used"
