@@ -168,10 +168,11 @@ def _num_tokens(sample: Any) -> int:
 class RowLayout:
     """Arranges a micro-batch of samples in the rows of one forward pass, for a model that separates samples in a row.
 
-    With *one_row*, all samples are in one row, which flash attention requires, unless none is padded. Otherwise the
-    cheapest of three layouts is used: one sample per row, several samples per row of the longest sample's length, or
-    one row. The cost is the number of multiplications in a layer of *hidden_size*: 24 hidden_size**2 per token, and
-    4 hidden_size per token and position of its row. *multiple* rounds row lengths up. *marks_tokens* adds the mask
+    With *one_row*, all samples are in one row, which flash attention requires, unless none is padded and
+    *unpadded_length* is their length or None. Otherwise the cheapest of three layouts is used: one sample per row,
+    several samples per row of the longest sample's length, or one row. The cost is the number of multiplications in a
+    layer of *hidden_size*: 24 hidden_size**2 per token, and 4 hidden_size per token and position of its row.
+    *multiple* rounds row lengths up. *marks_tokens* adds the mask
     :data:`IS_TOKEN` if some positions have no token.
     """
 
@@ -179,6 +180,7 @@ class RowLayout:
     one_row: bool = False
     multiple: int = 1
     marks_tokens: bool = False
+    unpadded_length: int | None = None
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Arrange *batch*, int64 tensors of shape [samples, length]: padded samples or packs.
@@ -192,7 +194,7 @@ class RowLayout:
             return self._without_mask(batch)
         mask = batch["attention_mask"].numpy()
         width = batch["labels"].shape[1]
-        fits = not self.one_row or ("position_ids" not in batch and width % self.multiple == 0)
+        fits = not self.one_row or ("position_ids" not in batch and self._stays(width))
         if fits and np.count_nonzero(mask) == mask.size:
             # A mask that hides nothing costs time in each forward pass, and so does separating the samples of one row.
             return self._without_mask(batch)
@@ -201,6 +203,10 @@ class RowLayout:
         if rows is None:
             return dict(batch)
         return _laid_out(batch, rows, length, self.marks_tokens)
+
+    def _stays(self, width: int) -> bool:
+        """Whether samples of *width* tokens without padding keep a row each, although *one_row* is asked for."""
+        return width % self.multiple == 0 and self.unpadded_length in (None, width)
 
     def _without_mask(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         rows = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}

@@ -65,10 +65,14 @@ class WidenedRows:
 
     In rows that samples share, the added tokens are separate samples, no longer than the longest one, without labels.
     In other rows, they are hidden by the attention mask. The sum of the losses over the labels does not change.
+
+    Rows of one sample each that have *unpadded_length* tokens stay as they are, without a mask. The widths are those
+    of rows that several samples share, which are longer, and the sample's length need not be one of them.
     """
 
     layout: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]] | None
     widths: RowWidths
+    unpadded_length: int | None = None
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Arrange *batch*; rows with other tensors than tokens, labels, masks and positions are not padded."""
@@ -77,6 +81,8 @@ class WidenedRows:
         if not is_text or any(tensor.ndim != 2 for tensor in rows.values()):
             return rows
         length = rows["labels"].shape[1]
+        if length == self.unpadded_length and not {"position_ids", "attention_mask"} & rows.keys():
+            return rows
         num_added = self.widths(length) - length
         if num_added == 0:
             return rows

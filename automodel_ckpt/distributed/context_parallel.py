@@ -242,7 +242,8 @@ class _AllToAll(torch.autograd.Function):
         sent = parts.contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
-        return received
+        # A view: torch 2.11 compiles this function without its gradient if the result was changed in place.
+        return received.view_as(received)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

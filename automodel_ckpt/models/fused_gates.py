@@ -69,7 +69,10 @@ def _is_gated(module: Any) -> bool:
 
 @functools.cache
 def _fused_class(module_class: type[nn.Module]) -> type[nn.Module]:
-    def compute(module: Any, inputs: torch.Tensor) -> torch.Tensor:
+    def compute(module: Any, inputs: torch.Tensor) -> torch.Tensor | None:
+        if torch.compiler.is_compiling():
+            # It makes such kernels itself. torch 2.11 also compiles _GatedProduct with wrong gradients.
+            return None
         gate, up = module.gate_proj(inputs), module.up_proj(inputs)
         if isinstance(gate, DTensor) or isinstance(up, DTensor) or gate.dtype != up.dtype:
             product = module.act_fn(gate) * up

@@ -38,7 +38,12 @@ from automodel_ckpt.recipes.model.deferred_model import DeferredModel
 from automodel_ckpt.recipes.model.model_config import text_tokenizer
 from automodel_ckpt.recipes.model.pretrained_files import layout_in_files
 from automodel_ckpt.recipes.model.request import ModelRequest
-from automodel_ckpt.recipes.model.sections import activation_mode, compiles_kernels, fuses_layers
+from automodel_ckpt.recipes.model.sections import (
+    activation_mode,
+    compiles_kernels,
+    fuses_adapters,
+    fuses_layers,
+)
 from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
@@ -91,15 +96,14 @@ def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel
             # Each rank stores its own experts; with this, all ranks know the names of all experts.
             record_complete_tensors(model)
     device_type = request.layout.device.type
-    is_compiled = request.is_dry_run and compiles_kernels(request.config, device_type)
-    if is_compiled or fuses_layers(request.config, device_type):
-        # Selective recomputation keeps results of matrix products, which fused adapters change in place. Of compiled
-        # layers, but for their adapters, the backward pass needs about the same tensors as of fused ones.
-        with_adapters = activation_mode(section) != "selective" and not is_compiled
-        if request.is_dry_run and _is_quantized(request.config):
-            # Adapters of layers that are quantized when they are read.
-            with_adapters = False
-        _fuse_layers(deferred.model, with_adapters=with_adapters)
+    with_layers = fuses_layers(request.config, device_type)
+    with_adapters = fuses_adapters(request.config, device_type)
+    if request.is_dry_run:
+        # Of compiled layers, the backward pass needs about the same tensors as of fused ones.
+        with_layers = with_layers or compiles_kernels(request.config, device_type)
+        # Adapters of layers that are quantized when they are read.
+        with_adapters = with_adapters and not _is_quantized(request.config)
+    _fuse_layers(deferred.model, with_layers=with_layers, with_adapters=with_adapters)
     if not request.is_trained:
         _freeze_all(deferred.model)
     elif section.activation_checkpointing:
@@ -163,15 +167,18 @@ def _is_quantized(config: RecipeConfig) -> bool:
     return config.peft is not None and config.peft.quantize_base is not None
 
 
-def _fuse_layers(model: nn.Module, *, with_adapters: bool) -> None:
-    """Let layers of *model* compute with fewer kernels; adapters only *with_adapters*."""
-    numbers = {
-        "RMS normalization": fuse_norms(model),
-        "gated layer": fuse_gates(model),
-        "rotary embedding": fuse_rotary_embeddings(model),
-        "position bias": lay_out_position_biases(model),
-        "adapter": fuse_adapters(model) if with_adapters else 0,
-    }
+def _fuse_layers(model: nn.Module, *, with_layers: bool, with_adapters: bool) -> None:
+    """Let layers of *model* compute with fewer kernels: its adapters *with_adapters*, others *with_layers*."""
+    numbers = {}
+    if with_layers:
+        numbers = {
+            "RMS normalization": fuse_norms(model),
+            "gated layer": fuse_gates(model),
+            "rotary embedding": fuse_rotary_embeddings(model),
+            "position bias": lay_out_position_biases(model),
+        }
+    if with_adapters:
+        numbers["adapter"] = fuse_adapters(model)
     found = [counted(number, noun) for noun, number in numbers.items() if number]
     if found:
         log.info("kernels are fused in %s (model.fused_layers)", ", ".join(found))

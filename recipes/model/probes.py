@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.data.packing import RowLayout
 from automodel_ckpt.data.row_widths import RowWidths, WidenedRows
 from automodel_ckpt.distributed.context_parallel import ContextParallel
 from automodel_ckpt.distributed.parallelize import reshard
@@ -204,19 +205,24 @@ def _widened(request: ModelRequest, rows: Rows | None) -> Rows | None:
     longest = _longest_row(request)
     if count is None or longest is None or request.packs_images:
         return rows
-    if getattr(rows, "one_row", False):
-        longest *= request.config.step_scheduler.local_batch_size
     multiple = request.row_multiple
     if request.config.fp8 is not None:
         # Otherwise each product would copy its factors to pad them.
         multiple = math.lcm(multiple, FP8_MULTIPLE)
+    unpadded_length = None
+    if getattr(rows, "one_row", False):
+        # Micro-batches of the longest samples are one more shape. Others in rows of one sample would need a mask.
+        unpadded_length = longest if longest % multiple == 0 else 0
+        longest *= request.config.step_scheduler.local_batch_size
+    if isinstance(rows, RowLayout):
+        rows = replace(rows, unpadded_length=unpadded_length)
     widths = RowWidths(longest, count, multiple)
     log.info(
         "rows are padded to one of %d widths up to %d tokens (compile.row_widths)",
         len(widths.widths),
         widths.widths[-1],
     )
-    return WidenedRows(rows, widths)
+    return WidenedRows(rows, widths, unpadded_length)
 
 
 def _longest_row(request: ModelRequest) -> int | None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Literal
 
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema import RecipeConfig
@@ -39,15 +40,32 @@ def activation_mode(section: ModelConfig | Target) -> str:
 
 
 def fuses_layers(config: RecipeConfig, device_type: str) -> bool:
-    """Whether layers compute with fewer kernels than transformers' and peft's modules.
+    """Whether layers compute with fewer kernels than transformers' modules.
 
     By default on a GPU, unless layers are compiled: torch.compile fuses more operators.
     """
-    section = config.model
-    given = section.fused_layers if isinstance(section, ModelConfig) else False
+    given = _fused_layers(config)
     if given == "auto":
         return device_type == "cuda" and not config.compile.enabled
     return bool(given)
+
+
+def fuses_adapters(config: RecipeConfig, device_type: str) -> bool:
+    """Whether layers with adapters compute with fewer kernels than peft's modules.
+
+    By default on a GPU, also where layers are compiled: torch.compile does not add to the result of a matrix product.
+    Not with selective recomputation, which keeps the results of matrix products that fused adapters change in place.
+    """
+    given = _fused_layers(config)
+    section = config.model
+    if isinstance(section, ModelConfig) and activation_mode(section) == "selective":
+        return False
+    return device_type == "cuda" if given == "auto" else bool(given)
+
+
+def _fused_layers(config: RecipeConfig) -> Literal["auto"] | bool:
+    section = config.model
+    return section.fused_layers if isinstance(section, ModelConfig) else False
 
 
 def compiles_kernels(config: RecipeConfig, device_type: str) -> bool:

@@ -182,6 +182,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "lora on the head": {"peft": {"r": 4, "target_modules": ["q_proj", "lm_head"]}},
     "dora": {"peft": {"r": 4, "use_dora": True}},
     "lora, packed": {"peft": {"r": 4}, **PACKED},
+    "lora, compiled": {"peft": {"r": 4}, **COMPILED},
 }
 
 

@@ -59,7 +59,7 @@ class ModelConfig:
     """Attention implementation: eager, sdpa, flash_attention_2, ...; null lets transformers choose."""
     fused_layers: Literal["auto"] | bool = "auto"
     """Compute RMS normalizations, gated layers and rotary embeddings in one kernel each, and add LoRA adapters within
-    matrix products; auto: on a GPU without compile."""
+    matrix products; auto: on a GPU. With compile, torch makes the kernels of the former."""
     freeze: list[str] = field(default_factory=list)
     """Parameters to freeze: vision_tower, audio_tower, projector, language_model, or globs as '*.embed_tokens.*'."""
     freeze_if_present: list[str] = field(default_factory=list)

@@ -159,3 +159,12 @@ def test_one_row_is_made_of_full_rows_where_they_are_packs_or_not_a_multiple() -
     assert RowLayout(SMALL, one_row=True)(packs)["input_ids"].shape == (1, 14)
     assert RowLayout(SMALL, one_row=True, multiple=8)(collated(5, 5))["input_ids"].shape == (1, 16)
     assert RowLayout(SMALL, one_row=True, multiple=5)(collated(5, 5))["input_ids"].shape == (2, 5)
+
+
+def test_full_rows_stay_only_at_the_length_that_is_wanted() -> None:
+    layout = RowLayout(SMALL, one_row=True, unpadded_length=5)
+    assert layout(collated(5, 5))["input_ids"].shape == (2, 5)
+    others = collated(4, 4)
+    rows = layout(others)
+    assert rows["position_ids"].tolist() == [[0, 1, 2, 3] * 2]
+    assert torch.equal(rows["input_ids"], others["input_ids"].view(1, 8))

@@ -91,6 +91,27 @@ def test_wider_rows_have_the_same_loss_and_gradients(name: str, by_document: boo
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_a_sample_per_row_without_padding_needs_no_mask(num_samples: int) -> None:
+    # The widths of rows that three samples share: 12 is none of them.
+    layout = RowLayout(32, one_row=True, unpadded_length=12)
+    widened = WidenedRows(layout, RowWidths(36, 4), unpadded_length=12)
+    assert 12 not in RowWidths(36, 4).widths
+
+    def of_length(length: int) -> dict[str, torch.Tensor]:
+        sample = {"input_ids": torch.arange(1, length + 1), "labels": torch.arange(length)}
+        return widened(PadCollator(0)([sample] * num_samples))
+
+    longest = of_length(12)
+    assert longest.keys() == {"input_ids", "labels"}
+    assert longest["labels"].shape == (num_samples, 12)
+    shorter = of_length(11)
+    assert shorter["labels"].shape == (1, RowWidths(36, 4)(11 * num_samples))
+    assert "attention_mask" not in shorter
+    starts = (shorter["position_ids"] == 0).flatten().nonzero().flatten().tolist()
+    assert starts[: num_samples + 1] == [11 * number for number in range(num_samples + 1)]
+
+
 def test_rows_with_images_are_not_widened() -> None:
     rows = {
         "input_ids": torch.zeros(1, 5),

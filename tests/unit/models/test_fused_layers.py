@@ -26,6 +26,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.models import fused_rotary
+from automodel_ckpt.models.activation_memory import checkpoint_activations
 from automodel_ckpt.models.fused_adapters import _Product, fuse_adapters
 from automodel_ckpt.models.fused_gates import _fused_class as _fused_gate
 from automodel_ckpt.models.fused_gates import _GatedProduct, fuse_gates
@@ -35,7 +36,7 @@ from automodel_ckpt.models.fused_rotary import (
     _rotated,
     fuse_rotary_embeddings,
 )
-from automodel_ckpt.recipes.model.sections import fuses_layers
+from automodel_ckpt.recipes.model.sections import fuses_adapters, fuses_layers
 from tests.unit.models.test_packing_probe import build, loss_and_gradients
 
 pytestmark = [
@@ -511,6 +512,48 @@ def test_a_disabled_adapter_leaves_the_base() -> None:
     assert not torch.allclose(model(**ROWS).logits, expected)
 
 
+def num_calls_of(name: str, profile: Any) -> int:
+    """How often an operator of this program was called."""
+    found = [each.count for each in profile.key_averages() if each.key == f"automodel_ckpt::{name}"]
+    return sum(found)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("bias", ["none", "all"])
+def test_compiled_layers_compute_what_peft_computes_and_add_in_place(
+    bias: str, checkpointing: bool
+) -> None:
+    plain = adapted(bias=bias)
+    fused = copy.deepcopy(plain)
+    fuse_adapters(fused)
+    if checkpointing:
+        checkpoint_activations(fused)
+    for layer in fused.base_model.model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    expected = loss_and_gradients(plain, ROWS)
+    with torch.autograd.profiler.profile() as profile:
+        found = loss_and_gradients(fused, ROWS)
+        shorter = loss_and_gradients(fused, {name: rows[:, :11] for name, rows in ROWS.items()})
+    torch.testing.assert_close(found, expected)
+    short = {name: rows[:, :11] for name, rows in ROWS.items()}
+    torch.testing.assert_close(shorter, loss_and_gradients(plain, short))
+    # Of two passes in each direction. The inputs of the first three adapters may not need a gradient.
+    assert num_calls_of("adapted_product", profile) >= 2 * 14
+    assert num_calls_of("adapted_inputs_gradient", profile) >= 2 * 11
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_layers_that_are_fused_can_be_compiled() -> None:
+    plain = adapted()
+    fused = copy.deepcopy(plain)
+    for fuse in (fuse_norms, fuse_gates, fuse_rotary_embeddings, fuse_adapters):
+        assert fuse(fused) > 0
+    for layer in fused.base_model.model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(loss_and_gradients(fused, ROWS), loss_and_gradients(plain, ROWS))
+
+
 # ---------------------------------------------------------------- models
 
 
@@ -539,9 +582,14 @@ def test_they_are_fused_on_a_gpu_unless_layers_are_compiled() -> None:
     model = config.model
     assert isinstance(model, ModelConfig)
     assert fuses_layers(config, "cuda") and not fuses_layers(config, "cpu")
+    assert fuses_adapters(config, "cuda") and not fuses_adapters(config, "cpu")
     config.compile.enabled = True
-    assert not fuses_layers(config, "cuda")
+    assert not fuses_layers(config, "cuda") and fuses_adapters(config, "cuda")
     model.fused_layers = True
     assert fuses_layers(config, "cuda") and fuses_layers(config, "cpu")
+    assert fuses_adapters(config, "cuda") and fuses_adapters(config, "cpu")
+    model.activation_checkpointing = "selective"
+    assert fuses_layers(config, "cuda") and not fuses_adapters(config, "cuda")
+    model.activation_checkpointing = False
     model.fused_layers = False
-    assert not fuses_layers(config, "cuda")
+    assert not fuses_layers(config, "cuda") and not fuses_adapters(config, "cuda")
