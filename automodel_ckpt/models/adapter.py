@@ -21,6 +21,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.adapter_layers import find_modules, find_parameters, numbers_of_layers
 from automodel_ckpt.models.lora import ADAPTER_NAME, Lora
 from automodel_ckpt.models.peft_names import has_suffix, peft_patterns, peft_targets, suffixes_of
+from automodel_ckpt.models.quantize import freeze_quantized
 from automodel_ckpt.models.vocabulary import num_embeddings
 from automodel_ckpt.units import counted
 
@@ -58,9 +59,7 @@ def add_adapters(
     parameters = find_parameters(model, lora.target_parameters)
     targets, saved = find_modules(model, lora, head)
     if getattr(model, "is_quantized", False):
-        from peft import prepare_model_for_kbit_training
-
-        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]
+        freeze_quantized(model)
     base_class = {
         "base_model_class": type(model).__name__,
         "parent_library": type(model).__module__,

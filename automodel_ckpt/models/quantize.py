@@ -127,6 +127,25 @@ def check_not_quantized(model: nn.Module) -> None:
     )
 
 
+def freeze_quantized(model: nn.Module) -> None:
+    """Freeze *model*, whose weights stay quantized, for adapters.
+
+    What is not quantized stays in bfloat16, as in a base that is not quantized. peft converts it to float32. Hidden
+    states and the results of quantized layers would then be float32, too: activations of twice the size, of which a
+    step keeps more than of the weights. Weights in float16 are converted: sums of it and bfloat16 are float32 anyway.
+    """
+    if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+        from peft import prepare_model_for_kbit_training
+
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]
+    model.requires_grad_(False)
+
+
+def type_beside_quantized(dtype: torch.dtype) -> torch.dtype:
+    """The type that :func:`freeze_quantized` gives frozen weights of *dtype* that are not quantized."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

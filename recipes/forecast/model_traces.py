@@ -84,7 +84,7 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
         ways += [(False, {}), (True, {})]
     for keeps_attention, shapes in ways:
         try:
-            with _without_output_layer(backbone), _quantized(quantized):
+            with _without_output_layer(backbone), _quantized(backbone, quantized, is_autocast):
                 return traced_step(
                     backbone,
                     tokens,
@@ -157,16 +157,31 @@ def _without_output_layer(backbone: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _quantized(layers: Sequence[nn.Linear]) -> Iterator[None]:
-    """Let *layers* return results of the type of their inputs, as those of bitsandbytes, also under autocast."""
+def _quantized(
+    backbone: nn.Module, layers: Sequence[nn.Linear], is_autocast: bool
+) -> Iterator[None]:
+    """Let *layers* of *backbone* compute as those of bitsandbytes, and their adapters as peft's for these.
+
+    Results have the type of the inputs. Under autocast, adapters do not cast their inputs.
+    """
+    quantized = set(layers)
+    adapted: list[Any] = []
+    for module in backbone.modules():
+        if is_autocast and getattr(module, "base_layer", None) in quantized:
+            adapted.append(module)
+    settings = [layer.cast_input_dtype_enabled for layer in adapted]
     for layer in layers:
         forward = layer.forward
         vars(layer)["forward"] = lambda x, forward=forward: forward(x).to(x.dtype)
+    for layer in adapted:
+        layer.cast_input_dtype_enabled = False
     try:
         yield
     finally:
         for layer in layers:
             del vars(layer)["forward"]
+        for layer, setting in zip(adapted, settings, strict=True):
+            layer.cast_input_dtype_enabled = setting
 
 
 class _WithDepths(nn.Module):

@@ -14,6 +14,7 @@ from automodel_ckpt.config.plugins import build
 from automodel_ckpt.distributed.expert_parallel import experts_of
 from automodel_ckpt.distributed.tensor_plan import plan_for
 from automodel_ckpt.models.loss_head_probe import output_layer
+from automodel_ckpt.models.quantize import type_beside_quantized
 from automodel_ckpt.recipes.model.sections import is_fully_sharded
 from automodel_ckpt.recipes.recipe import Recipe
 
@@ -90,10 +91,7 @@ def quantized_layers(recipe: Recipe) -> list[nn.Linear]:
 
 
 def quantized_itemsizes(recipe: Recipe) -> dict[int, float]:
-    """Bytes of an element of each frozen parameter of a quantized base, by id; empty for other models.
-
-    peft converts what is not quantized to float32.
-    """
+    """Bytes of an element of each frozen parameter of a quantized base, by id; empty for other models."""
     layers = quantized_layers(recipe)
     if not layers:
         return {}
@@ -106,7 +104,7 @@ def quantized_itemsizes(recipe: Recipe) -> dict[int, float]:
         if id(parameter) in weights:
             found[id(parameter)] = of_layers
         elif not parameter.requires_grad:
-            found[id(parameter)] = 4.0
+            found[id(parameter)] = float(type_beside_quantized(parameter.dtype).itemsize)
     return found
 
 

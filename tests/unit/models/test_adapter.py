@@ -28,7 +28,7 @@ from automodel_ckpt.models.adapter_layers import find_modules
 from automodel_ckpt.models.lora import Lora
 from automodel_ckpt.models.meta_init import InitialValues, allocate, initialise, on_meta
 from automodel_ckpt.models.peft_names import peft_targets
-from automodel_ckpt.models.quantize import quantized_loading
+from automodel_ckpt.models.quantize import quantized_loading, type_beside_quantized
 from automodel_ckpt.recipes.unused_parameters import check_all_trained
 
 
@@ -131,6 +131,29 @@ def test_single_layers_have_other_ranks_and_alphas() -> None:
         add_adapters(llama(), wrong, task_type="CAUSAL_LM")
     assert "peft.rank_pattern" in str(caught.value) and "peft.alpha_pattern" in str(caught.value)
     assert "there are q_proj" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32),
+        # Sums of float16 and bfloat16 are float32.
+        (torch.float16, torch.float32),
+    ],
+)
+def test_what_is_not_quantized_stays_in_bfloat16_so_that_hidden_states_do(
+    dtype: torch.dtype, expected: torch.dtype
+) -> None:
+    model: Any = llama().to(dtype)
+    model.is_quantized = True
+    added = add_adapters(model, Lora(target_modules=["q_proj"]), task_type="CAUSAL_LM")
+    types: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+    for name, parameter in added.model.named_parameters():
+        types["lora_" in name].add(parameter.dtype)
+        assert parameter.requires_grad == ("lora_" in name)
+    assert types == {True: {torch.float32}, False: {expected}}
+    assert type_beside_quantized(dtype) == expected
 
 
 def test_layers_that_peft_would_take_for_experts_or_refuses_get_no_adapter(
