@@ -500,6 +500,9 @@ def main() -> int:
     if options.list:
         print("\n".join(CASES))
         return 0
+    unknown = sorted(set(options.cases) - set(CASES))
+    if unknown:
+        parser.error(f"unknown cases: {', '.join(unknown)} (--list prints the names)")
     print("| case | forecast | peak | off by | parts of the forecast, GB |")
     print("|---|---:|---:|---:|---|")
     are_close = []
