@@ -58,7 +58,7 @@ CASES = (
         FURTHER_BITS,
         forecasts=True,
     ),
-    Case("less precise: FP8, full checkpointing, compiled", {**FULL, **FP8}, needs="torchao"),
+    Case("less precise: FP8, compiled", FP8, needs="torchao"),
     Case("ours, offloaded activations, compiled", OFFLOAD, only_gpu=True),
     Case("ours, defaults", compiles=False),
 )
