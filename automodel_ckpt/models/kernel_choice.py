@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 
 import torch
 
-from automodel_ckpt.models.forward import class_and_message
-
-log = logging.getLogger("automodel_ckpt")
+from automodel_ckpt.kernel_trial import has_triton, succeeds
 
 KERNELS = {"cuda": ("triton", "torch"), "cpu": ("torch",)}
 """What computes them, by type of device. The first that is installed is used.
@@ -36,7 +33,7 @@ def _has_triton(device_type: str) -> bool:
     PyTorch for CUDA depends on Triton.
     """
     is_elsewhere = device_type == "cuda" and not torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-    return is_elsewhere or is_installed("triton")
+    return is_elsewhere or has_triton()
 
 
 def _runs_triton() -> bool:
@@ -46,22 +43,16 @@ def _runs_triton() -> bool:
 
 @functools.cache
 def try_kernels() -> bool:
-    """Run a kernel once on the GPU. Triton needs a C compiler, so that it can be installed and fail.
+    """Run a kernel once on the GPU. Logs the reason, and returns False, if it fails."""
 
-    Logs the reason, and returns False, if it fails.
-    """
-    try:
+    def trial() -> None:
         from automodel_ckpt.models import loss_kernels
 
         logits = torch.zeros(1, 2, device="cuda")
         labels = torch.zeros(1, dtype=torch.int64, device="cuda")
         loss_kernels.losses_and_errors(logits, labels, 1.0, None, torch.float32, True)
-    except Exception as error:
-        log.debug("the kernels of the loss head fail", exc_info=True)
-        reason = class_and_message(error)
-        log.info("the loss is computed without Triton, whose kernels fail here: %s", reason)
-        return False
-    return True
+
+    return succeeds(trial, "the loss is computed")
 
 
 @functools.cache

@@ -10,7 +10,6 @@ bits beside a bfloat16 weight updates float32 weights, without a copy of them in
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.device_copies import to_device
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.kernel_trial import tried
+from automodel_ckpt.kernel_trial import has_triton, succeeds
 from automodel_ckpt.training.moment_codes import decoded, dynamic_table, nearest
 from automodel_ckpt.training.optimizer_steps import update_each
 
@@ -340,14 +339,24 @@ def _table(is_signed: bool, device: torch.device) -> torch.Tensor:
 @functools.cache
 def _row_kernel(device: torch.device) -> Any:
     """The module with the kernel for all blocks of a parameter; None where Triton is absent, or fails."""
-    if device.type != "cuda":
+
+    def trial() -> None:
+        from automodel_ckpt.training import adam8bit_kernel
+
+        adam8bit_kernel.try_once(device)
+
+    if device.type != "cuda" or not has_triton():
         return None
-    return tried("adam8bit_kernel", device, "AdamW with 8-bit moments updates chunks of matrices")
+    if not succeeds(trial, "AdamW with 8-bit moments updates chunks of matrices"):
+        return None
+    from automodel_ckpt.training import adam8bit_kernel
+
+    return adam8bit_kernel
 
 
 @functools.cache
 def _kernel_for(device_type: str) -> Callable[..., None]:
     """:func:`update_blocks`; on a GPU compiled, because it would otherwise read and write the memory 30 times."""
-    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if device_type == "cuda" and has_triton():
         return torch.compile(update_blocks)
     return update_blocks

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.kernel_trial import tried
+from automodel_ckpt.kernel_trial import has_triton, succeeds
 
 LEAST_ELEMENTS: float = 2**22
 """On a GPU, :mod:`adamw_kernel` updates tensors with at least as many elements; ``math.inf`` leaves all to torch.
@@ -280,8 +280,17 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 @functools.cache
 def _large_update(device: torch.device) -> Callable[..., None] | None:
     """The kernel for large tensors; None where Triton is absent, or fails, which is logged."""
-    kernel = tried("adamw_kernel", device, "AdamW updates large tensors")
-    return None if kernel is None else kernel.update
+
+    def trial() -> None:
+        from automodel_ckpt.training import adamw_kernel
+
+        adamw_kernel.try_once(device)
+
+    if not has_triton() or not succeeds(trial, "AdamW updates large tensors"):
+        return None
+    from automodel_ckpt.training import adamw_kernel
+
+    return adamw_kernel.update
 
 
 _STEP_OF_TORCH: Any = torch.optim.Optimizer.profile_hook_step(

@@ -422,7 +422,7 @@ def test_kernels_that_fail_are_replaced_and_the_reason_is_logged(
 ) -> None:
     with caplog.at_level("INFO", "automodel_ckpt"):
         assert not kernel_choice.try_kernels.__wrapped__()
-    assert "computed without Triton, whose kernels fail here: " in caplog.text
+    assert "computed without Triton, whose kernel fails here: " in caplog.text
 
 
 @pytest.mark.parametrize("trains_weight", [False, True])
