@@ -133,8 +133,8 @@ def with_attention_caps(config: PreTrainedConfig) -> PreTrainedConfig:
 def _cap_attention(config: PreTrainedConfig) -> None:
     has_cap = getattr(config, "attn_logit_softcapping", None) is not None
     if has_cap and getattr(config, "_attn_implementation", None) in (None, "sdpa"):
-        # Only here: the name alone would also be set in the parts.
-        config._attn_implementation = {"": "eager"}
+        # The property would also change the parts.
+        config._attn_implementation_internal = "eager"
     for name in getattr(config, "sub_configs", None) or ():
         part = getattr(config, name, None)
         if isinstance(part, PreTrainedConfig):

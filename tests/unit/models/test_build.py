@@ -7,7 +7,7 @@ import logging
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from transformers.utils.hub import cached_file
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.distributed.model_layers import decoder_layers, untied_layers
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.build import _build_errors, build_model
+from automodel_ckpt.models.build import _build_errors, build_model, with_attention_caps
 from automodel_ckpt.models.config_checks import check_context, check_vocabulary
 from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.float32_parts import float32_names
@@ -317,6 +317,19 @@ def test_only_the_part_of_a_model_that_caps_its_attention_scores_gets_eager_atte
     model: Any = build_model(config, auto_class=transformers.AutoModelForImageTextToText)
     assert _attention_of_layers(model) == {"eager"}
     assert model.model.vision_tower.config._attn_implementation == "sdpa"
+
+
+def test_a_configuration_whose_parts_are_no_configurations_keeps_them() -> None:
+    class Odd(transformers.Gemma2Config):
+        sub_configs: ClassVar = {
+            "vision": transformers.PreTrainedConfig,
+            "absent": transformers.PreTrainedConfig,
+        }
+
+    config = Odd(**_CAPPED)
+    config.vision = {"hidden_size": 4}
+    chosen = with_attention_caps(config)
+    assert (chosen._attn_implementation, chosen.vision) == ("eager", config.vision)
 
 
 def test_the_part_of_a_part_that_caps_its_attention_scores_gets_eager_attention() -> None:
