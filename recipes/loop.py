@@ -472,9 +472,7 @@ class TrainingLoop:
         # The optimizer changes the weights now.
         self.saves.await_copies()
         self.optimizer.step()
-        self._watches.host_limit.note_update(
-            len(batch.micro_batches), has_waited=not isinstance(grad_norm, torch.Tensor)
-        )
+        self._watches.host_limit.note_update(grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         return loss_sum if self.runs_ahead else loss_sum.item(), grad_norm
 

@@ -38,7 +38,7 @@ class StepWatches:
         self._checkpointer = checkpointer
         self._run_log = run_log
         self._exchange = exchange
-        self.host_limit = HostLimit(config, layout.device, reports=layout.rank == 0)
+        self.host_limit = HostLimit(config, layout)
         self._hangs: HangWatch | None = None
         self._stragglers: StragglerWatch | None = None
 

@@ -72,19 +72,21 @@ def build_model(
     """
     # Never None, with which transformers asks on the terminal whether to run the repository's code.
     options: dict[str, Any] = {"trust_remote_code": uses_code(config, auto_class, repository)}
-    options |= attention_options(config, attn_implementation)
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    # transformers changes the configuration that it is given.
+    chosen = with_attention_caps(config)
     with _build_errors(from_pretrained, attn_implementation):
         if from_pretrained is None:
             options["dtype"] = fresh_dtype(config, dtype)
-            # from_config changes the configuration that it is given.
             with importing_code(options["trust_remote_code"]):
-                model: PreTrainedModel = auto_class.from_config(copy.deepcopy(config), **options)
+                model: PreTrainedModel = auto_class.from_config(chosen, **options)
         else:
             options["dtype"] = "auto" if dtype == "auto" else getattr(torch, dtype)
             # transformers' own error would not name all tensors; differences are checked below.
             options["ignore_mismatched_sizes"] = True
             # The given one may have other settings than the file.
-            options["config"] = copy.deepcopy(config)
+            options["config"] = chosen
             if repository.revision is not None:
                 options["revision"] = repository.revision
             if not loading:
@@ -115,26 +117,28 @@ def build_model(
     return model
 
 
-def attention_options(config: PreTrainedConfig, attn_implementation: str | None) -> dict[str, Any]:
-    """The arguments of transformers for the attention of a model of *config*; none: transformers chooses.
+def with_attention_caps(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of *config* whose model caps its attention scores where *config* has a cap.
 
-    A model that caps its attention scores (Gemma 2) gets eager attention if *attn_implementation* is None, and so does
-    a part of a model. torch's ``scaled_dot_product_attention`` has no cap. transformers 5.17 chooses it for these
-    models, and computes other outputs than those with which they were trained; 5.23 does not.
+    Models and parts of models with a cap (Gemma 2) get eager attention, unless *config* names another implementation
+    than ``sdpa``: torch's ``scaled_dot_product_attention`` has no cap. transformers 5.17 chooses it for these models,
+    and computes other outputs than those with which they were trained; 5.23 does so for T5Gemma 2. An argument
+    ``attn_implementation`` of transformers replaces what the copy names.
     """
-    if attn_implementation is not None:
-        return {"attn_implementation": attn_implementation}
-    if _caps_scores(config):
-        return {"attn_implementation": "eager"}
-    parts = {}
-    for name in getattr(config, "sub_configs", {}):
-        if _caps_scores(getattr(config, name, None)):
-            parts[name] = "eager"
-    return {"attn_implementation": parts} if parts else {}
+    chosen = copy.deepcopy(config)
+    _cap_attention(chosen)
+    return chosen
 
 
-def _caps_scores(config: PreTrainedConfig | None) -> bool:
-    return getattr(config, "attn_logit_softcapping", None) is not None
+def _cap_attention(config: PreTrainedConfig) -> None:
+    has_cap = getattr(config, "attn_logit_softcapping", None) is not None
+    if has_cap and getattr(config, "_attn_implementation", None) in (None, "sdpa"):
+        # The property would also change the parts.
+        config._attn_implementation_internal = "eager"
+    for name in getattr(config, "sub_configs", None) or ():
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig):
+            _cap_attention(part)
 
 
 @contextmanager

@@ -42,8 +42,9 @@ def compile_layers(
         )
     _check_backend(backend, device or torch.device("cpu"))
     _check_mode(backend, mode)
-    if num_widths is not None:
-        _allow_recompilations(num_widths)
+    if num_widths is not None or dynamic is not False:
+        # Without a number, few lengths are compiled before torch makes them dynamic.
+        _allow_recompilations(num_widths or _AUTO_WIDTHS)
     for layer in layers:
         # Not torch.compile(layer), whose wrapper adds _orig_mod to the names of parameters.
         layer.compile(backend=backend, mode=mode, fullgraph=fullgraph, dynamic=dynamic)
@@ -74,10 +75,11 @@ def num_row_widths(
 def _allow_recompilations(num_widths: int) -> None:
     """Raise torch's limit of compilations of one function, above which it runs the function uncompiled.
 
-    Each width is compiled with and without gradients, and for training and evaluation.
+    Each width, and that of samples without padding, is compiled for evaluation, for training, and for the training of
+    a layer whose inputs need no gradient: the first one if the embedding is frozen. Rows have a mask or none.
     """
     config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 4 * num_widths)
+    config.recompile_limit = max(config.recompile_limit, 6 * (num_widths + 1))
 
 
 def _check_backend(backend: str, device: torch.device) -> None:

@@ -107,7 +107,8 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, down, up, narrow)
         ctx.scaling = scaling
         ctx.shape = inputs.shape
-        return product.view(*inputs.shape[:-1], -1)
+        # The number of columns is given: without rows, it cannot be inferred.
+        return product.view(*inputs.shape[:-1], product.shape[-1])
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
@@ -211,4 +212,5 @@ def _compiled_product(inputs: torch.Tensor, *factors: Any) -> torch.Tensor:
     """What :class:`_Product` returns for these arguments."""
     rows = inputs.reshape(-1, inputs.shape[-1])
     product: torch.Tensor = _product_operator(rows, *factors)[0]
-    return product.view(*inputs.shape[:-1], -1)
+    # As there, the number of columns is given.
+    return product.view(*inputs.shape[:-1], product.shape[-1])

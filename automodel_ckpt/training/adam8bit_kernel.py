@@ -60,6 +60,18 @@ def _elements(LANES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _between(start, end, part, IS_NEAR_START: tl.constexpr):
+    """*start* + *part* (*end* - *start*), for parts below 1/2 as torch.lerp computes it.
+
+    For others, that would leave rounding errors of *start*: with a part of 1 (betas of 0), a second moment would be 0
+    instead of the square of a small gradient, and a weight would change by many times the learning rate.
+    """
+    if IS_NEAR_START:
+        return tl.fma(end - start, part, start)
+    return tl.fma(start, 1.0 - part, end * part)
+
+
+@triton.jit
 def _largest(moments):
     """The largest absolute value of each row [1, ROWS, 1, 1]; NaN if there is one."""
     # The maximum of floats would leave out NaN.
@@ -120,12 +132,13 @@ def _update(
     weights, gradients, average_codes, square_codes, average_scales, square_scales, further_bits,
     signed, unsigned, of_signed, of_unsigned,
     num_rows, average_part, square_part, decay, size, correction, eps,
-    HAS_BITS: tl.constexpr, EVICTION: tl.constexpr,
+    HAS_BITS: tl.constexpr, KEEPS_AVERAGE: tl.constexpr, KEEPS_SQUARE: tl.constexpr, EVICTION: tl.constexpr,
     LANES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Update some rows. *of_signed* and *of_unsigned* are the lookup tables of both tables of codes.
 
-    With HAS_BITS, *weights* are the bits of bfloat16 weights.
+    With HAS_BITS, *weights* are the bits of bfloat16 weights. KEEPS_AVERAGE and KEEPS_SQUARE: more than half of the
+    moment is kept (betas above 1/2).
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row, element = _elements(LANES, ROWS, PARTS)
@@ -151,9 +164,8 @@ def _update(
     average = tl.load(signed + average_code.to(tl.int32)) * average_scale
     square = tl.load(unsigned + square_code.to(tl.int32)) * square_scale
     gradient = gradient.to(tl.float32)
-    # As torch.lerp does with weights below 1/2.
-    average = tl.fma(gradient - average, average_part, average)
-    square = tl.fma(gradient * gradient - square, square_part, square)
+    average = _between(average, gradient, average_part, KEEPS_AVERAGE)
+    square = _between(square, gradient * gradient, square_part, KEEPS_SQUARE)
     denominator = tl.sqrt(square) * tl.div_rn(1.0, correction) + eps
     changed = weight.to(tl.float32) * decay - average / denominator * size
     if HAS_BITS:
@@ -204,6 +216,7 @@ def update(
             gradient if further_bits is None else further_bits,
             *_tables(parameter.device), num_rows, *map(float, settings),
             HAS_BITS=further_bits is not None, EVICTION=_EVICTION,
+            KEEPS_AVERAGE=settings[0] < 0.5, KEEPS_SQUARE=settings[1] < 0.5,
             LANES=lanes, ROWS=num_rows_each, PARTS=parts, num_warps=num_warps,
         )  # fmt: skip
     changed = [parameter, *moments]

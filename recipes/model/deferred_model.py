@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.distributed.agree import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.distributed.parallelize import Materialise
-from automodel_ckpt.models.build import attention_options, build_model, fresh_dtype, uses_code
+from automodel_ckpt.models.build import build_model, fresh_dtype, uses_code, with_attention_caps
 from automodel_ckpt.models.meta_init import (
     CANNOT_BUILD,
     InitialValues,
@@ -205,11 +205,12 @@ def _on_meta(
     options: dict[str, Any] = {
         "dtype": fresh_dtype(config, section.dtype or "float32"),
         "trust_remote_code": uses_code(config, auto_class, repository_options(section)),
-        **attention_options(config, section.attn_implementation),
     }
+    if section.attn_implementation is not None:
+        options["attn_implementation"] = section.attn_implementation
 
     # Files that can be read in parts are dequantized while they are read.
-    ordinary = config if base is None else _not_quantized(config)
+    ordinary = with_attention_caps(config if base is None else _not_quantized(config))
 
     def build() -> Any:
         with importing_code(options["trust_remote_code"]):

@@ -213,7 +213,11 @@ def test_a_model_whose_tokens_meet_elsewhere_is_found_out_by_a_few_of_them() -> 
         ({"model_type": "bloom"}, "does not use transformers' attention interface"),
         (
             {"model_type": "llama", "attn_implementation": "eager"},
-            "eager attention is each model's own",
+            "eager attention is each model's own (model.attn_implementation sdpa is not)",
+        ),
+        (
+            {"model_type": "gemma2", "attn_implementation": "eager"},
+            "sdpa does not cap attention scores",
         ),
     ],
 )

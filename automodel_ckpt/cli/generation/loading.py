@@ -43,6 +43,7 @@ from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.hub_access import is_hub_name, resolve_commit
+from automodel_ckpt.models.build import with_attention_caps
 from automodel_ckpt.models.multimodal_class import AutoMultimodalModel
 
 MODEL = "model"
@@ -294,7 +295,12 @@ def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
     if _is_seq2seq(config):
         model_class = AutoModelForSeq2SeqLM
     model, info = model_class.from_pretrained(
-        name, use_safetensors=True, revision=revision, output_loading_info=True, **options
+        name,
+        config=with_attention_caps(config),
+        use_safetensors=True,
+        revision=revision,
+        output_loading_info=True,
+        **options,
     )
     missing = sorted(info["missing_keys"])
     if missing:

@@ -18,7 +18,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.generation.loading import _check_head, _naming_export, _takes_images
+from automodel_ckpt.cli.generation.loading import (
+    _check_head,
+    _model_of,
+    _naming_export,
+    _takes_images,
+)
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models import generation
 from automodel_ckpt.models.generation import Sampling
@@ -72,6 +77,25 @@ def generated(capsys: Capture, *words: str) -> dict[str, Any]:
     assert main(["generate", *words, *GREEDY, "--json"]) == 0, capsys.readouterr().err
     (completion,) = json.loads(capsys.readouterr().out)["completions"]
     return dict(completion)
+
+
+def test_a_model_that_caps_its_attention_scores_gets_no_sdpa_which_has_no_cap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As in transformers 5.17.
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    config = transformers.Gemma2Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=64,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = _model_of(str(tmp_path), {"dtype": "auto", "trust_remote_code": False}, None)
+    assert model.model.layers[0].self_attn.config._attn_implementation == "eager"
 
 
 def test_a_path_that_is_not_utf8_is_opened(capsys: Capture, model: Path, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ OF_LOSSES = {
 OF_HEADS = {"INVERSE": True, "HEADS": 16, "HALF": 32, "REST": 64}
 OF_ADAMW = {"HAS_DIVISOR": True, "HAS_FLAG": True, "DECAYS": True, "EVICTION": "evict_first"}
 OF_8_BITS = {"HAS_BITS": True, "LANES": 32, "ROWS": 4, "PARTS": 2}
+OF_8_BITS |= {"KEEPS_AVERAGE": True, "KEEPS_SQUARE": True}
 CONSTANTS = {**OF_LOSSES, **OF_HEADS, **OF_ADAMW, **OF_8_BITS}
 KERNELS = {
     loss_kernels: (
@@ -68,7 +69,10 @@ KERNELS = {
     adam8bit_kernel: (adam8bit_kernel._update,),
 }
 FURTHER_VARIANTS: dict[Any, tuple[dict[str, Any], ...]] = {
-    adam8bit_kernel._update: ({"HAS_BITS": False, "weights": "*fp32"},)
+    adam8bit_kernel._update: (
+        {"HAS_BITS": False, "weights": "*fp32"},
+        {"KEEPS_AVERAGE": False, "KEEPS_SQUARE": False},
+    )
 }
 """Other constants and types with which a kernel is compiled again."""
 

@@ -7,7 +7,7 @@ import logging
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from transformers.utils.hub import cached_file
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.distributed.model_layers import decoder_layers, untied_layers
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.build import _build_errors, build_model
+from automodel_ckpt.models.build import _build_errors, build_model, with_attention_caps
 from automodel_ckpt.models.config_checks import check_context, check_vocabulary
 from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.float32_parts import float32_names
@@ -288,6 +288,11 @@ def test_a_model_that_caps_its_attention_scores_does_not_get_sdpa_which_has_no_c
     without = AutoConfig.for_model("gemma2", **_CAPPED, attn_logit_softcapping=None)
     assert _attention_of_layers(build_model(without)) == {"sdpa"}
     assert _attention_of_layers(build_model(capped, attn_implementation="sdpa")) == {"sdpa"}
+    # The configuration of the caller is not changed, and what it names is kept if it has a cap.
+    assert capped._attn_implementation is None
+    for named, expected in (("sdpa", "eager"), ("flex_attention", "flex_attention")):
+        of_config = AutoConfig.for_model("gemma2", **_CAPPED, attn_implementation=named)
+        assert _attention_of_layers(build_model(of_config)) == {expected}
     # Without memory, as recipes build most models.
     section = ModelConfig(from_config={"model_type": "gemma2"})
     deferred = build_deferred(
@@ -312,6 +317,40 @@ def test_only_the_part_of_a_model_that_caps_its_attention_scores_gets_eager_atte
     model: Any = build_model(config, auto_class=transformers.AutoModelForImageTextToText)
     assert _attention_of_layers(model) == {"eager"}
     assert model.model.vision_tower.config._attn_implementation == "sdpa"
+
+
+def test_a_configuration_whose_parts_are_no_configurations_keeps_them() -> None:
+    class Odd(transformers.Gemma2Config):
+        sub_configs: ClassVar = {
+            "vision": transformers.PreTrainedConfig,
+            "absent": transformers.PreTrainedConfig,
+        }
+
+    config = Odd(**_CAPPED)
+    config.vision = {"hidden_size": 4}
+    chosen = with_attention_caps(config)
+    assert (chosen._attn_implementation, chosen.vision) == ("eager", config.vision)
+
+
+def test_the_part_of_a_part_that_caps_its_attention_scores_gets_eager_attention() -> None:
+    text = {**_CAPPED, "attn_logit_softcapping": 50.0}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    encoder = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}
+    config = AutoConfig.for_model(
+        "t5gemma2", encoder=encoder, decoder=text, eoi_token_index=94, image_token_index=95
+    )
+    model = build_model(config, auto_class=transformers.AutoModelForSeq2SeqLM)
+    found = {
+        (type(layer).__name__, layer.config._attn_implementation)
+        for layer in model.modules()
+        if type(layer).__name__.endswith("Attention") and hasattr(layer, "config")
+    }
+    assert found == {
+        ("T5Gemma2SelfAttention", "eager"),
+        ("T5Gemma2MergedAttention", "eager"),
+        ("SiglipAttention", "sdpa"),
+    }
 
 
 def test_globs_freeze_parameters_and_one_that_matches_nothing_is_refused() -> None:

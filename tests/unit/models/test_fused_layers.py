@@ -543,6 +543,22 @@ def test_compiled_layers_compute_what_peft_computes_and_add_in_place(
     assert num_calls_of("adapted_inputs_gradient", profile) >= 2 * 11
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_may_get_no_tokens(compiled: bool) -> None:
+    # As an expert does to which no token was sent.
+    model = adapted()
+    for fuse in (fuse_norms, fuse_gates, fuse_adapters):
+        assert fuse(model) > 0
+    layer = model.get_decoder().layers[0]
+    compute = nn.Sequential(layer.input_layernorm, layer.mlp)
+    inputs = torch.zeros(0, 32, requires_grad=True)
+    if compiled:
+        compute = torch.compile(compute, backend="aot_eager", fullgraph=True)
+    compute(inputs).sum().backward()
+    assert inputs.grad is not None and inputs.grad.shape == (0, 32)
+    assert not layer.mlp.down_proj.lora_B["default"].weight.grad.any()
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_layers_that_are_fused_can_be_compiled() -> None:
     plain = adapted()

@@ -115,6 +115,18 @@ def test_rows_are_updated_as_by_torch(block: int) -> None:
     assert_updated(rows, updated(rows, SETTINGS), expected_of(rows, SETTINGS))
 
 
+@pytest.mark.parametrize("part", [0.5, 0.7, 1.0])
+def test_moments_that_forget_their_values_have_no_rounding_error_of_them(part: float) -> None:
+    # As with betas of 0. The squares of these gradients are less than the last bits of the moments.
+    rows = made(5, 256)
+    rows[1] = torch.full_like(rows[1], 1e-5)
+    settings = [part, part, *SETTINGS[2:5], 1e-12]
+    found, expected = updated(rows, settings), expected_of(rows, settings)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    for each, other in zip(found[4:], expected[4:], strict=True):
+        torch.testing.assert_close(each, other, rtol=4 * ULP, atol=0)
+
+
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_weights_and_gradients_have_any_type(
