@@ -90,7 +90,7 @@ def build_model(
             if repository.revision is not None:
                 options["revision"] = repository.revision
             if not loading:
-                options |= dequantized(config)
+                options |= dequantized(chosen)
             model, differences = _read_model(
                 auto_class, os.path.expanduser(from_pretrained), options | dict(loading or {})
             )
