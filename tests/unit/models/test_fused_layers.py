@@ -8,7 +8,8 @@ import importlib
 import inspect
 import pickle
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
-from automodel_ckpt.models import fused_rotary
+from automodel_ckpt.models import fused_adapters, fused_rotary
 from automodel_ckpt.models.activation_memory import checkpoint_activations
 from automodel_ckpt.models.fused_adapters import _Product, fuse_adapters
 from automodel_ckpt.models.fused_gates import _fused_class as _fused_gate
@@ -512,17 +513,34 @@ def test_a_disabled_adapter_leaves_the_base() -> None:
     assert not torch.allclose(model(**ROWS).logits, expected)
 
 
-def num_calls_of(name: str, profile: Any) -> int:
-    """How often an operator of this program was called."""
-    found = [each.count for each in profile.key_averages() if each.key == f"automodel_ckpt::{name}"]
-    return sum(found)
+@pytest.fixture
+def num_calls() -> Iterator[Counter[str]]:
+    """How often the operators of compiled adapters computed something. Profiles of torch 2.14 lack some calls."""
+    counts: Counter[str] = Counter()
+    operators = {
+        fused_adapters._product: fused_adapters._product_operator,
+        fused_adapters._of_inputs: fused_adapters._of_inputs_operator,
+    }
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*arguments: Any) -> Any:
+            counts[function.__name__] += 1
+            return function(*arguments)
+
+        return compute
+
+    for function, operator in operators.items():
+        operator.register_kernel("cpu")(counted(function))
+    yield counts
+    for function, operator in operators.items():
+        operator.register_kernel("cpu")(function)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("bias", ["none", "all"])
 def test_compiled_layers_compute_what_peft_computes_and_add_in_place(
-    bias: str, checkpointing: bool
+    bias: str, checkpointing: bool, num_calls: Counter[str]
 ) -> None:
     plain = adapted(bias=bias)
     fused = copy.deepcopy(plain)
@@ -532,15 +550,13 @@ def test_compiled_layers_compute_what_peft_computes_and_add_in_place(
     for layer in fused.base_model.model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     expected = loss_and_gradients(plain, ROWS)
-    with torch.autograd.profiler.profile() as profile:
-        found = loss_and_gradients(fused, ROWS)
-        shorter = loss_and_gradients(fused, {name: rows[:, :11] for name, rows in ROWS.items()})
-    torch.testing.assert_close(found, expected)
     short = {name: rows[:, :11] for name, rows in ROWS.items()}
+    found, shorter = loss_and_gradients(fused, ROWS), loss_and_gradients(fused, short)
+    torch.testing.assert_close(found, expected)
     torch.testing.assert_close(shorter, loss_and_gradients(plain, short))
     # Of two passes in each direction. The inputs of the first three adapters may not need a gradient.
-    assert num_calls_of("adapted_product", profile) >= 2 * 14
-    assert num_calls_of("adapted_inputs_gradient", profile) >= 2 * 11
+    assert num_calls["_product"] == 2 * (2 if checkpointing else 1) * 14
+    assert num_calls["_of_inputs"] >= 2 * 11
 
 
 @pytest.mark.parametrize("compiled", [False, True])
