@@ -122,6 +122,7 @@ def test_cutting_rows_of_a_model_without_sdpa_attention_does_not_recommend_it(
         vocab_size=9,
         num_key_value_heads=2,
         head_dim=4,
+        attn_logit_softcapping=None,
         attn_implementation="eager",
     )
     with pytest.raises(RecipeError) as caught:

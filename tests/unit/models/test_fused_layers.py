@@ -537,8 +537,15 @@ def num_calls() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("bias", ["none", "all"])
+@pytest.mark.parametrize(
+    ("bias", "checkpointing"),
+    [
+        ("none", False),
+        ("all", True),
+        pytest.param("none", True, marks=pytest.mark.further),
+        pytest.param("all", False, marks=pytest.mark.further),
+    ],
+)
 def test_compiled_layers_compute_what_peft_computes_and_add_in_place(
     bias: str, checkpointing: bool, num_calls: Counter[str]
 ) -> None:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from automodel_ckpt.checkpoint.run.timeline import DATA, SAVES, STEPS, VALIDATION
 from automodel_ckpt.cli.launch.hang_examiner import HangExaminer
@@ -581,7 +582,8 @@ def test_the_section_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         step_watches, "HangWatch", lambda *given, **_: made.append(given) or nullcontext(entered)
     )
-    layout: Any = SimpleNamespace(world_size=2, sizes=SimpleNamespace(pp=1))
+    device = torch.device("cpu")
+    layout: Any = SimpleNamespace(world_size=2, rank=0, device=device, sizes=SimpleNamespace(pp=1))
     checkpointer: Any = SimpleNamespace(directory=Path("run"), is_distributed=False)
     run_log: Any = SimpleNamespace(timeline=Timeline(), log_event=print)
     exchange: Any = SimpleNamespace()
