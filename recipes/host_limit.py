@@ -18,7 +18,7 @@ _FIRST_STEPS = 20
 _STEPS = 50
 """Steps that are counted."""
 _MOST = 0.9
-"""The share of steps in which the GPU has to wait for a report."""
+"""There is a report if the GPU waits in at least this share of the counted steps."""
 
 
 class HostLimit:

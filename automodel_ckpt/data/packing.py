@@ -172,8 +172,7 @@ class RowLayout:
     *unpadded_length* is their length or None. Otherwise the cheapest of three layouts is used: one sample per row,
     several samples per row of the longest sample's length, or one row. The cost is the number of multiplications in a
     layer of *hidden_size*: 24 hidden_size**2 per token, and 4 hidden_size per token and position of its row.
-    *multiple* rounds row lengths up. *marks_tokens* adds the mask
-    :data:`IS_TOKEN` if some positions have no token.
+    *multiple* rounds row lengths up. *marks_tokens* adds the mask :data:`IS_TOKEN` if some positions have no token.
     """
 
     hidden_size: int

@@ -98,8 +98,8 @@ def _flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options
     if torch.compiler.is_compiling():
         return flex_attention(query, key, value, **options)
     function: Any = flex_attention if query.device.type == "cpu" else _compiled_flex()
-    # torch 2.13 fails on a softcap that it traces as a variable, as it does from the second value on.
     limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+    # torch 2.13 fails on a softcap that it traces as a variable, as it does from the second value on.
     with torch._dynamo.config.patch(specialize_float=True, recompile_limit=limit):
         return function(query, key, value, **options)
 

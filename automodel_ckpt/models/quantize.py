@@ -130,9 +130,9 @@ def check_not_quantized(model: nn.Module) -> None:
 def freeze_quantized(model: nn.Module) -> None:
     """Freeze *model*, whose weights stay quantized, for adapters.
 
-    What is not quantized stays in bfloat16, as in a base that is not quantized. peft converts it to float32. Hidden
-    states and the results of quantized layers would then be float32, too: activations of twice the size, of which a
-    step keeps more than of the weights. Weights in float16 are converted: sums of it and bfloat16 are float32 anyway.
+    What is not quantized stays in bfloat16, as in a base that is not quantized. peft would convert it to float32. Then
+    hidden states and the results of quantized layers are float32, and take twice the memory. Weights in float16 are
+    converted, since sums of float16 and bfloat16 are float32.
     """
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         from peft import prepare_model_for_kbit_training

@@ -246,7 +246,7 @@ def _update_rows(
     if kernel is not None and kernel.fits(weights, gradient):
         kernel.update(rows, values, further_bits)
         return
-    update = _kernel_for(device.type)
+    update = _kernel_for(device)
     tables = [_table(is_signed, device) for is_signed in (True, False)]
     settings = _settings(values, device)
     num_rows = max(_CHUNK // block, 1)
@@ -336,18 +336,9 @@ def _table(is_signed: bool, device: torch.device) -> torch.Tensor:
     return dynamic_table(is_signed).to(device)
 
 
-@functools.cache
 def _row_kernel(device: torch.device) -> Any:
-    """The module with the kernel for all blocks of a parameter; None where Triton is absent, or fails."""
-
-    def trial() -> None:
-        from automodel_ckpt.training import adam8bit_kernel
-
-        adam8bit_kernel.try_once(device)
-
-    if device.type != "cuda" or not has_triton():
-        return None
-    if not succeeds(trial, "AdamW with 8-bit moments updates chunks of matrices"):
+    """The module with the kernel for all blocks of a parameter; None where Triton does not run."""
+    if not _runs_triton(device):
         return None
     from automodel_ckpt.training import adam8bit_kernel
 
@@ -355,8 +346,19 @@ def _row_kernel(device: torch.device) -> Any:
 
 
 @functools.cache
-def _kernel_for(device_type: str) -> Callable[..., None]:
-    """:func:`update_blocks`; on a GPU compiled, because it would otherwise read and write the memory 30 times."""
-    if device_type == "cuda" and has_triton():
-        return torch.compile(update_blocks)
-    return update_blocks
+def _kernel_for(device: torch.device) -> Callable[..., None]:
+    """:func:`update_blocks`; compiled where Triton runs, because it would otherwise read and write memory 30 times."""
+    return torch.compile(update_blocks) if _runs_triton(device) else update_blocks
+
+
+@functools.cache
+def _runs_triton(device: torch.device) -> bool:
+    """Whether *device* is a GPU on which a kernel of Triton runs. The reason is logged where it fails."""
+
+    def trial() -> None:
+        from automodel_ckpt.training import adam8bit_kernel
+
+        adam8bit_kernel.try_once(device)
+
+    is_installed = device.type == "cuda" and has_triton()
+    return is_installed and succeeds(trial, "AdamW with 8-bit moments is computed")

@@ -110,7 +110,9 @@ def test_other_settings_do_not_compile_again_and_no_step_waits(updated: list[int
     torch.cuda.set_sync_debug_mode("error")
     try:
         for number in range(3):
-            changes = {"lr": 1e-4 * number, "betas": (0.1 * number, 0.9), "eps": 10.0**-number}
+            # Moments with betas below 1/2 have a kernel compiled for them.
+            betas = (0.6 + 0.1 * number, 0.9)
+            changes = {"lr": 1e-4 * number, "betas": betas, "eps": 10.0**-number}
             optimizer.param_groups[0].update(changes)
             optimizer.step()
     finally:

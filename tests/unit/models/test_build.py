@@ -259,7 +259,7 @@ def test_files_without_weights_are_refused(tmp_path: Path) -> None:
         build_model(config, from_pretrained=str(tmp_path))
 
 
-_CAPPED: dict[str, Any] = {
+GEMMA2: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -283,15 +283,15 @@ def test_a_model_that_caps_its_attention_scores_does_not_get_sdpa_which_has_no_c
 ) -> None:
     # As in transformers 5.17.
     monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
-    capped = AutoConfig.for_model("gemma2", **_CAPPED, attn_logit_softcapping=50.0)
+    capped = AutoConfig.for_model("gemma2", **GEMMA2, attn_logit_softcapping=50.0)
     assert _attention_of_layers(build_model(capped)) == {"eager"}
-    without = AutoConfig.for_model("gemma2", **_CAPPED, attn_logit_softcapping=None)
+    without = AutoConfig.for_model("gemma2", **GEMMA2, attn_logit_softcapping=None)
     assert _attention_of_layers(build_model(without)) == {"sdpa"}
     assert _attention_of_layers(build_model(capped, attn_implementation="sdpa")) == {"sdpa"}
     # The configuration of the caller is not changed, and what it names is kept if it has a cap.
     assert capped._attn_implementation is None
     for named, expected in (("sdpa", "eager"), ("flex_attention", "flex_attention")):
-        of_config = AutoConfig.for_model("gemma2", **_CAPPED, attn_implementation=named)
+        of_config = AutoConfig.for_model("gemma2", **GEMMA2, attn_implementation=named)
         assert _attention_of_layers(build_model(of_config)) == {expected}
     # Without memory, as recipes build most models.
     section = ModelConfig(from_config={"model_type": "gemma2"})
@@ -310,7 +310,7 @@ def test_only_the_part_of_a_model_that_caps_its_attention_scores_gets_eager_atte
     vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
     config = AutoConfig.for_model(
         "paligemma",
-        text_config={**_CAPPED, "model_type": "gemma2"},
+        text_config={**GEMMA2, "model_type": "gemma2"},
         vision_config={**vision, "model_type": "siglip_vision_model", "projection_dim": 32},
         projection_dim=32,
     )
@@ -326,14 +326,14 @@ def test_a_configuration_whose_parts_are_no_configurations_keeps_them() -> None:
             "absent": transformers.PreTrainedConfig,
         }
 
-    config = Odd(**_CAPPED)
+    config = Odd(**GEMMA2)
     config.vision = {"hidden_size": 4}
     chosen = with_attention_caps(config)
     assert (chosen._attn_implementation, chosen.vision) == ("eager", config.vision)
 
 
 def test_the_part_of_a_part_that_caps_its_attention_scores_gets_eager_attention() -> None:
-    text = {**_CAPPED, "attn_logit_softcapping": 50.0}
+    text = {**GEMMA2, "attn_logit_softcapping": 50.0}
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
     encoder = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}

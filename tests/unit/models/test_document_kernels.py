@@ -31,6 +31,7 @@ from automodel_ckpt.models.flex_kernel import FlexKernel, block_rows
 from automodel_ckpt.models.kernel_request import Kernel, Request
 from automodel_ckpt.models.length_kernels import FlashKernel, VarlenKernel, cumulative_lengths
 from automodel_ckpt.models.sdpa_kernel import SdpaKernel
+from tests.unit.models.test_build import GEMMA2
 from tests.unit.models.test_packing_probe import build, loss_and_gradients, samples
 
 pytestmark = [
@@ -342,18 +343,7 @@ def test_dropout_in_training_keeps_the_mask_with_kernels_without_dropout() -> No
 def test_an_eager_model_with_a_softcap_attends_by_flex() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 97,
-        "pad_token_id": 0,
-        "sliding_window": 4,
-    }
-    config = AutoConfig.for_model("gemma2", **sizes)
+    config = AutoConfig.for_model("gemma2", **GEMMA2)
     torch.manual_seed(0)
     # The default of transformers 5.23, which 5.17 does not choose.
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
