@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import json
 import os
 import pickle
@@ -109,6 +110,8 @@ def resident_bytes(pid: int | str) -> int:
 
 def resources(saver: Saver) -> tuple[int, int, int, int]:
     """Open files and threads of this process, open files of the writer, resident bytes of both."""
+    # Otherwise the files of objects that earlier tests have lost may be closed between two calls.
+    gc.collect()
     pids = ["self", saver.writer]
     files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
     return files[0], threading.active_count(), files[1], sum(map(resident_bytes, pids))
