@@ -99,7 +99,7 @@ def test_a_sample_per_row_without_padding_needs_no_mask(num_samples: int) -> Non
     assert 12 not in RowWidths(36, 4).widths
 
     def of_length(length: int) -> dict[str, torch.Tensor]:
-        sample = {"input_ids": torch.arange(1, length + 1), "labels": torch.arange(length)}
+        sample = {"input_ids": list(range(1, length + 1)), "labels": list(range(length))}
         return widened(PadCollator(0)([sample] * num_samples))
 
     longest = of_length(12)
