@@ -93,6 +93,22 @@ def keeps_masters(config: RecipeConfig) -> bool:
     return peft is not None and peft.dtype == "float32"
 
 
+def keeps_frozen_types(config: RecipeConfig) -> bool:
+    """Whether parameters that ``model.freeze`` excludes from training keep the 16 bits of their files.
+
+    FSDP2 computes with them in 16 bits in any case. Not if the recipe gives the type of all parameters, and not with
+    ``init_from``: the values are not those of these files.
+    """
+    section = config.model
+    if isinstance(section, Target) or section.dtype is not None:
+        return False
+    if config.peft is not None or config.init_from:
+        return False
+    has_patterns = bool(section.freeze or section.freeze_if_present)
+    casts = config.distributed.strategy == "fsdp2" and compute_dtype(config.distributed) is not None
+    return has_patterns and casts
+
+
 def with_parameter_type(
     config: RecipeConfig,
     model_config: PreTrainedConfig | None,

@@ -49,6 +49,7 @@ from automodel_ckpt.recipes.precision import (
     compute_dtype,
     describe_precision,
     float32_precision,
+    keeps_frozen_types,
     keeps_masters,
     resolve_precision,
     with_parameter_type,
@@ -165,6 +166,7 @@ def build_trainable(
         is_trained=is_trained,
         is_dry_run=is_dry_run,
         keeps_masters=keeps_masters(config),
+        keeps_frozen_types=keeps_frozen_types(config),
     )
     return _build(request)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from automodel_ckpt.errors import Problem, RecipeError
@@ -50,3 +51,14 @@ def freeze(model: nn.Module, patterns: Sequence[str], if_present: Sequence[str] 
             hint="freeze fewer parameters",
         )
     return num_trainable
+
+
+def narrow_frozen(model: nn.Module, types: Mapping[str, torch.dtype]) -> None:
+    """Give the frozen parameters of *model* the types of 16 bits that their names have in *types*.
+
+    Nothing is lost if these are the types of the files that the values come from.
+    """
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad and types.get(name) in (torch.bfloat16, torch.float16):
+            # The parameter stays the same object, so that ties are kept.
+            parameter.data = parameter.data.to(types[name])

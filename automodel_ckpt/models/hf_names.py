@@ -284,3 +284,25 @@ def tensor_names_in(base_dir: Path) -> set[str]:
         return set()
     with safe_open(single, "pt") as file:
         return set(file.keys())
+
+
+def tensor_types_in(base_dir: Path) -> dict[str, str]:
+    """{name: dtype code of safetensors} of all tensors in the Hugging Face files of *base_dir*; empty if these are
+    files of another kind.
+
+    Raises :class:`RecipeError` for a damaged index, SafetensorError for a damaged file, and OSError for a file that
+    cannot be opened.
+    """
+    weight_map = read_weight_map(
+        base_dir / "model.safetensors.index.json", follow_links=True, kind=RecipeError
+    )
+    files = {"model.safetensors"} if weight_map is None else set(weight_map.values())
+    types: dict[str, str] = {}
+    for name in sorted(files):
+        path = base_dir / name
+        if weight_map is None and not path.is_file():
+            continue
+        with safe_open(path, "pt") as file:
+            keys = file.keys()
+            types.update({key: file.get_slice(key).get_dtype() for key in keys})
+    return types

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
@@ -16,8 +17,9 @@ from automodel_ckpt.distributed.expert_parallel import experts_of
 from automodel_ckpt.distributed.model_layers import decoder_layers
 from automodel_ckpt.models.activation_memory import checkpoint_activations
 from automodel_ckpt.models.adapter import Adapted, widen_trained
+from automodel_ckpt.models.float32_parts import float32_names
 from automodel_ckpt.models.fp8 import convert_to_fp8
-from automodel_ckpt.models.freezing import freeze
+from automodel_ckpt.models.freezing import freeze, narrow_frozen
 from automodel_ckpt.models.fused_adapters import fuse_adapters
 from automodel_ckpt.models.fused_gates import fuse_gates
 from automodel_ckpt.models.fused_norms import fuse_norms
@@ -36,7 +38,7 @@ from automodel_ckpt.models.vocabulary import (
 from automodel_ckpt.recipes.model.adapters import adapt, with_copies
 from automodel_ckpt.recipes.model.deferred_model import DeferredModel
 from automodel_ckpt.recipes.model.model_config import text_tokenizer
-from automodel_ckpt.recipes.model.pretrained_files import layout_in_files
+from automodel_ckpt.recipes.model.pretrained_files import layout_in_files, types_in_files
 from automodel_ckpt.recipes.model.request import ModelRequest
 from automodel_ckpt.recipes.model.sections import (
     activation_mode,
@@ -44,6 +46,7 @@ from automodel_ckpt.recipes.model.sections import (
     fuses_adapters,
     fuses_layers,
 )
+from automodel_ckpt.recipes.precision import compute_dtype
 from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
@@ -91,7 +94,7 @@ def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel
     else:
         check_not_quantized(model)
         if request.is_trained:
-            freeze(model, section.freeze, section.freeze_if_present)
+            _freeze(request, model, section, directory)
         if names.rows:
             # Each rank stores its own experts; with this, all ranks know the names of all experts.
             record_complete_tensors(model)
@@ -150,6 +153,19 @@ def _use_fp8(request: ModelRequest, model: nn.Module) -> None:
         emulate=section.emulate,
         device=request.layout.device,
     )
+
+
+def _freeze(
+    request: ModelRequest, model: nn.Module, section: ModelConfig, directory: Path | None
+) -> None:
+    """Apply ``model.freeze`` to *model*, whose pretrained files are in *directory* (None: fresh weights)."""
+    freeze(model, section.freeze, section.freeze_if_present)
+    if not request.keeps_frozen_types or directory is None:
+        return
+    types = types_in_files(model, directory)
+    for name in float32_names(model, compute_dtype(request.config.distributed)):
+        types.pop(name, None)
+    narrow_frozen(model, types)
 
 
 def _with_adapters(

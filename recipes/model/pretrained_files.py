@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
-from automodel_ckpt.checkpoint.formats.description import local_tensor
+from automodel_ckpt.checkpoint.formats.description import DTYPES, local_tensor
 from automodel_ckpt.checkpoint.module_tensors import (
     StoredLayout,
     set_stored_layout,
@@ -34,7 +34,7 @@ from automodel_ckpt.convert.open import open_base
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.build import fresh_dtype
 from automodel_ckpt.models.float32_parts import float32_pattern
-from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in
+from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in, tensor_types_in
 from automodel_ckpt.models.model_files import fetched_directory
 from automodel_ckpt.models.mtp import copies_in_files, is_of_mtp, mtp_of, with_mtp_names
 from automodel_ckpt.models.mtp_families import patterns_in_files
@@ -76,6 +76,21 @@ def layout_in_files(model: nn.Module, directory: Path | None) -> StoredLayout:
         if name in in_base:
             copies[name] = stored
     return StoredLayout(names=found.names, rows=found.parts, copies=copies)
+
+
+def types_in_files(model: nn.Module, directory: Path) -> dict[str, torch.dtype]:
+    """{FQN: type} of the parameters of *model* that the safetensors files in *directory* contain in one type.
+
+    The layout of *model* is recorded (``set_stored_layout``).
+    """
+    layout, stored = stored_layout(model), tensor_types_in(directory)
+    types: dict[str, torch.dtype] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        parts = layout.rows.get(name) or [layout.name_of(name)]
+        codes = {stored.get(part, "") for part in parts}
+        if len(codes) == 1 and codes <= DTYPES.keys():
+            types[name] = DTYPES[codes.pop()]
+    return types
 
 
 class PretrainedFiles:

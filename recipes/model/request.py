@@ -41,6 +41,8 @@ class ModelRequest:
     """Whether the model stays on the meta device, to be counted."""
     keeps_masters: bool
     """Whether parameters that are trained beside a base in 16 bits get float32."""
+    keeps_frozen_types: bool
+    """Whether frozen parameters keep the 16 bits of their files."""
 
     @property
     def has_task_head(self) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.config.schema import RecipeConfig
@@ -28,7 +31,7 @@ from tests.support.parallel import (
     model_of,
     train_steps,
 )
-from tests.support.training import train, write_recipe
+from tests.support.training import MODEL, RECIPE, train, write_recipe
 
 MIXED = "--distributed.mixed_precision=bfloat16"
 LINEAR = ("--lr_scheduler.decay_steps=3", "--step_scheduler.max_steps=3")
@@ -173,3 +176,77 @@ def adapter_steps() -> tuple[tuple[set[torch.dtype], set[torch.dtype]], list[tup
         if isinstance(parameter, DTensor):
             (trained if parameter.requires_grad else frozen).add(parameter.dtype)
     return (trained, frozen), train_steps(sharded, layout, 2)
+
+
+FREEZE = "['*embed_tokens*', '*layers.0.mlp*']"
+IN_FLOAT32 = ("--distributed.strategy=single", "--distributed.mixed_precision=none")
+
+
+class Frozen(LLMFinetune):
+    """Writes down the types of the parameters that do not train, by name."""
+
+    types: dict[str, torch.dtype]
+
+    def build_trainable(
+        self, config: RecipeConfig | None = None, *, is_trained: bool = True
+    ) -> Trainable:
+        trainable = super().build_trainable(config, is_trained=is_trained)
+        found = {name: p.dtype for name, p in trainable.model.named_parameters()}
+        trained = {name for name, p in trainable.model.named_parameters() if p.requires_grad}
+        assert {found[name] for name in trained} == {torch.float32}
+        type(self).types = {name: found[name] for name in found.keys() - trained}
+        return trainable
+
+
+def write_base(directory: Path, float32: str) -> Path:
+    """A model in bfloat16, of which the file has the tensor *float32* in float32."""
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors[float32] = tensors[float32].float() + 2**-20
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_frozen_weights_keep_the_16_bits_of_their_files_and_nothing_is_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wide = "model.layers.0.mlp.up_proj.weight"
+    base = write_base(tmp_path / "base", wide)
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, f"model: {{from_pretrained: {base}}}\n"))
+    shared = ("--model.freeze", FREEZE, "--checkpoint.save_consolidated=false")
+
+    def runs() -> tuple[Any, ...]:
+        def weights(*overrides: str) -> tuple[str, dict[str, torch.dtype]]:
+            digest = train(recipe, *shared, *LINEAR, *overrides, recipe_class=Frozen)["weights"]
+            return digest, Frozen.types
+
+        mixed = ("--distributed.strategy=fsdp2", MIXED)
+        _, narrow = weights(*mixed, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
+        whole, full = weights(
+            *mixed, "--model.dtype=float32", f"--checkpoint.checkpoint_dir={tmp_path / 'float32'}"
+        )
+        # The same weights in float32, from the checkpoint with some in bfloat16, and back.
+        again, _ = weights(*IN_FLOAT32, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
+        shutil.rmtree(tmp_path / "run")
+        shutil.copytree(tmp_path / "float32", tmp_path / "run")
+        _, back = weights(*mixed, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
+        return narrow, set(full.values()), whole == again, back
+
+    narrow, full, is_same, back = ranks.run(runs, 1, init=False)[0]
+    assert narrow.pop(wide) == torch.float32
+    assert set(narrow.values()) == {torch.bfloat16}
+    assert len(narrow) == 3
+    assert full == {torch.float32}
+    assert is_same
+    assert back == {**narrow, wide: torch.float32}
+    log = capfd.readouterr().err
+    assert "3 tensors that are not trained: saved as BF16, cast to F32" in log
+    assert "3 tensors that are not trained: saved as F32, cast to BF16" in log

@@ -104,20 +104,27 @@ def flops_per_token(config: Mapping[str, Any], length: int, *, trains_all: bool)
     return 2.0 * passes * (total - embedding) + 3.0 * float(attention)
 
 
-def write_base(config: Mapping[str, Any], directory: Path, device: str) -> Figures:
+def write_base(
+    config: Mapping[str, Any],
+    directory: Path,
+    device: str,
+    auto_class: str = "AutoModelForCausalLM",
+) -> Figures:
     """Write a model of *config* with random bfloat16 weights, drawn on *device*, as a Hugging Face directory.
 
-    Matrices have the standard deviation 0.02, and norms are ones.
+    Matrices have the standard deviation 0.02, and norms are ones. *auto_class* is the class of transformers that builds
+    the model.
     """
     import torch
+    import transformers
     from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     started = time.monotonic()
     settings = dict(config)
     made = AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="bfloat16")
     with torch.device("meta"):
-        build: Any = AutoModelForCausalLM.from_config
+        build: Any = getattr(transformers, auto_class).from_config
         model = build(made, dtype=torch.bfloat16)
     directory.mkdir(parents=True)
     torch.manual_seed(0)
@@ -149,4 +156,5 @@ def write_base(config: Mapping[str, Any], directory: Path, device: str) -> Figur
     made.architectures = [type(model).__name__]
     made.save_pretrained(directory)
     seconds = time.monotonic() - started
-    yield "base", {"bytes": total, "seconds": seconds, "parameters": num_parameters(config)[0]}
+    count = sum(parameter.numel() for parameter in parameters.values())
+    yield "base", {"bytes": total, "seconds": seconds, "parameters": count}

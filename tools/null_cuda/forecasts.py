@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu.ours import merged
+from tools.gpu.parts.vlm import llava
 from tools.gpu.shapes import write_base
 
 ROOT = Path(__file__).parents[2]
@@ -166,14 +167,17 @@ IMAGES: dict[str, Any] = {
 }
 
 UNFROZEN = {"from_config": IMAGES["model"]["from_config"]}
+FILES = {"from_config": None, "from_pretrained": "{DIRECTORY}/base"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, by its differences from BASE, and the number of ranks."""
+    """A recipe, by its differences from BASE, the number of ranks, and a model that the recipe starts from."""
 
     changes: Mapping[str, Any] = field(default_factory=dict)
     num_ranks: int = 1
+    base: Mapping[str, Any] | None = None
+    """The configuration of the model in bfloat16 that ``{DIRECTORY}/base`` gets the files of."""
 
 
 CASES = {
@@ -327,6 +331,14 @@ CASES = {
     "images lora": Case({**merged(IMAGES, ADAPTERS), "model": UNFROZEN}),
     "images fsdp2": Case(IMAGES, 2),
     "images frozen": Case(merged(IMAGES, {"model": {"freeze": ["vision_tower"]}})),
+    "images frozen in files": Case(
+        {**IMAGES, "model": {**FILES, "freeze": ["vision_tower", "projector"]}},
+        base=IMAGES["model"]["from_config"],
+    ),
+    "frozen in files": Case({"model": {**FILES, "freeze": ["*.layers.[0-3].*"]}}, base=LLAMA),
+    "frozen in files fsdp2": Case(
+        {"model": {**FILES, "freeze": ["*.layers.[0-3].*"]}}, 2, base=LLAMA
+    ),
     "distill lora": Case(
         {
             **ADAPTERS,
@@ -415,6 +427,13 @@ def write_recipe(case: Case, directory: Path) -> Path:
         del recipe["tokenizer"]
     if "distill" in recipe:
         list(write_base(LLAMA, directory / "teacher", "cpu"))
+    if case.base is not None:
+        base = dict(case.base)
+        auto_class = "AutoModelForCausalLM"
+        if "vision_config" in base:
+            auto_class = "AutoModelForImageTextToText"
+            base = llava(base["vision_config"], base["text_config"])
+        list(write_base(base, directory / "base", "cpu", auto_class))
     path = directory / "recipe.yaml"
     path.write_text(json.dumps(recipe).replace("{DIRECTORY}", str(directory)))
     return path

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -385,8 +385,17 @@ class _Files:
             return self._open[file]
 
 
-def differences(tree: Tree, state_dict: Mapping[str, Any]) -> list[str]:
-    """The differences between a tree and a flat state dict, one line each; empty where it can be loaded."""
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def differences(
+    tree: Tree, state_dict: Mapping[str, Any], frozen: Collection[str] = ()
+) -> list[str]:
+    """The differences between a tree and a flat state dict, one line each; empty where it can be loaded.
+
+    The tensors *frozen* do not train: they may have another floating-point type, see :func:`cast_names`.
+    """
+    cast = cast_names(tree, state_dict, frozen)
     here = dict(state_dict)
     lines: list[str] = []
     for fqn in (*tree.tensors, *tree.objects):
@@ -401,9 +410,27 @@ def differences(tree: Tree, state_dict: Mapping[str, Any]) -> list[str]:
         # With the dtype: reading into another one casts without a message.
         saved = f"{tensor.dtype} {list(tensor.shape)}"
         now = _describe(here[fqn])
-        if now != saved:
+        if now != saved and fqn not in cast:
             lines.append(f"~ {fqn}: saved as {saved}, here {now}")
     return lines
+
+
+def cast_names(tree: Tree, state_dict: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those tensors among *names* that are saved in another floating-point type than here, and differ in nothing else.
+
+    Types of 8 bits are not among them: such a tensor is not complete without its scales.
+    """
+    found: list[str] = []
+    for name in names:
+        saved, here = tree.tensors.get(name), state_dict.get(name)
+        if saved is None or not isinstance(here, torch.Tensor):
+            continue
+        is_cast = here.dtype != DTYPES.get(saved.dtype)
+        are_floats = saved.dtype in _FLOATS and DTYPE_CODES.get(here.dtype) in _FLOATS
+        same_shape = tuple(here.shape) == tuple(saved.shape)
+        if is_cast and are_floats and same_shape and not unstorable_placement(here):
+            found.append(name)
+    return found
 
 
 def _describe(value: object) -> str:

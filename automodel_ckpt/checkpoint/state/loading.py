@@ -10,15 +10,17 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES
 from automodel_ckpt.checkpoint.formats.reading import (
     ByteRanges,
+    cast_names,
     differences,
     read_object,
     read_tree,
     read_value,
 )
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.module_tensors import complete_state, module_state
+from automodel_ckpt.checkpoint.module_tensors import complete_state, module_state, untrained_names
 from automodel_ckpt.checkpoint.state.mismatch import (
     check_differences,
     has_weights_only,
@@ -82,7 +84,7 @@ class Loader:
             if item.kind == "module":
                 # All modules before any is read: a later mismatch would leave the others
                 # overwritten.
-                check_differences(self._path, item, trees[item.name], self._complete_state(item))
+                self._check_module(item, trees[item.name])
         # Before modules are read: an optimizer's state is created by a step of it, which may change weights.
         created: dict[str, dict[str, Any]] = {}
         for item in matched:
@@ -110,8 +112,25 @@ class Loader:
                 continue
             saved_name, _ = matched[item.name]
             tree = self._manifest.trees[saved_name]
-            lines += differences(tree, self._complete_state(item))
+            lines += differences(tree, self._complete_state(item), _frozen(item))
         return lines
+
+    def _check_module(self, item: Item, tree: Tree) -> None:
+        """Raise :class:`CheckpointUnusable` if *tree* is not a state of the module. Frozen tensors may be cast: a base
+        in 16 bits can be in float32 on another device."""
+        state, frozen = self._complete_state(item), _frozen(item)
+        check_differences(self._path, item, tree, state, frozen=frozen)
+        cast = cast_names(tree, state, frozen)
+        if cast and self._ranks.rank == 0:
+            saved = {tree.tensors[name].dtype for name in cast}
+            here = {DTYPE_CODES[state[name].dtype] for name in cast}
+            log.info(
+                "%s that %s not trained: saved as %s, cast to %s",
+                counted(len(cast), "tensor"),
+                "is" if len(cast) == 1 else "are",
+                " and ".join(sorted(saved)),
+                " and ".join(sorted(here)),
+            )
 
     def _module_state(self, item: Item) -> tuple[dict[str, Any], dict[str, str]]:
         """The :func:`module_state` of a module: its tensors themselves, collected once."""
@@ -249,6 +268,11 @@ class Loader:
         if len(set(digests.values())) != 1 or scope == "rank_rng":
             return None
         return next(iter(digests))
+
+
+def _frozen(item: Item) -> list[str]:
+    """The stored names of the parameters of a module that are not trained."""
+    return [name for name, kind in untrained_names(item.value).items() if kind == layout.FROZEN]
 
 
 def _saved_name(record: StateRecord) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,19 @@ def unusable(path: Path, what: str, lines: list[str], hint: str) -> CheckpointUn
 
 
 def check_differences(
-    path: Path, item: Item, tree: Tree, state: Mapping[str, Any], further: Iterable[str] = ()
+    path: Path,
+    item: Item,
+    tree: Tree,
+    state: Mapping[str, Any],
+    further: Iterable[str] = (),
+    frozen: Collection[str] = (),
 ) -> None:
     """Raise :class:`CheckpointUnusable` if the *state* of *item* is not that of *tree*, in the checkpoint *path*.
 
-    Names, shapes and dtypes are compared. *further* are differences that the caller has found, one line each.
+    Names, shapes and dtypes are compared. *further* are differences that the caller has found, one line each. The
+    tensors *frozen* may have another floating-point type.
     """
-    lines = [*differences(tree, state), *further]
+    lines = [*differences(tree, state, frozen), *further]
     if not lines:
         return
     hints = ["resume with the recipe that wrote it (its config.yaml is in the checkpoint)"]

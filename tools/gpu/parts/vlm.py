@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tools.gpu import ours
-from tools.gpu.session import Figures, PartRun
-from tools.gpu.shapes import LLAMA_1B, TINY, Work, work_of
+from tools.gpu.session import BASE, Figures, PartRun
+from tools.gpu.shapes import LLAMA_1B, TINY, Work, work_of, write_base
 
 CLIP_LARGE: dict[str, Any] = {
     "model_type": "clip_vision_model",
@@ -35,34 +37,56 @@ def run(part: PartRun) -> None:
     session = part.session
     is_small = session.is_dry_run
     vision = _TINY_CLIP if is_small else CLIP_LARGE
+    text = TINY if is_small else LLAMA_1B
     work = work_of(LLAMA_1B, is_dry_run=is_small, batch=4, warm_up=3, steps=10)
-    recipe = _recipe(vision, work, session.scratch / "vlm", is_small=is_small)
-    device = session.device
+    base = session.scratch / "base-vlm"
+    config = llava(vision, text)
+    wrote = part.measure(
+        BASE, write_base, config, base, session.device, "AutoModelForImageTextToText", limit=120
+    )
+    if not wrote:
+        return
+    recipe = recipe_of(vision, work, base, session.scratch / "vlm", is_small=is_small)
     part.measure(
         "ours", ours.measure, "ours", recipe, session.scratch / "vlm", work.warm_up, 0.0, limit=150
     )
-    part.measure("bare", _bare, recipe, work, device, limit=150)
+    part.measure("bare", bare_loop, recipe, work, session.device, limit=150)
+    shutil.rmtree(base)
 
 
-def _recipe(
-    vision: dict[str, Any], work: Work, directory: Path, *, is_small: bool
+def llava(vision: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a LLaVA of these parts, whose token of images is that of the processor."""
+    token = _image_token(_processor(vision))
+    return {
+        "model_type": "llava",
+        "vision_config": dict(vision),
+        "text_config": dict(text),
+        "vision_feature_layer": -1,
+        "image_seq_length": (vision["image_size"] // vision["patch_size"]) ** 2,
+        "image_token_index": token,
+    }
+
+
+def _processor(vision: Mapping[str, Any]) -> Any:
+    from tools.gpu.data import image_processor
+
+    return image_processor(vision["image_size"], vision["patch_size"])
+
+
+def _image_token(processor: Any) -> int:
+    token: int = processor.tokenizer.convert_tokens_to_ids("<image>")
+    return token
+
+
+def recipe_of(
+    vision: Mapping[str, Any], work: Work, base: Path, directory: Path, *, is_small: bool
 ) -> dict[str, Any]:
-    text = dict(TINY if is_small else LLAMA_1B)
+    """The recipe that trains the model in *base*, whose vision tower is frozen."""
     size = vision["image_size"]
-    recipe = ours.recipe_of(work, Path("unused"), directory)
+    recipe = ours.recipe_of(work, base, directory)
     del recipe["tokenizer"]
     recipe["recipe"] = "tools.gpu.timed.TimedVLM"
-    num_patches = (size // vision["patch_size"]) ** 2
-    recipe["model"] = {
-        "from_config": {
-            "model_type": "llava",
-            "vision_config": vision,
-            "text_config": text,
-            "vision_feature_layer": -1,
-            "image_seq_length": num_patches,
-        },
-        "freeze": ["vision_tower"],
-    }
+    recipe["model"] = {"from_pretrained": str(base), "freeze": ["vision_tower"]}
     recipe["processor"] = {
         "_target_": "tools.gpu.data.image_processor",
         "image_pixels": size,
@@ -78,10 +102,10 @@ def _recipe(
     return recipe
 
 
-def _bare(recipe: dict[str, Any], work: Work, device: str) -> Figures:
+def bare_loop(recipe: Mapping[str, Any], work: Work, device: str) -> Figures:
     """Forward, backward and fused AdamW in bfloat16 on one padded batch, whose preparation is not counted."""
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
     from automodel_ckpt.data.image_collate import ImageTextCollator
     from automodel_ckpt.data.mock_images import mock_images
@@ -92,18 +116,12 @@ def _bare(recipe: dict[str, Any], work: Work, device: str) -> Figures:
     sections["processor"].pop("_target_")
     sections["dataset"].pop("_target_")
     processor = image_processor(**sections["processor"])
-    image_token = processor.tokenizer.convert_tokens_to_ids("<image>")
     dataset = mock_images(processor, **sections["dataset"])
-    collate = ImageTextCollator(processor, frozenset([image_token]))
+    collate = ImageTextCollator(processor, frozenset([_image_token(processor)]))
     batch = collate([dataset[number] for number in range(work.batch)])
     num_tokens = int(batch["attention_mask"].sum())
-    settings = sections["model"]["from_config"]
-    config = AutoConfig.for_model(
-        settings.pop("model_type"), **settings, image_token_index=image_token
-    )
-    with torch.device(device):
-        build: Any = AutoModelForImageTextToText.from_config
-        model = build(config, dtype=torch.bfloat16)
+    read: Any = AutoModelForImageTextToText.from_pretrained
+    model = read(sections["model"]["from_pretrained"], dtype=torch.bfloat16).to(device)
     model.train().model.vision_tower.requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
