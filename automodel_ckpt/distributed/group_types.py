@@ -57,9 +57,11 @@ def check_gathered_types(model: nn.Module) -> None:
             # It is set when the parameter is gathered for the first time.
             gathered = getattr(parameter, "_unsharded_param", None)
             # Tensors of torchao are gathered in types that they choose.
-            is_plain = not hasattr(sharded.to_local(), "fsdp_post_all_gather")
+            has_type = hasattr(sharded.to_local(), "fsdp_post_all_gather")
+            if gathered is None or has_type or not sharded.is_floating_point():
+                continue
             expected = parameter.param_dtype or sharded.dtype
-            if gathered is None or not is_plain or gathered.dtype == expected:
+            if gathered.dtype == expected:
                 continue
             place = parameter._module_info
             name = f"{prefixes[id(place.module)]}{place.param_name}"
