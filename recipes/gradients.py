@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.distributed.call_order import check_call_order
+from automodel_ckpt.distributed.group_types import check_gathered_types
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import gradient_sync
 from automodel_ckpt.distributed.running_statistics import RunningStatistics
@@ -82,6 +83,7 @@ class GradientAccumulation:
             self._statistics = RunningStatistics(self._model)
         self._overwrites_outputs = objective.trainable.overwrites_outputs
         self._copied: dict[int, torch.Tensor] = {}
+        self._is_checked = False
         self.metrics: dict[str, float | torch.Tensor] = {}
         """This rank's sums of the objective's metrics over the newest global batch; all ranks have the same names."""
 
@@ -107,6 +109,10 @@ class GradientAccumulation:
             with gradient_sync(self._model, enabled=is_last):
                 with self._measuring(micro_batch):
                     result = checked(self._objective.loss(micro_batch), self._objective)
+                if not self._is_checked:
+                    # Before the backward pass, in which fsdp2 would report several types of gradients.
+                    self._is_checked = True
+                    check_gathered_types(self._model)
                 self._backward(result, weight)
             if self._overwrites_outputs and not is_last:
                 self._copy_gradients()

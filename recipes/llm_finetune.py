@@ -107,8 +107,10 @@ class LLMFinetune(Recipe):
             return dataset
         return for_each_source(dataset, partial(self._packed, packing.size))
 
-    def _packed(self, size: int, dataset: Any, *, attends_across: bool = False) -> PackedDataset:
-        packs = PackedDataset(dataset, size, attends_across=attends_across)
+    def _packed(
+        self, size: int, dataset: Any, *, attends_across: bool = False, remedy: str = ""
+    ) -> PackedDataset:
+        packs = PackedDataset(dataset, size, attends_across=attends_across, remedy=remedy)
         log.info(
             "packed %s into %s of %s, %.2f%% of them empty",
             counted(len(dataset), "sample"),

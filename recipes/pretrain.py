@@ -71,7 +71,12 @@ class Pretrain(LLMFinetune):
     def _rows_of(self, rules: RowRules, samples: Any) -> Any:
         """The rows of a map-style data set of documents."""
         if not rules.splits:
-            return self._packed(rules.size, samples, attends_across=rules.attends_across)
+            return self._packed(
+                rules.size,
+                samples,
+                attends_across=rules.attends_across,
+                remedy="set pretrain.split_documents true",
+            )
         check_has_length(samples)
         rows = DocumentRows(samples, rules)
         documents, count = counted(len(samples), "document"), counted(len(rows), "row")

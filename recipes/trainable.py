@@ -20,6 +20,7 @@ from automodel_ckpt.distributed.model_layers import decoder_layers
 from automodel_ckpt.distributed.running_statistics import keep_frozen_statistics
 from automodel_ckpt.models.activation_memory import check_offload
 from automodel_ckpt.models.adapter import Adapted
+from automodel_ckpt.models.converted_layers import convert_layers
 from automodel_ckpt.models.encoder_decoder_flops import EncoderDecoderFlops
 from automodel_ckpt.models.fake_quantization import FakeQuantization
 from automodel_ckpt.models.float32_parts import float32_names
@@ -175,6 +176,7 @@ def _build(request: ModelRequest) -> Trainable:
     """Build the model, change it, shard it, and probe what it supports."""
     changed = change_model(request, build_unsharded(request))
     model = changed.deferred.model
+    convert_layers(model)
     if request.is_trained:
         check_trained_types(model)
         keep_frozen_statistics(model)

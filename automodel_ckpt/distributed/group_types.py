@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from automodel_ckpt.errors import RecipeError
+
 
 def divide_groups_by_type(model: nn.Module, float32_names: Collection[str] = ()) -> None:
     """Let the groups that fsdp2 has made of *model* contain parameters of several types.
@@ -40,6 +42,35 @@ def sharded_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
         group: Any = module._get_fsdp_state()._fsdp_param_group
         if group is not None:
             yield module, group
+
+
+def check_gathered_types(model: nn.Module) -> None:
+    """Raise :class:`RecipeError` if a forward pass of *model* has converted a parameter that fsdp2 gathers.
+
+    A conversion gives the gathered parameter other memory. fsdp2 does not see that: it would gather later values into
+    the former memory, and the model would compute with the first ones in all steps.
+    """
+    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    for _module, group in sharded_groups(model):
+        for parameter in group.fsdp_params:
+            sharded = parameter.sharded_param
+            # It is set when the parameter is gathered for the first time.
+            gathered = getattr(parameter, "_unsharded_param", None)
+            # Tensors of torchao are gathered in types that they choose.
+            has_type = hasattr(sharded.to_local(), "fsdp_post_all_gather")
+            if gathered is None or has_type or not sharded.is_floating_point():
+                continue
+            expected = parameter.param_dtype or sharded.dtype
+            if gathered.dtype == expected:
+                continue
+            place = parameter._module_info
+            name = f"{prefixes[id(place.module)]}{place.param_name}"
+            raise RecipeError(
+                "the model converts a parameter in its forward pass, which fsdp2 does not support",
+                where="distributed.strategy",
+                value=f"fsdp2, {name}: from {expected} to {gathered.dtype}",
+                hint="convert the layer where the model is built, or set distributed.strategy to ddp",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ class UnusedGradients:
         if sharded.reduce_grads:
             for number in numbers:
                 self._fill_one(number)
+            _in_one_type([self._parameters[number] for number in numbers])
         reduce(*arguments)
 
     def _fill_one(self, number: int) -> None:
@@ -104,6 +105,20 @@ class UnusedGradients:
         for parameter, keeps_gradient in zip(self._parameters, used_somewhere, strict=True):
             if not keeps_gradient:
                 parameter.sharded_param.grad = None
+
+
+def _in_one_type(parameters: list[Any]) -> None:
+    """Give the gradients of the last micro-batch the type of those that fsdp2 has summed over earlier micro-batches.
+
+    fsdp2 sums in the type of reductions, which is float32 where a model computes in bfloat16, and raises an error if
+    it has sums of only some parameters of a group.
+    """
+    if all(each.unsharded_accumulated_grad is None for each in parameters):
+        return
+    for parameter in parameters:
+        has_gathered = hasattr(parameter, "_unsharded_param")
+        if has_gathered and parameter.unsharded_accumulated_grad is None:
+            parameter.to_accumulated_grad_if_needed()
 
 
 def may_vary(model: nn.Module) -> bool:

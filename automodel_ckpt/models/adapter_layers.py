@@ -82,7 +82,9 @@ def find_modules(
                 log.warning("%s: %s", reason, ", ".join(leaf_names(omitted)))
             found -= names
     named = [pattern for pattern in patterns if pattern != ALL_LINEAR]
-    found |= set(_matching(named, adaptable, modules, "peft.target_modules", problems))
+    fused = _of_fused_experts(model)
+    key = "peft.target_modules"
+    found |= set(_matching(named, adaptable, modules, key, problems, fused))
     found -= {*excluded, *within(head, adaptable)}
     problems += _unsuited_problems(found, experts, not_linear, lost)
     if both := sorted(found & within(saved, adaptable)):
@@ -104,15 +106,8 @@ def find_parameters(model: nn.Module, patterns: Sequence[str] | str) -> list[str
     A glob matches the full name, other patterns the name or its last components. ``all-experts`` selects all, also if
     there are none. Raises :class:`RecipeError` with every other pattern that matches none.
     """
-    modules = dict(model.named_modules())
-    shapes: dict[str, int] = {}
-    fused: list[str] = []
-    for name, parameter in _without_mtp(model, dict(model.named_parameters())).items():
-        shapes[name] = parameter.dim()
-        # The kernel of a convolution can have three dimensions, too.
-        is_layer = isinstance(modules[name.rpartition(".")[0]], _ADAPTABLE)
-        if parameter.dim() == _FUSED_DIMENSIONS and not is_layer:
-            fused.append(name)
+    parameters = _without_mtp(model, dict(model.named_parameters()))
+    fused = _of_fused_experts(model)
     found: set[str] = set()
     problems: list[Problem] = []
     if isinstance(patterns, str):
@@ -127,9 +122,9 @@ def find_parameters(model: nn.Module, patterns: Sequence[str] | str) -> list[str
         if matches:
             continue
         what = "no parameter with three dimensions (fused experts) has this name"
-        if others := [name for name in shapes if is_match(pattern, name)]:
-            other = others[0]
-            what = f"{other} has {shapes[other]} dimensions: only fused experts, with three, are adapted like this"
+        if others := [name for name in parameters if is_match(pattern, name)]:
+            other, num_dimensions = others[0], parameters[others[0]].dim()
+            what = f"{other} has {num_dimensions} dimensions: only fused experts, with three, are adapted like this"
         leaves = leaf_names(fused)
         hint = "the model has no fused experts: use peft.target_modules"
         if leaves:
@@ -138,6 +133,18 @@ def find_parameters(model: nn.Module, patterns: Sequence[str] | str) -> list[str
     if problems:
         raise RecipeError.all_of(problems)
     return [name for name in fused if name in found]
+
+
+def _of_fused_experts(model: nn.Module) -> list[str]:
+    """The full names of the parameters with three dimensions, without those of layers."""
+    modules = dict(model.named_modules())
+    fused: list[str] = []
+    for name, parameter in _without_mtp(model, dict(model.named_parameters())).items():
+        # The kernel of a convolution can have three dimensions, too.
+        is_layer = isinstance(modules[name.rpartition(".")[0]], _ADAPTABLE)
+        if parameter.dim() == _FUSED_DIMENSIONS and not is_layer:
+            fused.append(name)
+    return fused
 
 
 def numbers_of_layers(lora: Lora, targets: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
@@ -184,8 +191,12 @@ def _matching(
     modules: Mapping[str, nn.Module],
     key: str,
     problems: list[Problem],
+    fused: Iterable[str] = (),
 ) -> list[str]:
-    """The names in *wanted* that patterns match. Adds a problem for each pattern without a match."""
+    """The names in *wanted* that patterns match. Adds a problem for each pattern without a match.
+
+    The hint for one that matches a name in *fused*, the weights of experts, is another key.
+    """
     found: set[str] = set()
     for pattern in patterns:
         matches = [name for name in wanted if is_match(pattern, name)]
@@ -200,6 +211,9 @@ def _matching(
             if "," in pattern:
                 names = ", ".join(part.strip() for part in pattern.split(","))
                 hint = f"write several names as a list, [{names}]; {hint}"
+            if weights := leaf_names(name for name in fused if is_match(pattern, name)):
+                what = f"no module has this name: {weights[0]} has the weights of fused experts"
+                hint = f"list it in peft.target_parameters, not here; {available(wanted)}"
             problems.append(Problem(what, key, pattern, hint))
     return [name for name in wanted if name in found]
 

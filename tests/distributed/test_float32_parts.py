@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     DeepseekV3Config,
     FSMTConfig,
     FSMTForConditionalGeneration,
@@ -26,8 +27,10 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.distributed.group_types import check_gathered_types
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize, reshard
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.converted_layers import convert_layers
 from automodel_ckpt.models.float32_parts import constants_in, float32_names
 from tests.support import ranks
 from tests.support.parallel import VOCABULARY, global_batch, layout_here, train_steps
@@ -577,3 +580,82 @@ def mixture(directory: Path) -> None:
     read = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     read.save_pretrained(directory)
     train_tokenizer(vocab_size=300).save_pretrained(directory)
+
+
+def converting(kind: str) -> nn.Module:
+    """A model that converts the layer of a router to float32 in its forward pass."""
+    sizes = {"d_model": 16, "d_ff": 16, "num_experts": 2, "vocab_size": VOCABULARY}
+    if kind == "switch_transformers":
+        sizes |= {"num_layers": 2, "num_sparse_encoder_layers": 1, "num_heads": 2, "d_kv": 8}
+    else:
+        of_each = {"layers": 2, "attention_heads": 2, "ffn_dim": 16, "sparse_step": 2}
+        for part in ("encoder", "decoder"):
+            sizes |= {f"{part}_{key}": value for key, value in of_each.items()}
+    torch.manual_seed(0)
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **sizes))
+
+
+@pytest.mark.parametrize("kind", ["switch_transformers", "nllb-moe"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_that_the_model_converts_computes_with_its_newest_values(
+    kind: str, stored: torch.dtype
+) -> None:
+    def of_two_steps() -> list[torch.Tensor]:
+        model: Any = converting(kind).to(stored)
+        convert_layers(model)
+        names = float32_names(model, torch.bfloat16)
+        routers = {name for name in names if "router.classifier" in name}
+        assert routers and all(model.get_parameter(each).dtype == torch.float32 for each in routers)
+        how = Parallelism(
+            "fsdp2",
+            compute_dtype=torch.bfloat16,
+            float32_names=names,
+            constants=constants_in(model, torch.bfloat16),
+        )
+        model = parallelize(model, layout_here(), how)
+        (first, *_) = sorted(routers)
+        seen: list[torch.Tensor] = []
+        layer = model.get_submodule(first.removesuffix(".weight"))
+        layer.register_forward_pre_hook(lambda module, _: seen.append(module.weight.clone()))
+        tokens = global_batch(0)
+        for _step in range(2):
+            stored_value: Any = model.get_parameter(first)
+            assert isinstance(stored_value, DTensor)
+            whole = stored_value.full_tensor().detach().clone()
+            output = model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False)
+            check_gathered_types(model)
+            assert torch.equal(seen[-1], whole)
+            output.logits.float().square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.full_like(parameter, 0.25))
+        return seen
+
+    for first, second in ranks.run(of_two_steps, 2):
+        assert torch.equal(second, first + 0.25)
+
+
+class ConvertsSecretly(nn.Module):
+    """Converts a layer in a way that its source does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        layers = [self.layer]
+        layers[0].double()
+        result: torch.Tensor = self.layer(inputs.double())
+        return result
+
+
+def test_a_conversion_in_the_forward_pass_is_an_error() -> None:
+    def forward() -> None:
+        model = parallelize(ConvertsSecretly(), layout_here(), Parallelism("fsdp2"))
+        model(torch.ones(2, 4))
+        with pytest.raises(
+            RecipeError, match=r"fsdp2, layer\.\w+: from torch.float32 to torch.float64"
+        ):
+            check_gathered_types(model)
+
+    ranks.run(forward, 1)

@@ -140,6 +140,10 @@ def test_rates_and_initial_values_by_width(tmp_path: Path) -> None:
             ["--validation_dataset.form=stream"],
             r"no end[\s\S]*validation_dataset[\s\S]*without streaming",
         ),
+        (
+            ["--pretrain.split_documents=false"],
+            r"a sample is longer than a pack[\s\S]*hint:\s+set pretrain.split_documents true, or packed",
+        ),
         (["--model.from_config.tie_word_embeddings=true"], "tied to the embedding"),
         (
             ["--optimizer={_target_: torch.optim.SGD, lr: 1e-2}"],

@@ -126,3 +126,23 @@ def test_a_parameter_that_no_rank_uses_is_not_changed(
     assert f"got no gradient in the first step: 4 of them: model.layers.0.mlp.experts.{NEVER}" in (
         capfd.readouterr().err
     )
+
+
+def test_summed_gradients_and_those_of_the_last_micro_batch_are_reduced_together(
+    tmp_path: Path,
+) -> None:
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET))
+    # fsdp2 sums in float32 what it does not reduce, and raises an error for sums beside gradients in bfloat16.
+    options = (
+        "--distributed.strategy=fsdp2",
+        "--distributed.mixed_precision=bfloat16",
+        "--step_scheduler.local_batch_size=1",
+    )
+    ways = [
+        training(recipe, *options, f"--distributed.defer_gradient_sync={deferred}")
+        for deferred in ("true", "false")
+    ]
+    for (weights, used), (expected, _) in zip(*ranks.run_each(ways, 2), strict=True):
+        assert len(set(used)) > 1
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-2, atol=1e-3, msg=name)

@@ -27,6 +27,7 @@ _MOST_TIMEOUTS = 6
 """A start that takes this many times longer is reported as well."""
 STOPPED = 75
 REJECTED = 2
+UNUSABLE = 3
 _TIMES = {"timestamp", "tps", "tps_per_gpu", "mem", "seconds", "mfu"}
 """Fields of a step that differ between two runs of the same recipe."""
 _SAME_DATA = ("label_tokens", "sample_ids")
@@ -189,6 +190,8 @@ def _check_other_ranks(
     if ended.code == REJECTED and "Traceback" not in ended.output:
         # The global batch may not be a multiple of what the ranks have.
         return
+    if ended.code == UNUSABLE and _only_unsharded(recipe) and "Traceback" not in ended.output:
+        return
     if ended.code != 0 or "Traceback" in ended.output:
         yield f"{what}: {ended.problem}"
         return
@@ -206,6 +209,11 @@ def _check_other_ranks(
         if allowed and abs(ours["loss"] - theirs["loss"]) > allowed * abs(ours["loss"]):
             yield f"{what}: another loss in step {number}: {ours} {theirs}"
             return
+
+
+def _only_unsharded(recipe: Recipe) -> bool:
+    """Whether the optimizer cannot update shards, which other ranks may have."""
+    return "torch.optim.Adafactor" in json.dumps(recipe.options)
 
 
 def _allowed_difference(recipe: Recipe, device: Device) -> float | None:

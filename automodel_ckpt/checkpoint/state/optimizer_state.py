@@ -281,10 +281,11 @@ def _empty_leaf(stored: Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if isinstance(parameter, DTensor) and stored.shape:
         raise CheckpointUnusable(
-            "an optimizer creates state of a different shape than the parameter's after its first step",
+            "it is not known how to shard this state of an optimizer, whose shape is not that of the parameter",
             where=stored.fqn,
             value=f"{list(stored.shape)}, of a sharded parameter of {list(parameter.shape)}",
-            hint="create it in the first step(), so that a resume knows how it is sharded",
+            hint="set distributed.strategy to ddp, which shards nothing (torch.optim.Adafactor needs that); an "
+            "optimizer of your own can also create the state in its first step()",
         )
     return torch.zeros(stored.shape, dtype=dtype, device=parameter.device)
 

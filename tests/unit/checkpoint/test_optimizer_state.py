@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.manifest import Blob, Tree
@@ -19,7 +20,7 @@ from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.state.optimizer_state import forms_in, load_read_state
 from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from tests.support import tiny
+from tests.support import ranks, tiny
 
 Entry = dict[Any, Any]
 
@@ -229,6 +230,31 @@ def test_keys_of_one_text_in_an_option_are_refused_before_training(tmp_path: Pat
     made = keeping(dict, plan={1: 0, "1": 0})
     with pytest.raises(RecipeError, match=r"the same name(.|\n)*param_groups\.0\.plan\.1"):
         tiny.checkpointer(tmp_path).check(discover(made))
+
+
+def with_adafactor(*, is_sharded: bool) -> SimpleNamespace:
+    made = tiny.recipe()
+    made.model = torch.nn.Linear(4, 4)
+    if is_sharded:
+        fully_shard(made.model)
+    made.optimizer = torch.optim.Adafactor(made.model.parameters(), lr=0.1)
+    del made.lr_scheduler
+    return made
+
+
+def test_state_that_cannot_be_sharded_names_the_strategy_that_shards_nothing(
+    tmp_path: Path,
+) -> None:
+    made = with_adafactor(is_sharded=False)
+    step(made)
+    tiny.save(tmp_path, made, 1)
+
+    def load() -> None:
+        expected = r"weight.row_var[\s\S]*strategy to ddp[\s\S]*Adafactor"
+        with pytest.raises(CheckpointUnusable, match=expected):
+            tiny.load(tmp_path, with_adafactor(is_sharded=True))
+
+    ranks.run(load, 1)
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:

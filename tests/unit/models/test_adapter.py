@@ -17,6 +17,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     LlamaConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -99,6 +101,16 @@ def test_names_that_choose_nothing_or_contradict_each_other_are_refused(
     with pytest.raises(RecipeError) as caught:
         find_modules(llama(), Lora(**lora))
     assert said in str(caught.value) and "peft." in str(caught.value)
+
+
+def test_the_weights_of_fused_experts_belong_in_another_key() -> None:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = MixtralConfig(vocab_size=8, hidden_size=8, intermediate_size=8, **sizes)
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config)
+    expected = r"down_proj has the weights of fused experts[\s\S]*list it in peft.target_parameters"
+    with pytest.raises(RecipeError, match=expected):
+        find_modules(model, Lora(target_modules=["q_proj", "down_proj"]))
 
 
 def test_single_layers_have_other_ranks_and_alphas() -> None:
