@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from automodel_ckpt.config.automodel import (
     adapters,
@@ -39,7 +40,9 @@ from automodel_ckpt.config.automodel.rows import (
     put,
 )
 from automodel_ckpt.config.automodel.seq2seq import RECIPE as SEQ2SEQ
-from automodel_ckpt.config.schema_keys import closest, join, names_in
+from automodel_ckpt.config.convert import members
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import annotation_at, closest, join, names_in
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 
@@ -170,6 +173,7 @@ def translate(root: Node) -> Translation | None:
         hint = f"{_NO_RECIPE}; {GUIDE}"
         return Translation(root, (), (Problem(what, diffusion.origin, name, hint),))
     source = root.copy()
+    _write_nulls(source, "")
     _rename_references(source)
     modernize(source)
     original = source.copy()
@@ -197,6 +201,28 @@ def translate(root: Node) -> Translation | None:
     )
 
 
+def _write_nulls(section: Node, key: str) -> None:
+    """Treat the null flags of keys that only AutoModel has as nulls in the file: these keys are then missing.
+
+    A null flag of a key that is null or not in this program, too, stays, because null can differ from no key.
+    """
+    for name, node in section.children():
+        full = join(key, name)
+        if isinstance(node.value, dict):
+            _write_nulls(node, full)
+            continue
+        if not node.is_null or not node.is_flag:
+            continue
+        if annotation_at(RecipeConfig, full) is None or _needs_a_value(full):
+            node.origin = f"override {node.origin}"
+
+
+def _needs_a_value(key: str) -> bool:
+    """Whether a dotted key of this program cannot be null; false for the arguments of plug-ins."""
+    annotation = annotation_at(RecipeConfig, key)
+    return annotation not in (None, Any) and type(None) not in members(annotation)
+
+
 def _rename_references(node: Node) -> None:
     """Rewrite AutoModel's references to environment variables, ${NAME}, ${NAME,default} and $NAME, as ours."""
     if isinstance(node.value, str) and "$" in node.value and not node.is_flag:
@@ -217,6 +243,8 @@ def _keep_the_rest(work: Work, section: Node, original: Node, key: str) -> None:
         before = original.at(name) or node
         if full in ONLY_THEIRS:
             _reject_the_rest(work, node, full)
+            continue
+        if node.is_null and not node.is_flag and found is None and _needs_a_value(full):
             continue
         # A section that the translation emptied is left out; one that is empty in the file is not.
         if isinstance(node.value, dict) and not node.value and before.value:

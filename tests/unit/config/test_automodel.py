@@ -167,7 +167,13 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     (
         MODEL + "  router_aux_loss_coef: 0.5\n",
         "model.config_overrides",
-        {"router_aux_loss_coef": 0.5},
+        {"router_aux_loss_coef": 0.5, "output_router_logits": True},
+    ),
+    (MODEL + "  router_aux_loss_coef: 0.5\n", "model.router_aux_loss", "micro_batch"),
+    (
+        MODEL + "  router_aux_loss_coef: 0.0\n",
+        "model.config_overrides",
+        {"router_aux_loss_coef": 0.0},
     ),
     (
         f"dataset:\n  _target_: {DATA}.llm.ChatDataset\n  path_or_dataset_id: rows.jsonl\n",
@@ -533,6 +539,12 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ("lr_scheduler:\n  lr_warmup_steps: 3\n", "lr_scheduler.warmup_from", 0.1),
     ("lr_scheduler:\n  lr_warmup_steps: 0\n", "lr_scheduler.warmup_from", 0.0),
     ("lr_scheduler:\n  min_lr: 0\n", "lr_scheduler.warmup_from", 0.1),
+    ("lr_scheduler:\n  min_lr: 0\n", "lr_scheduler.warmup_steps", "auto"),
+    (
+        "lr_scheduler:\n  lr_decay_style: constant\n  lr_decay_steps: 9\n",
+        "lr_scheduler.decay_steps",
+        None,
+    ),
     (
         (
             "optimizer:\n  _target_: torch.optim.AdamW\n  lr: 1e-4\n"
@@ -954,7 +966,12 @@ DEGRADED = [
         ":4: checkpoint.model_save_format torch_save",
         "safetensors",
     ),
-    ("lr_scheduler:\n  min_lr: 0\n", ":1: lr_scheduler.lr_warmup_steps", "10 % of the steps"),
+    (MODEL + "  backend:\n    te_fp8:\n      recipe: mxfp8\n", ":5: model.backend.te_fp8", "fp8"),
+    (
+        MODEL + "  backend:\n    fake_balanced_gate: true\n",
+        ":5: model.backend.fake_balanced_gate true",
+        "the router chooses experts",
+    ),
     (
         f"{VLM_DISTILLED}distributed:\n  pp_size: 2\n",
         "distributed.pp_size",
@@ -1131,7 +1148,8 @@ def test_overrides_may_use_the_names_of_both_programs(
 @pytest.mark.parametrize(
     "key",
     ["neftune", "wandb", "mlflow", "rng", "dist_env", "freeze_config", "quantization", "fp8", "ci", "slurm",
-     "distributed.pipeline", "distributed.pipeline.layers_per_stage", "qat.qat_config"],
+     "distributed.pipeline", "distributed.pipeline.layers_per_stage", "qat.qat_config", "checkpoint", "distributed",
+     "checkpoint.max_recent_checkpoints", "optimizer.weight_decay"],
 )  # fmt: skip
 def test_null_disables_a_key_of_automodel_in_a_file_and_in_an_override(
     tmp_path: Path, key: str
@@ -1145,6 +1163,88 @@ def test_null_disables_a_key_of_automodel_in_a_file_and_in_an_override(
     expected = dataclasses.asdict(nothing.config)
     assert dataclasses.asdict(given.config) == expected
     assert dataclasses.asdict(overridden.config) == expected
+
+
+@pytest.mark.parametrize("target", [f"{TE_ADAM}\n  master_weights: true", "flashoptim.FlashAdamW"])
+def test_an_optimizer_with_master_weights_gets_weights_in_float32(
+    tmp_path: Path, target: str
+) -> None:
+    text = MODEL + f"  torch_dtype: bf16\noptimizer:\n  _target_: {target}\n"
+    loaded = load(tmp_path, text)
+    assert loaded.config.model.dtype == "float32"
+    assert loaded.config.distributed.mixed_precision == "bfloat16"
+    assert "the weights are kept in float32 (model.dtype)" in reported(loaded)
+    with_ddp = load(tmp_path, f"{text}distributed:\n  strategy: ddp\n")
+    assert with_ddp.config.distributed.mixed_precision == "bfloat16"
+    # The base of adapters is frozen, and adapters are in float32 anyway.
+    assert load(tmp_path, text + PEFT).config.model.dtype == "bfloat16"
+    for flag in ("--model.torch_dtype=bf16", "--model.dtype=bfloat16"):
+        assert load(tmp_path, text, flag).config.model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [TE_ADAM, f"{TE_ADAM}\n  master_weights: false", "flashoptim.FlashAdamW\n  master_weight_bits: null",
+     "torch.optim.AdamW"],
+)  # fmt: skip
+def test_without_master_weights_the_optimizer_updates_bfloat16(tmp_path: Path, target: str) -> None:
+    text = MODEL + f"  torch_dtype: bf16\noptimizer:\n  _target_: {target}\n"
+    assert load(tmp_path, text).config.model.dtype == "bfloat16"
+
+
+ADAM = "optimizer:\n  _target_: torch.optim.AdamW\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        (ADAM, "auto"),
+        (QWEN, "bfloat16"),
+        (QWEN + "  torch_dtype: auto\n", "bfloat16"),
+        (QWEN + "  torch_dtype: float32\n", "float32"),
+        (DISTILLED + ADAM, "float32"),
+        (DISTILLED + ADAM + MODEL + "  torch_dtype: auto\n", "float32"),
+        (DISTILLED + ADAM + MODEL + "  torch_dtype: bf16\n", "bfloat16"),
+        (DISTILLED + ADAM + PEFT, "auto"),
+    ],
+)
+def test_weights_without_a_data_type_have_that_of_automodel(
+    tmp_path: Path, text: str, dtype: str
+) -> None:
+    assert load(tmp_path, text).config.model.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("text", "theirs", "key", "expected"),
+    [
+        (PEFT + "  dim: 4\n", "peft.dim", "peft.r", 8),
+        (MODEL + "  torch_dtype: bf16\n", "model.torch_dtype", "model.dtype", "auto"),
+        ("clip_grad_norm:\n  max_norm: 2\n", "clip_grad_norm.max_norm", "clip_grad_norm", 1.0),
+        (
+            "lr_scheduler:\n  min_lr: 1e-6\noptimizer:\n  lr: 1e-3\n",
+            "lr_scheduler.min_lr",
+            "lr_scheduler.kwargs.min_lr",
+            1e-5,
+        ),
+        ("distributed:\n  ep_size: 2\n", "distributed.ep_size", "distributed.ep_size", 1),
+    ],
+)
+def test_a_null_override_is_the_default_of_a_key_of_automodel(
+    tmp_path: Path, text: str, theirs: str, key: str, expected: Any
+) -> None:
+    assert value_at(load(tmp_path, text), key) != expected
+    assert value_at(load(tmp_path, text, f"--{theirs}", "null"), key) == expected
+
+
+def test_a_null_override_of_a_limit_leaves_all_samples(tmp_path: Path) -> None:
+    text = ROWS + "  num_samples_limit: 3\n"
+    loaded = load(tmp_path, text, "--dataset.num_samples_limit", "null")
+    assert "max_samples" not in loaded.config.dataset.kwargs
+
+
+def test_a_null_override_of_an_unknown_key_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"unknown key checkpoint\.foo"):
+        load(tmp_path, "", "--checkpoint.foo", "null")
 
 
 def test_layers_per_stage_gives_a_note_only_where_it_sets_the_number_of_stages(
