@@ -40,6 +40,12 @@ from automodel_ckpt.config.automodel.rows import (
     put,
 )
 from automodel_ckpt.config.automodel.seq2seq import RECIPE as SEQ2SEQ
+from automodel_ckpt.config.automodel.unsupported import (
+    DIFFUSION,
+    diffusion_section,
+    problem_of_class,
+    problem_of_tool,
+)
 from automodel_ckpt.config.convert import members
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import annotation_at, closest, join, names_in
@@ -67,10 +73,6 @@ _PREFIXES = (
     "Diffusion",
 )
 """The beginnings of the names of AutoModel's recipe classes, which all contain the word Recipe."""
-_DIFFUSION = "TrainDiffusionRecipe"
-_NO_RECIPE = "no recipe here does this; the recipes of NeMo AutoModel that run are " + ", ".join(
-    RECIPES
-)
 
 _BRACES = re.compile(r"\$\{(?!oc\.env:)([A-Za-z_]\w*)(?=[,}])")
 _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
@@ -134,7 +136,7 @@ def class_name(root: Node) -> str | None:
     Recipes of AutoModel before 2026 have no key recipe, and those for diffusion models never have one.
     """
     if root.at("recipe") is None:
-        return _DIFFUSION if _diffusion_section(root) is not None else class_without_recipe(root)
+        return DIFFUSION if diffusion_section(root) is not None else class_without_recipe(root)
     node = root.at("recipe._target_") or root.at("recipe")
     if node is None or not isinstance(node.value, str):
         return None
@@ -144,16 +146,6 @@ def class_name(root: Node) -> str | None:
     if not package and name.startswith(_PREFIXES) and "Recipe" in name:
         return name
     return None
-
-
-def _diffusion_section(root: Node) -> Node | None:
-    """The node that shows that a file without ``recipe`` trains a diffusion model; None if it does not."""
-    section = root.at("flow_matching")
-    if section is not None:
-        return section
-    target = root.at("data.dataloader._target_")
-    name = "" if target is None else str(target.value)
-    return target if is_of_automodel(name) and ".diffusion." in name else None
 
 
 def _builds_seq2seq(target: Node | None) -> bool:
@@ -166,12 +158,13 @@ def translate(root: Node) -> Translation | None:
     """Translate a tree with overrides applied; None if it is not a recipe of AutoModel. *root* is not modified."""
     name = class_name(root)
     if name is None:
-        return None
-    diffusion = _diffusion_section(root)
-    if name == _DIFFUSION and diffusion is not None:
-        what = "diffusion models cannot be trained here"
-        hint = f"{_NO_RECIPE}; {GUIDE}"
-        return Translation(root, (), (Problem(what, diffusion.origin, name, hint),))
+        no_recipe = problem_of_tool(root)
+        return None if no_recipe is None else Translation(root, (), (no_recipe,))
+    if name not in RECIPES:
+        shown = root.at("recipe") or diffusion_section(root)
+        assert shown is not None
+        problem = problem_of_class(name, shown.origin, tuple(RECIPES))
+        return Translation(root, (), (problem,))
     source = root.copy()
     _write_nulls(source, "")
     _rename_references(source)
@@ -180,9 +173,6 @@ def translate(root: Node) -> Translation | None:
     assert isinstance(source.value, dict)
     node = source.value.pop("recipe", None) or source.at("model._target_")
     assert node is not None
-    if name not in RECIPES:
-        problem = Problem("unknown recipe", node.origin, name, f"{_NO_RECIPE}; {GUIDE}")
-        return Translation(root, (), (problem,))
     recipe = RECIPES[name]
     if recipe == "llm_finetune" and _builds_seq2seq(source.at("model._target_")):
         # AutoModel has one recipe class for both kinds of model.

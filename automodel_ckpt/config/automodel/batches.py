@@ -26,6 +26,7 @@ COLLATORS = {
     "datasets.utils.default_collater",
     "datasets.utils.seq_cls_collater",
     "datasets.utils.packed_sequence_thd_collater",
+    "datasets.utils.packed_sequence_thd_collater_vlm",
     "datasets.vlm.collate_fns.default_collate_fn",
     "datasets.vlm.collate_fns.qwen2_5_collate_fn",
     "datasets.vlm.collate_fns.qwen3_omni_collate_fn",

@@ -47,6 +47,9 @@ _SIZES_OF_GPT2 = {
     "n_head": "12",
 }
 """The sizes that AutoModel's GPT-2 takes, with their defaults."""
+_ONE_CONFIG = (
+    "use transformers.AutoConfig.from_pretrained, or a configuration class of transformers with its keys"
+)
 STUDENTS = ("distill", "vlm_distill")
 """Our recipes that distill a teacher."""
 _ONE_MODEL = "use NeMoAutoModelForCausalLM or NeMoAutoModelForImageTextToText with from_pretrained"
@@ -203,7 +206,7 @@ def _config_class(section: Section, target: str) -> None:
     config = section.take("config")
     assert config is not None
     if model_type is None:
-        section.reject("config", config, f"the class {target} is not supported", _ONE_MODEL)
+        section.reject("config", config, f"the class {target} is not supported", _ONE_CONFIG)
         return
     assert isinstance(config.value, dict)
     ours = replace(config, value={"model_type": Node(model_type, config.origin)})

@@ -189,6 +189,17 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "dataset.streaming",
         True,
     ),
+    (
+        f"{VLM}{CHAT}  tokenizer:\n    pretrained_model_name_or_path: another\n",
+        "dataset._target_",
+        "automodel_ckpt.data.vlm.conversations",
+    ),
+    (
+        f"{VLM}{CHAT}  tokenizer:\n    pretrained_model_name_or_path: another\n",
+        "tokenizer.from_pretrained",
+        None,
+    ),
+    (f"{VLM}{CHAT}  mask_history: true\n", "dataset.learn", "last"),
     (LLM, "recipe", "llm_finetune"),
     (DISTILLED, "recipe", "distill"),
     (DISTILLED, "distill.teacher.from_pretrained", "some/teacher"),
@@ -1002,7 +1013,18 @@ def test_a_degraded_key_gives_one_warning_with_its_line(
 
 
 REJECTED = [
-    ("recipe: DiffusionLMSFTRecipe\ndllm:\n  mode: mdlm\n", 1, "unknown recipe"),
+    (
+        "recipe: DiffusionLMSFTRecipe\ndllm:\n  mode: mdlm\n",
+        1,
+        "language models that generate by diffusion cannot be trained here",
+    ),
+    (
+        "recipe: TrainEagle3Recipe\nrecipe_args:\n  target_model_name_or_path: m\n",
+        1,
+        "drafters for speculative decoding cannot be trained here",
+    ),
+    ("recipe: EmbeddingDistillRecipe\n", 1, "embeddings cannot be distilled here"),
+    ("recipe: PretrainRecipeForMultimodal\n", 1, "(BAGEL) cannot be trained here"),
     (TEACHER, 1, "a teacher in this recipe is not supported"),
     (
         f"{KD}teacher_model:\n  _target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained\n",
@@ -1058,6 +1080,11 @@ REJECTED = [
         MEGATRON.replace("data/web_*", "['30', data/a, '70', data/b]"),
         3,
         "blends of Megatron's files are not supported",
+    ),
+    (
+        f"{VLM}{CHAT}  mask_reasoning_content: true\n",
+        5,
+        "reasoning without labels in this recipe is not supported",
     ),
     ("lr_scheduler:\n  lr_decay_style: WSD\n", 2, "this schedule is not supported"),
     ("lr_scheduler:\n  end_wd: 0.1\n", 2, "a schedule of the weight decay is not supported"),
@@ -1408,7 +1435,28 @@ def test_a_recipe_for_a_diffusion_model_is_one_error(tmp_path: Path, section: st
     (problem,) = caught.value.problems
     assert problem.what == "diffusion models cannot be trained here"
     assert problem.value == "TrainDiffusionRecipe" and problem.where.startswith(f"{recipe}:")
-    assert "TrainFinetuneRecipeForNextTokenPrediction" in problem.hint
+    assert "a library for diffusion models" in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("dist_env:\n  backend: nccl\nmining:\n  hard_neg_margin: 0.9\n", "mine_hard_negatives"),
+        ("recipe_args:\n  train_split: train\n", "a script that prepares data for a drafter"),
+        ("model: {checkpoint: null}\ninference:\n  height: 4\nvae: {}\n", "a script that generates"),
+        ("datasets:\n  - name: a\n", "a benchmark of drafters"),
+    ],
+)
+def test_the_settings_of_a_script_of_automodel_are_one_error(
+    tmp_path: Path, text: str, what: str
+) -> None:
+    recipe = tmp_path / "theirs.yaml"
+    recipe.write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, [])
+    (problem,) = caught.value.problems
+    assert "this file is no recipe" in problem.what and what in problem.what
+    assert problem.where.startswith(f"{recipe}:")
 
 
 def test_only_recipes_of_automodel_are_converted(tmp_path: Path) -> None:
