@@ -321,7 +321,6 @@ STEPS = (
     Key("ckpt_every_steps", default="100"),
     NoEffect(
         "gc_every_steps",
-        "log_remote_every_steps",
         "loss_average_window_steps",
         "start_step",
         "start_epoch",

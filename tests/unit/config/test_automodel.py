@@ -200,6 +200,24 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         None,
     ),
     (f"{VLM}{CHAT}  mask_history: true\n", "dataset.learn", "last"),
+    (
+        "step_scheduler:\n  log_remote_every_steps: 5\nwandb:\n  project: p\n",
+        "logging.log_every_steps",
+        5,
+    ),
+    ("step_scheduler:\n  log_remote_every_steps: 5\n", "logging.log_every_steps", None),
+    (
+        (
+            f"dataset:\n  _target_: {DATA}.llm.column_mapped_text_instruction_iterable_dataset."
+            "ColumnMappedTextInstructionIterableDataset\n  path_or_dataset_id: rows.jsonl\n"
+            "  column_mapping:\n    question: q\n    answer: a\n"
+        ),
+        "dataloader.shuffle",
+        False,
+    ),
+    (NANOGPT, "dataloader.shuffle", False),
+    (NANOGPT + "dataloader:\n  shuffle: true\n", "dataloader.shuffle", True),
+    (LLM, "dataloader.shuffle", True),
     (LLM, "recipe", "llm_finetune"),
     (DISTILLED, "recipe", "distill"),
     (DISTILLED, "distill.teacher.from_pretrained", "some/teacher"),
@@ -965,6 +983,11 @@ DEGRADED = [
         MODEL + "  num_nextn_predict_layers: 1\ndistributed:\n  pp_size: 2\n",
         ":4: model.num_nextn_predict_layers 1",
         "without multi-token prediction, because of distributed.pp_size",
+    ),
+    (
+        "dataloader:\n  batch_size: 4\nstep_scheduler:\n  local_batch_size: 2\n",
+        ":2: dataloader.batch_size 4",
+        "step_scheduler.local_batch_size is used",
     ),
     (PEFT + "  lora_A_init: xavier\n", ":3: peft.lora_A_init xavier", "Kaiming"),
     (
