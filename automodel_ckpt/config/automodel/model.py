@@ -14,6 +14,7 @@ from automodel_ckpt.config.automodel.rows import (
     Steps,
     above_1,
     apply_rows,
+    is_enabled,
     is_of_automodel,
     is_true,
     take_target,
@@ -47,9 +48,7 @@ _SIZES_OF_GPT2 = {
     "n_head": "12",
 }
 """The sizes that AutoModel's GPT-2 takes, with their defaults."""
-_ONE_CONFIG = (
-    "use transformers.AutoConfig.from_pretrained, or a configuration class of transformers with its keys"
-)
+_ONE_CONFIG = "use transformers.AutoConfig.from_pretrained, or a configuration class of transformers with its keys"
 STUDENTS = ("distill", "vlm_distill")
 """Our recipes that distill a teacher."""
 _ONE_MODEL = "use NeMoAutoModelForCausalLM or NeMoAutoModelForImageTextToText with from_pretrained"
@@ -73,8 +72,6 @@ MODEL = (
         "transformers does not have this attention; its default is used",
         when=lambda node: node.value in _BACKENDS,
     ),
-    Degraded("backend.fake_balanced_gate", _ROUTING),
-    Degraded("backend.te_fp8", _NO_TE_FP8),
     NoEffect(
         "backend",
         "use_liger_kernel",
@@ -121,11 +118,22 @@ def model(section: Section) -> None:
     _dequantized(section)
     name_of_model(section, from_config=found is not None and found["method"] == "from_config")
     router_loss(section)
+    _backend(section)
     apply_rows(MODEL, section)
     _default_dtype(section, from_config=found is not None and found["method"] == "from_config")
     remote_code(section)
     further_tokens(section)
     overrides(section)
+
+
+def _backend(section: Section) -> None:
+    """Warn of what AutoModel's layers compute differently. The rest of the section selects its kernels."""
+    for name, text in (("fake_balanced_gate", _ROUTING), ("te_fp8", _NO_TE_FP8)):
+        key = f"backend.{name}"
+        node = section.peek(key)
+        if node is not None and is_enabled(node):
+            section.take(key)
+            section.degraded(key, node, text)
 
 
 def _default_dtype(section: Section, *, from_config: bool) -> None:

@@ -314,10 +314,11 @@ def _decay(section: Section, style: Node, lowest: Node | None) -> None:
     section.put("kwargs.power", Node("1.0", style.origin))
 
 
+EPOCHS = Key("num_epochs", default="10")
 STEPS = (
     Key("global_batch_size", default="32"),
     Key("max_steps"),
-    Key("num_epochs", default="10"),
+    EPOCHS,
     Key("ckpt_every_steps", default="100"),
     NoEffect(
         "gc_every_steps",
@@ -335,13 +336,21 @@ def steps(section: Section) -> None:
     if has_stages and size is not None and not size.is_flag:
         NoEffect("local_batch_size").apply(section)
     Key("local_batch_size").apply(section)
-    apply_rows(STEPS, section)
+    is_repeated = _is_repeated(section)
+    if is_repeated:
+        _drop_epochs(section)
+    apply_rows([row for row in STEPS if not (is_repeated and row == EPOCHS)], section)
     # Without either, AutoModel trains for 10 epochs, also if both keys are null in the file.
     ours = section.work.result
     if not any(ours.at(f"step_scheduler.{name}") for name in ("num_epochs", "max_steps")):
         section.put_default("num_epochs", "10")
-    every_epoch = section.take("save_checkpoint_every_epoch")
-    if every_epoch is not None:
+    every_epoch = section.take("save_checkpoint_every_epoch", is_ours=False)
+    if is_repeated:
+        # All steps are one epoch there, whose end is the end of the run.
+        section.put_default("ckpt_every_epochs", "null")
+        if every_epoch is not None:
+            section.no_effect("save_checkpoint_every_epoch", every_epoch)
+    elif every_epoch is not None:
         # Null steps mean the steps of an epoch.
         has_steps = ours.at("step_scheduler.ckpt_every_steps") is not None
         value = "1" if is_true(every_epoch) or not has_steps else "null"
@@ -357,6 +366,32 @@ def steps(section: Section) -> None:
         Key("val_every_steps").apply(section)
     else:
         NoEffect("val_every_steps").apply(section)
+
+
+def _is_repeated(section: Section) -> bool:
+    """Whether AutoModel repeats the training data until ``max_steps``, whatever the number of epochs is.
+
+    Its streams never end, and Megatron's samples are as many as the steps need (``megatron_dataset.py``).
+    """
+    target = section.work.result.at("dataset._target_")
+    is_megatron = target is not None and str(target.value).endswith(".token_files.megatron")
+    is_stream = is_true(section.work.result.at("dataset.streaming"))
+    steps = section.peek("max_steps")
+    return (is_megatron or is_stream) and steps is not None and not steps.is_null
+
+
+def _drop_epochs(section: Section) -> None:
+    """Leave the number of epochs out of a recipe whose data are repeated, unless a flag of the command states it."""
+    node = section.peek("num_epochs")
+    if node is not None and node.is_flag:
+        section.take("num_epochs")
+        section.put("num_epochs", node)
+        return
+    section.take("num_epochs")
+    section.put_default("num_epochs", "null")
+    if node is not None:
+        text = "max_steps ends the run; the data are repeated until then, as in AutoModel"
+        section.note("num_epochs", node, text)
 
 
 def _has_validation(section: Section) -> bool:

@@ -215,6 +215,16 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "dataloader.shuffle",
         False,
     ),
+    (MEGATRON + "step_scheduler:\n  max_steps: 3\n", "step_scheduler.num_epochs", None),
+    (
+        MEGATRON + "step_scheduler:\n  max_steps: 3\n  num_epochs: 1\n",
+        "step_scheduler.num_epochs",
+        None,
+    ),
+    (MEGATRON + "step_scheduler:\n  num_epochs: 1\n", "step_scheduler.num_epochs", 1),
+    (MEGATRON + "step_scheduler:\n  max_steps: 3\n", "step_scheduler.ckpt_every_epochs", None),
+    (MEGATRON, "step_scheduler.ckpt_every_epochs", 1),
+    (NANOGPT + "step_scheduler:\n  max_steps: 3\n", "step_scheduler.num_epochs", 10),
     (NANOGPT, "dataloader.shuffle", False),
     (NANOGPT + "dataloader:\n  shuffle: true\n", "dataloader.shuffle", True),
     (LLM, "dataloader.shuffle", True),
@@ -1160,6 +1170,8 @@ OVERRIDES: list[tuple[str, list[str], str, Any]] = [
     ("", ["--checkpoint.save_consolidated", "final"], "checkpoint.save_consolidated", "final"),
     ("", ["--step_scheduler.max_steps", "5"], "step_scheduler.max_steps", 5),
     ("", ["--step_scheduler.num_epochs", "null"], "step_scheduler.num_epochs", None),
+    (MEGATRON + "step_scheduler:\n  max_steps: 3\n", ["--step_scheduler.num_epochs", "2"],
+     "step_scheduler.num_epochs", 2),
     (PEFT, ["--peft.dim", "2"], "peft.r", 2),
     (PEFT + "  dim: 4\n", ["--peft.r", "2"], "peft.r", 2),
     (PEFT, ["--peft", "null"], "peft", None),
@@ -1466,7 +1478,10 @@ def test_a_recipe_for_a_diffusion_model_is_one_error(tmp_path: Path, section: st
     [
         ("dist_env:\n  backend: nccl\nmining:\n  hard_neg_margin: 0.9\n", "mine_hard_negatives"),
         ("recipe_args:\n  train_split: train\n", "a script that prepares data for a drafter"),
-        ("model: {checkpoint: null}\ninference:\n  height: 4\nvae: {}\n", "a script that generates"),
+        (
+            "model: {checkpoint: null}\ninference:\n  height: 4\nvae: {}\n",
+            "a script that generates",
+        ),
         ("datasets:\n  - name: a\n", "a benchmark of drafters"),
     ],
 )
