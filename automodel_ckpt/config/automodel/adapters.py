@@ -80,7 +80,11 @@ def freeze(section: Section) -> None:
         if node is not None:
             given.append(name)
         if node is not None and name == "freeze_embeddings":
-            section.note(name, node, "frozen here; AutoModel ignores this key")
+            text = (
+                "frozen here, with an output layer that is tied to them; AutoModel ignores this key: set it to false "
+                "to train them, as there"
+            )
+            section.note(name, node, text)
         origin = AUTOMODEL_DEFAULT if node is None else node.origin
         for module in modules:
             pattern = module if has_adapters else f"{module}.*"
