@@ -1544,6 +1544,7 @@ def test_the_tool_counts_accepted_recipes_and_groups_rejections_by_cause(
         + ROWS
         + "fp8:\n  enabled: true\n  enable_fsdp_float8_all_gather: true\n",
         "unknown_argument": LLM + MODEL + ROWS + "  unheard_of: 1\n",
+        "unknown_setting": LLM + QWEN + "    hidden_sise: 16\n" + ROWS,
         "first": LLM + MODEL + ROWS + "embedding_row_repair:\n  max_rows: 3\n",
         "second": LLM + MODEL + ROWS + "embedding_row_repair:\n  max_rows: 4\n",
     }
@@ -1551,7 +1552,8 @@ def test_the_tool_counts_accepted_recipes_and_groups_rejections_by_cause(
         (tmp_path / f"{name}.yaml").write_text(text)
     automodel_recipes.main(["--files", str(tmp_path)])
     printed = capsys.readouterr().out
-    assert "2 of 5 recipes are accepted, 1 of them with a warning" in printed
+    assert "   1 qwen3_moe models have no setting 'hidden_sise' (16)" in printed
+    assert "2 of 6 recipes are accepted, 1 of them with a warning" in printed
     assert "   2 embedding_row_repair: repair of embedding rows is not supported" in printed
     assert "   1 unknown key dataset.unheard_of (1)" in printed
     assert "first.yaml:8: embedding_row_repair" in printed
