@@ -3,8 +3,9 @@
     python -m tools.automodel_recipes ~/Automodel/examples/llm_finetune ~/Automodel/examples/vlm_finetune
 
 Each file is loaded as ``ckpt-train FILE --print-config`` does. Then every ``_target_`` is imported and its arguments
-are checked against its signature, as before training. Nothing is downloaded: whether a model or a data set exists on
-the Hub is not checked. A file counts as accepted if both succeed. ``--trust`` is the flag of ckpt-train.
+are checked against its signature, as before training, and so is a configuration of the model that is written in the
+file. Nothing is downloaded: whether a model or a data set exists on the Hub is not checked. A file counts as accepted
+if all of this succeeds. ``--trust`` is the flag of ckpt-train.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.config.automodel.notices import Notice
-from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.load import LoadedRecipe, load_recipe
+from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.config.target_checks import check_targets
 from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.errors import AutomodelError, Problem
+from automodel_ckpt.models.config_reading import load_model_config
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,17 @@ def check(path: Path, trust: Trust) -> Result:
     try:
         loaded = load_recipe(path)
         check_targets(loaded, trust)
+        check_written_config(loaded)
     except AutomodelError as error:
         return Result(path, problems=error.problems)
     return Result(path, loaded.notices)
+
+
+def check_written_config(loaded: LoadedRecipe) -> None:
+    """Raise :class:`RecipeError` if transformers does not have a setting that ``model.from_config`` writes out."""
+    model = loaded.config.model
+    if isinstance(model, ModelConfig) and isinstance(model.from_config, dict):
+        load_model_config(from_config=model.from_config, overrides=model.config_overrides)
 
 
 def recipes_in(folders: Sequence[Path]) -> list[Path]:

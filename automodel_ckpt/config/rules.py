@@ -54,6 +54,7 @@ AT_LEAST_0 = Rule(lambda number: number >= 0, "0 or more")
 SEED = Rule(lambda number: 0 <= number < 2**63, "from 0 to 2^63 - 1")
 AT_LEAST_1 = Rule(lambda number: number >= 1, "1 or more")
 AT_LEAST_2 = Rule(lambda number: number >= 2, "2 or more")
+AT_LEAST_0_OR_AUTO = Rule(lambda value: value == "auto" or value >= 0, "0 or more, or auto")
 AT_LEAST_1_OR_AUTO = Rule(lambda value: value == "auto" or value >= 1, "1 or more, or auto")
 UP_TO_2 = Rule(lambda number: 0 <= number <= 2, "0, 1 or 2")
 # nan is rejected as well, because it compares false with every number.

@@ -32,6 +32,7 @@ from automodel_ckpt.models.repository import (
 from automodel_ckpt.models.vision import image_settings
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OLDER_ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 _MAIN_REVISION = RepositoryOptions()
 
 
@@ -220,9 +221,11 @@ def _check_known(settings: Mapping[str, Any], default: PreTrainedConfig) -> None
     """
     names = {*vars(default), *type(default).attribute_map}
     known = {name for name in names if not name.startswith("_")}
+    # transformers moves these into rope_parameters, because config.json had them before version 5.
+    older = _OLDER_ROTARY if hasattr(default, "rope_parameters") else ()
     problems = []
     for name, value in settings.items():
-        if not hasattr(default, name):
+        if not hasattr(default, name) and name not in older:
             what = f"{default.model_type} models have no setting {name!r}"
             where = f"model.from_config.{name}"
             problems.append(Problem(what, where, value, did_you_mean(name, known)))

@@ -26,12 +26,31 @@ class RouterSettings:
 
 def router_settings(model: nn.Module) -> RouterSettings | None:
     """The settings of a transformers model whose config asks for the loss (``output_router_logits``); else None."""
+    text = _text_config(model)
+    return _stated(text) if getattr(text, "output_router_logits", False) else None
+
+
+def unused_coefficient(model: nn.Module) -> float | None:
+    """The coefficient in the config of a mixture of experts whose config does not ask for the loss; else None."""
+    text = _text_config(model)
+    settings = _stated(text)
+    if settings is None or getattr(text, "output_router_logits", None) is not False:
+        return None
+    return settings.coefficient
+
+
+def _text_config(model: nn.Module) -> Any:
+    """The config of the language model; None if *model* has no config."""
     config = getattr(model, "config", None)
     get_text_config = getattr(config, "get_text_config", None)
-    text = get_text_config() if get_text_config is not None else config
+    return get_text_config() if get_text_config is not None else config
+
+
+def _stated(text: Any) -> RouterSettings | None:
+    """The settings in the config *text* of a language model; None if it has no coefficient, or no experts."""
     coefficient = getattr(text, "router_aux_loss_coef", None)
     top_k = getattr(text, "num_experts_per_tok", None)
-    if not getattr(text, "output_router_logits", False) or not coefficient or not top_k:
+    if not coefficient or not top_k:
         return None
     return RouterSettings(float(coefficient), int(top_k))
 

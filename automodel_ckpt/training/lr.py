@@ -17,6 +17,7 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger("automodel_ckpt")
 
+_MAX_AUTOMATIC_WARMUP = 1000
 _FILLED = frozenset({"optimizer", "last_epoch", "num_warmup_steps", "num_training_steps"})
 
 
@@ -25,7 +26,7 @@ def build_schedule(
     name: str,
     *,
     total_steps: int | None,
-    warmup_steps: int | None = None,
+    warmup_steps: int | str | None = None,
     warmup_ratio: float | None = None,
     warmup_from: float = 0.0,
     decay_steps: int | None = None,
@@ -34,9 +35,10 @@ def build_schedule(
 ) -> LRScheduler:
     """Build the schedule *name* over *decay_steps* (default: *total_steps*), which include the warm-up.
 
-    The warm-up begins at the fraction *warmup_from* of the rate. With *warns*, a warm-up that is longer than the
-    run is logged. Raises :class:`RecipeError` if the schedule requires an unknown length (a stream without max_steps),
-    or does not accept *kwargs*.
+    *warmup_steps* is a number, or ``auto``: a tenth of *total_steps*, rounded down, and at most 1000. The warm-up
+    begins at the fraction *warmup_from* of the rate. With *warns*, a warm-up that is longer than the run is logged.
+    Raises :class:`RecipeError` if the schedule requires an unknown length (a stream without max_steps), or does not
+    accept *kwargs*.
     """
     # Imported here, because these modules import half of transformers' trainer and peft.
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
@@ -53,14 +55,20 @@ def build_schedule(
         _check_all_used(name, {"decay_steps": decay_steps})
     accepted = {key: p for key, p in parameters.items() if key not in _FILLED}
     _check_kwargs(name, kwargs or {}, accepted)
-    if length is None and (decays or warmup_ratio is not None):
+    is_unknown = length is None and (decays or warmup_ratio is not None)
+    if is_unknown or (warmup_steps == "auto" and total_steps is None):
         raise RecipeError(
             "this schedule requires the number of steps, which the data set does not define",
             where="lr_scheduler.name",
             value=name,
             hint="set step_scheduler.max_steps or lr_scheduler.decay_steps, or use the schedule constant",
         )
-    warmup = warmup_steps or 0
+    warmup = 0
+    if warmup_steps == "auto":
+        assert total_steps is not None
+        warmup = min(_MAX_AUTOMATIC_WARMUP, total_steps // 10)
+    elif warmup_steps is not None:
+        warmup = int(warmup_steps)
     if warmup_ratio is not None and length is not None:
         warmup = round(warmup_ratio * length)
     if warns and total_steps is not None and warmup >= total_steps > 1:

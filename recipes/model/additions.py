@@ -23,6 +23,7 @@ from automodel_ckpt.models.routers import (
     check_router_loss,
     check_stages_with_routers,
     router_settings,
+    unused_coefficient,
 )
 from automodel_ckpt.recipes.model.request import ModelRequest
 from automodel_ckpt.recipes.model.sections import balancing_scope
@@ -46,6 +47,7 @@ def choose_router_settings(request: ModelRequest, model: nn.Module) -> RouterSet
                 value=scope,
                 hint="set output_router_logits: true in the model's config, or remove the key",
             )
+        _log_unused_loss(request, model)
         return None
     if not scope or not request.is_trained:
         return None
@@ -56,6 +58,17 @@ def choose_router_settings(request: ModelRequest, model: nn.Module) -> RouterSet
         return None
     check_stages_with_routers(request.layout.sizes.pp)
     return settings
+
+
+def _log_unused_loss(request: ModelRequest, model: nn.Module) -> None:
+    """Log that a mixture of experts is trained without the loss for which its config has a coefficient."""
+    coefficient = unused_coefficient(model)
+    if coefficient is not None and request.is_trained and balancing_scope(request.config.model):
+        log.info(
+            "no load balancing loss of the router (coefficient %g): output_router_logits is false in the model's "
+            "config; model.config_overrides can set it",
+            coefficient,
+        )
 
 
 def build_router_loss(

@@ -375,11 +375,15 @@ def _schedule_factor(
     numbers: dict[str, float] = {}
     kwargs: dict[str, float] = {}
     for key, text in section.items():
-        if key in _SCHEDULE_NUMBERS and text not in ("null", ""):
+        if key in _SCHEDULE_NUMBERS and text not in ("null", "auto", ""):
             numbers[key] = float(text)
         elif key.startswith("kwargs."):
             kwargs[key.partition(".")[2]] = float(text)
-    warmup_steps = numbers.get("warmup_steps")
+    warmup_steps: int | str | None = None
+    if "warmup_steps" in numbers:
+        warmup_steps = int(numbers["warmup_steps"])
+    elif section.get("warmup_steps") == "auto":
+        warmup_steps = "auto"
     decay_steps = numbers.get("decay_steps")
     # Any optimizer: only the factors of its schedule are used.
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
@@ -387,7 +391,7 @@ def _schedule_factor(
         optimizer,
         section["name"],
         total_steps=planned_steps,
-        warmup_steps=None if warmup_steps is None else int(warmup_steps),
+        warmup_steps=warmup_steps,
         decay_steps=None if decay_steps is None else int(decay_steps),
         warmup_ratio=numbers.get("warmup_ratio"),
         warmup_from=numbers.get("warmup_from", 0.0),

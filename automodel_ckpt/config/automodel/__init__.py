@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from automodel_ckpt.config.automodel import (
     adapters,
@@ -39,7 +40,15 @@ from automodel_ckpt.config.automodel.rows import (
     put,
 )
 from automodel_ckpt.config.automodel.seq2seq import RECIPE as SEQ2SEQ
-from automodel_ckpt.config.schema_keys import closest, join, names_in
+from automodel_ckpt.config.automodel.unsupported import (
+    DIFFUSION,
+    diffusion_section,
+    problem_of_class,
+    problem_of_tool,
+)
+from automodel_ckpt.config.convert import members
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import annotation_at, closest, join, names_in
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 
@@ -64,10 +73,6 @@ _PREFIXES = (
     "Diffusion",
 )
 """The beginnings of the names of AutoModel's recipe classes, which all contain the word Recipe."""
-_DIFFUSION = "TrainDiffusionRecipe"
-_NO_RECIPE = "no recipe here does this; the recipes of NeMo AutoModel that run are " + ", ".join(
-    RECIPES
-)
 
 _BRACES = re.compile(r"\$\{(?!oc\.env:)([A-Za-z_]\w*)(?=[,}])")
 _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
@@ -131,7 +136,7 @@ def class_name(root: Node) -> str | None:
     Recipes of AutoModel before 2026 have no key recipe, and those for diffusion models never have one.
     """
     if root.at("recipe") is None:
-        return _DIFFUSION if _diffusion_section(root) is not None else class_without_recipe(root)
+        return DIFFUSION if diffusion_section(root) is not None else class_without_recipe(root)
     node = root.at("recipe._target_") or root.at("recipe")
     if node is None or not isinstance(node.value, str):
         return None
@@ -141,16 +146,6 @@ def class_name(root: Node) -> str | None:
     if not package and name.startswith(_PREFIXES) and "Recipe" in name:
         return name
     return None
-
-
-def _diffusion_section(root: Node) -> Node | None:
-    """The node that shows that a file without ``recipe`` trains a diffusion model; None if it does not."""
-    section = root.at("flow_matching")
-    if section is not None:
-        return section
-    target = root.at("data.dataloader._target_")
-    name = "" if target is None else str(target.value)
-    return target if is_of_automodel(name) and ".diffusion." in name else None
 
 
 def _builds_seq2seq(target: Node | None) -> bool:
@@ -163,22 +158,21 @@ def translate(root: Node) -> Translation | None:
     """Translate a tree with overrides applied; None if it is not a recipe of AutoModel. *root* is not modified."""
     name = class_name(root)
     if name is None:
-        return None
-    diffusion = _diffusion_section(root)
-    if name == _DIFFUSION and diffusion is not None:
-        what = "diffusion models cannot be trained here"
-        hint = f"{_NO_RECIPE}; {GUIDE}"
-        return Translation(root, (), (Problem(what, diffusion.origin, name, hint),))
+        no_recipe = problem_of_tool(root)
+        return None if no_recipe is None else Translation(root, (), (no_recipe,))
+    if name not in RECIPES:
+        shown = root.at("recipe") or diffusion_section(root)
+        assert shown is not None
+        problem = problem_of_class(name, shown.origin, tuple(RECIPES))
+        return Translation(root, (), (problem,))
     source = root.copy()
+    _write_nulls(source, "")
     _rename_references(source)
     modernize(source)
     original = source.copy()
     assert isinstance(source.value, dict)
     node = source.value.pop("recipe", None) or source.at("model._target_")
     assert node is not None
-    if name not in RECIPES:
-        problem = Problem("unknown recipe", node.origin, name, f"{_NO_RECIPE}; {GUIDE}")
-        return Translation(root, (), (problem,))
     recipe = RECIPES[name]
     if recipe == "llm_finetune" and _builds_seq2seq(source.at("model._target_")):
         # AutoModel has one recipe class for both kinds of model.
@@ -195,6 +189,28 @@ def translate(root: Node) -> Translation | None:
         tuple(work.unknown),
         frozenset(work.known),
     )
+
+
+def _write_nulls(section: Node, key: str) -> None:
+    """Treat the null flags of keys that only AutoModel has as nulls in the file: these keys are then missing.
+
+    A null flag of a key that is null or not in this program, too, stays, because null can differ from no key.
+    """
+    for name, node in section.children():
+        full = join(key, name)
+        if isinstance(node.value, dict):
+            _write_nulls(node, full)
+            continue
+        if not node.is_null or not node.is_flag:
+            continue
+        if annotation_at(RecipeConfig, full) is None or _needs_a_value(full):
+            node.origin = f"override {node.origin}"
+
+
+def _needs_a_value(key: str) -> bool:
+    """Whether a dotted key of this program cannot be null; false for the arguments of plug-ins."""
+    annotation = annotation_at(RecipeConfig, key)
+    return annotation not in (None, Any) and type(None) not in members(annotation)
 
 
 def _rename_references(node: Node) -> None:
@@ -217,6 +233,8 @@ def _keep_the_rest(work: Work, section: Node, original: Node, key: str) -> None:
         before = original.at(name) or node
         if full in ONLY_THEIRS:
             _reject_the_rest(work, node, full)
+            continue
+        if node.is_null and not node.is_flag and found is None and _needs_a_value(full):
             continue
         # A section that the translation emptied is left out; one that is empty in the file is not.
         if isinstance(node.value, dict) and not node.value and before.value:

@@ -50,7 +50,7 @@ PEFT = (
     Degraded(
         "lora_A_init",
         "peft's default initialization is used (Kaiming uniform for A, zeros for B)",
-        when=lambda node: node.value != "kaiming",
+        when=lambda node: node.value == "xavier",
     ),
     Degraded("moe_rank_scaling", "all layers get the same rank"),
 )
@@ -80,7 +80,11 @@ def freeze(section: Section) -> None:
         if node is not None:
             given.append(name)
         if node is not None and name == "freeze_embeddings":
-            section.note(name, node, "frozen here; AutoModel ignores this key")
+            text = (
+                "frozen here, with an output layer that is tied to them; AutoModel ignores this key: set it to false "
+                "to train them, as there"
+            )
+            section.note(name, node, text)
         origin = AUTOMODEL_DEFAULT if node is None else node.origin
         for module in modules:
             pattern = module if has_adapters else f"{module}.*"

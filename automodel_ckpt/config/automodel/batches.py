@@ -26,6 +26,7 @@ COLLATORS = {
     "datasets.utils.default_collater",
     "datasets.utils.seq_cls_collater",
     "datasets.utils.packed_sequence_thd_collater",
+    "datasets.utils.packed_sequence_thd_collater_vlm",
     "datasets.vlm.collate_fns.default_collate_fn",
     "datasets.vlm.collate_fns.qwen2_5_collate_fn",
     "datasets.vlm.collate_fns.qwen3_omni_collate_fn",
@@ -57,10 +58,31 @@ DATALOADER = (
 
 def dataloader(section: Section) -> None:
     """Translate the data loader of the training data."""
-    if section.node is None:
-        return
-    collator(section, "dataset")
-    apply_rows(DATALOADER, section)
+    if section.node is not None:
+        collator(section, "dataset")
+        _batch_size(section)
+        apply_rows(DATALOADER, section)
+    if _is_stream(section) and section.work.result.at("dataloader.shuffle") is None:
+        section.put_default("shuffle", "false")
+
+
+def _batch_size(section: Section) -> None:
+    """Warn of a size of micro-batches that differs from the one with which AutoModel computes the accumulation."""
+    node = section.peek("batch_size")
+    size = value_of(node)
+    local = value_of(section.work.source.at("step_scheduler.local_batch_size"))
+    if node is not None and isinstance(size, int) and size != (1 if local is None else local):
+        section.take("batch_size")
+        text = "step_scheduler.local_batch_size is used, so that steps have the global batch size"
+        section.degraded("batch_size", node, text)
+
+
+def _is_stream(section: Section) -> bool:
+    """Whether the training data are read in order, which AutoModel does not shuffle unless the recipe says so."""
+    result = section.work.result
+    target = result.at("dataset._target_")
+    is_nanogpt = target is not None and str(target.value).endswith(".token_files.nanogpt")
+    return is_nanogpt or is_true(result.at("dataset.streaming"))
 
 
 def validation_dataloader(section: Section) -> None:

@@ -28,8 +28,6 @@ BENCHMARK = (
     NoEffect("nsys_end", "nsys_ranks", "num_nodes"),
 )
 IGNORED = NoEffect("validation_dataset", "validation_dataloader")
-_ROUTING = "the router chooses experts by its weights; with random ones the load is nearly equal"
-MODEL = (Degraded("backend.fake_balanced_gate", _ROUTING),)
 
 
 def _is_step(node: Node) -> bool:
@@ -45,7 +43,6 @@ def benchmark(section: Section) -> None:
         NoEffect("benchmark").apply(top)
         return
     IGNORED.apply(top)
-    apply_rows(MODEL, section.work.section("model"))
     # A benchmark without settings is one too.
     top.put("throughput", Node({}, section.origin or AUTOMODEL_DEFAULT))
     apply_rows(BENCHMARK, section)

@@ -9,6 +9,7 @@ from automodel_ckpt.config.automodel.preprocessors import name_of_model
 from automodel_ckpt.config.automodel.rows import (
     AUTOMODEL_DEFAULT,
     Key,
+    Needs,
     NoEffect,
     Section,
     Steps,
@@ -211,7 +212,13 @@ def pack_size(section: Section) -> Node | None:
 
 
 def tokenizer_of_data(section: Section) -> None:
-    """Translate the tokenizer of the training data, which AutoModel uses instead of the model's."""
+    """Translate the tokenizer of the training data, which AutoModel uses instead of the model's.
+
+    Its recipes for vision-language models ignore it.
+    """
+    if section.work.has_images:
+        NoEffect("tokenizer").apply(section)
+        return
     inner = section.inner("tokenizer", to="tokenizer")
     name = inner.peek("pretrained_model_name_or_path")
     model = name_of_model(section)
@@ -265,6 +272,25 @@ CONVERSATION = (
     LENGTH,
     TOKENIZER,
 )
+_TEXT_ONLY = "use the recipe TrainFinetuneRecipeForNextTokenPrediction, or remove the key"
+CONVERSATION_WITHOUT_IMAGES = (
+    Steps(conversation_text, ("path_or_dataset_id", "dataset_name", "path")),
+    SPLIT,
+    Key("name"),
+    Key("chat_template"),
+    Needs("mask_reasoning_content", "reasoning without labels in this recipe", _TEXT_ONLY),
+    Needs("drop_history_reasoning_content", "removal of reasoning in this recipe", _TEXT_ONLY),
+    Needs("trim_incomplete_last_turn", "removal of last turns in this recipe", _TEXT_ONLY),
+    Needs("filter_no_assistant", "a filter of conversations in this recipe", _TEXT_ONLY),
+    Needs("truncate_history", "removal of first messages in this recipe", _TEXT_ONLY),
+    Needs("revision", "a revision of the data in this recipe", "download it, and name the files"),
+    NoEffect("shuffle_seed", "start_of_turn_token", "unshifted", "skip_invalid_samples", "fp8"),
+    LIMIT,
+    LABELS,
+    LENGTH,
+    TOKENIZER,
+)
+"""Rows for conversations as text on which a vision-language model is trained."""
 IMAGES = (
     Key("path_or_dataset", "path"),
     Key("path_or_dataset_id", "path"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from automodel_ckpt.config.automodel.dataset_rows import (
     CONVERSATION,
+    CONVERSATION_WITHOUT_IMAGES,
     IMAGES,
     LABELED,
     LABELS,
@@ -38,6 +39,7 @@ from automodel_ckpt.config.yaml_tree import Node
 
 _DATASETS = "nemo_automodel.components.datasets."
 _OURS = "automodel_ckpt.data."
+_CHAT = "chat.messages"
 OTHER_DATA = (
     "write the data as JSON lines and use automodel_ckpt.data.chat.messages, "
     "automodel_ckpt.data.text.prompt_completion or automodel_ckpt.data.vlm.conversations"
@@ -102,8 +104,8 @@ DATASETS: dict[str, Builder] = {
         ),
         (("streaming", "true"),),
     ),
-    "llm.chat_dataset.ChatDataset": Builder("chat.messages", CONVERSATION),
-    "llm.agent_chat.make_agent_chat_dataset": Builder("chat.messages", CONVERSATION),
+    "llm.chat_dataset.ChatDataset": Builder(_CHAT, CONVERSATION),
+    "llm.agent_chat.make_agent_chat_dataset": Builder(_CHAT, CONVERSATION),
     "llm.xlam.make_xlam_dataset": Builder(
         "function_calls.xlam",
         (Key("dataset_name", "path"), SPLIT, LIMIT_OF_SPLIT, NoEffect("fp8"), LENGTH, TOKENIZER),
@@ -229,6 +231,8 @@ def dataset(section: Section) -> None:
         return
     name = take_target(section).removeprefix(_DATASETS)
     builder = DATASETS.get(name) or IN_PACKAGES.get(name)
+    if builder is not None and builder.ours == _CHAT and section.work.has_images:
+        builder = Builder("vlm.conversations", CONVERSATION_WITHOUT_IMAGES)
     if builder is None:
         feature = "this data set"
         for prefix, described in FEATURES.items():

@@ -14,6 +14,7 @@ from automodel_ckpt.config.automodel.rows import (
     Steps,
     above_1,
     apply_rows,
+    is_enabled,
     is_of_automodel,
     is_true,
     take_target,
@@ -47,14 +48,24 @@ _SIZES_OF_GPT2 = {
     "n_head": "12",
 }
 """The sizes that AutoModel's GPT-2 takes, with their defaults."""
+_ONE_CONFIG = "use transformers.AutoConfig.from_pretrained, or a configuration class of transformers with its keys"
+STUDENTS = ("distill", "vlm_distill")
+"""Our recipes that distill a teacher."""
 _ONE_MODEL = "use NeMoAutoModelForCausalLM or NeMoAutoModelForImageTextToText with from_pretrained"
 
+_ROUTER_LOSS = (
+    "the loss is computed over the experts of all layers together; AutoModel adds one loss per layer, each divided by "
+    "the experts per token. For the same strength, multiply by layers / experts per token"
+)
+_ROUTING = "the router chooses experts by its weights; with random ones the load is nearly equal"
+_NO_TE_FP8 = (
+    "matrix products are computed in bfloat16; fp8.recipe computes those of linear layers in FP8"
+)
 _BACKENDS = ("te", "ffpa", "magi", "cudnn", "tilelang")
 """Attention implementations of AutoModel that transformers does not have."""
 
 MODEL = (
     Key("torch_dtype", "dtype", words=DTYPES),
-    Key("router_aux_loss_coef", "config_overrides.router_aux_loss_coef"),
     Key("num_labels", where="classification.num_labels"),
     Degraded(
         "attn_implementation",
@@ -106,12 +117,43 @@ def model(section: Section) -> None:
     _keep_attention(section)
     _dequantized(section)
     name_of_model(section, from_config=found is not None and found["method"] == "from_config")
+    router_loss(section)
+    _backend(section)
     apply_rows(MODEL, section)
-    if section.work.result.at("model.dtype") is None:
-        section.put_default("dtype", "auto")
+    _default_dtype(section, from_config=found is not None and found["method"] == "from_config")
     remote_code(section)
     further_tokens(section)
     overrides(section)
+
+
+def _backend(section: Section) -> None:
+    """Warn of what AutoModel's layers compute differently. The rest of the section selects its kernels."""
+    for name, text in (("fake_balanced_gate", _ROUTING), ("te_fp8", _NO_TE_FP8)):
+        key = f"backend.{name}"
+        node = section.peek(key)
+        if node is not None and is_enabled(node):
+            section.take(key)
+            section.degraded(key, node, text)
+
+
+def _default_dtype(section: Section, *, from_config: bool) -> None:
+    """Write the data type of the weights where ``torch_dtype`` is missing or ``auto``.
+
+    It is that of the files. A model of ``from_config`` is in bfloat16, and a student whose optimizer is one of torch in
+    float32 (``components/optim/precision_warnings.py``, which only distillation calls).
+    """
+    given = section.work.result.at("model.dtype")
+    if given is not None and (given.is_flag or given.value != "auto"):
+        return
+    source = section.work.source
+    optimizer = source.at("optimizer._target_")
+    is_of_torch = optimizer is not None and str(optimizer.value).startswith("torch.optim.")
+    if section.work.recipe in STUDENTS and is_of_torch and source.at("peft") is None:
+        section.put_default("dtype", "float32")
+    elif from_config:
+        section.put_default("dtype", "bfloat16")
+    elif given is None:
+        section.put_default("dtype", "auto")
 
 
 def _keep_attention(section: Section) -> None:
@@ -172,7 +214,7 @@ def _config_class(section: Section, target: str) -> None:
     config = section.take("config")
     assert config is not None
     if model_type is None:
-        section.reject("config", config, f"the class {target} is not supported", _ONE_MODEL)
+        section.reject("config", config, f"the class {target} is not supported", _ONE_CONFIG)
         return
     assert isinstance(config.value, dict)
     ours = replace(config, value={"model_type": Node(model_type, config.origin)})
@@ -221,6 +263,18 @@ def _gpt2(section: Section) -> None:
             section.put(f"from_config.{name}", node, was=name)
         elif section.work.result.at(f"model.from_config.{name}") is None:
             section.put_default(f"from_config.{name}", default)
+
+
+def router_loss(section: Section) -> None:
+    """Translate the coefficient of the load balancing loss, which transformers adds only if the config asks for it."""
+    node = section.take("router_aux_loss_coef")
+    if node is None:
+        return
+    section.put("config_overrides.router_aux_loss_coef", node, was="router_aux_loss_coef")
+    if value_of(node) != 0:
+        section.put("config_overrides.output_router_logits", Node("true", node.origin))
+        section.put_default("router_aux_loss", "micro_batch")
+        section.note("router_aux_loss_coef", node, _ROUTER_LOSS)
 
 
 def remote_code(section: Section) -> None:

@@ -12,6 +12,7 @@ from automodel_ckpt.config.automodel.rows import (
     NoEffect,
     Section,
     Steps,
+    above_1,
     apply_rows,
     switch,
     value_of,
@@ -94,6 +95,20 @@ def trackers(section: Section) -> None:
             (NoEffect("resume", "flatten_depth", "description", "artifact_location"),), mlflow
         )
         _tracker(mlflow, {"experiment_name": "experiment"}, enabled=True)
+    _logged_steps(section.work.section("step_scheduler", "logging"))
+
+
+def _logged_steps(section: Section) -> None:
+    """Translate which steps the trackers get. Without a tracker, the key has no effect in AutoModel."""
+    name = "log_remote_every_steps"
+    node = section.take(name, is_ours=False)
+    if node is None:
+        return
+    has_trackers = section.work.result.at("logging.trackers") is not None
+    if has_trackers and above_1(node):
+        section.put("log_every_steps", node, was=name)
+    else:
+        section.no_effect(name, node)
 
 
 def _tracker(section: Section, names: dict[str, str], *, enabled: bool) -> None:

@@ -107,8 +107,11 @@ class Section:
         """Whether the section has a dotted name, possibly with the value null."""
         return self.node is not None and self.node.at(name) is not None
 
-    def take(self, name: str) -> Node | None:
-        """Remove and return the node at a dotted name; None if it does not exist or is null."""
+    def take(self, name: str, *, is_ours: bool = True) -> Node | None:
+        """Remove and return the node at a dotted name; None if it does not exist or is null.
+
+        *is_ours* is false for a name that is certainly no key of this program.
+        """
         self.work.known.add(join(self.path, name))
         parent, _, last = name.rpartition(".")
         section = self.node
@@ -118,7 +121,7 @@ class Section:
             return None
         node = section.value.get(last)
         # A null flag may be meant for a key of this program, where null can differ from no key.
-        if node is None or (node.is_null and node.is_flag):
+        if node is None or (node.is_null and node.is_flag and is_ours):
             return None
         del section.value[last]
         if node.is_null:
@@ -230,8 +233,8 @@ class Key:
         """Move the key, or write AutoModel's default."""
         # A null that is written out means no value, also where the default is one.
         is_given = section.has(self.name)
-        node = section.take(self.name)
         to = self.where or self.to or self.name
+        node = section.take(self.name, is_ours=to == self.name)
         target = section
         if self.where:
             target = replace(section, to="")

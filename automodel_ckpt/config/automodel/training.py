@@ -25,11 +25,9 @@ TE_ADAM = (
     "transformer_engine.pytorch.optimizers.FusedAdam",
     "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
 )
-ADAMW = {
-    "torch.optim.AdamW": "",
-    **dict.fromkeys(TE_ADAM, "fused AdamW of torch is used"),
-    "flashoptim.FlashAdamW": "fused AdamW of torch is used; its state is in float32",
-}
+FLASH_ADAMW = "flashoptim.FlashAdamW"
+_FUSED = "fused AdamW of torch is used, whose state has the data type of the weights"
+ADAMW = {"torch.optim.AdamW": "", **dict.fromkeys((*TE_ADAM, FLASH_ADAMW), _FUSED)}
 """Optimizers that are AdamW, and what is used instead of them."""
 OPTIMIZER = (
     Key("lr", default="0.001"),
@@ -113,6 +111,7 @@ def optimizer(section: Section) -> None:
         assert node is not None
         muon(section, node)
         return
+    _master_weights(section, target)
     is_penalty = target == "torch.optim.Adam"
     if target in TE_ADAM:
         _bias_correction(section)
@@ -135,6 +134,44 @@ def optimizer(section: Section) -> None:
     found = section.work.result.at("optimizer.weight_decay")
     if found is None or value_of(found):
         section.put_default("no_decay", "none")
+
+
+def _master_weights(section: Section, target: str) -> None:
+    """Keep the weights in float32 if the optimizer *target* keeps such a copy of them, as torch's optimizers do not.
+
+    The forward pass computes in bfloat16 in both programs. Adapters are in float32 here anyway.
+    """
+    if target == FLASH_ADAMW:
+        # 8 or 16 further bits of a bfloat16 weight; 24 bits in all are its default.
+        name = "master_weight_bits"
+        is_kept = not section.has(name) or section.peek(name) is not None
+    else:
+        name = "master_weights"
+        is_kept = target in TE_ADAM and switch(section, name)
+    result = section.work.result
+    dtype = result.at("model.dtype")
+    has_adapters = section.work.source.at("peft") is not None or result.at("peft") is not None
+    is_ours_given = section.work.source.at("model.dtype") is not None
+    if not is_kept or has_adapters or is_ours_given or dtype is None:
+        return
+    if dtype.is_flag or dtype.value == "float32":
+        return
+    node = section.peek(name)
+    if node is None:
+        name = "_target_"
+        node = section.peek(name)
+        assert node is not None
+    root = section.work.section("")
+    section.translated(name, node, "model.dtype")
+    if name != "_target_":
+        section.take(name)
+    root.put("model.dtype", Node("float32", node.origin))
+    computed = result.at("distributed.mixed_precision")
+    if computed is not None and computed.value == "none" and computed.origin == AUTOMODEL_DEFAULT:
+        # With DDP, AutoModel computes in the data type of its weights, which are not the optimizer's copy.
+        root.put_default("distributed.mixed_precision", "bfloat16")
+    text = "the weights are kept in float32 (model.dtype), and cast for each forward pass"
+    section.note(name, node, text)
 
 
 def _bias_correction(section: Section) -> None:
@@ -222,9 +259,9 @@ def schedule(section: Section) -> None:
     ours = section.peek("name")
     if ours is not None and section.peek("lr_decay_style") is None:
         return
-    style = section.take("lr_decay_style") or Node("cosine", AUTOMODEL_DEFAULT)
-    lowest = section.take("min_lr")
-    warmup = section.take("lr_warmup_steps")
+    style = section.take("lr_decay_style", is_ours=False) or Node("cosine", AUTOMODEL_DEFAULT)
+    lowest = section.take("min_lr", is_ours=False)
+    warmup = section.take("lr_warmup_steps", is_ours=False)
     if style.value not in ("cosine", "linear", "constant"):
         hint = "set lr_scheduler.name (ckpt-train --help) instead of lr_decay_style"
         section.reject("lr_decay_style", style, "this schedule is not supported", hint)
@@ -235,14 +272,13 @@ def schedule(section: Section) -> None:
         section.put("name", replace(style, value=name), was="lr_decay_style")
         if lowest is not None:
             section.no_effect("min_lr", lowest)
+        NoEffect("lr_decay_steps").apply(section)
     else:
         _decay(section, style, lowest)
     if warmup is not None:
         section.put("warmup_steps", warmup, was="lr_warmup_steps")
-    else:
-        text = "AutoModel warms up for min(1000, steps / 10) steps; here for 10 % of the steps"
-        section.put_default("warmup_ratio", "0.1")
-        section.degraded("lr_warmup_steps", Node("null", section.origin), text)
+    elif section.work.source.at("lr_scheduler.warmup_ratio") is None:
+        section.put_default("warmup_steps", "auto")
     if warmup is None or value_of(warmup):
         _first_rate(section)
     apply_rows(SCHEDULE, section)
@@ -278,14 +314,14 @@ def _decay(section: Section, style: Node, lowest: Node | None) -> None:
     section.put("kwargs.power", Node("1.0", style.origin))
 
 
+EPOCHS = Key("num_epochs", default="10")
 STEPS = (
     Key("global_batch_size", default="32"),
     Key("max_steps"),
-    Key("num_epochs", default="10"),
+    EPOCHS,
     Key("ckpt_every_steps", default="100"),
     NoEffect(
         "gc_every_steps",
-        "log_remote_every_steps",
         "loss_average_window_steps",
         "start_step",
         "start_epoch",
@@ -300,13 +336,21 @@ def steps(section: Section) -> None:
     if has_stages and size is not None and not size.is_flag:
         NoEffect("local_batch_size").apply(section)
     Key("local_batch_size").apply(section)
-    apply_rows(STEPS, section)
+    is_repeated = _is_repeated(section)
+    if is_repeated:
+        _drop_epochs(section)
+    apply_rows([row for row in STEPS if not (is_repeated and row == EPOCHS)], section)
     # Without either, AutoModel trains for 10 epochs, also if both keys are null in the file.
     ours = section.work.result
     if not any(ours.at(f"step_scheduler.{name}") for name in ("num_epochs", "max_steps")):
         section.put_default("num_epochs", "10")
-    every_epoch = section.take("save_checkpoint_every_epoch")
-    if every_epoch is not None:
+    every_epoch = section.take("save_checkpoint_every_epoch", is_ours=False)
+    if is_repeated:
+        # All steps are one epoch there, whose end is the end of the run.
+        section.put_default("ckpt_every_epochs", "null")
+        if every_epoch is not None:
+            section.no_effect("save_checkpoint_every_epoch", every_epoch)
+    elif every_epoch is not None:
         # Null steps mean the steps of an epoch.
         has_steps = ours.at("step_scheduler.ckpt_every_steps") is not None
         value = "1" if is_true(every_epoch) or not has_steps else "null"
@@ -322,6 +366,32 @@ def steps(section: Section) -> None:
         Key("val_every_steps").apply(section)
     else:
         NoEffect("val_every_steps").apply(section)
+
+
+def _is_repeated(section: Section) -> bool:
+    """Whether AutoModel repeats the training data until ``max_steps``, whatever the number of epochs is.
+
+    Its streams never end, and Megatron's samples are as many as the steps need (``megatron_dataset.py``).
+    """
+    target = section.work.result.at("dataset._target_")
+    is_megatron = target is not None and str(target.value).endswith(".token_files.megatron")
+    is_stream = is_true(section.work.result.at("dataset.streaming"))
+    steps = section.peek("max_steps")
+    return (is_megatron or is_stream) and steps is not None and not steps.is_null
+
+
+def _drop_epochs(section: Section) -> None:
+    """Leave the number of epochs out of a recipe whose data are repeated, unless a flag of the command states it."""
+    node = section.peek("num_epochs")
+    if node is not None and node.is_flag:
+        section.take("num_epochs")
+        section.put("num_epochs", node)
+        return
+    section.take("num_epochs")
+    section.put_default("num_epochs", "null")
+    if node is not None:
+        text = "max_steps ends the run; the data are repeated until then, as in AutoModel"
+        section.note("num_epochs", node, text)
 
 
 def _has_validation(section: Section) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from automodel_ckpt.config.rules import (
     AT_LEAST_0,
+    AT_LEAST_0_OR_AUTO,
     AT_LEAST_1,
     BELOW_1,
     BETAS,
@@ -109,8 +110,8 @@ class LRSchedulerConfig:
         "warmup_stable_decay",
     ] = "cosine"
     """Name of the schedule."""
-    warmup_steps: int | None = setting(None, AT_LEAST_0)
-    """Warmup, in optimizer steps."""
+    warmup_steps: Literal["auto"] | int | None = setting(None, AT_LEAST_0_OR_AUTO)
+    """Warmup, in optimizer steps; auto: a tenth of the steps of the run, at most 1000."""
     warmup_ratio: float | None = setting(None, FRACTION)
     """Warmup, as a fraction of all optimizer steps."""
     warmup_from: float = setting(0.0, BELOW_1)

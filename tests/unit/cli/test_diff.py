@@ -302,6 +302,8 @@ def test_the_rate_is_computed_without_the_warnings_of_a_run(
 ) -> None:
     section = {"name": "linear", "warmup_steps": "20"}
     assert _schedule_factor(section, 0.1, 4, 5) == pytest.approx(0.25)
+    automatic = {"name": "constant_with_warmup", "warmup_steps": "auto"}
+    assert _schedule_factor(automatic, 0.1, 40, 1) == pytest.approx(0.25)
     assert caplog.messages == []
 
 

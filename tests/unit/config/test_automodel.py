@@ -167,7 +167,13 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     (
         MODEL + "  router_aux_loss_coef: 0.5\n",
         "model.config_overrides",
-        {"router_aux_loss_coef": 0.5},
+        {"router_aux_loss_coef": 0.5, "output_router_logits": True},
+    ),
+    (MODEL + "  router_aux_loss_coef: 0.5\n", "model.router_aux_loss", "micro_batch"),
+    (
+        MODEL + "  router_aux_loss_coef: 0.0\n",
+        "model.config_overrides",
+        {"router_aux_loss_coef": 0.0},
     ),
     (
         f"dataset:\n  _target_: {DATA}.llm.ChatDataset\n  path_or_dataset_id: rows.jsonl\n",
@@ -183,6 +189,45 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "dataset.streaming",
         True,
     ),
+    (
+        f"{VLM}{CHAT}  tokenizer:\n    pretrained_model_name_or_path: another\n",
+        "dataset._target_",
+        "automodel_ckpt.data.vlm.conversations",
+    ),
+    (
+        f"{VLM}{CHAT}  tokenizer:\n    pretrained_model_name_or_path: another\n",
+        "tokenizer.from_pretrained",
+        None,
+    ),
+    (f"{VLM}{CHAT}  mask_history: true\n", "dataset.learn", "last"),
+    (
+        "step_scheduler:\n  log_remote_every_steps: 5\nwandb:\n  project: p\n",
+        "logging.log_every_steps",
+        5,
+    ),
+    ("step_scheduler:\n  log_remote_every_steps: 5\n", "logging.log_every_steps", None),
+    (
+        (
+            f"dataset:\n  _target_: {DATA}.llm.column_mapped_text_instruction_iterable_dataset."
+            "ColumnMappedTextInstructionIterableDataset\n  path_or_dataset_id: rows.jsonl\n"
+            "  column_mapping:\n    question: q\n    answer: a\n"
+        ),
+        "dataloader.shuffle",
+        False,
+    ),
+    (MEGATRON + "step_scheduler:\n  max_steps: 3\n", "step_scheduler.num_epochs", None),
+    (
+        MEGATRON + "step_scheduler:\n  max_steps: 3\n  num_epochs: 1\n",
+        "step_scheduler.num_epochs",
+        None,
+    ),
+    (MEGATRON + "step_scheduler:\n  num_epochs: 1\n", "step_scheduler.num_epochs", 1),
+    (MEGATRON + "step_scheduler:\n  max_steps: 3\n", "step_scheduler.ckpt_every_epochs", None),
+    (MEGATRON, "step_scheduler.ckpt_every_epochs", 1),
+    (NANOGPT + "step_scheduler:\n  max_steps: 3\n", "step_scheduler.num_epochs", 10),
+    (NANOGPT, "dataloader.shuffle", False),
+    (NANOGPT + "dataloader:\n  shuffle: true\n", "dataloader.shuffle", True),
+    (LLM, "dataloader.shuffle", True),
     (LLM, "recipe", "llm_finetune"),
     (DISTILLED, "recipe", "distill"),
     (DISTILLED, "distill.teacher.from_pretrained", "some/teacher"),
@@ -533,6 +578,12 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ("lr_scheduler:\n  lr_warmup_steps: 3\n", "lr_scheduler.warmup_from", 0.1),
     ("lr_scheduler:\n  lr_warmup_steps: 0\n", "lr_scheduler.warmup_from", 0.0),
     ("lr_scheduler:\n  min_lr: 0\n", "lr_scheduler.warmup_from", 0.1),
+    ("lr_scheduler:\n  min_lr: 0\n", "lr_scheduler.warmup_steps", "auto"),
+    (
+        "lr_scheduler:\n  lr_decay_style: constant\n  lr_decay_steps: 9\n",
+        "lr_scheduler.decay_steps",
+        None,
+    ),
     (
         (
             "optimizer:\n  _target_: torch.optim.AdamW\n  lr: 1e-4\n"
@@ -943,6 +994,11 @@ DEGRADED = [
         ":4: model.num_nextn_predict_layers 1",
         "without multi-token prediction, because of distributed.pp_size",
     ),
+    (
+        "dataloader:\n  batch_size: 4\nstep_scheduler:\n  local_batch_size: 2\n",
+        ":2: dataloader.batch_size 4",
+        "step_scheduler.local_batch_size is used",
+    ),
     (PEFT + "  lora_A_init: xavier\n", ":3: peft.lora_A_init xavier", "Kaiming"),
     (
         PEFT + "quantization:\n  load_in_4bit: true\n  bnb_4bit_use_double_quant: true\n",
@@ -954,7 +1010,12 @@ DEGRADED = [
         ":4: checkpoint.model_save_format torch_save",
         "safetensors",
     ),
-    ("lr_scheduler:\n  min_lr: 0\n", ":1: lr_scheduler.lr_warmup_steps", "10 % of the steps"),
+    (MODEL + "  backend:\n    te_fp8:\n      recipe: mxfp8\n", ":5: model.backend.te_fp8", "fp8"),
+    (
+        MODEL + "  backend:\n    fake_balanced_gate: true\n",
+        ":5: model.backend.fake_balanced_gate true",
+        "the router chooses experts",
+    ),
     (
         f"{VLM_DISTILLED}distributed:\n  pp_size: 2\n",
         "distributed.pp_size",
@@ -985,7 +1046,18 @@ def test_a_degraded_key_gives_one_warning_with_its_line(
 
 
 REJECTED = [
-    ("recipe: DiffusionLMSFTRecipe\ndllm:\n  mode: mdlm\n", 1, "unknown recipe"),
+    (
+        "recipe: DiffusionLMSFTRecipe\ndllm:\n  mode: mdlm\n",
+        1,
+        "language models that generate by diffusion cannot be trained here",
+    ),
+    (
+        "recipe: TrainEagle3Recipe\nrecipe_args:\n  target_model_name_or_path: m\n",
+        1,
+        "drafters for speculative decoding cannot be trained here",
+    ),
+    ("recipe: EmbeddingDistillRecipe\n", 1, "embeddings cannot be distilled here"),
+    ("recipe: PretrainRecipeForMultimodal\n", 1, "(BAGEL) cannot be trained here"),
     (TEACHER, 1, "a teacher in this recipe is not supported"),
     (
         f"{KD}teacher_model:\n  _target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained\n",
@@ -1042,6 +1114,11 @@ REJECTED = [
         3,
         "blends of Megatron's files are not supported",
     ),
+    (
+        f"{VLM}{CHAT}  mask_reasoning_content: true\n",
+        5,
+        "reasoning without labels in this recipe is not supported",
+    ),
     ("lr_scheduler:\n  lr_decay_style: WSD\n", 2, "this schedule is not supported"),
     ("lr_scheduler:\n  end_wd: 0.1\n", 2, "a schedule of the weight decay is not supported"),
     ("distributed:\n  strategy: other\n", 2, "this strategy is not supported"),
@@ -1093,6 +1170,8 @@ OVERRIDES: list[tuple[str, list[str], str, Any]] = [
     ("", ["--checkpoint.save_consolidated", "final"], "checkpoint.save_consolidated", "final"),
     ("", ["--step_scheduler.max_steps", "5"], "step_scheduler.max_steps", 5),
     ("", ["--step_scheduler.num_epochs", "null"], "step_scheduler.num_epochs", None),
+    (MEGATRON + "step_scheduler:\n  max_steps: 3\n", ["--step_scheduler.num_epochs", "2"],
+     "step_scheduler.num_epochs", 2),
     (PEFT, ["--peft.dim", "2"], "peft.r", 2),
     (PEFT + "  dim: 4\n", ["--peft.r", "2"], "peft.r", 2),
     (PEFT, ["--peft", "null"], "peft", None),
@@ -1131,7 +1210,8 @@ def test_overrides_may_use_the_names_of_both_programs(
 @pytest.mark.parametrize(
     "key",
     ["neftune", "wandb", "mlflow", "rng", "dist_env", "freeze_config", "quantization", "fp8", "ci", "slurm",
-     "distributed.pipeline", "distributed.pipeline.layers_per_stage", "qat.qat_config"],
+     "distributed.pipeline", "distributed.pipeline.layers_per_stage", "qat.qat_config", "checkpoint", "distributed",
+     "checkpoint.max_recent_checkpoints", "optimizer.weight_decay"],
 )  # fmt: skip
 def test_null_disables_a_key_of_automodel_in_a_file_and_in_an_override(
     tmp_path: Path, key: str
@@ -1145,6 +1225,88 @@ def test_null_disables_a_key_of_automodel_in_a_file_and_in_an_override(
     expected = dataclasses.asdict(nothing.config)
     assert dataclasses.asdict(given.config) == expected
     assert dataclasses.asdict(overridden.config) == expected
+
+
+@pytest.mark.parametrize("target", [f"{TE_ADAM}\n  master_weights: true", "flashoptim.FlashAdamW"])
+def test_an_optimizer_with_master_weights_gets_weights_in_float32(
+    tmp_path: Path, target: str
+) -> None:
+    text = MODEL + f"  torch_dtype: bf16\noptimizer:\n  _target_: {target}\n"
+    loaded = load(tmp_path, text)
+    assert loaded.config.model.dtype == "float32"
+    assert loaded.config.distributed.mixed_precision == "bfloat16"
+    assert "the weights are kept in float32 (model.dtype)" in reported(loaded)
+    with_ddp = load(tmp_path, f"{text}distributed:\n  strategy: ddp\n")
+    assert with_ddp.config.distributed.mixed_precision == "bfloat16"
+    # The base of adapters is frozen, and adapters are in float32 anyway.
+    assert load(tmp_path, text + PEFT).config.model.dtype == "bfloat16"
+    for flag in ("--model.torch_dtype=bf16", "--model.dtype=bfloat16"):
+        assert load(tmp_path, text, flag).config.model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [TE_ADAM, f"{TE_ADAM}\n  master_weights: false", "flashoptim.FlashAdamW\n  master_weight_bits: null",
+     "torch.optim.AdamW"],
+)  # fmt: skip
+def test_without_master_weights_the_optimizer_updates_bfloat16(tmp_path: Path, target: str) -> None:
+    text = MODEL + f"  torch_dtype: bf16\noptimizer:\n  _target_: {target}\n"
+    assert load(tmp_path, text).config.model.dtype == "bfloat16"
+
+
+ADAM = "optimizer:\n  _target_: torch.optim.AdamW\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        (ADAM, "auto"),
+        (QWEN, "bfloat16"),
+        (QWEN + "  torch_dtype: auto\n", "bfloat16"),
+        (QWEN + "  torch_dtype: float32\n", "float32"),
+        (DISTILLED + ADAM, "float32"),
+        (DISTILLED + ADAM + MODEL + "  torch_dtype: auto\n", "float32"),
+        (DISTILLED + ADAM + MODEL + "  torch_dtype: bf16\n", "bfloat16"),
+        (DISTILLED + ADAM + PEFT, "auto"),
+    ],
+)
+def test_weights_without_a_data_type_have_that_of_automodel(
+    tmp_path: Path, text: str, dtype: str
+) -> None:
+    assert load(tmp_path, text).config.model.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("text", "theirs", "key", "expected"),
+    [
+        (PEFT + "  dim: 4\n", "peft.dim", "peft.r", 8),
+        (MODEL + "  torch_dtype: bf16\n", "model.torch_dtype", "model.dtype", "auto"),
+        ("clip_grad_norm:\n  max_norm: 2\n", "clip_grad_norm.max_norm", "clip_grad_norm", 1.0),
+        (
+            "lr_scheduler:\n  min_lr: 1e-6\noptimizer:\n  lr: 1e-3\n",
+            "lr_scheduler.min_lr",
+            "lr_scheduler.kwargs.min_lr",
+            1e-5,
+        ),
+        ("distributed:\n  ep_size: 2\n", "distributed.ep_size", "distributed.ep_size", 1),
+    ],
+)
+def test_a_null_override_is_the_default_of_a_key_of_automodel(
+    tmp_path: Path, text: str, theirs: str, key: str, expected: Any
+) -> None:
+    assert value_at(load(tmp_path, text), key) != expected
+    assert value_at(load(tmp_path, text, f"--{theirs}", "null"), key) == expected
+
+
+def test_a_null_override_of_a_limit_leaves_all_samples(tmp_path: Path) -> None:
+    text = ROWS + "  num_samples_limit: 3\n"
+    loaded = load(tmp_path, text, "--dataset.num_samples_limit", "null")
+    assert "max_samples" not in loaded.config.dataset.kwargs
+
+
+def test_a_null_override_of_an_unknown_key_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"unknown key checkpoint\.foo"):
+        load(tmp_path, "", "--checkpoint.foo", "null")
 
 
 def test_layers_per_stage_gives_a_note_only_where_it_sets_the_number_of_stages(
@@ -1308,7 +1470,31 @@ def test_a_recipe_for_a_diffusion_model_is_one_error(tmp_path: Path, section: st
     (problem,) = caught.value.problems
     assert problem.what == "diffusion models cannot be trained here"
     assert problem.value == "TrainDiffusionRecipe" and problem.where.startswith(f"{recipe}:")
-    assert "TrainFinetuneRecipeForNextTokenPrediction" in problem.hint
+    assert "a library for diffusion models" in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("dist_env:\n  backend: nccl\nmining:\n  hard_neg_margin: 0.9\n", "mine_hard_negatives"),
+        ("recipe_args:\n  train_split: train\n", "a script that prepares data for a drafter"),
+        (
+            "model: {checkpoint: null}\ninference:\n  height: 4\nvae: {}\n",
+            "a script that generates",
+        ),
+        ("datasets:\n  - name: a\n", "a benchmark of drafters"),
+    ],
+)
+def test_the_settings_of_a_script_of_automodel_are_one_error(
+    tmp_path: Path, text: str, what: str
+) -> None:
+    recipe = tmp_path / "theirs.yaml"
+    recipe.write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, [])
+    (problem,) = caught.value.problems
+    assert "this file is no recipe" in problem.what and what in problem.what
+    assert problem.where.startswith(f"{recipe}:")
 
 
 def test_only_recipes_of_automodel_are_converted(tmp_path: Path) -> None:
@@ -1358,6 +1544,7 @@ def test_the_tool_counts_accepted_recipes_and_groups_rejections_by_cause(
         + ROWS
         + "fp8:\n  enabled: true\n  enable_fsdp_float8_all_gather: true\n",
         "unknown_argument": LLM + MODEL + ROWS + "  unheard_of: 1\n",
+        "unknown_setting": LLM + QWEN + "    hidden_sise: 16\n" + ROWS,
         "first": LLM + MODEL + ROWS + "embedding_row_repair:\n  max_rows: 3\n",
         "second": LLM + MODEL + ROWS + "embedding_row_repair:\n  max_rows: 4\n",
     }
@@ -1365,7 +1552,8 @@ def test_the_tool_counts_accepted_recipes_and_groups_rejections_by_cause(
         (tmp_path / f"{name}.yaml").write_text(text)
     automodel_recipes.main(["--files", str(tmp_path)])
     printed = capsys.readouterr().out
-    assert "2 of 5 recipes are accepted, 1 of them with a warning" in printed
+    assert "   1 qwen3_moe models have no setting 'hidden_sise' (16)" in printed
+    assert "2 of 6 recipes are accepted, 1 of them with a warning" in printed
     assert "   2 embedding_row_repair: repair of embedding rows is not supported" in printed
     assert "   1 unknown key dataset.unheard_of (1)" in printed
     assert "first.yaml:8: embedding_row_repair" in printed

@@ -114,3 +114,13 @@ def test_a_directory_has_no_revision(base: Path) -> None:
     with pytest.raises(RecipeError, match="has no revisions") as caught:
         load_model_config(from_pretrained=str(base), repository=RepositoryOptions(revision="v2"))
     assert "model.revision" in str(caught.value)
+
+
+def test_a_written_config_may_have_the_older_settings_of_rotary_positions() -> None:
+    """Recipes and config.json files from before transformers 5 have them."""
+    older = {"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    config: Any = load_model_config(from_config={"model_type": "llama", **older})
+    found = config.rope_parameters
+    assert (found["rope_theta"], found["rope_type"], found["factor"]) == (7.0, "linear", 2.0)
+    with pytest.raises(RecipeError, match="have no setting 'rope_theta'"):
+        load_model_config(from_config={"model_type": "gpt2", "rope_theta": 7.0})

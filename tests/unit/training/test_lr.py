@@ -36,6 +36,20 @@ def test_a_warmup_may_begin_above_zero() -> None:
         build_schedule(optimizer(), "constant", total_steps=3, warmup_from=0.2)
 
 
+@pytest.mark.parametrize(
+    ("total_steps", "decay_steps", "warmup"),
+    [(9, None, 0), (28, None, 2), (28, 20, 2), (20_000, None, 1000)],
+)
+def test_an_automatic_warmup_is_a_tenth_of_the_run_and_at_most_1000_steps(
+    total_steps: int, decay_steps: int | None, warmup: int
+) -> None:
+    settings: dict[str, Any] = {"total_steps": total_steps, "decay_steps": decay_steps}
+    found = rates("linear", 4, warmup_steps="auto", **settings)
+    assert found == rates("linear", 4, warmup_steps=warmup, **settings)
+    with pytest.raises(RecipeError, match="requires the number of steps"):
+        build_schedule(optimizer(), "constant_with_warmup", total_steps=None, warmup_steps="auto")
+
+
 def test_a_warm_up_that_the_run_does_not_complete_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -1,0 +1,94 @@
+"""What NeMo AutoModel trains and this program does not, and files of its tools that are no recipes.
+
+Each file of one of these kinds gives one error, which says what it is for, and what to do instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from automodel_ckpt.config.automodel.rows import GUIDE, is_of_automodel
+from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.errors import Problem
+
+DIFFUSION = "TrainDiffusionRecipe"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Recipe classes with one purpose: a pattern of their names, the error, and what to do instead."""
+
+    classes: str
+    what: str
+    hint: str
+
+
+_KINDS = (
+    _Kind(
+        r"Train(Eagle\d*|PEagle|DFlash\d*|DSpark|Domino|JetSpec|Vispec(Stage\d)?)Recipe",
+        "drafters for speculative decoding cannot be trained here",
+        "train the model here, and its drafter in NeMo AutoModel: it reads the directory consolidated/ of a checkpoint",
+    ),
+    _Kind(
+        r"Diffusion(LM|Gemma)SFTRecipe",
+        "language models that generate by diffusion cannot be trained here",
+        "use a model that predicts the next token (llm_finetune)",
+    ),
+    _Kind(
+        DIFFUSION,
+        "diffusion models cannot be trained here",
+        "use NeMo AutoModel, or a library for diffusion models",
+    ),
+    _Kind(
+        r"(Finetune|Pretrain)RecipeForMultimodal",
+        "models that generate images and text (BAGEL) cannot be trained here",
+        "use vlm_finetune for models that read images",
+    ),
+    _Kind(
+        r"EmbeddingDistillRecipe",
+        "embeddings cannot be distilled here",
+        "train them on pairs of texts (embedding, in NeMo AutoModel TrainBiEncoderRecipe)",
+    ),
+)
+_TOOLS = (
+    ("datasets", "the data sets of a benchmark of drafters"),
+    ("mining", "the settings of mine_hard_negatives.py"),
+    ("recipe_args", "the settings of a script that prepares data for a drafter"),
+    ("inference", "the settings of a script that generates images or videos"),
+)
+"""Sections that only the files of AutoModel's scripts have, and what these files are."""
+
+
+def problem_of_class(name: str, origin: str, supported: Sequence[str]) -> Problem:
+    """Return the error about a recipe class that has no counterpart here. *supported* are the classes that have one."""
+    for kind in _KINDS:
+        if re.fullmatch(kind.classes, name):
+            return Problem(kind.what, origin, name, f"{kind.hint}; {GUIDE}")
+    hint = "no recipe here does this; the recipes of NeMo AutoModel that run are "
+    return Problem("unknown recipe", origin, name, f"{hint}{', '.join(supported)}; {GUIDE}")
+
+
+def diffusion_section(root: Node) -> Node | None:
+    """The node that shows that a file without ``recipe`` trains a diffusion model; None if it does not."""
+    section = root.at("flow_matching")
+    if section is not None:
+        return section
+    target = root.at("data.dataloader._target_")
+    name = "" if target is None else str(target.value)
+    return target if is_of_automodel(name) and ".diffusion." in name else None
+
+
+def problem_of_tool(root: Node) -> Problem | None:
+    """Return the error about a file that is not a recipe, but has the settings of one of AutoModel's scripts."""
+    names = {name for name, _ in root.children()}
+    if names & {"recipe", "dataset", "step_scheduler"}:
+        return None
+    for name, what in _TOOLS:
+        section = root.at(name)
+        is_whole_file = names == {name}
+        if section is not None and (is_whole_file or isinstance(section.value, dict)):
+            hint = "run it with NeMo AutoModel, or give the file of a recipe"
+            return Problem(f"this file is no recipe: it has {what}", section.origin, name, hint)
+    return None
