@@ -25,6 +25,7 @@ from automodel_ckpt.config.changes import (
 )
 from automodel_ckpt.config.yaml_tree import DEFAULT
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.optimizers import optimizers_8bit
 from automodel_ckpt.training.lr import current_rate, fast_forward, follow_schedule
 from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.units import counted
@@ -87,6 +88,8 @@ def log_omitted_state(recipe: object, untracked: Collection[str]) -> None:
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options of torch's optimizers that choose an implementation, and not what it computes."""
 _APPLY = " (optimizer.on_resume: recipe applies it)"
+_KEPT = "the optimizer's %s%s continues as saved, %s; the recipe's %s is not applied" + _APPLY
+_TAKEN = "the optimizer's %s%s is the recipe's from here on, %s; it was %s"
 
 
 class RecipeOptions:
@@ -112,6 +115,8 @@ class RecipeOptions:
         if schedule is not None:
             self._rates = list(schedule.base_lrs)
         self._options = self._present_options()
+        self._8bit = optimizers_8bit(optimizer)
+        self._state_options = [each.state_options for each in self._8bit]
         self._checkpoint = Path()
         self._groups = [_options_of(group) for group in optimizer.param_groups]
 
@@ -123,6 +128,8 @@ class RecipeOptions:
         that: it is the recipe of its run, which may have used other options after an earlier resume.
         """
         self._checkpoint = checkpoint
+        if OPTIMIZER in saved:
+            self._compare_state_options()
         if self._from_recipe:
             self._take_options()
         elif OPTIMIZER in saved:
@@ -154,10 +161,27 @@ class RecipeOptions:
         is_cycle = getattr(self._schedule, "cycle_momentum", False)
         return ("lr", "initial_lr", *(("betas", "momentum") if is_cycle else ()))
 
+    def _compare_state_options(self) -> None:
+        """Log the options that the loaded state decides instead of the recipe, or change the state as it requires."""
+        for optimizer, of_recipe in zip(self._8bit, self._state_options, strict=True):
+            loaded = optimizer.state_options
+            for name, new in of_recipe.items():
+                if loaded[name] == new:
+                    continue
+                if self._from_recipe:
+                    log.warning(_TAKEN, name, "", new, loaded[name])
+                else:
+                    self._check_override(name, [loaded[name]], [new])
+                    log.warning(_KEPT, name, "", loaded[name], new)
+            options = of_recipe if self._from_recipe else loaded
+            optimizer.set_state_options(**options)
+            if loaded != of_recipe:
+                # The log has the summary of the state that the recipe describes.
+                log.info("%s: %s", type(optimizer).__name__, optimizer.state_summary)
+
     def _log_kept_options(self, *, has_lost_schedule: bool) -> None:
         # A rate of a schedule that is left out is replaced by the recipe's.
         ignored = ("lr", "initial_lr") if has_lost_schedule else ()
-        message = "the optimizer's %s%s continues as saved, %s; the recipe's %s is not applied"
         pairs = zip(self._options, self._present_options(), strict=False)
         for number, (new, saved) in enumerate(pairs):
             where = f" of parameter group {number}" if len(self._options) > 1 else ""
@@ -167,7 +191,7 @@ class RecipeOptions:
                 if not self._is_by_no_decay(name, new[name]):
                     self._check_override(name, saved[name], new[name])
                 saved_text, new_text = _as_text(saved[name]), _as_text(new[name])
-                log.warning(message + _APPLY, name, where, saved_text, new_text)
+                log.warning(_KEPT, name, where, saved_text, new_text)
 
     def _is_by_no_decay(self, name: str, new: list[float]) -> bool:
         """Whether a group has no weight decay because of ``optimizer.no_decay``, not because an override is 0."""
@@ -191,14 +215,13 @@ class RecipeOptions:
 
     def _take_options(self) -> None:
         """Replace all options that were loaded; a schedule computes its rates again."""
-        message = "the optimizer's %s%s is the recipe's from here on, %s; it was %s"
         scheduled = self._scheduled_options()
         pairs = zip(self._optimizer.param_groups, self._groups, strict=True)
         for number, (group, options) in enumerate(pairs):
             where = f" of parameter group {number}" if len(self._groups) > 1 else ""
             for name, value in options.items():
                 if name not in scheduled and group.get(name, value) != value:
-                    log.warning(message, name, where, value, group[name])
+                    log.warning(_TAKEN, name, where, value, group[name])
                 group[name] = value
         if self._schedule is not None and self._rates != self._schedule.base_lrs:
             log.warning(

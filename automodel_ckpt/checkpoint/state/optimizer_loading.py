@@ -142,9 +142,15 @@ class OptimizerLoader:
             if fqn in without_state or skipped.drops(f"{name}.state.{fqn}."):
                 del optimizer_state["state"][fqn]
 
+        stored = {*tree.tensors, *tree.objects}
+        optional: frozenset[str] = getattr(item.value, "optional_state", frozenset())
+        for fqn, entry in optimizer_state["state"].items():
+            for key in optional & entry.keys():
+                if f"{name}.state.{fqn}.{key}" not in stored:
+                    del entry[key]
+
         parameters = owners.parameters(item, optimizer_state)
         here = _locations(name, state)
-        stored = {*tree.tensors, *tree.objects}
         tree = _select(tree, lambda key: skipped.takes(key, on_both_sides=key in here))
         StateAllocator(name, tree, forms, parameters).allocate_in(optimizer_state)
         here = _locations(name, state)
