@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.checkpoint.layout import FURTHER_BITS
 from automodel_ckpt.device_copies import to_device
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.kernel_trial import has_triton, succeeds
@@ -25,8 +26,6 @@ from automodel_ckpt.training.moment_codes import decoded, dynamic_table, nearest
 from automodel_ckpt.training.optimizer_steps import update_each
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_FURTHER_BITS = "further_bits"
-"""The name of what a float32 weight has in addition to its parameter in bfloat16."""
 _NAN = 0x7FC0
 """The bits of NaN in bfloat16."""
 _SMALLEST_BLOCK = 32
@@ -48,7 +47,7 @@ class AdamW8bit(torch.optim.Optimizer):
     Raises :class:`RecipeError` in the first step for rows whose shards begin within a block.
     """
 
-    optional_state = frozenset({_FURTHER_BITS})
+    optional_state = frozenset({FURTHER_BITS})
     """State that a checkpoint may lack: :meth:`set_state_options` adds it."""
 
     def __init__(
@@ -94,7 +93,7 @@ class AdamW8bit(torch.optim.Optimizer):
     @property
     def state_options(self) -> dict[str, bool]:
         """The options that the state decides once there is one, by name: a load may change them."""
-        has_bits = [_FURTHER_BITS in state for _, state in self._extensible()]
+        has_bits = [FURTHER_BITS in state for _, state in self._extensible()]
         return {"float32_weights": any(has_bits) if has_bits else self.float32_weights}
 
     def set_state_options(self, *, float32_weights: bool) -> None:
@@ -105,9 +104,9 @@ class AdamW8bit(torch.optim.Optimizer):
         self.float32_weights = float32_weights
         for parameter, state in self._extensible():
             if not float32_weights:
-                state.pop(_FURTHER_BITS, None)
-            elif _FURTHER_BITS not in state:
-                state[_FURTHER_BITS] = _zeros_of_bits(parameter)
+                state.pop(FURTHER_BITS, None)
+            elif FURTHER_BITS not in state:
+                state[FURTHER_BITS] = _zeros_of_bits(parameter)
 
     def _extensible(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
         """The bfloat16 parameters that have a state, with it."""
@@ -168,7 +167,7 @@ class AdamW8bit(torch.optim.Optimizer):
             else:
                 state[moment] = torch.zeros_like(parameter, dtype=torch.float32)
         if self.float32_weights and parameter.dtype == torch.bfloat16:
-            state[_FURTHER_BITS] = _zeros_of_bits(parameter)
+            state[FURTHER_BITS] = _zeros_of_bits(parameter)
         return state
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
@@ -179,7 +178,7 @@ class AdamW8bit(torch.optim.Optimizer):
         shard, gradient = _local(parameter), _local(parameter.grad)
         beta1, beta2 = group["betas"]
         values = _setting_values(group, state["step"].item())
-        bits = _local(state[_FURTHER_BITS]) if _FURTHER_BITS in state else None
+        bits = _local(state[FURTHER_BITS]) if FURTHER_BITS in state else None
         if not block:
             wide = gradient.float()
             average = _local(state["exp_avg"])

@@ -149,14 +149,21 @@ def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
     """Read the checkpoint of this program at *path*, by its *manifest*, which was written at *recorded_at*."""
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
+    from automodel_ckpt.checkpoint.tensors.float32_weights import further_bits_of
     from automodel_ckpt.checkpoint.tree import OBJECTS
     from automodel_ckpt.config.changes import saved_recipe
 
-    trees = {
-        name: StoredTensors(path, tree.tensors, recorded_at)
-        for name, tree in manifest.trees.items()
-        if tree.format != OBJECTS
+    tensors = {
+        name: tree.tensors for name, tree in manifest.trees.items() if tree.format != OBJECTS
     }
+    found = further_bits_of(tensors)
+    # They are compared with the weights that they belong to.
+    places = {place for of_module in found.values() for place in of_module.values()}
+    trees = {}
+    for tree, stored in tensors.items():
+        others = {fqn: tensor for fqn, tensor in stored.items() if (tree, fqn) not in places}
+        bits = {fqn: tensors[owner][name] for fqn, (owner, name) in found.get(tree, {}).items()}
+        trees[tree] = StoredTensors(path, others, recorded_at, bits)
     saved = {name for name, record in manifest.state.items() if record.scope != "not saved"}
     return Side(
         path,
@@ -452,6 +459,7 @@ def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
     if unread:
         changed = f"{len(tree['differing'])} changed, by digest"
     yield f"{equal}, {changed}{damaged}"
+    yield from _float32_lines(tree)
     for fqn in tree["differing"][:_MAX_LINES]:
         yield f"{fqn}: changed"
     for fqn in tree["undecided"][:_MAX_LINES]:
@@ -469,6 +477,17 @@ def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
     for fqn, (before, after) in tree["redescribed"].items():
         yield f"{fqn}: {before} -> {after}"
     yield from _changed_tensor_lines(tree["changed"])
+
+
+def _float32_lines(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Describe which bfloat16 weights have further bits in the optimizer's state (optimizer.float32_weights)."""
+    if tree["num_as_float32"]:
+        number = counted(tree["num_as_float32"], "tensor")
+        yield f"{number} compared as float32: bfloat16 weights with the further bits that the optimizer keeps of them"
+    for side, names in (("A", tree["bits_only_first"]), ("B", tree["bits_only_second"])):
+        if names:
+            number = counted(len(names), "tensor")
+            yield f"only in {side}: the optimizer keeps float32 weights of {number}, compared as bfloat16 here"
 
 
 def _names_text(names: Sequence[str]) -> str:
