@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.slices import Tensor, digests_of, have_same_digests
 from automodel_ckpt.checkpoint.tensors.box_reader import INTEGERS, BoxReader, boxes
 from automodel_ckpt.checkpoint.tensors.float32_weights import Float32Reader
 from automodel_ckpt.checkpoint.tensors.integrity import damage_problem
@@ -116,7 +116,7 @@ def compare(
         has_bits = fqn in as_float32
         parts = [_parts(side, fqn, with_bits=has_bits) for side in (first, second)]
         pairs = [(before, after) for (_, before), (_, after) in zip(*parts, strict=True)]
-        if all(_have_same_digests(*pair) for pair in pairs):
+        if all(have_same_digests(*pair) for pair in pairs):
             unverified = [part for part in itertools.chain(*parts) if _is_in(changed_files, *part)]
             problems = _damage(*unverified)
             if problems:
@@ -207,20 +207,10 @@ def _damage(*sides: tuple[Path, Tensor]) -> tuple[Problem, ...]:
     return tuple(found)
 
 
-def _have_same_digests(one: Tensor, other: Tensor) -> bool:
-    """Whether both tensors consist of the same slices with the same digests."""
-    digests = _digests(one)
-    return None not in digests.values() and digests == _digests(other)
-
-
 def _differ_by_digest(pair: tuple[Tensor, Tensor]) -> bool:
     """Whether two tensors consist of the same slices with other digests."""
-    one, other = map(_digests, pair)
+    one, other = map(digests_of, pair)
     return one.keys() == other.keys() and one != other
-
-
-def _digests(tensor: Tensor) -> dict[object, str | None]:
-    return {(stored.offsets, stored.sizes): stored.digest for stored in tensor.slices}
 
 
 def _change(
