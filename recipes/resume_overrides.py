@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -46,12 +47,14 @@ def compare_recipes(
     origins: Mapping[str, str],
     overridden: Collection[str],
     on_resume: str,
+    keeps_schedule: bool = False,
 ) -> None:
     """Log which settings changed since *checkpoint* was saved. Called on rank 0.
 
     *config_yaml* is the recipe of this run, *precision* the data types that it uses, *origins* where its values come
-    from, *overridden* the keys that the command line gives, *on_resume* the setting of that name. Raises
-    :class:`RecipeError` for overrides on the command line that the resume would ignore.
+    from, *overridden* the keys that the command line gives, *on_resume* the setting of that name, *keeps_schedule*
+    whether the state of the LR schedule contains its settings. Raises :class:`RecipeError` for overrides on the command
+    line that the resume would ignore.
     """
     saved_precision = manifest.environment.get("precision")
     if isinstance(saved_precision, str) and saved_precision != precision:
@@ -66,7 +69,7 @@ def compare_recipes(
         return  # imported from another program, or run by a script without a recipe file
     given = {key for key, origin in origins.items() if origin != DEFAULT}
     changes = changed_keys(saved, recipe_of(config_yaml), given)
-    ignored = ignored_by_resume(changes, manifest.saved, on_resume)
+    ignored = ignored_by_resume(changes, manifest.saved, on_resume, keeps_schedule=keeps_schedule)
     check_overrides(ignored, overridden, checkpoint)
     lines = []
     for change in changes:
@@ -117,6 +120,7 @@ class RecipeOptions:
         self._options = self._present_options()
         self._8bit = optimizers_8bit(optimizer)
         self._state_options = [each.state_options for each in self._8bit]
+        self._new_schedule = copy.deepcopy(schedule.state_dict()) if schedule is not None else {}
         self._checkpoint = Path()
         self._groups = [_options_of(group) for group in optimizer.param_groups]
 
@@ -128,6 +132,7 @@ class RecipeOptions:
         that: it is the recipe of its run, which may have used other options after an earlier resume.
         """
         self._checkpoint = checkpoint
+        saved_rate = current_rate(self._optimizer)
         if OPTIMIZER in saved:
             self._compare_state_options()
         if self._from_recipe:
@@ -138,7 +143,7 @@ class RecipeOptions:
             if SCHEDULE in saved:
                 self._leave_out_schedule(scheduler)
         elif SCHEDULE in saved:
-            self._follow(self._schedule, scheduler)
+            self._follow(self._schedule, scheduler, saved_rate)
         else:
             self._begin_schedule(self._schedule, scheduler)
 
@@ -250,6 +255,18 @@ class RecipeOptions:
         )
         log.warning(message, scheduler.step + 1, current_rate(self._optimizer))
 
+    def _replay(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
+        """Set *schedule* and what it sets in the optimizer to the recipe's, at the present step.
+
+        A schedule computes a rate from the one before it: the rates that were saved are those of other settings.
+        """
+        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for name in self._scheduled_options():
+                if name in options:
+                    group[name] = options[name]
+        schedule.load_state_dict(copy.deepcopy(self._new_schedule))
+        fast_forward(schedule, scheduler.step)
+
     def _restore_rates(self) -> None:
         """Set the rates that the recipe built; a schedule changes them in place."""
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
@@ -259,7 +276,8 @@ class RecipeOptions:
                 else:
                     group.pop(name, None)
 
-    def _follow(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
+    def _follow(self, schedule: LRScheduler, scheduler: StepScheduler, saved_rate: float) -> None:
+        """Set the rates of *schedule* at the present step, and log if that of the next step is not *saved_rate*."""
         if self._rates != schedule.base_lrs:
             self._check_override("lr", schedule.base_lrs, self._rates)
             message = (
@@ -267,19 +285,20 @@ class RecipeOptions:
                 + _APPLY
             )
             log.warning(message, schedule.base_lrs, self._rates)
-        saved = current_rate(self._optimizer)
-        # Its rates are a function of the step alone, so they can be computed again.
         if isinstance(schedule, LambdaLR):
+            # Its rates are a function of the step alone, so they can be computed again.
             follow_schedule(schedule)
+        elif self._from_recipe:
+            self._replay(schedule, scheduler)
         now = current_rate(self._optimizer)
-        if now != saved and not scheduler.is_finished():
+        if now != saved_rate and not scheduler.is_finished():
             why = ""
             before, planned = scheduler.planned_before, scheduler.planned_steps
             # An imported run was planned by another program, which may not state it.
-            if before is not None and before != planned:
+            if before is not None and before != planned and not self._from_recipe:
                 why = f" (the run was planned for {counted(before, 'step')}, now for {planned})"
             message = "the schedule changed%s: the learning rate of step %d is %.6g, it would have been %.6g"
-            log.warning(message, why, scheduler.step + 1, now, saved)
+            log.warning(message, why, scheduler.step + 1, now, saved_rate)
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:

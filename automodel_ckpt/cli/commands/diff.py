@@ -344,6 +344,15 @@ def _optimizer_lines(a: Side, b: Side, changed: Collection[str]) -> Iterator[str
 def _learning_rate_lines(a: Side, b: Side, step: int, changed: Collection[str]) -> Iterator[str]:
     """Describe the learning rate of the next step, if the schedule or the planned steps changed."""
     is_schedule_changed = any(key.startswith("lr_scheduler") for key in changed)
+    kinds = [side.recipe.get("lr_scheduler._target_", "") for side in (a, b)]
+    if kinds[0] == kinds[1] and _keeps_schedule(b, kinds[1]):
+        for key in sorted(changed):
+            if key.startswith("lr_scheduler."):
+                saved, new = (side.recipe.get(key, "default") for side in (a, b))
+                yield f"{key} stays {saved} as saved; {new} in the recipe only applies to new runs"
+        return
+    if kinds[0] != kinds[1] and all(map(_is_known, kinds)):
+        yield "the resume fails without --checkpoint.allow_missing_state '[lr_scheduler]': another kind of schedule"
     if a.steps.get("planned_steps") == b.steps.get("planned_steps") and not is_schedule_changed:
         return
     saved_peak = a.recipe.get("optimizer.lr")
@@ -354,6 +363,20 @@ def _learning_rate_lines(a: Side, b: Side, step: int, changed: Collection[str]) 
         yield "the learning rate follows the new schedule"
     elif f"{after:.6g}" != f"{before:.6g}":
         yield f"the learning rate of step {step + 1} is {after:.6g} instead of {before:.6g}"
+
+
+def _keeps_schedule(side: Side, kind: str) -> bool:
+    """Whether a resume with the recipe of *side* keeps the settings of a schedule of that *kind* as saved."""
+    from automodel_ckpt.config.changes import has_settings_in_state
+
+    return has_settings_in_state(kind) and not _applies_recipe(side)
+
+
+def _is_known(kind: str) -> bool:
+    """Whether *kind* is a class of torch, or empty: a schedule by its name. A user's function may return any class."""
+    from automodel_ckpt.config.changes import has_settings_in_state
+
+    return not kind or has_settings_in_state(kind)
 
 
 def _learning_rate(side: Side, peak: str | None, step: int) -> float | None:

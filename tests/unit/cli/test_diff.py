@@ -376,6 +376,28 @@ def test_state_that_only_one_has_stops_a_resume_and_no_rate_is_told() -> None:
     assert said.endswith("saved in B, missing in A")
 
 
+def test_what_a_resume_does_with_the_settings_of_a_schedule_of_torch_is_said() -> None:
+    def lines(target: str, **more: str) -> list[str]:
+        recipe = {"optimizer.lr": "0.1", "lr_scheduler._target_": target, **more}
+        state = frozenset({"model", "lr_scheduler"})
+        step = {"_target_": "torch.optim.lr_scheduler.StepLR", "gamma": "0.1"}
+        saved = {"optimizer.lr": "0.1", **{f"lr_scheduler.{k}": v for k, v in step.items()}}
+        a, b = (Side(Path(), {"step": 8}, recipe=each, state=state) for each in (saved, recipe))
+        return list(resume_lines(a, b))
+
+    same = "torch.optim.lr_scheduler.StepLR"
+    changed = {"lr_scheduler.gamma": "0.5"}
+    assert lines(same, **changed) == [
+        "lr_scheduler.gamma stays 0.1 as saved; 0.5 in the recipe only applies to new runs"
+    ]
+    follows = "the learning rate follows the new schedule"
+    applied = {"optimizer.on_resume": "recipe"}
+    assert lines(same, **changed, **applied) == [follows]
+    fails, said = lines("torch.optim.lr_scheduler.ExponentialLR", **changed)
+    assert "fails without --checkpoint.allow_missing_state '[lr_scheduler]'" in fails
+    assert said == follows and lines("own.function", **changed) == [follows]
+
+
 def test_a_constant_rate_is_not_told_for_another_number_of_steps() -> None:
     recipe = {"optimizer.lr": "0.1", "lr_scheduler": "null"}
     sides = []
