@@ -186,9 +186,14 @@ def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
             counted(len(tensors), "tensor"),
             options,
         )
-    for each in optimizers:
-        if isinstance(each, AdamW8bit):
-            log.info("%s: %s", type(each).__name__, each.state_summary)
+    for each in optimizers_8bit(optimizer):
+        log.info("%s: %s", type(each).__name__, each.state_summary)
+
+
+def optimizers_8bit(optimizer: Optimizer) -> list[AdamW8bit]:
+    """The optimizers with 8-bit moments among those that *optimizer* combines, or *optimizer* itself."""
+    optimizers = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+    return [each for each in optimizers if isinstance(each, AdamW8bit)]
 
 
 _LOGGED = {"lr": "lr", "weight_decay": "weight decay"}

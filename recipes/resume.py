@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from automodel_ckpt.checkpoint import Checkpointer, Manifest, Resumed
 from automodel_ckpt.data.loader import GlobalBatchLoader
@@ -73,7 +73,9 @@ def load_checkpoint(parts: RunParts, source: RecipeSource, state: Mapping[str, A
         from_recipe=source.on_resume == "recipe",
         overridden=source.overridden,
     )
-    resumed = checkpointer.load(state, before_loading=_reporting_changes(source))
+    resumed = checkpointer.load(
+        state, before_loading=_reporting_changes(source, parts.lr_scheduler)
+    )
     parts.saves.resumed = resumed
     if parts.memory is not None:
         _start_memory(parts.memory, parts, resumed)
@@ -90,8 +92,12 @@ def load_checkpoint(parts: RunParts, source: RecipeSource, state: Mapping[str, A
     parts.saves.make_missing_export()
 
 
-def _reporting_changes(source: RecipeSource) -> Callable[[Path, Manifest], None]:
+def _reporting_changes(
+    source: RecipeSource, schedule: LRScheduler | None
+) -> Callable[[Path, Manifest], None]:
     """What reports the differences between the recipe of a checkpoint and *source* before the checkpoint is loaded."""
+    # The rates of LambdaLR are computed again with the recipe's function.
+    keeps_schedule = schedule is not None and not isinstance(schedule, LambdaLR)
     return partial(
         compare_recipes,
         config_yaml=source.config_yaml,
@@ -99,6 +105,7 @@ def _reporting_changes(source: RecipeSource) -> Callable[[Path, Manifest], None]
         origins=source.origins,
         overridden=source.overridden,
         on_resume=source.on_resume,
+        keeps_schedule=keeps_schedule,
     )
 
 

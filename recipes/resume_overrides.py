@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from automodel_ckpt.config.changes import (
 )
 from automodel_ckpt.config.yaml_tree import DEFAULT
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.optimizers import optimizers_8bit
 from automodel_ckpt.training.lr import current_rate, fast_forward, follow_schedule
 from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.units import counted
@@ -45,12 +47,14 @@ def compare_recipes(
     origins: Mapping[str, str],
     overridden: Collection[str],
     on_resume: str,
+    keeps_schedule: bool = False,
 ) -> None:
     """Log which settings changed since *checkpoint* was saved. Called on rank 0.
 
     *config_yaml* is the recipe of this run, *precision* the data types that it uses, *origins* where its values come
-    from, *overridden* the keys that the command line gives, *on_resume* the setting of that name. Raises
-    :class:`RecipeError` for overrides on the command line that the resume would ignore.
+    from, *overridden* the keys that the command line gives, *on_resume* the setting of that name, *keeps_schedule*
+    whether the state of the LR schedule contains its settings. Raises :class:`RecipeError` for overrides on the command
+    line that the resume would ignore.
     """
     saved_precision = manifest.environment.get("precision")
     if isinstance(saved_precision, str) and saved_precision != precision:
@@ -65,7 +69,7 @@ def compare_recipes(
         return  # imported from another program, or run by a script without a recipe file
     given = {key for key, origin in origins.items() if origin != DEFAULT}
     changes = changed_keys(saved, recipe_of(config_yaml), given)
-    ignored = ignored_by_resume(changes, manifest.saved, on_resume)
+    ignored = ignored_by_resume(changes, manifest.saved, on_resume, keeps_schedule=keeps_schedule)
     check_overrides(ignored, overridden, checkpoint)
     lines = []
     for change in changes:
@@ -87,6 +91,8 @@ def log_omitted_state(recipe: object, untracked: Collection[str]) -> None:
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options of torch's optimizers that choose an implementation, and not what it computes."""
 _APPLY = " (optimizer.on_resume: recipe applies it)"
+_KEPT = "the optimizer's %s%s continues as saved, %s; the recipe's %s is not applied" + _APPLY
+_TAKEN = "the optimizer's %s%s is the recipe's from here on, %s; it was %s"
 
 
 class RecipeOptions:
@@ -112,6 +118,9 @@ class RecipeOptions:
         if schedule is not None:
             self._rates = list(schedule.base_lrs)
         self._options = self._present_options()
+        self._8bit = optimizers_8bit(optimizer)
+        self._state_options = [each.state_options for each in self._8bit]
+        self._new_schedule = copy.deepcopy(schedule.state_dict()) if schedule is not None else {}
         self._checkpoint = Path()
         self._groups = [_options_of(group) for group in optimizer.param_groups]
 
@@ -123,6 +132,9 @@ class RecipeOptions:
         that: it is the recipe of its run, which may have used other options after an earlier resume.
         """
         self._checkpoint = checkpoint
+        saved_rate = current_rate(self._optimizer)
+        if OPTIMIZER in saved:
+            self._compare_state_options()
         if self._from_recipe:
             self._take_options()
         elif OPTIMIZER in saved:
@@ -131,7 +143,7 @@ class RecipeOptions:
             if SCHEDULE in saved:
                 self._leave_out_schedule(scheduler)
         elif SCHEDULE in saved:
-            self._follow(self._schedule, scheduler)
+            self._follow(self._schedule, scheduler, saved_rate)
         else:
             self._begin_schedule(self._schedule, scheduler)
 
@@ -154,10 +166,27 @@ class RecipeOptions:
         is_cycle = getattr(self._schedule, "cycle_momentum", False)
         return ("lr", "initial_lr", *(("betas", "momentum") if is_cycle else ()))
 
+    def _compare_state_options(self) -> None:
+        """Log the options that the loaded state decides instead of the recipe, or change the state as it requires."""
+        for optimizer, of_recipe in zip(self._8bit, self._state_options, strict=True):
+            loaded = optimizer.state_options
+            for name, new in of_recipe.items():
+                if loaded[name] == new:
+                    continue
+                if self._from_recipe:
+                    log.warning(_TAKEN, name, "", new, loaded[name])
+                else:
+                    self._check_override(name, [loaded[name]], [new])
+                    log.warning(_KEPT, name, "", loaded[name], new)
+            options = of_recipe if self._from_recipe else loaded
+            optimizer.set_state_options(**options)
+            if loaded != of_recipe:
+                # The log has the summary of the state that the recipe describes.
+                log.info("%s: %s", type(optimizer).__name__, optimizer.state_summary)
+
     def _log_kept_options(self, *, has_lost_schedule: bool) -> None:
         # A rate of a schedule that is left out is replaced by the recipe's.
         ignored = ("lr", "initial_lr") if has_lost_schedule else ()
-        message = "the optimizer's %s%s continues as saved, %s; the recipe's %s is not applied"
         pairs = zip(self._options, self._present_options(), strict=False)
         for number, (new, saved) in enumerate(pairs):
             where = f" of parameter group {number}" if len(self._options) > 1 else ""
@@ -167,7 +196,7 @@ class RecipeOptions:
                 if not self._is_by_no_decay(name, new[name]):
                     self._check_override(name, saved[name], new[name])
                 saved_text, new_text = _as_text(saved[name]), _as_text(new[name])
-                log.warning(message + _APPLY, name, where, saved_text, new_text)
+                log.warning(_KEPT, name, where, saved_text, new_text)
 
     def _is_by_no_decay(self, name: str, new: list[float]) -> bool:
         """Whether a group has no weight decay because of ``optimizer.no_decay``, not because an override is 0."""
@@ -191,14 +220,13 @@ class RecipeOptions:
 
     def _take_options(self) -> None:
         """Replace all options that were loaded; a schedule computes its rates again."""
-        message = "the optimizer's %s%s is the recipe's from here on, %s; it was %s"
         scheduled = self._scheduled_options()
         pairs = zip(self._optimizer.param_groups, self._groups, strict=True)
         for number, (group, options) in enumerate(pairs):
             where = f" of parameter group {number}" if len(self._groups) > 1 else ""
             for name, value in options.items():
                 if name not in scheduled and group.get(name, value) != value:
-                    log.warning(message, name, where, value, group[name])
+                    log.warning(_TAKEN, name, where, value, group[name])
                 group[name] = value
         if self._schedule is not None and self._rates != self._schedule.base_lrs:
             log.warning(
@@ -227,6 +255,18 @@ class RecipeOptions:
         )
         log.warning(message, scheduler.step + 1, current_rate(self._optimizer))
 
+    def _replay(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
+        """Set *schedule* and what it sets in the optimizer to the recipe's, at the present step.
+
+        A schedule computes a rate from the one before it: the rates that were saved are those of other settings.
+        """
+        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for name in self._scheduled_options():
+                if name in options:
+                    group[name] = options[name]
+        schedule.load_state_dict(copy.deepcopy(self._new_schedule))
+        fast_forward(schedule, scheduler.step)
+
     def _restore_rates(self) -> None:
         """Set the rates that the recipe built; a schedule changes them in place."""
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
@@ -236,7 +276,8 @@ class RecipeOptions:
                 else:
                     group.pop(name, None)
 
-    def _follow(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
+    def _follow(self, schedule: LRScheduler, scheduler: StepScheduler, saved_rate: float) -> None:
+        """Set the rates of *schedule* at the present step, and log if that of the next step is not *saved_rate*."""
         if self._rates != schedule.base_lrs:
             self._check_override("lr", schedule.base_lrs, self._rates)
             message = (
@@ -244,19 +285,20 @@ class RecipeOptions:
                 + _APPLY
             )
             log.warning(message, schedule.base_lrs, self._rates)
-        saved = current_rate(self._optimizer)
-        # Its rates are a function of the step alone, so they can be computed again.
         if isinstance(schedule, LambdaLR):
+            # Its rates are a function of the step alone, so they can be computed again.
             follow_schedule(schedule)
+        elif self._from_recipe:
+            self._replay(schedule, scheduler)
         now = current_rate(self._optimizer)
-        if now != saved and not scheduler.is_finished():
+        if now != saved_rate and not scheduler.is_finished():
             why = ""
             before, planned = scheduler.planned_before, scheduler.planned_steps
             # An imported run was planned by another program, which may not state it.
-            if before is not None and before != planned:
+            if before is not None and before != planned and not self._from_recipe:
                 why = f" (the run was planned for {counted(before, 'step')}, now for {planned})"
             message = "the schedule changed%s: the learning rate of step %d is %.6g, it would have been %.6g"
-            log.warning(message, why, scheduler.step + 1, now, saved)
+            log.warning(message, why, scheduler.step + 1, now, saved_rate)
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from automodel_ckpt.models.model_checks import check_attention, check_trained_ty
 from automodel_ckpt.models.mtp import MultiTokenPrediction
 from automodel_ckpt.models.neftune import EmbeddingNoise
 from automodel_ckpt.models.routers import router_settings
+from automodel_ckpt.models.shared_memory import check_separate_memory
 from automodel_ckpt.recipes.model.additions import (
     add_embedding_noise,
     add_fake_quantization,
@@ -179,6 +180,7 @@ def _build(request: ModelRequest) -> Trainable:
     convert_layers(model)
     if request.is_trained:
         check_trained_types(model)
+        check_separate_memory(model)
         keep_frozen_statistics(model)
     options = _forward_options(model)
     router = choose_router_settings(request, model)

@@ -39,6 +39,8 @@ ADAPTER_MODEL_CONFIG = "model_config.json"
 model in the same directory."""
 DCP_METADATA = ".metadata"
 SLICE_TABLE = ".slices"
+FURTHER_BITS = "further_bits"
+"""The name, in the state of an optimizer, of what a float32 weight has in addition to its bfloat16 parameter."""
 # The kinds of tensors that do not train, in names of their files.
 BUFFERS, FROZEN = "buffers", "frozen"
 

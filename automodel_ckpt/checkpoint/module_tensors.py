@@ -62,6 +62,7 @@ class StoredLayout:
 
 
 _UNCHANGED = StoredLayout()
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 
 # The names under which torch.compile, activation checkpointing and FSDP 1 register the module that they wrap. The FQNs
 # of PyTorch do not contain them.
@@ -289,7 +290,7 @@ def adapter_keys(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str] 
 
 
 def tied_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
-    """{name: the name it is tied to} for all but one of the names of the same tensor in the module."""
+    """{name: the name it is tied to} for all but one of the names of the same memory in the module."""
     present = set(state)
     tensors = [
         *module.named_parameters(remove_duplicate=False),
@@ -299,21 +300,47 @@ def tied_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
 
 
 def _tied(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """{name: the name it is tied to} among the names of *tensors* with the same identity."""
-    names: dict[int, list[str]] = {}
+    """{name: the name it is tied to} among the names of *tensors* that are the same elements of the same memory.
+
+    Tensors that share a part of their memory are not tied.
+    """
+    by_address: dict[int, list[tuple[str, Any]]] = {}
     for name, tensor in tensors:
-        # By identity. parallelize_module silently unties weights (torch 2.13): tie them again after
-        # it.
-        names.setdefault(id(tensor), []).append(name)
+        by_address.setdefault(_address(tensor), []).append((name, tensor))
+    names: list[list[str]] = []
+    for group in by_address.values():
+        if len(group) > 1:
+            names += _same_elements(group)
     declared = set(
         getattr(module, "all_tied_weights_keys", None)
         or getattr(module, "_tied_weights_keys", None)
         or ()
     )
     tied: dict[str, str] = {}
-    for group in names.values():
-        stored = next((name for name in group if name not in declared), group[0])
-        for name in group:
+    for members in names:
+        stored = next((name for name in members if name not in declared), members[0])
+        for name in members:
             if name != stored:
                 tied[name] = stored
     return tied
+
+
+def _address(tensor: Any) -> int:
+    """The address of the first element of *tensor*; its identity if it has no memory that it can share."""
+    # Tensors of other types, such as DTensors, may have no memory, or another one than they state.
+    # parallelize_module silently unties weights (torch 2.13): tie them again after it.
+    if type(tensor) not in _PLAIN_TENSORS or tensor.layout is not torch.strided:
+        return id(tensor)
+    # 0 for the meta device, for released memory and for tensors without elements.
+    return tensor.data_ptr() or id(tensor)
+
+
+def _same_elements(tensors: Iterable[tuple[str, Any]]) -> list[list[str]]:
+    """The names of each group of *tensors* with one address that are the same object, or the same elements."""
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in tensors:
+        key: Any = id(tensor)
+        if tensor.numel() and _address(tensor) != key:
+            key = (tensor.dtype, tensor.shape, tensor.stride())
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())

@@ -189,6 +189,20 @@ def whole_slice(fqn: str, dtype: str, shape: tuple[int, ...], file: str, start: 
     return Slice(fqn, dtype, (0,) * len(shape), shape, file, start, nbytes_of(dtype, shape))
 
 
+def digests_of(tensor: Tensor) -> dict[object, str | None]:
+    """Map the offsets and sizes of each slice of *tensor* to its digest."""
+    return {(stored.offsets, stored.sizes): stored.digest for stored in tensor.slices}
+
+
+def have_same_digests(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one dtype and shape consist of the same slices with the same digests.
+
+    False if a slice has no digest.
+    """
+    digests = digests_of(one)
+    return None not in digests.values() and digests == digests_of(other)
+
+
 def counts(value: object) -> tuple[int, ...] | None:
     """Convert a shape or offsets in a file of another program; None for any other value."""
     if not isinstance(value, list | tuple):

@@ -34,7 +34,7 @@ def parameters_in(directory: Path) -> Parameters:
 
 
 def compare_names(config: bytes, names: Collection[str]) -> NameDifferences | None:
-    """Compare *names* with those of the model whose config.json has the content *config*.
+    """Compare *names* with those of the model whose config.json has the content *config*; its shapes are returned, too.
 
     It is built on the meta device, by torch and transformers. Returns None if the names of the model are unknown.
     """

@@ -21,6 +21,9 @@ _IGNORED = (
     "peft.init",
 )
 _OPTIMIZER_CLASS = "optimizer._target_"
+_SCHEDULE = "lr_scheduler."
+_SCHEDULE_CLASS = "lr_scheduler._target_"
+_SCHEDULE_NAME = "lr_scheduler.name"
 _APPLIED_OPTIMIZER_KEYS = ("optimizer.on_resume", _OPTIMIZER_CLASS)
 _IN_SECTIONS = ("peft.init", "model.mtp.weights")
 """Ignored keys of sections that can be missing."""
@@ -116,15 +119,23 @@ def differences(recipes: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 
 
 def ignored_by_resume(
-    changes: Iterable[Change], saved: Collection[str], on_resume: str
+    changes: Iterable[Change],
+    saved: Collection[str],
+    on_resume: str,
+    *,
+    keeps_schedule: bool = False,
 ) -> list[Change]:
     """Return the changes that a resume does not apply, because it takes the value from the checkpoint.
 
     *saved* are the attributes whose state is in the checkpoint; *on_resume* is ``optimizer.on_resume``.
+    *keeps_schedule*: the state of the LR schedule contains its settings.
     """
     changes = list(changes)
     # Another class has other options, and loading reports its other state.
     is_other_class = any(change.key == _OPTIMIZER_CLASS for change in changes)
+    is_other_schedule = "lr_scheduler" not in saved or any(
+        change.key in (_SCHEDULE_CLASS, _SCHEDULE_NAME) for change in changes
+    )
     keeps_options = "optimizer" in saved and on_resume == "checkpoint" and not is_other_class
     ignored = []
     for change in changes:
@@ -135,9 +146,22 @@ def ignored_by_resume(
         )
         # By prefix, which covers the keys of sections: no other key may begin with one of these
         # names.
+        is_schedule = change.key.startswith(_SCHEDULE) and change.key != _SCHEDULE_CLASS
+        if is_schedule and keeps_schedule and on_resume == "checkpoint" and not is_other_schedule:
+            ignored.append(change)
         if change.key.startswith(_IGNORED) or (is_option and keeps_options):
             ignored.append(change)
     return ignored
+
+
+def has_settings_in_state(schedule: str) -> bool:
+    """Return whether the state of the LR schedule with the ``_target_`` *schedule* contains its settings.
+
+    That is so for the classes of torch, except for those whose rates are a function of the step. It is unknown for a
+    user's function.
+    """
+    module, _, name = schedule.rpartition(".")
+    return module == "torch.optim.lr_scheduler" and name != "LambdaLR"
 
 
 def check_overrides(
@@ -166,7 +190,7 @@ def override_problem(flag: str, changes: Sequence[Change], checkpoint: Path) -> 
         f"{checkpoint} and another --checkpoint.checkpoint_dir)"
     )
     options = ["remove the override", new_run]
-    if flag.partition(".")[0] == "optimizer":
+    if flag.partition(".")[0] in ("optimizer", "lr_scheduler"):
         options.append("apply it with --optimizer.on_resume recipe")
     if changes[0].key.startswith("init_from"):
         options = ["remove the override", "start a new run in another --checkpoint.checkpoint_dir"]

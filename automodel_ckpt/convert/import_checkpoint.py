@@ -7,14 +7,17 @@ is not imported is reported. ``new_checkpoint.py`` writes the checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export.files import agreeing_config
 from automodel_ckpt.checkpoint.export.plan import Plan, make_plan
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
@@ -26,6 +29,7 @@ from automodel_ckpt.convert.model_names import (
     NameDifferences,
     fitting_prefixes,
     has_odd_prefix,
+    has_stated_sizes,
 )
 from automodel_ckpt.convert.names.conversion import check_converted
 from automodel_ckpt.convert.names_file import Renaming, rename, without_prefix
@@ -102,15 +106,13 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
     check_not_sparse(weights)
     if adapter is None:
         check_merged(weights, source.path)
-    if adapter is None and (source.known.has_own_names or has_odd_prefix(weights.tensors)):
-        found, name_notes = _compared_names(source, weights, options)
-        if found is not None and options.names is None:
-            renaming = _without_prefix(found, source, weights, options)
-            if renaming is not None:
-                weights, name_notes = renaming.after, (_prefix_note(renaming),)
-                omitted = (*omitted, *renaming.left_out)
-            else:
-                found.check(str(source.path))
+    if adapter is None:
+        compared = _compared(source, weights, options)
+        if compared.renaming is not None:
+            renaming = compared.renaming
+            weights = renaming.after
+            omitted = (*omitted, *renaming.left_out)
+        name_notes = compared.notes
     training = _training(source, weights, options, renaming)
     if training is not None:
         # The omitted parts of the model's files are what the training state consists of.
@@ -165,44 +167,92 @@ def _training(
     )
 
 
-def _compared_names(
-    source: ImportSource, weights: Tensors, options: ImportOptions
-) -> tuple[NameDifferences | None, tuple[str, ...]]:
-    """Compare the names of *weights* with those of the model in config.json; also return what differs, in words."""
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """What a comparison of an import's tensors with the model found: *notes* in words, and a *renaming* of tensors."""
+
+    notes: tuple[str, ...] = ()
+    renaming: Renaming | None = None
+
+
+def _compared(source: ImportSource, weights: Tensors, options: ImportOptions) -> _Compared:
+    """Compare *weights* with the model that config.json describes.
+
+    Raises :class:`CheckpointUnusable` if the tensors have other names or shapes than the model's.
+    """
+    compare = options.compare_names
     has_config_of_model = source.known.saves_config and options.config is None
-    if options.compare_names is None or has_config_of_model:
-        return None, ()
+    if compare is None or has_config_of_model:
+        return _Compared()
+    has_own_names = source.known.has_own_names or has_odd_prefix(weights.tensors)
     config = source.side_files(options.config).get(_CONFIG)
     if config is None:
-        return None, (
-            f"unchecked, because there is no config.json; the first is {next(iter(weights.tensors))}",
-        )
-    found = options.compare_names(config, [*weights.tensors, *weights.tied])
+        return _Compared(_unchecked(weights) if has_own_names else ())
+    content = _content(config)
+    is_from_elsewhere = has_own_names or options.config is not None
+    if not is_from_elsewhere and has_stated_sizes(content, weights.tensors):
+        return _Compared()
+    found = compare(config, [*weights.tensors, *weights.tied])
     if found is None:
-        return None, ("unchecked, because those of this type of model are unknown",)
-    return found, tuple(found.lines())
+        unknown = "unchecked, because those of this type of model are unknown"
+        return _Compared((unknown,) if has_own_names else ())
+    renaming = None
+    notes: tuple[str, ...] = ()
+    if is_from_elsewhere:
+        notes = tuple(found.lines())
+    if has_own_names and options.names is None:
+        again = _without_prefix(found, config, weights, compare)
+        if again is not None:
+            found, renaming = again
+            weights, notes = renaming.after, (_prefix_note(renaming),)
+        else:
+            found.check(str(source.path))
+    is_quantized = "quantization_config" in content
+    found.check_shapes(weights.tensors, str(source.path), is_quantized=is_quantized)
+    padded = found.padded_rows(weights.tensors)
+    if padded is not None:
+        notes += (f"the vocabulary has {padded} rows, {found.vocab_size} by config.json: padding",)
+    return _Compared(notes, renaming)
+
+
+def _unchecked(weights: Tensors) -> tuple[str, ...]:
+    first = next(iter(weights.tensors))
+    return (f"unchecked, because there is no config.json; the first is {first}",)
+
+
+def _content(config: bytes) -> dict[str, Any]:
+    """Return the content of a config.json; empty if it is not a JSON mapping, which is an error where it is written."""
+    with contextlib.suppress(ValueError):
+        content = parse_json(config)
+        if isinstance(content, dict):
+            return content
+    return {}
 
 
 def _without_prefix(
-    found: NameDifferences, source: ImportSource, weights: Tensors, options: ImportOptions
-) -> Renaming | None:
+    found: NameDifferences, config: bytes, weights: Tensors, compare: NameComparer
+) -> tuple[NameDifferences, Renaming] | None:
     """Return the tensors with a prefix without it if they have exactly the names of the model then.
 
     None if there is no such prefix, or several, as of a model and its average.
     """
-    compare = options.compare_names
-    if not found.unknown or not found.missing or compare is None:
+    if not found.unknown or not found.missing:
         return None
     names = [*weights.tensors, *weights.tied]
-    config = source.side_files(options.config)[_CONFIG]
+    without: dict[str, NameDifferences] = {}
 
     def fits(prefix: str) -> bool:
         stripped = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         again = compare(config, stripped)
-        return again is not None and not again.unknown and not again.missing
+        if again is None or again.unknown or again.missing:
+            return False
+        without[prefix] = again
+        return True
 
     fitting = fitting_prefixes(names, found.missing, fits)
-    return without_prefix(weights, fitting[0]) if len(fitting) == 1 else None
+    if len(fitting) != 1:
+        return None
+    return without[fitting[0]], without_prefix(weights, fitting[0])
 
 
 def _prefix_note(renaming: Renaming) -> str:

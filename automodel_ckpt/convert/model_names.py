@@ -1,15 +1,25 @@
-"""Whether the tensors of an import have the names of the model that its config.json describes. Imports no torch."""
+"""Whether the tensors of an import are those of the model that its config.json describes. Imports no torch."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import counted
 
 _MAX_NAMED = 3
+# Keys of sizes in most config.json.
+_HIDDEN = ("hidden_size", "d_model", "n_embd")
+_INNER = ("intermediate_size", "moe_intermediate_size", "d_ff", "n_inner")
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+# Megatron pads vocabularies to a multiple of 128 rows for each of up to 64 ranks.
+_MAX_PADDING = 128 * 64
 # Each one is compared with the model.
 _MAX_PREFIXES = 4
 # Usual names of the backbone in a model, which all tensors are in if the output layer is tied.
@@ -21,11 +31,15 @@ class NameDifferences:
     """The differences between stored names and those of a model, the name of whose class is *model*.
 
     *unknown* are stored, and no tensor of the model has them. *missing* are tensors of the model that are not stored.
+    *shapes* are those of the model's parameters, by the stored name, as far as they are known. *vocab_size* is that of
+    the model.
     """
 
     model: str
     unknown: tuple[str, ...]
     missing: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    vocab_size: int | None = None
 
     def check(self, where: str) -> None:
         """Raise :class:`CheckpointUnusable` if stored tensors have other names than the model's."""
@@ -42,6 +56,56 @@ class NameDifferences:
             f"`{name[:200]}: {similar}`, in which {{i}} is any number",
         )
 
+    def check_shapes(self, stored: Mapping[str, Tensor], where: str, *, is_quantized: bool) -> None:
+        """Raise :class:`CheckpointUnusable` if *stored* tensors have other shapes than the model's parameters.
+
+        Padding of the vocabulary is no difference. Matrices of a quantized model can be stored in any shape.
+        """
+        different = []
+        for name, shape in self.shapes.items():
+            tensor = stored.get(name)
+            is_packed = is_quantized and len(shape) > 1
+            if tensor is None or is_packed or tensor.dtype not in ORDINARY_FLOATS:
+                continue
+            if self._fits(tensor.shape, shape):
+                continue
+            different.append(f"{name[:200]}: {list(tensor.shape)}, by config.json {list(shape)}")
+        if not different:
+            return
+        shown = different[:_MAX_NAMED]
+        if len(different) > _MAX_NAMED:
+            shown.append(f"and {counted(len(different) - _MAX_NAMED, 'other tensor')}")
+        raise CheckpointUnusable(
+            f"these tensors do not have the shapes of the {self.model} that config.json describes",
+            where=where,
+            value="\n    " + "\n    ".join(shown),
+            hint="give --config the directory of this model's own config.json: this one is that of a model of another "
+            "size",
+        )
+
+    def padded_rows(self, stored: Mapping[str, Tensor]) -> int | None:
+        """Return how many rows the vocabulary has in *stored* tensors, if it is padded there."""
+        for name, shape in self.shapes.items():
+            tensor = stored.get(name)
+            if (
+                tensor is not None
+                and tensor.shape != shape
+                and self._is_padded(tensor.shape, shape)
+            ):
+                return tensor.shape[0]
+        return None
+
+    def _fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of the shape *stored* can be a parameter of the model's *shape*."""
+        has_one_element = math.prod(stored) == math.prod(shape) == 1
+        return stored == shape or has_one_element or self._is_padded(stored, shape)
+
+    def _is_padded(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        if self.vocab_size is None or shape[:1] != (self.vocab_size,):
+            return False
+        same_width = stored[1:] == shape[1:]
+        return bool(stored) and same_width and _is_vocabulary(stored[0], self.vocab_size)
+
     def lines(self) -> Iterator[str]:
         """Describe the differences."""
         if self.unknown:
@@ -57,6 +121,49 @@ NameComparer = Callable[[bytes, Collection[str]], NameDifferences | None]
 
 The command that imports passes it: it builds the model, which needs torch and transformers.
 """
+
+
+def has_stated_sizes(config: Mapping[str, Any], stored: Mapping[str, Tensor]) -> bool:
+    """Return whether *stored* tensors have the sizes that *config* states, also in its parts.
+
+    True is certain enough for files whose config.json was saved with them. False means that only the model itself can
+    tell, which takes seconds to build: its tensors may be combinations of these sizes, or quantized.
+    """
+    matrices = {tensor.shape[-2:] for tensor in stored.values() if len(tensor.shape) > 1}
+    parts = [config, *(each for each in config.values() if isinstance(each, dict))]
+    stating = [part for part in parts if any(_stated(part, _HIDDEN))]
+    return bool(stating) and all(_has_stated_sizes(part, matrices) for part in stating)
+
+
+def _has_stated_sizes(config: Mapping[str, Any], matrices: Collection[tuple[int, ...]]) -> bool:
+    """Return whether *matrices* are those between the hidden size of *config* and its other sizes."""
+    hidden = next(_stated(config, _HIDDEN))
+    head_dim = next(_stated(config, ("head_dim",)), 0)
+    num_heads = next(_stated(config, _HEADS), 0)
+    if not head_dim and num_heads:
+        head_dim = hidden // num_heads
+    sizes = [head_dim * number for number in _stated(config, _HEADS)]
+    sizes += _stated(config, _INNER)
+    if any((size, hidden) not in matrices and (hidden, size) not in matrices for size in sizes):
+        return False
+    for vocab_size in _stated(config, ("vocab_size",)):
+        if not any(
+            width == hidden and _is_vocabulary(rows, vocab_size) for rows, width in matrices
+        ):
+            return False
+    return True
+
+
+def _is_vocabulary(rows: int, vocab_size: int) -> bool:
+    """Whether that many *rows* can be those of *vocab_size* tokens, and padding."""
+    return vocab_size <= rows <= vocab_size + _MAX_PADDING
+
+
+def _stated(config: Mapping[str, Any], keys: Iterable[str]) -> Iterator[int]:
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, int) and value > 0:
+            yield value
 
 
 def fitting_prefixes(

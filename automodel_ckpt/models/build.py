@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import logging
 import os
 import pickle
 import sys
@@ -34,6 +35,8 @@ from automodel_ckpt.models.repository import (
 from automodel_ckpt.models.task_head import head_differences
 from automodel_ckpt.models.tied_weights import note_untied
 from automodel_ckpt.models.weight_matching import Verdict
+
+log = logging.getLogger("automodel_ckpt")
 
 _MAIN_REVISION = RepositoryOptions()
 _NOISY = (
@@ -130,9 +133,46 @@ def with_attention_caps(config: PreTrainedConfig) -> PreTrainedConfig:
     return chosen
 
 
-def _cap_attention(config: PreTrainedConfig) -> None:
+def restore_attention_caps(model: nn.Module) -> None:
+    """Give each transformers model in *model* that has a cap of its attention scores an attention that applies it.
+
+    For models that are built without :func:`with_attention_caps`: by the user's code, or by ``from_pretrained`` as a
+    target. The layers read their attention from the config in each forward pass. It is logged which model changes,
+    and which has its attention in the classes of its layers, so that it cannot be changed.
+    """
+    seen: set[int] = set()
+    for part in model.modules():
+        config = getattr(part, "config", None)
+        if not isinstance(part, PreTrainedModel) or not isinstance(config, PreTrainedConfig):
+            continue
+        # A model and its backbone have the same config.
+        if id(config) in seen or not _lacks_cap(config):
+            continue
+        seen.add(id(config))
+        name, cap = type(part).__name__, config.attn_logit_softcapping
+        if part._can_set_attn_implementation():
+            config._attn_implementation_internal = "eager"
+            log.warning(
+                "%s caps its attention scores at %s, and sdpa has no cap: it gets eager attention",
+                name,
+                cap,
+            )
+        else:
+            log.warning(
+                "%s caps its attention scores at %s, and sdpa has no cap: build it with attn_implementation: eager",
+                name,
+                cap,
+            )
+
+
+def _lacks_cap(config: PreTrainedConfig) -> bool:
+    """Whether *config* has a cap of the attention scores, and no other attention than torch's, which has none."""
     has_cap = getattr(config, "attn_logit_softcapping", None) is not None
-    if has_cap and getattr(config, "_attn_implementation", None) in (None, "sdpa"):
+    return has_cap and getattr(config, "_attn_implementation", None) in (None, "sdpa")
+
+
+def _cap_attention(config: PreTrainedConfig) -> None:
+    if _lacks_cap(config):
         # The property would also change the parts.
         config._attn_implementation_internal = "eager"
     for name in getattr(config, "sub_configs", None) or ():

@@ -1,4 +1,4 @@
-"""Compare the names of stored tensors with those of the model that a config.json describes: no weights are read."""
+"""Compare stored tensors with those of the model that a config.json describes, by name: no weights are read."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ class ListedDifferences(NamedTuple):
     """The differences between stored names and those of a model, the name of whose class is *model*.
 
     *unknown* are stored, and no tensor of the model has them. *missing* are tensors of the model that are not stored.
+    *shapes* are those of the model's parameters, by the stored name; without those of tensors that transformers
+    computes from others. *vocab_size* is that of the model, or of the model of its text.
     """
 
     model: str
     unknown: tuple[str, ...]
     missing: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    vocab_size: int | None
 
 
 def list_differences(
@@ -68,7 +72,36 @@ def list_differences(
         type(model).__name__,
         tuple(_without(unknown, model._keys_to_ignore_on_load_unexpected)),
         tuple(_without(missing, model._keys_to_ignore_on_load_missing)),
+        _shapes(stored, conversion, model),
+        getattr(config.get_text_config(), "vocab_size", None),
     )
+
+
+def _shapes(
+    stored: Iterable[str], conversion: Conversion, model: Any
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes in the *model* of the tensors with the names *stored*, where they are unambiguous."""
+    found: dict[str, set[tuple[int, ...] | None]] = {}
+
+    def note(name: str, shape: tuple[int, ...] | None) -> None:
+        for spelling in _spellings(name, model):
+            found.setdefault(spelling, set()).add(shape)
+
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shape = tuple(parameter.shape)
+        note(name, shape)
+        note(conversion.names.get(name, name), shape)
+        for file_name, (_, part) in conversion.parts.get(name, {}).items():
+            note(file_name, tuple(each.stop - each.start for each in part))
+    for name in conversion.combined:
+        note(name, None)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in stored:
+        possible = found.get(name) or found.get(_present_name(name)) or {None}
+        (first, *others) = possible
+        if first is not None and not others:
+            shapes[name] = first
+    return shapes
 
 
 def _present_name(name: str) -> str:

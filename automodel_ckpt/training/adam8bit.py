@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.checkpoint.layout import FURTHER_BITS
 from automodel_ckpt.device_copies import to_device
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.kernel_trial import has_triton, succeeds
@@ -25,8 +26,6 @@ from automodel_ckpt.training.moment_codes import decoded, dynamic_table, nearest
 from automodel_ckpt.training.optimizer_steps import update_each
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_FURTHER_BITS = "further_bits"
-"""The name of what a float32 weight has in addition to its parameter in bfloat16."""
 _NAN = 0x7FC0
 """The bits of NaN in bfloat16."""
 _SMALLEST_BLOCK = 32
@@ -47,6 +46,9 @@ class AdamW8bit(torch.optim.Optimizer):
 
     Raises :class:`RecipeError` in the first step for rows whose shards begin within a block.
     """
+
+    optional_state = frozenset({FURTHER_BITS})
+    """State that a checkpoint may lack: :meth:`set_state_options` adds it."""
 
     def __init__(
         self,
@@ -87,6 +89,33 @@ class AdamW8bit(torch.optim.Optimizer):
             else:
                 text += "lose updates below 1/256 of a weight (float32_weights)"
         return text
+
+    @property
+    def state_options(self) -> dict[str, bool]:
+        """The options that the state decides once there is one, by name: a load may change them."""
+        has_bits = [FURTHER_BITS in state for _, state in self._extensible()]
+        return {"float32_weights": any(has_bits) if has_bits else self.float32_weights}
+
+    def set_state_options(self, *, float32_weights: bool) -> None:
+        """Give the state further bits of the bfloat16 weights, zeros at first, or remove those that it has.
+
+        Neither changes a weight. Weights whose bits are removed stay rounded.
+        """
+        self.float32_weights = float32_weights
+        for parameter, state in self._extensible():
+            if not float32_weights:
+                state.pop(FURTHER_BITS, None)
+            elif FURTHER_BITS not in state:
+                state[FURTHER_BITS] = _zeros_of_bits(parameter)
+
+    def _extensible(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        """The bfloat16 parameters that have a state, with it."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                # The state is a defaultdict.
+                state = self.state.get(parameter)
+                if state and parameter.dtype == torch.bfloat16:
+                    yield parameter, state
 
     def _check_types(self) -> None:
         """Raise :class:`RecipeError` for float16 weights, whose exponents have fewer bits than those of float32."""
@@ -138,7 +167,7 @@ class AdamW8bit(torch.optim.Optimizer):
             else:
                 state[moment] = torch.zeros_like(parameter, dtype=torch.float32)
         if self.float32_weights and parameter.dtype == torch.bfloat16:
-            state[_FURTHER_BITS] = torch.zeros_like(parameter, dtype=torch.int16)
+            state[FURTHER_BITS] = _zeros_of_bits(parameter)
         return state
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
@@ -149,7 +178,7 @@ class AdamW8bit(torch.optim.Optimizer):
         shard, gradient = _local(parameter), _local(parameter.grad)
         beta1, beta2 = group["betas"]
         values = _setting_values(group, state["step"].item())
-        bits = _local(state[_FURTHER_BITS]) if _FURTHER_BITS in state else None
+        bits = _local(state[FURTHER_BITS]) if FURTHER_BITS in state else None
         if not block:
             wide = gradient.float()
             average = _local(state["exp_avg"])
@@ -170,6 +199,11 @@ class AdamW8bit(torch.optim.Optimizer):
         for tensor, copied in zip(changed, contiguous, strict=True):
             if tensor is not copied:
                 tensor.copy_(copied)
+
+
+def _zeros_of_bits(parameter: torch.Tensor) -> torch.Tensor:
+    """Further bits of zero [...]: the float32 weights are the values of *parameter*."""
+    return torch.zeros_like(parameter, dtype=torch.int16)
 
 
 def _new_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:

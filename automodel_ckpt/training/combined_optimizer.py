@@ -28,6 +28,12 @@ class CombinedOptimizer(Optimizer):
             self.state.update(optimizer.state)
         self._share_state()
 
+    @property
+    def optional_state(self) -> frozenset[str]:
+        """Names of state that a checkpoint may lack, of all optimizers."""
+        names = [getattr(optimizer, "optional_state", ()) for optimizer in self.optimizers]
+        return frozenset().union(*names)
+
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have gradients. Returns what a *closure* returns, which computes the gradients."""
         # Called once here; each optimizer would compute the gradients again.

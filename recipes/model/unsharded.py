@@ -9,6 +9,7 @@ from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.adapter import why_whole
+from automodel_ckpt.models.build import restore_attention_caps
 from automodel_ckpt.models.model_checks import check_complete
 from automodel_ckpt.models.mtp_families import MtpPlan, plan_mtp
 from automodel_ckpt.models.vocabulary import wanted_size
@@ -30,6 +31,8 @@ def build_unsharded(request: ModelRequest) -> DeferredModel:
     if isinstance(section, Target):
         made = build(section)
         check_complete(made)
+        if "attn_implementation" not in section.kwargs:
+            restore_attention_caps(made)
         return DeferredModel(made)
     assert request.model_config is not None
     base = _base(request, section)

@@ -134,6 +134,7 @@ PRIVATE_NAMES: dict[str, str] = {
     # What transformers' model classes declare about themselves.
     "_attn_implementation": "transformers.PreTrainedConfig",
     "_attn_implementation_internal": "transformers.PreTrainedConfig",
+    "_can_set_attn_implementation": "transformers.PreTrainedModel",
     "_init_weights": "transformers.PreTrainedModel",
     "_is_stateful": "transformers.PreTrainedModel",
     "_keys_to_ignore_on_load_missing": "transformers.PreTrainedModel",

@@ -268,6 +268,11 @@ MISTAKES = {
     "a model without values": part(
         "model", "lazy", r"are not initialized[\s\S]*2 of 2, the first w"
     ),
+    "parameters that share memory": part(
+        "model",
+        "shared",
+        r"share memory[\s\S]*0.weight, 1.weight[\s\S]*assign the parameter itself",
+    ),
     "a model for classes": Mistake(
         (
             f"--model={{_target_: transformers.AutoModelForSequenceClassification.from_config, config: {SMALL_GPT2}}}",

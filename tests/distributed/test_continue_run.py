@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.tensors.stored import whole
@@ -172,6 +173,15 @@ def test_contradictions_are_errors_that_name_the_file(tmp_path: Path, capsys: Ca
     assert "--step contradicts" in error_of(capsys, source, "--step", "7")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "intermediate_size": 13}))
+    text = error_of(capsys, source)
+    assert "mlp.up_proj.weight: [12, 8], by config.json [13, 8]" in text
+    # Weights of the other size, beside the same optimizer.
+    weights = load_file(source / "model.safetensors")
+    for name, weight in weights.items():
+        if ".mlp." in name:
+            shape = [13 if size == 12 else size for size in weight.shape]
+            weights[name] = torch.zeros(shape, dtype=weight.dtype)
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
     text = error_of(capsys, source)
     assert "optimizer.pt" in text and "with decay first" in text and "[12, 8]" in text
     (source / "config.json").unlink()

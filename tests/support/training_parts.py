@@ -64,8 +64,16 @@ def part(name: str) -> Any:
         "relu": torch.nn.ReLU,
         "config": LlamaConfig,
         "lazy": lambda: torch.nn.LazyLinear(3),
+        "shared": _with_shared_memory,
     }
     return made[name]()
+
+
+def _with_shared_memory() -> torch.nn.Module:
+    """Two parameters with one memory."""
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 2), torch.nn.Linear(2, 8, bias=False))
+    model[1].weight.data = model[0].weight.data
+    return model
 
 
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

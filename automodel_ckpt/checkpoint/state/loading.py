@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from automodel_ckpt.checkpoint.formats.reading import (
 )
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.module_tensors import complete_state, module_state, untrained_names
+from automodel_ckpt.checkpoint.slices import have_same_digests
 from automodel_ckpt.checkpoint.state.mismatch import (
     check_differences,
     has_weights_only,
@@ -79,7 +81,7 @@ class Loader:
         for item in matched:
             saved_name, _ = records[item.name]
             if item.kind != "object":
-                trees[item.name] = self._manifest.trees[saved_name]
+                trees[item.name] = self._tree(item, saved_name)
         for item in matched:
             if item.kind == "module":
                 # All modules before any is read: a later mismatch would leave the others
@@ -111,7 +113,7 @@ class Loader:
             if item.kind != "module" or item.name not in matched:
                 continue
             saved_name, _ = matched[item.name]
-            tree = self._manifest.trees[saved_name]
+            tree = self._tree(item, saved_name)
             lines += differences(tree, self._complete_state(item), _frozen(item))
         return lines
 
@@ -131,6 +133,29 @@ class Loader:
                 " and ".join(sorted(saved)),
                 " and ".join(sorted(here)),
             )
+
+    def _tree(self, item: Item, saved_name: str) -> Tree:
+        """The saved tree of *item*; of a module, with the tensors that it has here if only ties differ.
+
+        Ties depend on the revision of this program and on the strategy: parameters that share memory are one tensor,
+        and no longer share it once they are sharded. A tensor that is tied here is left out if it was saved a second
+        time with equal bytes. One that was tied when it was saved is read from the tensor that it was tied to.
+        """
+        tree = self._manifest.trees[saved_name]
+        if item.kind != "module":
+            return tree
+        state, tied = complete_state(item.value, self._module_state(item))
+        tensors = dict(tree.tensors)
+        for alias, stored in tied.items():
+            if alias in tensors and stored in tensors:
+                one, other = tensors[alias], tensors[stored]
+                is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+                if is_alike and have_same_digests(one, other):
+                    del tensors[alias]
+        for alias, stored in tree.tied.items():
+            if alias in state and alias not in tensors and stored in tensors:
+                tensors[alias] = tensors[stored].renamed(alias)
+        return tree if tensors.keys() == tree.tensors.keys() else replace(tree, tensors=tensors)
 
     def _module_state(self, item: Item) -> tuple[dict[str, Any], dict[str, str]]:
         """The :func:`module_state` of a module: its tensors themselves, collected once."""

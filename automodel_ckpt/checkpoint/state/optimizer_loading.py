@@ -13,7 +13,7 @@ import torch
 
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.formats.reading import ByteRanges, read_object, read_tree
-from automodel_ckpt.checkpoint.state.mismatch import check_differences
+from automodel_ckpt.checkpoint.state.mismatch import check_differences, unusable
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, trained_by_all
 from automodel_ckpt.checkpoint.state.optimizer_state import (
     FORMS,
@@ -29,6 +29,7 @@ from automodel_ckpt.checkpoint.state.param_groups import (
     CYCLE_OPTIONS,
     GroupMatch,
     match_groups,
+    other_kind,
 )
 from automodel_ckpt.checkpoint.tree import Tree
 from automodel_ckpt.errors import CheckpointUnusable
@@ -66,6 +67,8 @@ class OptimizerLoader:
         Raises :class:`CheckpointUnusable` if the saved state does not match.
         """
         name = item.name
+        others = self._schedules_of_another_kind(item, items, tree, state)
+        self._absent = {**self._absent, **dict.fromkeys(others, "lr_scheduler")}
         try:
             cycle = self._one_cycle(item, items, tree, state)
             targets = self._optimizer_targets(item, tree, owners, state, cycle)
@@ -86,13 +89,43 @@ class OptimizerLoader:
                 if source is not None:
                     group.update(cycle[source])
         for scheduler in items:
+            if scheduler.name in others:
+                continue
             if scheduler.owner == name and scheduler.name in state:
                 (saved_schedule,) = state[scheduler.name]
                 schedule = targets.match.schedule_state(saved_schedule, scheduler.value)
                 if cycle is not None:
                     schedule["base_lrs"] = [g["initial_lr"] for g in item.value.param_groups]
                 scheduler.value.load_state_dict(schedule)
-        return frozenset()
+        return others
+
+    def _schedules_of_another_kind(
+        self, item: Item, items: list[Item], tree: Tree, state: Mapping[str, Any]
+    ) -> frozenset[str]:
+        """The names of the LR schedulers of an optimizer whose saved state is that of a schedule of another kind.
+
+        Raises :class:`CheckpointUnusable` for those that ``allow_missing_state`` does not permit to start without it:
+        torch would mix the settings of both.
+        """
+        found = set()
+        for scheduler in items:
+            is_here = scheduler.owner == item.name and scheduler.name in state
+            if not is_here or scheduler.name not in tree.objects:
+                continue
+            (saved,) = read_object(self._path, tree, scheduler.name, self._remote)
+            difference = other_kind(saved, scheduler.value)
+            if difference is None:
+                continue
+            if scheduler.name not in self._allow_missing:
+                raise unusable(
+                    self._path,
+                    f"the checkpoint's {scheduler.name!r} is a schedule of another kind than the recipe's",
+                    [difference],
+                    "resume with the schedule that was saved; or continue with the recipe's schedule at the present "
+                    f"step: --checkpoint.allow_missing_state '[{scheduler.name}]'",
+                )
+            found.add(scheduler.name)
+        return frozenset(found)
 
     def _one_cycle(
         self, item: Item, items: list[Item], tree: Tree, state: dict[str, Any]
@@ -142,9 +175,15 @@ class OptimizerLoader:
             if fqn in without_state or skipped.drops(f"{name}.state.{fqn}."):
                 del optimizer_state["state"][fqn]
 
+        stored = {*tree.tensors, *tree.objects}
+        optional: frozenset[str] = getattr(item.value, "optional_state", frozenset())
+        for fqn, entry in optimizer_state["state"].items():
+            for key in optional & entry.keys():
+                if f"{name}.state.{fqn}.{key}" not in stored:
+                    del entry[key]
+
         parameters = owners.parameters(item, optimizer_state)
         here = _locations(name, state)
-        stored = {*tree.tensors, *tree.objects}
         tree = _select(tree, lambda key: skipped.takes(key, on_both_sides=key in here))
         StateAllocator(name, tree, forms, parameters).allocate_in(optimizer_state)
         here = _locations(name, state)

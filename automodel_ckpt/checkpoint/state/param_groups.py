@@ -21,6 +21,9 @@ _PER_GROUP = frozenset(
 CYCLE = "one_cycle"
 """Key in the state of an imported schedule: what OneCycleLR (torch 2.13) had added to each parameter group. Only a
 recipe with this class uses it; other schedules have none of these options."""
+_PARTS = "_schedulers"
+"""The schedulers that SequentialLR and ChainedScheduler contain."""
+_OF_ALL_SCHEDULES = frozenset({"base_lrs", "last_epoch", "verbose", CYCLE})
 CYCLE_OPTIONS = ("max_lr", "min_lr", "max_momentum", "base_momentum")
 DIVIDED = "with different options"
 """In the reason of a group here whose parameters were in several saved groups."""
@@ -90,11 +93,34 @@ class GroupMatch:
                     for number, source in enumerate(self.sources):
                         per_group.append(here[number] if source is None else value[source])
                     state[key] = type(value)(per_group)
-            elif key == "_schedulers" and _has_length(here, len(value)):
+            elif key == _PARTS and _has_length(here, len(value)):
                 # SequentialLR and ChainedScheduler contain other schedulers.
                 pairs = zip(value, here, strict=True)
                 state[key] = [self.schedule_state(inner, scheduler) for inner, scheduler in pairs]
         return state
+
+
+def other_kind(saved: Mapping[str, Any], scheduler: Any) -> str | None:
+    """Describe what shows that the *saved* state is that of another kind of LR scheduler; None: nothing does.
+
+    The classes of torch are told apart by their settings. The state of an imported run has no settings. A class of the
+    user may have gained or lost some since it was saved.
+    """
+    before = _settings_of(saved)
+    now = _settings_of(scheduler.state_dict())
+    only_saved, only_here = sorted(before - now), sorted(now - before)
+    is_of_torch = type(scheduler).__module__.startswith("torch.optim.")
+    is_same = not only_saved and not only_here
+    if not before or is_same or not (is_of_torch or (only_saved and only_here)):
+        return None
+    name = type(scheduler).__name__
+    return f"~ saved with {', '.join(sorted(before))}; {name} has {', '.join(sorted(now)) or 'none of these'}"
+
+
+def _settings_of(state: Mapping[str, Any]) -> set[str]:
+    """The names in the *state* of an LR scheduler that its own class has."""
+    own = {key for key in state if not key.startswith("_") and key not in _OF_ALL_SCHEDULES}
+    return own | ({_PARTS} & state.keys())
 
 
 def match_groups(

@@ -7,16 +7,18 @@ is read in blocks: memory does not grow with the model. Imports no torch, and nu
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.slices import Tensor, digests_of, have_same_digests
 from automodel_ckpt.checkpoint.tensors.box_reader import INTEGERS, BoxReader, boxes
+from automodel_ckpt.checkpoint.tensors.float32_weights import Float32Reader
 from automodel_ckpt.checkpoint.tensors.integrity import damage_problem
 from automodel_ckpt.errors import Problem, os_problem
 
@@ -31,11 +33,15 @@ class StoredTensors:
     *recorded_at* is the time, in nanoseconds since 1970, at which the digests were recorded, after all files had been
     written. The bytes of a file that has changed since are compared with its digests before the digests are used. With
     None, those of all files are compared, because users edit the files of exports. With infinity, those of none are.
+
+    *further_bits* are stored elsewhere in the checkpoint: with them, the bfloat16 tensors of the same names are float32
+    values.
     """
 
     root: Path
     tensors: Mapping[str, Tensor]
     recorded_at: float | None = None
+    further_bits: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,8 @@ class Change:
     """A tensor whose values differ.
 
     *max_abs* is the largest absolute difference, and *relative* the norm of the difference divided by the norm of the
-    first tensor. Both are None for dtypes that are only compared bit by bit (8-bit floats, complex).
+    first tensor. Both are None for dtypes that are only compared bit by bit (8-bit floats, complex). With *as_float32*,
+    the tensor is stored as bfloat16, and its values are float32 because both sides have its further bits.
     """
 
     fqn: str
@@ -51,6 +58,7 @@ class Change:
     relative: float | None
     num_changed: int
     numel: int
+    as_float32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,10 @@ class TensorDifference:
     were equal by their digests, without reading their bytes. *damaged* maps names to the damage of tensors whose bytes
     do not match their digests; their values are not compared. If values are not read at all, *differing* names the
     tensors with other digests, and *undecided* those that are stored in other slices, whose digests cannot be compared.
+
+    *num_as_float32* counts the tensors that are stored as bfloat16 with further bits on both sides, and compared as
+    float32. *bits_only_first* and *bits_only_second* are those with further bits on one side: their bfloat16 values are
+    compared.
     """
 
     only_first: tuple[str, ...]
@@ -72,6 +84,9 @@ class TensorDifference:
     damaged: Mapping[str, tuple[Problem, ...]] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
     undecided: tuple[str, ...] = ()
+    num_as_float32: int = 0
+    bits_only_first: tuple[str, ...] = ()
+    bits_only_second: tuple[str, ...] = ()
 
 
 def compare(
@@ -89,22 +104,20 @@ def compare(
     undecided: list[str] = []
     num_equal = 0
     num_unread = 0
-    sides = [(side, _changed_files(side)) for side in (first, second)]
+    changed_files = {(side.root, file) for side in (first, second) for file in _changed_files(side)}
+    as_float32 = first.further_bits.keys() & second.further_bits.keys()
     for fqn, one in first.tensors.items():
         other = second.tensors.get(fqn)
         if other is None:
             continue
-        one_text = f"{one.dtype} {list(one.shape)}"
-        other_text = f"{other.dtype} {list(other.shape)}"
-        if one_text != other_text:
-            redescribed[fqn] = (one_text, other_text)
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            redescribed[fqn] = (_description(one), _description(other))
             continue
-        if _have_same_digests(one, other):
-            unverified = [
-                (side.root, tensor)
-                for (side, changed_files), tensor in zip(sides, (one, other), strict=True)
-                if any(stored.file in changed_files for stored in tensor.slices)
-            ]
+        has_bits = fqn in as_float32
+        parts = [_parts(side, fqn, with_bits=has_bits) for side in (first, second)]
+        pairs = [(before, after) for (_, before), (_, after) in zip(*parts, strict=True)]
+        if all(have_same_digests(*pair) for pair in pairs):
+            unverified = [part for part in itertools.chain(*parts) if _is_in(changed_files, *part)]
             problems = _damage(*unverified)
             if problems:
                 damaged[fqn] = problems
@@ -113,14 +126,13 @@ def compare(
             num_equal += 1
             continue
         if not reads_values:
-            is_comparable = _digests(one).keys() == _digests(other).keys()
-            (differing if is_comparable else undecided).append(fqn)
+            (differing if any(map(_differ_by_digest, pairs)) else undecided).append(fqn)
             continue
-        problems = _damage((first.root, one), (second.root, other))
+        problems = _damage(*itertools.chain(*parts))
         if problems:
             damaged[fqn] = problems
             continue
-        change = _change(fqn, (first.root, one), (second.root, other))
+        change = _change(fqn, first, second, as_float32=has_bits)
         if change is None:
             num_equal += 1
         else:
@@ -135,14 +147,35 @@ def compare(
         damaged,
         tuple(differing),
         tuple(undecided),
+        len(as_float32 - redescribed.keys()),
+        tuple(sorted(first.further_bits.keys() - second.further_bits.keys())),
+        tuple(sorted(second.further_bits.keys() - first.further_bits.keys())),
     )
+
+
+def _description(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _is_in(files: Collection[tuple[Path, str]], root: Path, tensor: Tensor) -> bool:
+    """Whether one of *files*, which are (root, file), has a part of *tensor*."""
+    return any((root, stored.file) in files for stored in tensor.slices)
+
+
+def _parts(side: StoredTensors, fqn: str, *, with_bits: bool) -> list[tuple[Path, Tensor]]:
+    """Return the stored tensors of a value, each with its root: itself and, *with_bits*, its further bits."""
+    tensors = [side.tensors[fqn]]
+    if with_bits:
+        tensors.append(side.further_bits[fqn])
+    return [(side.root, tensor) for tensor in tensors]
 
 
 def _changed_files(side: StoredTensors) -> set[str]:
     """Return the files that may have changed since the digests of their tensors were recorded."""
     if side.recorded_at == math.inf:
         return set()
-    files = {stored.file for tensor in side.tensors.values() for stored in tensor.slices}
+    tensors = [*side.tensors.values(), *side.further_bits.values()]
+    files = {stored.file for tensor in tensors for stored in tensor.slices}
     if side.recorded_at is None:
         return files
     changed = set()
@@ -174,24 +207,21 @@ def _damage(*sides: tuple[Path, Tensor]) -> tuple[Problem, ...]:
     return tuple(found)
 
 
-def _have_same_digests(one: Tensor, other: Tensor) -> bool:
-    """Whether both tensors consist of the same slices with the same digests."""
-    digests = _digests(one)
-    return None not in digests.values() and digests == _digests(other)
+def _differ_by_digest(pair: tuple[Tensor, Tensor]) -> bool:
+    """Whether two tensors consist of the same slices with other digests."""
+    one, other = map(digests_of, pair)
+    return one.keys() == other.keys() and one != other
 
 
-def _digests(tensor: Tensor) -> dict[object, str | None]:
-    return {(stored.offsets, stored.sizes): stored.digest for stored in tensor.slices}
-
-
-def _change(fqn: str, first: tuple[Path, Tensor], second: tuple[Path, Tensor]) -> Change | None:
-    """Compare the values of a tensor. Returns None if all bits are equal."""
+def _change(
+    fqn: str, first: StoredTensors, second: StoredTensors, *, as_float32: bool
+) -> Change | None:
+    """Compare the values of a tensor, *as_float32* with its further bits. Returns None if all bits are equal."""
     import numpy as np
 
-    tensor = first[1]
+    tensor = first.tensors[fqn]
     is_measured = tensor.dtype in ORDINARY_FLOATS or tensor.dtype in INTEGERS
-    one = BoxReader(*first)
-    other = BoxReader(*second)
+    one, other = (_reader(side, fqn, as_float32=as_float32) for side in (first, second))
     num_changed = 0
     max_abs = 0.0
     square_of_difference = 0.0
@@ -215,11 +245,17 @@ def _change(fqn: str, first: tuple[Path, Tensor], second: tuple[Path, Tensor]) -
         return None
     numel = math.prod(tensor.shape)
     if not is_measured:
-        return Change(fqn, None, None, num_changed, numel)
+        return Change(fqn, None, None, num_changed, numel, as_float32)
     relative = math.inf
     if square_of_first:
         relative = math.sqrt(square_of_difference / square_of_first)
-    return Change(fqn, max_abs, relative, num_changed, numel)
+    return Change(fqn, max_abs, relative, num_changed, numel, as_float32)
+
+
+def _reader(side: StoredTensors, fqn: str, *, as_float32: bool) -> BoxReader | Float32Reader:
+    if as_float32:
+        return Float32Reader(side.root, side.tensors[fqn], side.further_bits[fqn])
+    return BoxReader(side.root, side.tensors[fqn])
 
 
 def _largest(values: Array) -> float:

@@ -15,6 +15,7 @@ from automodel_ckpt.cli.terminal import printable, size_text
 from automodel_ckpt.config.changes import (
     changed_keys,
     check_overrides,
+    has_settings_in_state,
     ignored_by_resume,
     saved_recipe,
 )
@@ -402,7 +403,13 @@ def _recipe_change_rows(
         return
     changed = changed_keys(saved, dict(leaves(loaded.tree)), given)
     on_resume = getattr(loaded.config.optimizer, "on_resume", "checkpoint")
-    ignored = ignored_by_resume(changed, manifest.saved, on_resume)
+    schedule = str(getattr(loaded.config.lr_scheduler, "_target_", ""))
+    ignored = ignored_by_resume(
+        changed,
+        manifest.saved,
+        on_resume,
+        keeps_schedule=has_settings_in_state(schedule),
+    )
     check_overrides(ignored, loaded.overridden, path)
     lines = []
     if sizes and manifest.world_size != sizes.world:

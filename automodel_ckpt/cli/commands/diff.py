@@ -149,14 +149,21 @@ def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
     """Read the checkpoint of this program at *path*, by its *manifest*, which was written at *recorded_at*."""
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
+    from automodel_ckpt.checkpoint.tensors.float32_weights import further_bits_of
     from automodel_ckpt.checkpoint.tree import OBJECTS
     from automodel_ckpt.config.changes import saved_recipe
 
-    trees = {
-        name: StoredTensors(path, tree.tensors, recorded_at)
-        for name, tree in manifest.trees.items()
-        if tree.format != OBJECTS
+    tensors = {
+        name: tree.tensors for name, tree in manifest.trees.items() if tree.format != OBJECTS
     }
+    found = further_bits_of(tensors)
+    # They are compared with the weights that they belong to.
+    places = {place for of_module in found.values() for place in of_module.values()}
+    trees = {}
+    for tree, stored in tensors.items():
+        others = {fqn: tensor for fqn, tensor in stored.items() if (tree, fqn) not in places}
+        bits = {fqn: tensors[owner][name] for fqn, (owner, name) in found.get(tree, {}).items()}
+        trees[tree] = StoredTensors(path, others, recorded_at, bits)
     saved = {name for name, record in manifest.state.items() if record.scope != "not saved"}
     return Side(
         path,
@@ -337,6 +344,15 @@ def _optimizer_lines(a: Side, b: Side, changed: Collection[str]) -> Iterator[str
 def _learning_rate_lines(a: Side, b: Side, step: int, changed: Collection[str]) -> Iterator[str]:
     """Describe the learning rate of the next step, if the schedule or the planned steps changed."""
     is_schedule_changed = any(key.startswith("lr_scheduler") for key in changed)
+    kinds = [side.recipe.get("lr_scheduler._target_", "") for side in (a, b)]
+    if kinds[0] == kinds[1] and _keeps_schedule(b, kinds[1]):
+        for key in sorted(changed):
+            if key.startswith("lr_scheduler."):
+                saved, new = (side.recipe.get(key, "default") for side in (a, b))
+                yield f"{key} stays {saved} as saved; {new} in the recipe only applies to new runs"
+        return
+    if kinds[0] != kinds[1] and all(map(_is_known, kinds)):
+        yield "the resume fails without --checkpoint.allow_missing_state '[lr_scheduler]': another kind of schedule"
     if a.steps.get("planned_steps") == b.steps.get("planned_steps") and not is_schedule_changed:
         return
     saved_peak = a.recipe.get("optimizer.lr")
@@ -347,6 +363,20 @@ def _learning_rate_lines(a: Side, b: Side, step: int, changed: Collection[str]) 
         yield "the learning rate follows the new schedule"
     elif f"{after:.6g}" != f"{before:.6g}":
         yield f"the learning rate of step {step + 1} is {after:.6g} instead of {before:.6g}"
+
+
+def _keeps_schedule(side: Side, kind: str) -> bool:
+    """Whether a resume with the recipe of *side* keeps the settings of a schedule of that *kind* as saved."""
+    from automodel_ckpt.config.changes import has_settings_in_state
+
+    return has_settings_in_state(kind) and not _applies_recipe(side)
+
+
+def _is_known(kind: str) -> bool:
+    """Whether *kind* is a class of torch, or empty: a schedule by its name. A user's function may return any class."""
+    from automodel_ckpt.config.changes import has_settings_in_state
+
+    return not kind or has_settings_in_state(kind)
 
 
 def _learning_rate(side: Side, peak: str | None, step: int) -> float | None:
@@ -456,6 +486,7 @@ def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
     if unread:
         changed = f"{len(tree['differing'])} changed, by digest"
     yield f"{equal}, {changed}{damaged}"
+    yield from _float32_lines(tree)
     for fqn in tree["differing"][:_MAX_LINES]:
         yield f"{fqn}: changed"
     for fqn in tree["undecided"][:_MAX_LINES]:
@@ -473,6 +504,17 @@ def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
     for fqn, (before, after) in tree["redescribed"].items():
         yield f"{fqn}: {before} -> {after}"
     yield from _changed_tensor_lines(tree["changed"])
+
+
+def _float32_lines(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Describe which bfloat16 weights have further bits in the optimizer's state (optimizer.float32_weights)."""
+    if tree["num_as_float32"]:
+        number = counted(tree["num_as_float32"], "tensor")
+        yield f"{number} compared as float32: bfloat16 weights with the further bits that the optimizer keeps of them"
+    for side, names in (("A", tree["bits_only_first"]), ("B", tree["bits_only_second"])):
+        if names:
+            number = counted(len(names), "tensor")
+            yield f"only in {side}: the optimizer keeps float32 weights of {number}, compared as bfloat16 here"
 
 
 def _names_text(names: Sequence[str]) -> str:

@@ -18,10 +18,15 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.cli.commands import import_ as import_command
+from automodel_ckpt.convert.model_names import has_stated_sizes
+from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.models.model_names import list_differences
 
 Capture = pytest.CaptureFixture[str]
@@ -169,6 +174,105 @@ def test_more_or_fewer_tensors_than_the_model_has_are_reported(
     ]
     del state["model.norm.weight"]
     assert notes(state) == ["1 tensor of a LlamaForCausalLM not found: model.norm.weight"]
+
+
+def with_config(source: Path, directory: Path, **changes: Any) -> Path:
+    """A *directory* with the config.json of *source* and *changes*."""
+    directory.mkdir(exist_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"hidden_size": 16}, "model.embed_tokens.weight: [16, 8], by config.json [16, 16]"),
+        ({"intermediate_size": 32}, "mlp.up_proj.weight: [8, 8], by config.json [32, 8]"),
+        ({"num_key_value_heads": 1}, "self_attn.k_proj.weight: [8, 8], by config.json [4, 8]"),
+        ({"vocab_size": 17}, "model.embed_tokens.weight: [16, 8], by config.json [17, 8]"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("has_files", [True, False], ids=["Hugging Face files", "torch.save"])
+def test_tensors_of_another_size_are_an_error(
+    llama: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    changes: dict[str, Any],
+    expected: str,
+    has_files: bool,
+) -> None:
+    source = directory = tmp_path / "source"
+    if has_files:
+        shutil.copytree(llama, directory)
+    else:
+        directory.mkdir()
+        source = directory / "model.pt"
+        torch.save(state_of(llama), source)
+    with_config(llama, directory, **changes)
+    assert main(["import", str(source), str(tmp_path / "run")]) == 3
+    text = capsys.readouterr().err
+    assert "do not have the shapes of the LlamaForCausalLM" in text and expected in text
+    assert "--config" in text and not (tmp_path / "run").exists()
+    assert imported(source, llama, tmp_path / "run") == 0
+
+
+def test_a_config_with_the_sizes_of_the_files_is_not_compared_by_building_its_model(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_command, "compare_names", None)
+    assert main(["import", str(llama), str(tmp_path / "run")]) == 0
+    content = json.loads((llama / "config.json").read_text())
+    tensors = open_weights(llama).modules["model"].tensors
+    assert has_stated_sizes(content, tensors)
+    for key in ("hidden_size", "intermediate_size", "num_key_value_heads", "vocab_size"):
+        assert not has_stated_sizes({**content, key: content[key] * 3}, tensors)
+    assert not has_stated_sizes({"model_type": "llama"}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "config"),
+    [
+        ("model.embed_tokens.weight", torch.zeros(64, 8), {}),
+        ("model.layers.0.mlp.up_proj.weight", torch.zeros(4, 8, dtype=torch.uint8), {}),
+        # bitsandbytes with bnb_4bit_quant_storage.
+        ("model.layers.0.mlp.up_proj.weight", torch.zeros(16, 1), {"quantization_config": {}}),
+    ],
+    ids=["padded vocabulary", "packed integers", "quantized"],
+)
+def test_shapes_that_a_model_can_be_stored_in_are_no_error(
+    llama: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    name: str,
+    changed: torch.Tensor,
+    config: dict[str, Any],
+) -> None:
+    torch.save({**state_of(llama), name: changed}, tmp_path / "model.pt")
+    with_config(llama, tmp_path, **config)
+    assert main(["import", str(tmp_path / "model.pt"), str(tmp_path / "run")]) == 0
+    is_padded = "embed" in name
+    assert ("has 64 rows, 16 by config.json: padding" in capsys.readouterr().out) == is_padded
+
+
+def test_the_shapes_of_separate_experts_are_known(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    stored = load_file(tmp_path / "model.safetensors")
+    assert any("experts.1.w2" in name for name in stored)
+    found = list_differences(content, stored)
+    assert found is not None
+    assert found.shapes == {name: tuple(tensor.shape) for name, tensor in stored.items()}
 
 
 def test_names_without_a_config_are_reported_as_unchecked(tmp_path: Path, capsys: Capture) -> None:

@@ -28,7 +28,12 @@ from transformers.utils.hub import cached_file
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.distributed.model_layers import decoder_layers, untied_layers
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.build import _build_errors, build_model, with_attention_caps
+from automodel_ckpt.models.build import (
+    _build_errors,
+    build_model,
+    restore_attention_caps,
+    with_attention_caps,
+)
 from automodel_ckpt.models.config_checks import check_context, check_vocabulary
 from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.float32_parts import float32_names
@@ -300,6 +305,42 @@ def test_a_model_that_caps_its_attention_scores_does_not_get_sdpa_which_has_no_c
     )
     assert next(deferred.model.parameters()).is_meta
     assert _attention_of_layers(deferred.model) == {"eager"}
+
+
+@pytest.mark.parametrize("can_change", [True, False], ids=["functions", "classes of layers"])
+def test_a_finished_model_that_caps_its_attention_scores_gets_an_attention_with_a_cap(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, can_change: bool
+) -> None:
+    # As in transformers 5.17.
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    base = transformers.Gemma2PreTrainedModel
+    monkeypatch.setattr(base, "_can_set_attn_implementation", classmethod(lambda cls: can_change))
+    config = transformers.Gemma2Config(**GEMMA2, attn_logit_softcapping=0.01)
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"inner": AutoModelForCausalLM.from_config(config)}).eval()
+    inner: Any = model["inner"]
+    assert _attention_of_layers(model) == {"sdpa"}
+    restore_attention_caps(model)
+    (record,) = caplog.records
+    assert "Gemma2ForCausalLM caps its attention scores at 0.01" in record.getMessage()
+    if not can_change:
+        assert _attention_of_layers(model) == {"sdpa"}
+        assert "build it with attn_implementation: eager" in record.getMessage()
+        return
+    assert _attention_of_layers(model) == {"eager"}
+    tokens = torch.arange(8).unsqueeze(0)
+    logits = []
+    for cap in (0.01, None):
+        config = transformers.Gemma2Config(**GEMMA2, attn_logit_softcapping=cap)
+        other = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        other.load_state_dict(inner.state_dict())
+        logits.append(other(tokens).logits)
+    assert torch.equal(inner(tokens).logits, logits[0])
+    assert not torch.allclose(logits[0], logits[1], rtol=1e-3)
+    caplog.clear()
+    restore_attention_caps(model)
+    restore_attention_caps(nn.Linear(1, 1))
+    assert not caplog.records
 
 
 def test_only_the_part_of_a_model_that_caps_its_attention_scores_gets_eager_attention(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,14 @@ from torch import nn
 
 from automodel_ckpt import device_copies
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.resume_overrides import RecipeOptions
 from automodel_ckpt.training import adam8bit
 from automodel_ckpt.training.adam8bit import AdamW8bit, divided, joined
+from automodel_ckpt.training.cadence import Cadence
+from automodel_ckpt.training.combined_optimizer import CombinedOptimizer
 from automodel_ckpt.training.moment_codes import decoded, dynamic_table, lookup_of, nearest
+from automodel_ckpt.training.step_scheduler import StepScheduler
+from tests.support import tiny
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
@@ -266,6 +273,65 @@ def test_state_that_was_saved_and_loaded_continues_exactly(dtype: torch.dtype) -
         assert torch.equal(loaded, value) and loaded.dtype == value.dtype
     steps(second, resumed, slice(2, 4))
     assert torch.equal(second, whole)
+
+
+@pytest.mark.parametrize("from_recipe", [False, True], ids=["checkpoint", "recipe"])
+@pytest.mark.parametrize("has_bits", [False, True], ids=["saved without bits", "saved with bits"])
+def test_a_resume_logs_whether_weights_keep_their_further_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_bits: bool, from_recipe: bool
+) -> None:
+    """The bits of the checkpoint and the option of the recipe differ."""
+
+    def made(has_bits: bool) -> SimpleNamespace:
+        matrix = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+        gain = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+        optimizers = [
+            AdamW8bit(part.parameters(), lr=1e-4, float32_weights=has_bits)
+            for part in (matrix, gain)
+        ]
+        return SimpleNamespace(
+            model=nn.ModuleList([matrix, gain]), optimizer=CombinedOptimizer(optimizers)
+        )
+
+    saved, resumed = made(has_bits), made(not has_bits)
+    for parameter in saved.model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    saved.optimizer.step()
+    tiny.save(tmp_path, saved)
+    options = RecipeOptions(resumed.optimizer, None, from_recipe=from_recipe)
+    assert tiny.load(tmp_path, resumed)
+    scheduler = StepScheduler(Cadence(max_steps=1), planned_steps=1)
+    with caplog.at_level("INFO", "automodel_ckpt"):
+        options.compare(scheduler, {"optimizer"}, tmp_path)
+    expected = not has_bits if from_recipe else has_bits
+    for one, other in zip(saved.model.parameters(), resumed.model.parameters(), strict=True):
+        state = resumed.optimizer.state[other]
+        assert torch.equal(one, other) and ("further_bits" in state) == expected
+        if expected:
+            bits = saved.optimizer.state[one].get("further_bits", torch.zeros(one.shape))
+            assert torch.equal(state["further_bits"], bits.to(torch.int16))
+    for part in resumed.optimizer.optimizers:
+        assert (
+            part.float32_weights == expected and part.state_options["float32_weights"] == expected
+        )
+    change = f"is the recipe's from here on, {expected}; it was {has_bits}"
+    if not from_recipe:
+        change = f"continues as saved, {expected}; the recipe's {not has_bits} is not applied"
+    summary = "with further bits" if expected else "lose updates"
+    assert caplog.text.count(f"the optimizer's float32_weights {change}") == 2
+    assert caplog.text.count(f"bfloat16 weights {summary}") == 2
+
+
+def test_an_override_of_further_bits_that_a_resume_ignores_is_rejected() -> None:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    parameter.grad = torch.zeros_like(parameter)
+    saved, resumed = (AdamW8bit([parameter], float32_weights=bits) for bits in (True, False))
+    saved.step()
+    options = RecipeOptions(resumed, None, overridden=["optimizer.float32_weights"])
+    resumed.load_state_dict(saved.state_dict())
+    scheduler = StepScheduler(Cadence(max_steps=1), planned_steps=1)
+    with pytest.raises(RecipeError, match=r"float32_weights[\s\S]*on_resume recipe"):
+        options.compare(scheduler, {"optimizer"}, Path("here"))
 
 
 def test_a_block_that_is_no_power_of_two_is_an_error() -> None:

@@ -262,6 +262,52 @@ def test_with_on_resume_recipe_the_recipes_options_and_peak_rate_replace_the_sav
     assert (group["weight_decay"], group["nesterov"], group["momentum"]) == (0.5, True, 0.9)
 
 
+def test_with_on_resume_recipe_a_schedule_of_factors_is_where_the_recipes_would_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The rates of StepLR and OneCycleLR are computed from those before, which are of other settings."""
+
+    def made(
+        lr: float, gamma: float, size: int
+    ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, size, gamma)
+
+    expected = steps_of(*made(0.3, 0.5, 3), 10)
+    saved, saved_schedule = made(0.1, 0.1, 2)
+    steps_of(saved, saved_schedule, 5)
+    optimizer, schedule = made(0.3, 0.5, 3)
+    options = RecipeOptions(optimizer, schedule, from_recipe=True)
+    optimizer.load_state_dict(saved.state_dict())
+    schedule.load_state_dict(saved_schedule.state_dict())
+    with caplog.at_level("WARNING", "automodel_ckpt"):
+        options.compare(at_step(5), {"optimizer", "lr_scheduler"}, Path("x"))
+    assert steps_of(optimizer, schedule, 5) == pytest.approx(expected[5:])
+    peak, changed = caplog.messages
+    assert peak == "the peak learning rate is the recipe's from here on, [0.3]; it was [0.1]"
+    assert changed == (
+        "the schedule changed: the learning rate of step 6 is 0.15, it would have been 0.001"
+    )
+
+
+def test_with_on_resume_recipe_one_cycle_begins_with_the_recipes_peak() -> None:
+    def made(
+        peak: float,
+    ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps=20)
+
+    expected = steps_of(*made(0.3), 10)
+    saved, saved_schedule = made(0.1)
+    steps_of(saved, saved_schedule, 5)
+    optimizer, schedule = made(0.3)
+    options = RecipeOptions(optimizer, schedule, from_recipe=True)
+    optimizer.load_state_dict(saved.state_dict())
+    schedule.load_state_dict(saved_schedule.state_dict())
+    options.compare(at_step(5), {"optimizer", "lr_scheduler"}, Path("x"))
+    assert steps_of(optimizer, schedule, 5) == pytest.approx(expected[5:])
+
+
 @pytest.mark.parametrize(
     ("key", "has_schedule"), [("optimizer.lr", False), ("optimizer.groups.0.lr", True)]
 )
