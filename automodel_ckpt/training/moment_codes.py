@@ -33,14 +33,26 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> t
 
 
 def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The numbers of the entries of the sorted *table* that are nearest to *values*, in int32."""
-    middles = (table[1:] + table[:-1]) / 2
-    return torch.bucketize(values, middles, out_int32=True)
+    """The numbers of the entries of the sorted *table* that are nearest to *values*, in int32.
+
+    With a table without negative values, positive values do not get the entry 0, but at least the next one. A second
+    moment of 0 beside a first moment would change a weight by many times the learning rate, if its gradient is 0: the
+    rows of an embedding have no gradient in most steps.
+    """
+    return torch.bucketize(values, _borders(table), out_int32=True)
+
+
+def _borders(table: torch.Tensor) -> torch.Tensor:
+    """The largest value, as float32 [n - 1], of each entry of *table* [n] but the last one."""
+    borders = (table[1:] + table[:-1]) / 2
+    # A condition would make the host wait for the device.
+    borders[:1] *= table[:1] < 0
+    return borders
 
 
 def lookup_of(table: torch.Tensor, num_bits: int) -> torch.Tensor:
     """A table that replaces the search of :func:`nearest`, in int32 [2^num_bits]: an entry for each value of the first
-    *num_bits* bits of a float32 number. It is for tables with at most one middle between such numbers.
+    *num_bits* bits of a float32 number. It is for tables with at most one border between such numbers.
 
     Let *shift* be the number of the other bits. Their value is the place of a number, for negative numbers with all
     bits inverted, so that larger numbers have larger places. The code is (entry + place) >> shift, also of numbers
@@ -52,16 +64,16 @@ def lookup_of(table: torch.Tensor, num_bits: int) -> torch.Tensor:
     is_negative = first_bits >= 2**31
     smallest = _codes_of(torch.where(is_negative, first_bits + rest, first_bits), table)
     largest = _codes_of(torch.where(is_negative, first_bits, first_bits + rest), table)
-    bits = ((table[1:] + table[:-1]) / 2).view(torch.int32).long()
+    bits = _borders(table).view(torch.int32).long()
     places = (bits ^ (bits >> 31)) & rest
-    has_middle = largest == smallest + 1
+    has_border = largest == smallest + 1
     # The sum with a larger place reaches the next code.
-    added = torch.where(has_middle, rest - places[smallest.clamp(max=len(places) - 1)], 0)
+    added = torch.where(has_border, rest - places[smallest.clamp(max=len(places) - 1)], 0)
     # Beside the bits of infinity, there are those of NaN that is no result of an operation.
     is_infinite = (first_bits & 0x7FFFFFFF) >> 23 == 0xFF
-    if not (has_middle | (largest == smallest) | is_infinite).all():
-        raise ValueError(f"{num_bits} bits do not separate the middles of the table")
-    codes = torch.where(has_middle, smallest, largest)
+    if not (has_border | (largest == smallest) | is_infinite).all():
+        raise ValueError(f"{num_bits} bits do not separate the borders of the table")
+    codes = torch.where(has_border, smallest, largest)
     return ((codes << shift) + added).int()
 
 

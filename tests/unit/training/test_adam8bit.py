@@ -58,6 +58,7 @@ def test_a_lookup_table_has_the_codes_of_the_search(is_signed: bool, num_bits: i
     starts = torch.arange(-(2**31), 2**31, 2**shift)
     generator = torch.Generator().manual_seed(7)
     others = torch.randint(-(2**31), 2**31, (100_000,), generator=generator)
+    nearby = torch.cat([nearby, torch.arange(4)])
     bits = torch.cat([nearby, -nearby - 2**31, starts, starts + 2**shift - 1, others])
     # NaN beside infinity is no result of an operation.
     magnitude = bits & 0x7FFFFFFF
@@ -69,6 +70,35 @@ def test_a_lookup_table_has_the_codes_of_the_search(is_signed: bool, num_bits: i
     assert torch.equal((entries + places) >> shift, nearest(numbers, table).long())
     with pytest.raises(ValueError, match="do not separate"):
         lookup_of(table, num_bits - 2)
+
+
+def test_only_a_second_moment_of_0_is_stored_as_0() -> None:
+    numbers = torch.tensor([0.0, 1e-45, 1e-30, 1e-7, 4e-7])
+    assert nearest(numbers, dynamic_table(False)).tolist() == [0, 1, 1, 1, 1]
+
+
+def test_rows_without_a_gradient_in_most_steps_change_as_with_moments_in_float32() -> None:
+    torch.manual_seed(0)
+    narrow, wide = (nn.Parameter(torch.zeros(64, 256)) for _ in range(2))
+    optimizers = [
+        AdamW8bit([narrow], lr=1e-4, weight_decay=0),
+        torch.optim.AdamW([wide], lr=1e-4, weight_decay=0),
+    ]
+    largest = torch.zeros(2)
+    for step in range(4):
+        # The values of a row differ by up to four powers of ten.
+        gradient = torch.randn(64, 256) * torch.logspace(-4, 0, 256) * 1e-3
+        gradient[torch.arange(64) % 2 == step % 2] = 0
+        for number, (parameter, optimizer) in enumerate(
+            zip((narrow, wide), optimizers, strict=True)
+        ):
+            before = parameter.detach().clone()
+            parameter.grad = gradient.clone()
+            optimizer.step()
+            change = (parameter.detach() - before).abs().max()
+            largest[number] = torch.maximum(largest[number], change)
+    # A second moment that is rounded to 0 gives 40 times as much.
+    assert largest[0] < 1.5 * largest[1]
 
 
 def test_settings_reach_a_gpu_where_the_system_locks_no_memory(
