@@ -5,6 +5,7 @@ The decisions are functions of the device's type, so that a machine without a GP
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import Literal
@@ -23,6 +24,11 @@ from automodel_ckpt.units import counted
 ComputeType = Literal["bfloat16", "float16", "none"]
 ParameterType = Literal["float32", "bfloat16", "float16", "float64", "auto"]
 Float32Precision = Literal["highest", "high"]
+
+_NOT_FOR_SHARDS = re.compile(
+    r"torch\.optim\.(.+\.)?(Adafactor|Rprop)|transformers\.(.+\.)?Adafactor"
+)
+"""Names of optimizers that fail in the first step for sharded parameters (torch 2.14, transformers 5.24)."""
 
 
 def resolve_precision(config: RecipeConfig, sizes: Sizes, device_type: str) -> RecipeConfig:
@@ -60,21 +66,33 @@ def _strategy(
     config: RecipeConfig, sizes: Sizes, compute_type: ComputeType, device_type: str
 ) -> Strategy:
     given = config.distributed.strategy
-    is_quantized = config.peft is not None and config.peft.quantize_base is not None
+    # Neither packed weights nor all optimizers can be sharded.
+    is_whole = _is_quantized(config) or _updates_no_shards(config)
     if given != "auto":
         return choose_strategy(given, sizes)
     if sizes.token_parts > 1:
-        # fsdp2 cannot shard packed weights, and ddp supports neither stages nor replicas of shards.
+        # ddp supports neither stages nor replicas of shards.
         can_replicate = sizes.pp == 1 and sizes.dp_replicate == 1
-        return "ddp" if is_quantized and can_replicate else "fsdp2"
+        return "ddp" if is_whole and can_replicate else "fsdp2"
     if compute_type == "none" or device_type != "cuda":
         # Autocast is faster on a CPU, and keeps norms and residual sums in float32.
         return "single"
-    if is_quantized or isinstance(config.model, Target):
-        # fsdp2 cannot cast packed weights, and a module of the user's own may call its parts in any order.
+    if is_whole or isinstance(config.model, Target):
+        # A module of the user's own may call its parts in any order.
         return "single"
     # Autocast would keep 16-bit copies of all float32 weights until the end of a backward pass.
     return "fsdp2"
+
+
+def _is_quantized(config: RecipeConfig) -> bool:
+    return config.peft is not None and config.peft.quantize_base is not None
+
+
+def _updates_no_shards(config: RecipeConfig) -> bool:
+    """Whether the recipe names an optimizer with operations that DTensor does not support."""
+    sections = [config.optimizer, *config.optimizer.groups]
+    names = [section._target_ for section in sections if isinstance(section, Target)]
+    return any(_NOT_FOR_SHARDS.fullmatch(name) for name in names)
 
 
 def compute_dtype(section: DistributedConfig) -> torch.dtype | None:

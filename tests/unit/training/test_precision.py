@@ -27,6 +27,7 @@ from tests.support.training import build, write_recipe
 ONE, TWO = share_out(1), share_out(2)
 LORA = ("--peft={}", "--model.from_config=null", "--model.from_pretrained=some/base")
 MODULE = ("--model={_target_: tests.contract.test_every_key.some_model}",)
+ADAFACTOR = ("--optimizer._target_=torch.optim.Adafactor",)
 
 
 @pytest.fixture
@@ -75,6 +76,14 @@ def resolved(config: RecipeConfig, sizes: Sizes, device_type: str) -> tuple[Any,
         ((*LORA, "--model.dtype=bfloat16"), ONE, ("bfloat16", "fsdp2"), ("none", "single")),
         (("--model.dtype=float64",), TWO, ("none", "fsdp2"), ("none", "fsdp2")),
         (MODULE, ONE, ("bfloat16", "single"), ("none", "single")),
+        (ADAFACTOR, ONE, ("bfloat16", "single"), ("none", "single")),
+        (ADAFACTOR, TWO, ("bfloat16", "ddp"), ("none", "ddp")),
+        (
+            ("--optimizer.groups=[{params: ['*norm*'], _target_: torch.optim.Rprop}]",),
+            ONE,
+            ("bfloat16", "single"),
+            ("none", "single"),
+        ),
     ],
 )
 def test_a_gpu_computes_in_bfloat16_and_a_cpu_in_the_type_of_the_weights(
