@@ -16,6 +16,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.convert.source_files import check_links_of_weights
 from automodel_ckpt.convert.sources.format import Format, Inventory
 from automodel_ckpt.convert.sources.registry import formats_in
 from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
@@ -103,6 +104,8 @@ def _tree(directory: Path, known: Format) -> ExternalTree:
     try:
         # First: a model whose weights cannot be read here still shows its config.
         details = known.details(directory)
+        if directory.is_dir():
+            check_links_of_weights(directory)
         return ExternalTree(known, known.inventory(directory), details=details)
     except CheckpointUnusable as error:
         problems = error.problems

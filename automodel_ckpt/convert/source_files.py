@@ -92,12 +92,26 @@ def check_links(directory: Path, concerned: Callable[[str], bool]) -> None:
         target = Path(os.path.realpath(path))
         if not any(target.is_relative_to(root) for root in allowed):
             what = "a symbolic link points outside of the directory"
-            raise unusable(what, path, os.readlink(path))
+            raise CheckpointUnusable(
+                what,
+                where=str(path),
+                value=os.readlink(path),
+                hint="name the directory that the link points into, or copy the file",
+            )
 
 
 def check_links_of_weights(directory: Path) -> None:
     """Check symbolic links to the files of weights in *directory* by :func:`check_links`."""
     check_links(directory, lambda file: file.endswith(_WEIGHT_FILES))
+
+
+def has_links_outside(directory: Path) -> bool:
+    """Return whether :func:`check_links_of_weights` rejects a link in *directory*."""
+    try:
+        check_links_of_weights(directory)
+    except CheckpointUnusable:
+        return True
+    return False
 
 
 def unusable(what: str, where: Path, value: object) -> CheckpointUnusable:

@@ -51,7 +51,8 @@ class HuggingFaceFiles(Format):
             header = _header(path, names[0], follow_links)
         # detect() never raises; opening the directory in the next format reports the damage.
         except (CheckpointUnusable, OSError):
-            return has_index
+            is_not_followed = not follow_links and (path / names[0]).is_symlink()
+            return has_index or is_not_followed
         # PyTorch's HuggingFaceStorageWriter can write an index beside its shards.
         return SHARDING_INFO not in header.metadata
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.convert.source_files import has_links_outside
 from automodel_ckpt.convert.sources.accelerate_fsdp import AccelerateFsdp, AccelerateState
 from automodel_ckpt.convert.sources.automodel import AutoModel
 from automodel_ckpt.convert.sources.dcp import PyTorchDcp
@@ -128,9 +129,9 @@ def formats_in(directory: Path) -> dict[str, Format]:
     """Return the readable formats of *directory* (``.``) and its subdirectories, by relative path; or of a file.
 
     Links to directories are not followed, and a checkpoint of this program is not an external format. The files of
-    *directory* itself can be links, as in the Hub's cache. A subdirectory that is a part of what *directory* itself
-    contains is not listed again, and one that cannot be read is skipped. Empty if no format is recognized. Raises
-    PermissionError if *directory* itself cannot be read.
+    *directory* itself can be links within it, or those of the Hub's cache. A subdirectory that is a part of what
+    *directory* itself contains is not listed again, and one that cannot be read is skipped. Empty if no format is
+    recognized. Raises PermissionError if *directory* itself cannot be read.
     """
     parts: frozenset[str] = frozenset()
     found: dict[str, Format] = {}
@@ -144,7 +145,8 @@ def formats_in(directory: Path) -> dict[str, Format]:
         if os.path.lexists(path / layout.MANIFEST):
             continue
         try:
-            known = detect(path, follow_links=name == ".", readable_only=True)
+            follows = name == "." and not has_links_outside(path)
+            known = detect(path, follow_links=follows, readable_only=True)
         except PermissionError:
             if name == ".":
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -139,6 +140,23 @@ def test_a_tensor_in_two_files_and_a_shard_among_whole_files_are_refused(tmp_pat
     save_file({"x": torch.ones(1)}, path / "c.safetensors", {"DCP_SHARDING_INFO": "{}"})
     with pytest.raises(CheckpointUnusable, match="shard is stored among"):
         open_source(path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "export_manifest.json"])
+def test_show_opens_nothing_that_a_link_has_outside(
+    tmp_path: Path, capsys: Capture, name: str
+) -> None:
+    outside, directory = tmp_path / "outside", tmp_path / "model"
+    outside.mkdir()
+    directory.mkdir()
+    save_file({"a": torch.zeros(2)}, directory / "model.safetensors")
+    (directory / name).unlink(missing_ok=True)
+    # Opening it would wait for a writer.
+    os.mkfifo(outside / "pipe")
+    (directory / name).symlink_to(outside / "pipe")
+    assert main(["show", "--stats", str(directory)]) == 3
+    told = capsys.readouterr()
+    assert "a symbolic link points outside of the directory" in told.out + told.err
 
 
 def test_no_torch_is_needed() -> None:
