@@ -208,6 +208,9 @@ trees: $(STAMP)  ## every kind of training in every format and layout, on one ra
 	@AUTOMODEL_CKPT_ALL_TREES=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --timeout 1800 \
 	    tests/contract/test_trees.py tests/distributed/test_vlm.py
 
+families: $(STAMP)  ## mixed precision beside plain torch, for each causal and seq2seq model of transformers: a quarter of an hour
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.compare_families
+
 mutants: $(STAMP)  ## change the code in 40 places of each package and count what no test notices: about an hour and a half
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mutants]'
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tools.mutants $(MUTANTS_ARGS)
