@@ -1298,6 +1298,38 @@ def test_a_null_override_is_the_default_of_a_key_of_automodel(
     assert value_at(load(tmp_path, text, f"--{theirs}", "null"), key) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (MODEL + "  backend:\n    attn: te\n", "model.backend"),
+        (MODEL + "  backend:\n    attn: te\n", "model.backend.attn"),
+        (MODEL + "  force_hf: true\n", "model.force_hf"),
+        (MODEL + "  router_aux_loss_coef: 0.1\n", "model.router_aux_loss_coef"),
+        (
+            f"optimizer:\n  _target_: {TE_ADAM}\n  master_weights: true\n",
+            "optimizer.master_weights",
+        ),
+        ("optimizer:\n  _target_: torch.optim.AdamW\n  foreach: true\n", "optimizer.foreach"),
+        (COLUMNS + "  answer_only_loss_mask: true\n", "dataset.answer_only_loss_mask"),
+    ],
+)
+def test_a_null_override_of_a_key_in_a_section_with_a_target_is_a_null_in_the_file(
+    tmp_path: Path, text: str, key: str
+) -> None:
+    line, name = text.splitlines()[-1], key.rpartition(".")[2]
+    without = text.replace(line, f"{line.partition(name)[0]}{name}: null") if name in line else text
+    if key == "model.backend":
+        without = text.partition("  backend")[0] + "  backend: null\n"
+    expected = dataclasses.asdict(load(tmp_path, without).config)
+    assert dataclasses.asdict(load(tmp_path, text, f"--{key}", "null").config) == expected
+
+
+def test_a_null_override_of_an_argument_of_a_users_target_stays(tmp_path: Path) -> None:
+    text = "optimizer:\n  _target_: my_package.Optimizer\n  foreach: true\n"
+    loaded = load(tmp_path, text, "--optimizer.foreach", "null")
+    assert loaded.config.optimizer.kwargs == {"foreach": None}
+
+
 def test_a_null_override_of_a_limit_leaves_all_samples(tmp_path: Path) -> None:
     text = ROWS + "  num_samples_limit: 3\n"
     loaded = load(tmp_path, text, "--dataset.num_samples_limit", "null")
