@@ -371,13 +371,16 @@ def steps(section: Section) -> None:
 def _is_repeated(section: Section) -> bool:
     """Whether AutoModel repeats the training data until ``max_steps``, whatever the number of epochs is.
 
-    Its streams never end, and Megatron's samples are as many as the steps need (``megatron_dataset.py``).
+    Its streams and the samples of nanoGPT's files never end (``nanogpt_dataset.py``), and Megatron's samples are as
+    many as the steps need (``megatron_dataset.py``).
     """
     target = section.work.result.at("dataset._target_")
-    is_megatron = target is not None and str(target.value).endswith(".token_files.megatron")
+    are_tokens = target is not None and str(target.value).endswith(
+        (".token_files.megatron", ".token_files.nanogpt")
+    )
     is_stream = is_true(section.work.result.at("dataset.streaming"))
     steps = section.peek("max_steps")
-    return (is_megatron or is_stream) and steps is not None and not steps.is_null
+    return (are_tokens or is_stream) and steps is not None and not steps.is_null
 
 
 def _drop_epochs(section: Section) -> None:

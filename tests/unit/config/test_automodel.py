@@ -224,7 +224,12 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     (MEGATRON + "step_scheduler:\n  num_epochs: 1\n", "step_scheduler.num_epochs", 1),
     (MEGATRON + "step_scheduler:\n  max_steps: 3\n", "step_scheduler.ckpt_every_epochs", None),
     (MEGATRON, "step_scheduler.ckpt_every_epochs", 1),
-    (NANOGPT + "step_scheduler:\n  max_steps: 3\n", "step_scheduler.num_epochs", 10),
+    (
+        NANOGPT + "step_scheduler:\n  max_steps: 3\n  num_epochs: 1\n",
+        "step_scheduler.num_epochs",
+        None,
+    ),
+    (NANOGPT + "step_scheduler:\n  num_epochs: 1\n", "step_scheduler.num_epochs", 1),
     (NANOGPT, "dataloader.shuffle", False),
     (NANOGPT + "dataloader:\n  shuffle: true\n", "dataloader.shuffle", True),
     (LLM, "dataloader.shuffle", True),
