@@ -165,12 +165,13 @@ def _master_weights(section: Section, target: str) -> None:
     section.translated(name, node, "model.dtype")
     if name != "_target_":
         section.take(name)
-    root.put("model.dtype", Node("float32", node.origin))
+    # Null is float32 for what is trained. With float32, frozen weights would not keep the 16 bits of their files.
+    root.put("model.dtype", Node("null", node.origin))
     computed = result.at("distributed.mixed_precision")
     if computed is not None and computed.value == "none" and computed.origin == AUTOMODEL_DEFAULT:
         # With DDP, AutoModel computes in the data type of its weights, which are not the optimizer's copy.
         root.put_default("distributed.mixed_precision", "bfloat16")
-    text = "the weights are kept in float32 (model.dtype), and cast for each forward pass"
+    text = "trained weights are kept in float32 (model.dtype: null), and cast for each forward pass"
     section.note(name, node, text)
 
 
