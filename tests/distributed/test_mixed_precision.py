@@ -323,3 +323,25 @@ def test_stages_of_a_pipeline_cast_the_frozen_weights_of_other_stages(tmp_path: 
     in_float32 = "--distributed.mixed_precision=none"
     ranks.run_each([run(1, *mixed), run(2, in_float32), run(3, *mixed)], 2)
     assert (tmp_path / "run" / "epoch_0_step_3").is_dir()
+
+
+def test_adapters_in_another_type_are_no_weights_that_were_frozen(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "model.norm.weight")
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, f"model: {{from_pretrained: {base}}}\n"))
+
+    def run(steps: int, dtype: str) -> str:
+        options = (
+            f"--peft={{r: 2, target_modules: [q_proj], dtype: {dtype}}}",
+            "--model.dtype=bfloat16",
+            f"--step_scheduler.max_steps={steps}",
+            f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
+        )
+        try:
+            train(recipe, *options, *LINEAR[:1])
+        except CheckpointUnusable as error:
+            return str(error)
+        return ""
+
+    before, after = ranks.run(lambda: (run(1, "base"), run(2, "float32")), 1, init=False)[0]
+    assert before == ""
+    assert "the checkpoint's 'model' does not match this recipe" in after

@@ -21,10 +21,13 @@ from automodel_ckpt.checkpoint.formats.reading import (
 )
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.module_tensors import (
+    adapter_keys,
     complete_state,
     frozen_names,
+    model_state_dict,
     module_state,
     stored_layout,
+    unwrap,
 )
 from automodel_ckpt.checkpoint.state.mismatch import (
     check_differences,
@@ -166,7 +169,12 @@ class Loader:
         return found
 
     def _formerly_frozen(self, item: Item, tree: Tree) -> set[str]:
-        """The names in *tree* for which the saved optimizers have no state, although they have state for others."""
+        """The names in *tree* for which the saved optimizers have no state, although they have state for others.
+
+        None of adapters: all of them are trained, and have other names in files than in an optimizer.
+        """
+        if adapter_keys(unwrap(item.value), model_state_dict(item.value)) is not None:
+            return set()
         with_state: set[str] = set()
         for name, record in self._manifest.state.items():
             if record.kind != "optimizer" or name not in self._manifest.trees:
