@@ -247,4 +247,5 @@ def _layout(
     for name, stored in layout.complete.tied.items():
         if stored in tensors:
             tied[name] = stored
-    return replace(layout, complete=CompleteTensors(tensors, tied))
+    frozen = layout.complete.frozen & tensors.keys()
+    return replace(layout, complete=CompleteTensors(tensors, tied, frozen))

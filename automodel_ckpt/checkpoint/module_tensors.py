@@ -36,11 +36,13 @@ class CompleteTensors:
     """All tensors that the ranks store together of a module whose parts are on different ranks (stages, experts).
 
     *tensors* have no memory; they are by stored name and in the module's own order. *tied* maps the names that are left
-    out to the names that are stored. With it each rank compares names, shapes and dtypes without communication.
+    out to the names that are stored. *frozen* are the stored names of the parameters that do not train. With it each
+    rank compares names, shapes and dtypes without communication.
     """
 
     tensors: Mapping[str, torch.Tensor]
     tied: Mapping[str, str]
+    frozen: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,8 @@ def record_complete_tensors(module: nn.Module) -> None:
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
     }
-    layout = replace(stored_layout(module), complete=CompleteTensors(tensors, tied))
-    set_stored_layout(module, layout)
+    complete = CompleteTensors(tensors, tied, frozen_names(module))
+    set_stored_layout(module, replace(stored_layout(module), complete=complete))
 
 
 def module_state(
@@ -157,6 +159,13 @@ def untrained_names(module: nn.Module) -> dict[str, str]:
         for name in (layout.name_of(fqn), *layout.rows.get(fqn, ())):
             names[name] = kind
     return names
+
+
+def frozen_names(module: nn.Module) -> frozenset[str]:
+    """The stored names of the parameters of *module* that do not train, with those that only other ranks have."""
+    here = [name for name, kind in untrained_names(module).items() if kind == FROZEN]
+    complete = stored_layout(module).complete
+    return frozenset(here) if complete is None else complete.frozen.union(here)
 
 
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:

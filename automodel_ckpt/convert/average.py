@@ -27,6 +27,7 @@ from automodel_ckpt.convert.average_options import (
     weights_of,
 )
 from automodel_ckpt.convert.average_sources import (
+    averaged_types,
     check_consistent,
     check_unaveraged,
     model_in,
@@ -82,7 +83,7 @@ def prepare(
 
     Writes nothing. Without *name*, it is that of the newest source that is a checkpoint of this program. Raises
     :class:`RecipeError` for options that contradict each other, and :class:`CheckpointUnusable` if a source has no
-    weights, or if names, shapes or dtypes of the sources differ.
+    weights, or if the sources differ, see :func:`check_consistent`.
     """
     weights = weights_of(options, len(sources))
     check_options(options, len(sources))
@@ -98,7 +99,7 @@ def prepare(
     name = name or _newest_name(opened)
     side_files, notes = side_files_and_notes(opened)
     plan = make_plan(
-        modules[0].tensors,
+        averaged_types(modules),
         {},
         BaseMaps(is_adapter=layout.ADAPTER_CONFIG in side_files),
         where=str(sources[0]),

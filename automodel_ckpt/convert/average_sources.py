@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
@@ -25,6 +27,8 @@ from automodel_ckpt.convert.source_files import side_files_of, without_unused_co
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 _HINT = "average checkpoints of the same model"
+_MIXED = frozenset({"BF16", "F16", "F32"})
+"""Types in which the sources may have the same tensor."""
 _SHOWN = 5
 # Options of an adapter that decide what its tensors mean. The base decides, too; it is compared by its digest.
 _ADAPTER_OPTIONS = (
@@ -55,7 +59,10 @@ def model_in(opened: Weights) -> Tensors:
 
 
 def check_consistent(first: Tensors, other: Tensors, first_path: Path, other_path: Path) -> None:
-    """Check that names, shapes and dtypes agree. Raises :class:`CheckpointUnusable`, which lists the differences."""
+    """Check that names, shapes and dtypes agree; floats of 16 and 32 bits may differ in their dtype.
+
+    Raises :class:`CheckpointUnusable`, which lists the differences.
+    """
     problems: list[Problem] = []
     for what, names in (
         ("a tensor is missing", first.tensors.keys() - other.tensors.keys()),
@@ -66,7 +73,10 @@ def check_consistent(first: Tensors, other: Tensors, first_path: Path, other_pat
     different: list[str] = []
     for fqn, tensor in first.tensors.items():
         found = other.tensors.get(fqn)
-        if found is not None and (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
+        if found is None:
+            continue
+        is_same = found.dtype == tensor.dtype or {found.dtype, tensor.dtype} <= _MIXED
+        if not is_same or found.shape != tensor.shape:
             expected = f"{tensor.dtype} {list(tensor.shape)}"
             different.append(f"{fqn}: {found.dtype} {list(found.shape)}, not {expected}")
     if different:
@@ -74,6 +84,18 @@ def check_consistent(first: Tensors, other: Tensors, first_path: Path, other_pat
         problems.append(Problem(what, str(other_path), _some(different), _HINT))
     if problems:
         raise CheckpointUnusable.all_of(problems)
+
+
+def averaged_types(modules: Sequence[Tensors]) -> dict[str, Tensor]:
+    """The tensors of the first module, with the dtypes of the average: float32 where the modules differ.
+
+    A run that moved from a GPU to a CPU has saved frozen weights in two types.
+    """
+    found: dict[str, Tensor] = {}
+    for fqn, tensor in modules[0].tensors.items():
+        types = {module.tensors[fqn].dtype for module in modules}
+        found[fqn] = tensor if len(types) == 1 else replace(tensor, dtype="F32")
+    return found
 
 
 def check_unaveraged(modules: Sequence[Tensors], integers: Integers) -> list[str]:

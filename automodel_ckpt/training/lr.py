@@ -55,20 +55,14 @@ def build_schedule(
         _check_all_used(name, {"decay_steps": decay_steps})
     accepted = {key: p for key, p in parameters.items() if key not in _FILLED}
     _check_kwargs(name, kwargs or {}, accepted)
-    is_unknown = length is None and (decays or warmup_ratio is not None)
-    if is_unknown or (warmup_steps == "auto" and total_steps is None):
+    if length is None and (decays or warmup_ratio is not None):
         raise RecipeError(
             "this schedule requires the number of steps, which the data set does not define",
             where="lr_scheduler.name",
             value=name,
             hint="set step_scheduler.max_steps or lr_scheduler.decay_steps, or use the schedule constant",
         )
-    warmup = 0
-    if warmup_steps == "auto":
-        assert total_steps is not None
-        warmup = min(_MAX_AUTOMATIC_WARMUP, total_steps // 10)
-    elif warmup_steps is not None:
-        warmup = int(warmup_steps)
+    warmup = _warmup(warmup_steps, total_steps)
     if warmup_ratio is not None and length is not None:
         warmup = round(warmup_ratio * length)
     if warns and total_steps is not None and warmup >= total_steps > 1:
@@ -99,6 +93,20 @@ def build_schedule(
             hint="correct them, or remove them to use the schedule's defaults",
         ) from error
     return schedule
+
+
+def _warmup(steps: int | str | None, total_steps: int | None) -> int:
+    """The number of steps of the warm-up; *steps* and *total_steps* are those of :func:`build_schedule`."""
+    if steps != "auto":
+        return int(steps or 0)
+    if total_steps is None:
+        raise RecipeError(
+            "this warm-up requires the number of steps of the run, which the data set does not define",
+            where="lr_scheduler.warmup_steps",
+            value="auto",
+            hint="set step_scheduler.max_steps, or the number of steps of the warm-up",
+        )
+    return min(_MAX_AUTOMATIC_WARMUP, total_steps // 10)
 
 
 def _raised(factor: Callable[[int], float], warmup: int, start: float, step: int) -> float:

@@ -635,6 +635,36 @@ def test_a_layer_that_the_model_converts_computes_with_its_newest_values(
         assert torch.equal(second, first + 0.25)
 
 
+class Prepared(nn.Module):
+    """Converts one layer in its forward pass, and another one only before inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def prepare_for_inference(self) -> None:
+        self.head = self.head.to(torch.bfloat16)
+
+    def widen(self) -> None:
+        self.router = self.router.to(torch.float64)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.widen()
+        result: torch.Tensor = self.head(self.router(inputs.double()).float())
+        return result
+
+
+def test_a_method_that_the_forward_pass_does_not_call_converts_nothing() -> None:
+    model = nn.Sequential(Prepared())
+    convert_layers(model)
+    assert {name: each.dtype for name, each in model.named_parameters()} == {
+        "0.router.weight": torch.float64,
+        "0.router.bias": torch.float64,
+        "0.head.weight": torch.float32,
+        "0.head.bias": torch.float32,
+    }
+
+
 class ConvertsSecretly(nn.Module):
     """Converts a layer in a way that its source does not show."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -18,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
+from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.adapter import add_adapters, copy_saved_modules, widen_trained
 from automodel_ckpt.models.lora import Lora
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
@@ -264,3 +266,96 @@ def test_frozen_weights_keep_the_16_bits_of_their_files_and_nothing_is_lost(
     log = capfd.readouterr().err
     assert "3 tensors that are not trained: saved as BF16, cast to F32" in log
     assert "3 tensors that are not trained: saved as F32, cast to BF16" in log
+
+
+def test_what_is_frozen_can_change_when_a_run_is_resumed_and_nothing_is_rounded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    base = write_base(tmp_path / "base", "model.norm.weight")
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, f"model: {{from_pretrained: {base}}}\n"))
+    mixed = ("--distributed.strategy=fsdp2", MIXED, *LINEAR)
+    anew = "--checkpoint.allow_missing_state=[optimizer]"
+
+    def runs() -> tuple[list[str], list[dict[str, torch.dtype]]]:
+        errors: list[str] = []
+        types: list[dict[str, torch.dtype]] = []
+
+        def resume(number: int, *overrides: str) -> None:
+            steps = f"--step_scheduler.max_steps={number}"
+            directory = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
+            try:
+                train(recipe, *mixed, steps, directory, *overrides, recipe_class=Frozen)
+                types.append(Frozen.types)
+            except CheckpointUnusable as error:
+                errors.append(str(error))
+
+        resume(1, "--model.freeze", FREEZE)
+        # Now everything is trained, in float32.
+        resume(2)
+        resume(2, anew)
+        # These values have more bits than those in the files of the base.
+        resume(3, anew, "--model.freeze", FREEZE)
+        resume(3, anew, "--model.freeze", FREEZE, "--model.dtype=float32")
+        return errors, types
+
+    (unfrozen, rounded), types = ranks.run(runs, 1, init=False)[0]
+    assert "the checkpoint's 'optimizer' does not match this recipe" in unfrozen
+    assert "--checkpoint.allow_missing_state '[optimizer]'" in unfrozen
+    assert "its saved values would be rounded" in rounded
+    assert "saved as F32" in rounded
+    assert "set model.dtype to float32" in rounded
+    assert [set(each.values()) for each in types] == [{torch.bfloat16}, set(), {torch.float32}]
+    assert "4 tensors that were not trained: saved as BF16, cast to F32" in capfd.readouterr().err
+    with safe_open(
+        next((tmp_path / "run" / "epoch_0_step_1" / "model").glob("shard*")), "pt"
+    ) as first:
+        before = first.get_tensor("model.embed_tokens.weight")
+    with safe_open(
+        next((tmp_path / "run" / "epoch_0_step_3" / "model").glob("shard*")), "pt"
+    ) as last:
+        after = last.get_tensor("model.embed_tokens.weight")
+    assert before.dtype == torch.bfloat16
+    assert after.dtype == torch.float32
+    assert not torch.equal(after, after.bfloat16().float())
+
+
+def test_stages_of_a_pipeline_cast_the_frozen_weights_of_other_stages(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "model.norm.weight")
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, f"model: {{from_pretrained: {base}}}\n"))
+    shared = (
+        "--model.freeze",
+        "['*embed_tokens*', '*layers.*.mlp*']",
+        *LINEAR,
+        f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
+        "--distributed.pp_size=2",
+    )
+
+    def run(steps: int, *overrides: str) -> Any:
+        return lambda: train(recipe, *shared, f"--step_scheduler.max_steps={steps}", *overrides)
+
+    mixed = ("--distributed.strategy=fsdp2", MIXED)
+    in_float32 = "--distributed.mixed_precision=none"
+    ranks.run_each([run(1, *mixed), run(2, in_float32), run(3, *mixed)], 2)
+    assert (tmp_path / "run" / "epoch_0_step_3").is_dir()
+
+
+def test_adapters_in_another_type_are_no_weights_that_were_frozen(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "model.norm.weight")
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, f"model: {{from_pretrained: {base}}}\n"))
+
+    def run(steps: int, dtype: str) -> str:
+        options = (
+            f"--peft={{r: 2, target_modules: [q_proj], dtype: {dtype}}}",
+            "--model.dtype=bfloat16",
+            f"--step_scheduler.max_steps={steps}",
+            f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
+        )
+        try:
+            train(recipe, *options, *LINEAR[:1])
+        except CheckpointUnusable as error:
+            return str(error)
+        return ""
+
+    before, after = ranks.run(lambda: (run(1, "base"), run(2, "float32")), 1, init=False)[0]
+    assert before == ""
+    assert "the checkpoint's 'model' does not match this recipe" in after

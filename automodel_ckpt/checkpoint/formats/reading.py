@@ -69,12 +69,14 @@ class ByteRanges(Protocol):
 
 
 class _Read(NamedTuple):
-    """The box *wanted* of a slice, relative to it, its bytes, and where it is read to."""
+    """The box *wanted* of a slice, relative to it, its bytes, and where it is read to. *fqn* is the name of the tensor
+    if its values must not be rounded."""
 
     stored: Slice
     wanted: Box
     nbytes: int
     target: torch.Tensor
+    fqn: str = ""
 
     @property
     def position(self) -> tuple[str, int]:
@@ -110,7 +112,8 @@ class _Read(NamedTuple):
         for box in boxes(self.wanted.sizes, BLOCK_BYTES // itemsize):
             offsets = tuple(a + b for a, b in zip(self.wanted.offsets, box.offsets, strict=True))
             target = self.target[box.within(origin)]
-            yield _Read(self.stored, Box(offsets, box.sizes), box.numel * itemsize, target)
+            nbytes = box.numel * itemsize
+            yield _Read(self.stored, Box(offsets, box.sizes), nbytes, target, self.fqn)
 
     def runs(self) -> Iterator[Run]:
         """The runs of bytes of the box: in the slice, and in a buffer of the box's shape."""
@@ -157,13 +160,17 @@ def read_object(checkpoint: Path, tree: Tree, name: str, remote: ByteRanges | No
 
 
 def read_tree(
-    checkpoint: Path, tree: Tree, state_dict: dict[str, Any], remote: ByteRanges | None = None
+    checkpoint: Path,
+    tree: Tree,
+    state_dict: dict[str, Any],
+    remote: ByteRanges | None = None,
+    exact: Collection[str] = (),
 ) -> None:
     """Fill a (flat) *state_dict* with the values of the tree under its keys: tensors in place, other values replaced.
 
     Keys that the tree lacks are not changed: compare first (:func:`differences`). Not collective. With *remote*, the
     bytes are read from there, and *checkpoint* is only for messages. Raises :class:`CheckpointUnusable` naming the
-    file.
+    file, or a tensor in *exact* with a value that its type in *state_dict* cannot represent.
     """
     reads: list[_Read | _ReadValue] = []
     local_boxes = LocalBoxes()
@@ -171,7 +178,8 @@ def read_tree(
         if fqn in tree.objects:
             reads.append(_ReadValue(fqn, tree.objects[fqn]))
         elif fqn in tree.tensors:
-            reads += _reads(tree.tensors[fqn], value, local_boxes(value))
+            stored = tree.tensors[fqn]
+            reads += _reads(stored, value, local_boxes(value), is_exact=fqn in exact)
     # In the order of the disk.
     reads.sort(key=lambda read: read.position)
     if remote is not None:
@@ -184,8 +192,11 @@ def read_tree(
         read_all(_blocks(reads, files, state_dict), threads, to_gpu=to_gpu)
 
 
-def _reads(tensor: Tensor, value: torch.Tensor, box: Box | None) -> Iterator[_Read]:
-    """Describe what to read of a stored tensor into *value*. This rank has the part *box* of it."""
+def _reads(
+    tensor: Tensor, value: torch.Tensor, box: Box | None, *, is_exact: bool
+) -> Iterator[_Read]:
+    """Describe what to read of a stored tensor into *value*. This rank has the part *box* of it. *is_exact*: without
+    rounding."""
     if box is None:
         return
     if tuple(value.shape) != tensor.shape:
@@ -193,16 +204,17 @@ def _reads(tensor: Tensor, value: torch.Tensor, box: Box | None) -> Iterator[_Re
             f"{tensor.fqn} has the shape {list(tensor.shape)}, not {list(value.shape)}"
         )
     local = local_tensor(value).detach()
+    fqn = tensor.fqn if is_exact else ""
     zeros = (0,) * len(box.sizes)
     for stored in tensor.overlapping(box):
         if stored.sizes == box.sizes and stored.offsets == box.offsets:
-            yield _Read(stored, Box(zeros, box.sizes), stored.nbytes, local)
+            yield _Read(stored, Box(zeros, box.sizes), stored.nbytes, local, fqn)
             continue
         common = intersection(stored.box, box)
         assert common is not None
         offsets = tuple(a - b for a, b in zip(common.offsets, stored.offsets, strict=True))
         nbytes = nbytes_of(stored.dtype, common.sizes)
-        yield _Read(stored, Box(offsets, common.sizes), nbytes, local[common.within(box)])
+        yield _Read(stored, Box(offsets, common.sizes), nbytes, local[common.within(box)], fqn)
 
 
 def _blocks(
@@ -261,6 +273,8 @@ class _Tensors:
         memory = staging.numpy().data
         for part, start in self._staged:
             self._files.read_into(part, memory[start : start + part.nbytes])
+            if part.fqn:
+                _check_exact(part.fqn, _values(part, start, staging), part.target.dtype)
             if part.is_on_cpu:
                 convert(_values(part, start, staging), part.target)
 
@@ -285,6 +299,21 @@ def _values(part: _Read, start: int, staging: torch.Tensor) -> torch.Tensor:
     """The values of *part*, whose bytes begin at *start* in *staging*."""
     raw = staging[start : start + part.nbytes]
     return raw.view(DTYPES[part.stored.dtype]).reshape(part.wanted.sizes)
+
+
+def _check_exact(fqn: str, values: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise :class:`CheckpointUnusable` if *values* of the tensor *fqn*, on the CPU, change when they are cast to
+    *dtype*."""
+    is_kept = values.to(dtype).to(values.dtype) == values
+    if bool(is_kept.logical_or_(values.isnan()).all()):
+        return
+    saved, here = DTYPE_CODES[values.dtype], DTYPE_CODES[dtype]
+    raise CheckpointUnusable(
+        f"a tensor that is not trained has the type {here} here, in which its saved values would be rounded",
+        where=fqn,
+        value=f"saved as {saved}",
+        hint="set model.dtype to float32, which keeps them",
+    )
 
 
 class _Value:
@@ -386,16 +415,15 @@ class _Files:
 
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_CONTAINED = {"F64": ("F32", "F16", "BF16"), "F32": ("F16", "BF16")}
+"""The types whose values a type can represent."""
 
 
-def differences(
-    tree: Tree, state_dict: Mapping[str, Any], frozen: Collection[str] = ()
-) -> list[str]:
+def differences(tree: Tree, state_dict: Mapping[str, Any], cast: Collection[str] = ()) -> list[str]:
     """The differences between a tree and a flat state dict, one line each; empty where it can be loaded.
 
-    The tensors *frozen* do not train: they may have another floating-point type, see :func:`cast_names`.
+    The types of the tensors *cast* (some of :func:`cast_names`) are not compared.
     """
-    cast = cast_names(tree, state_dict, frozen)
     here = dict(state_dict)
     lines: list[str] = []
     for fqn in (*tree.tensors, *tree.objects):
@@ -415,21 +443,22 @@ def differences(
     return lines
 
 
-def cast_names(tree: Tree, state_dict: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Those tensors among *names* that are saved in another floating-point type than here, and differ in nothing else.
+def cast_names(tree: Tree, state_dict: Mapping[str, Any]) -> dict[str, bool]:
+    """{name: whether its type here can represent all values of the saved one} of the tensors that are saved in another
+    floating-point type than here, and differ in nothing else.
 
     Types of 8 bits are not among them: such a tensor is not complete without its scales.
     """
-    found: list[str] = []
-    for name in names:
-        saved, here = tree.tensors.get(name), state_dict.get(name)
+    found: dict[str, bool] = {}
+    for name, here in state_dict.items():
+        saved = tree.tensors.get(name)
         if saved is None or not isinstance(here, torch.Tensor):
             continue
-        is_cast = here.dtype != DTYPES.get(saved.dtype)
-        are_floats = saved.dtype in _FLOATS and DTYPE_CODES.get(here.dtype) in _FLOATS
-        same_shape = tuple(here.shape) == tuple(saved.shape)
-        if is_cast and are_floats and same_shape and not unstorable_placement(here):
-            found.append(name)
+        code = DTYPE_CODES.get(here.dtype, "")
+        if code == saved.dtype or saved.dtype not in _FLOATS or code not in _FLOATS:
+            continue
+        if tuple(here.shape) == tuple(saved.shape) and not unstorable_placement(here):
+            found[name] = saved.dtype in _CONTAINED.get(code, ())
     return found
 
 

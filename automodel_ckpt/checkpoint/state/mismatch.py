@@ -42,14 +42,14 @@ def check_differences(
     tree: Tree,
     state: Mapping[str, Any],
     further: Iterable[str] = (),
-    frozen: Collection[str] = (),
+    cast: Collection[str] = (),
 ) -> None:
     """Raise :class:`CheckpointUnusable` if the *state* of *item* is not that of *tree*, in the checkpoint *path*.
 
-    Names, shapes and dtypes are compared. *further* are differences that the caller has found, one line each. The
-    tensors *frozen* may have another floating-point type.
+    Names, shapes and dtypes are compared, except the dtypes of the tensors *cast*. *further* are differences that the
+    caller has found, one line each.
     """
-    lines = [*differences(tree, state, frozen), *further]
+    lines = [*differences(tree, state, cast), *further]
     if not lines:
         return
     hints = ["resume with the recipe that wrote it (its config.yaml is in the checkpoint)"]

@@ -46,9 +46,10 @@ from automodel_ckpt.config.automodel.unsupported import (
     problem_of_class,
     problem_of_tool,
 )
-from automodel_ckpt.config.convert import members
+from automodel_ckpt.config.builders import signature
+from automodel_ckpt.config.convert import members, section_type
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import annotation_at, closest, join, names_in
+from automodel_ckpt.config.schema_keys import annotation_at, closest, hints_of, join, names_in
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 
@@ -181,6 +182,7 @@ def translate(root: Node) -> Translation | None:
     work.section("").put("recipe", Node(recipe, node.origin))
     for path, row in SECTIONS:
         row.apply(work.section(path))
+    _drop_nulls(work, source, "")
     _keep_the_rest(work, source, original, "")
     return Translation(
         work.result,
@@ -211,6 +213,48 @@ def _needs_a_value(key: str) -> bool:
     """Whether a dotted key of this program cannot be null; false for the arguments of plug-ins."""
     annotation = annotation_at(RecipeConfig, key)
     return annotation not in (None, Any) and type(None) not in members(annotation)
+
+
+def _drop_nulls(work: Work, section: Node, key: str) -> None:
+    """Remove the null flags that no row has taken of keys that only AutoModel has, and sections of nothing else."""
+    for name, node in list(section.children()):
+        full = join(key, name)
+        is_theirs = False
+        if isinstance(node.value, dict) and node.value:
+            _drop_nulls(work, node, full)
+            is_theirs = not node.value
+        elif node.is_null and node.is_flag:
+            is_theirs = _is_known(work, full) and not _is_ours(work.result, full)
+        if is_theirs:
+            assert isinstance(section.value, dict)
+            del section.value[name]
+
+
+def _is_known(work: Work, key: str) -> bool:
+    """Whether the rows know a key, or the subsection that it is in."""
+    section = ".".join(key.split(".")[:2])
+    return key in work.known or section in work.known
+
+
+def _is_ours(result: Node, key: str) -> bool:
+    """Whether the translated recipe may have a key: in a section, as an argument of a target, or anywhere in text."""
+    section, _, name = key.rpartition(".")
+    while section:
+        target = result.at(f"{section}._target_")
+        if target is not None:
+            parameters = signature(str(target.value))
+            return parameters is None or name in parameters
+        section, _, name = section.rpartition(".")
+    annotation: Any = RecipeConfig
+    for part in key.split("."):
+        found = section_type(members(annotation))
+        if found is None:
+            return True
+        hints = hints_of(found)
+        if part not in hints:
+            return False
+        annotation = hints[part]
+    return True
 
 
 def _rename_references(node: Node) -> None:

@@ -149,7 +149,8 @@ def _default_dtype(section: Section, *, from_config: bool) -> None:
     optimizer = source.at("optimizer._target_")
     is_of_torch = optimizer is not None and str(optimizer.value).startswith("torch.optim.")
     if section.work.recipe in STUDENTS and is_of_torch and source.at("peft") is None:
-        section.put_default("dtype", "float32")
+        # Null is float32, but frozen weights may keep the 16 bits of their files.
+        section.put_default("dtype", "null")
     elif from_config:
         section.put_default("dtype", "bfloat16")
     elif given is None:

@@ -165,12 +165,13 @@ def _master_weights(section: Section, target: str) -> None:
     section.translated(name, node, "model.dtype")
     if name != "_target_":
         section.take(name)
-    root.put("model.dtype", Node("float32", node.origin))
+    # Null is float32 for what is trained. With float32, frozen weights would not keep the 16 bits of their files.
+    root.put("model.dtype", Node("null", node.origin))
     computed = result.at("distributed.mixed_precision")
     if computed is not None and computed.value == "none" and computed.origin == AUTOMODEL_DEFAULT:
         # With DDP, AutoModel computes in the data type of its weights, which are not the optimizer's copy.
         root.put_default("distributed.mixed_precision", "bfloat16")
-    text = "the weights are kept in float32 (model.dtype), and cast for each forward pass"
+    text = "trained weights are kept in float32 (model.dtype: null), and cast for each forward pass"
     section.note(name, node, text)
 
 
@@ -371,13 +372,16 @@ def steps(section: Section) -> None:
 def _is_repeated(section: Section) -> bool:
     """Whether AutoModel repeats the training data until ``max_steps``, whatever the number of epochs is.
 
-    Its streams never end, and Megatron's samples are as many as the steps need (``megatron_dataset.py``).
+    Its streams and the samples of nanoGPT's files never end (``nanogpt_dataset.py``), and Megatron's samples are as
+    many as the steps need (``megatron_dataset.py``).
     """
     target = section.work.result.at("dataset._target_")
-    is_megatron = target is not None and str(target.value).endswith(".token_files.megatron")
+    are_tokens = target is not None and str(target.value).endswith(
+        (".token_files.megatron", ".token_files.nanogpt")
+    )
     is_stream = is_true(section.work.result.at("dataset.streaming"))
     steps = section.peek("max_steps")
-    return (is_megatron or is_stream) and steps is not None and not steps.is_null
+    return (are_tokens or is_stream) and steps is not None and not steps.is_null
 
 
 def _drop_epochs(section: Section) -> None:

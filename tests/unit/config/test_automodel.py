@@ -224,7 +224,12 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     (MEGATRON + "step_scheduler:\n  num_epochs: 1\n", "step_scheduler.num_epochs", 1),
     (MEGATRON + "step_scheduler:\n  max_steps: 3\n", "step_scheduler.ckpt_every_epochs", None),
     (MEGATRON, "step_scheduler.ckpt_every_epochs", 1),
-    (NANOGPT + "step_scheduler:\n  max_steps: 3\n", "step_scheduler.num_epochs", 10),
+    (
+        NANOGPT + "step_scheduler:\n  max_steps: 3\n  num_epochs: 1\n",
+        "step_scheduler.num_epochs",
+        None,
+    ),
+    (NANOGPT + "step_scheduler:\n  num_epochs: 1\n", "step_scheduler.num_epochs", 1),
     (NANOGPT, "dataloader.shuffle", False),
     (NANOGPT + "dataloader:\n  shuffle: true\n", "dataloader.shuffle", True),
     (LLM, "dataloader.shuffle", True),
@@ -1233,9 +1238,10 @@ def test_an_optimizer_with_master_weights_gets_weights_in_float32(
 ) -> None:
     text = MODEL + f"  torch_dtype: bf16\noptimizer:\n  _target_: {target}\n"
     loaded = load(tmp_path, text)
-    assert loaded.config.model.dtype == "float32"
+    # Float32 for what is trained; frozen weights keep the 16 bits of their files.
+    assert loaded.config.model.dtype is None
     assert loaded.config.distributed.mixed_precision == "bfloat16"
-    assert "the weights are kept in float32 (model.dtype)" in reported(loaded)
+    assert "trained weights are kept in float32 (model.dtype: null)" in reported(loaded)
     with_ddp = load(tmp_path, f"{text}distributed:\n  strategy: ddp\n")
     assert with_ddp.config.distributed.mixed_precision == "bfloat16"
     # The base of adapters is frozen, and adapters are in float32 anyway.
@@ -1264,14 +1270,14 @@ ADAM = "optimizer:\n  _target_: torch.optim.AdamW\n"
         (QWEN, "bfloat16"),
         (QWEN + "  torch_dtype: auto\n", "bfloat16"),
         (QWEN + "  torch_dtype: float32\n", "float32"),
-        (DISTILLED + ADAM, "float32"),
-        (DISTILLED + ADAM + MODEL + "  torch_dtype: auto\n", "float32"),
+        (DISTILLED + ADAM, None),
+        (DISTILLED + ADAM + MODEL + "  torch_dtype: auto\n", None),
         (DISTILLED + ADAM + MODEL + "  torch_dtype: bf16\n", "bfloat16"),
         (DISTILLED + ADAM + PEFT, "auto"),
     ],
 )
 def test_weights_without_a_data_type_have_that_of_automodel(
-    tmp_path: Path, text: str, dtype: str
+    tmp_path: Path, text: str, dtype: str | None
 ) -> None:
     assert load(tmp_path, text).config.model.dtype == dtype
 
@@ -1296,6 +1302,38 @@ def test_a_null_override_is_the_default_of_a_key_of_automodel(
 ) -> None:
     assert value_at(load(tmp_path, text), key) != expected
     assert value_at(load(tmp_path, text, f"--{theirs}", "null"), key) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (MODEL + "  backend:\n    attn: te\n", "model.backend"),
+        (MODEL + "  backend:\n    attn: te\n", "model.backend.attn"),
+        (MODEL + "  force_hf: true\n", "model.force_hf"),
+        (MODEL + "  router_aux_loss_coef: 0.1\n", "model.router_aux_loss_coef"),
+        (
+            f"optimizer:\n  _target_: {TE_ADAM}\n  master_weights: true\n",
+            "optimizer.master_weights",
+        ),
+        ("optimizer:\n  _target_: torch.optim.AdamW\n  foreach: true\n", "optimizer.foreach"),
+        (COLUMNS + "  answer_only_loss_mask: true\n", "dataset.answer_only_loss_mask"),
+    ],
+)
+def test_a_null_override_of_a_key_in_a_section_with_a_target_is_a_null_in_the_file(
+    tmp_path: Path, text: str, key: str
+) -> None:
+    line, name = text.splitlines()[-1], key.rpartition(".")[2]
+    without = text.replace(line, f"{line.partition(name)[0]}{name}: null") if name in line else text
+    if key == "model.backend":
+        without = text.partition("  backend")[0] + "  backend: null\n"
+    expected = dataclasses.asdict(load(tmp_path, without).config)
+    assert dataclasses.asdict(load(tmp_path, text, f"--{key}", "null").config) == expected
+
+
+def test_a_null_override_of_an_argument_of_a_users_target_stays(tmp_path: Path) -> None:
+    text = "optimizer:\n  _target_: my_package.Optimizer\n  foreach: true\n"
+    loaded = load(tmp_path, text, "--optimizer.foreach", "null")
+    assert loaded.config.optimizer.kwargs == {"foreach": None}
 
 
 def test_a_null_override_of_a_limit_leaves_all_samples(tmp_path: Path) -> None:

@@ -288,6 +288,19 @@ def test_the_threshold_of_ties_is_exact_for_every_rank() -> None:
         assert np.array([found]).view(np.float32)[0] == ordered[rank - 1], rank
 
 
+@pytest.mark.parametrize("narrow_first", [True, False])
+def test_tensors_of_16_and_of_32_bits_are_averaged_in_32(
+    tmp_path: Path, narrow_first: bool
+) -> None:
+    frozen = torch.linspace(-1, 1, 6).reshape(2, 3).bfloat16()
+    trained = frozen.float() + 2**-14
+    narrow = str(save(tmp_path / "a", {"frozen": frozen, "unfrozen": frozen.clone()}))
+    wide = str(save(tmp_path / "b", {"frozen": frozen.float(), "unfrozen": trained}))
+    found = averaged(tmp_path, *((narrow, wide) if narrow_first else (wide, narrow)))
+    assert torch.equal(found["frozen"], frozen.float())
+    assert torch.equal(found["unfrozen"], (frozen.float() + trained) / 2)
+
+
 def test_sources_that_do_not_fit_are_an_error_that_names_the_difference(
     tmp_path: Path, capsys: Capture
 ) -> None:
@@ -296,8 +309,8 @@ def test_sources_that_do_not_fit_are_an_error_that_names_the_difference(
     out = ("-o", str(tmp_path / "out"))
     shape = str(save(tmp_path / "b", {**one, "w": torch.ones(3, 2)}))
     assert "w: F32 [3, 2], not F32 [2, 3]" in rejected(capsys, first, shape, *out)
-    dtype = str(save(tmp_path / "c", {**one, "w": torch.ones(2, 3).half()}))
-    assert "w: F16 [2, 3], not F32 [2, 3]" in rejected(capsys, first, dtype, *out)
+    dtype = str(save(tmp_path / "c", {**one, "w": torch.ones(2, 3).double()}))
+    assert "w: F64 [2, 3], not F32 [2, 3]" in rejected(capsys, first, dtype, *out)
     more = str(save(tmp_path / "d", {**one, "extra": torch.ones(1)}))
     assert "extra" in rejected(capsys, first, more, *out)
     assert "extra" in rejected(capsys, more, first, *out)

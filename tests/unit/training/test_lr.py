@@ -50,6 +50,14 @@ def test_an_automatic_warmup_is_a_tenth_of_the_run_and_at_most_1000_steps(
         build_schedule(optimizer(), "constant_with_warmup", total_steps=None, warmup_steps="auto")
 
 
+def test_an_automatic_warmup_of_a_run_of_unknown_length_is_an_error_about_the_warmup() -> None:
+    with pytest.raises(RecipeError, match=r"where: +lr_scheduler\.warmup_steps"):
+        # The length of the decay does not say how long the run is.
+        build_schedule(
+            optimizer(), "cosine", total_steps=None, decay_steps=100, warmup_steps="auto"
+        )
+
+
 def test_a_warm_up_that_the_run_does_not_complete_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
