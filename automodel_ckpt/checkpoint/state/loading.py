@@ -7,30 +7,21 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES
 from automodel_ckpt.checkpoint.formats.reading import (
     ByteRanges,
-    cast_names,
     differences,
     read_object,
     read_tree,
     read_value,
 )
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.module_tensors import (
-    adapter_keys,
-    complete_state,
-    frozen_names,
-    model_state_dict,
-    module_state,
-    stored_layout,
-    unwrap,
-)
+from automodel_ckpt.checkpoint.module_tensors import complete_state, module_state
 from automodel_ckpt.checkpoint.slices import have_same_digests
+from automodel_ckpt.checkpoint.state.casts import Cast, casts_of, log_casts
 from automodel_ckpt.checkpoint.state.mismatch import (
     check_differences,
     has_weights_only,
@@ -49,14 +40,6 @@ log = logging.getLogger("automodel_ckpt")
 
 # A module is read before the optimizers whose state is created by its shape, and those before other objects.
 _ORDER = {"module": 0, "optimizer": 1, "object": 2}
-
-
-class _Cast(NamedTuple):
-    """A tensor that is cast when it is read: why, as the verbs of a sentence, and whether the new type can represent
-    all values of the saved one."""
-
-    verbs: tuple[str, str]
-    is_exact: bool
 
 
 class Loader:
@@ -130,74 +113,18 @@ class Loader:
                 continue
             saved_name, _ = matched[item.name]
             tree = self._tree(item, saved_name)
-            lines += differences(tree, self._complete_state(item), self._cast(item, tree))
+            lines += differences(tree, self._complete_state(item), self._casts(item, tree))
         return lines
 
     def _check_module(self, item: Item, tree: Tree) -> None:
         """Raise :class:`CheckpointUnusable` if *tree* is not a state of the module."""
-        state, cast = self._complete_state(item), self._cast(item, tree)
-        check_differences(self._path, item, tree, state, cast=cast)
-        if self._ranks.rank != 0:
-            return
-        for verbs in (("is", "are"), ("was", "were")):
-            names = [name for name, each in cast.items() if each.verbs == verbs]
-            if names:
-                saved = {tree.tensors[name].dtype for name in names}
-                here = {DTYPE_CODES[state[name].dtype] for name in names}
-                log.info(
-                    "%s that %s not trained: saved as %s, cast to %s",
-                    counted(len(names), "tensor"),
-                    verbs[0] if len(names) == 1 else verbs[1],
-                    " and ".join(sorted(saved)),
-                    " and ".join(sorted(here)),
-                )
+        state, casts = self._complete_state(item), self._casts(item, tree)
+        check_differences(self._path, item, tree, state, cast=casts)
+        if self._ranks.rank == 0:
+            log_casts(casts, tree, state)
 
-    def _cast(self, item: Item, tree: Tree) -> dict[str, _Cast]:
-        """The tensors of a module that are saved in another type than here, which is no difference.
-
-        A tensor that does not train may have any type: a base in 16 bits can be in float32 on another device. One that
-        the saved run did not train, and that trains now, may have more bits now.
-        """
-        found: dict[str, _Cast] = {}
-        differing = cast_names(tree, self._complete_state(item))
-        if not differing:
-            return found
-        frozen, formerly = frozen_names(item.value), self._formerly_frozen(item, tree)
-        for name, is_contained in differing.items():
-            if name in frozen:
-                found[name] = _Cast(("is", "are"), is_exact=is_contained)
-            elif is_contained and name in formerly:
-                found[name] = _Cast(("was", "were"), is_exact=True)
-        return found
-
-    def _formerly_frozen(self, item: Item, tree: Tree) -> set[str]:
-        """The names in *tree* for which the saved optimizers have no state, although they have state for others.
-
-        None of adapters: all of them are trained, and have other names in files than in an optimizer.
-        """
-        if adapter_keys(unwrap(item.value), model_state_dict(item.value)) is not None:
-            return set()
-        with_state: set[str] = set()
-        for name, record in self._manifest.state.items():
-            if record.kind != "optimizer" or name not in self._manifest.trees:
-                continue
-            prefix = f"{name}.state.{item.name.replace('.', '%')}."
-            for key in self._manifest.trees[name].tensors:
-                # The FQN ends at one of the dots.
-                entry = key.removeprefix(prefix) if key.startswith(prefix) else ""
-                while "." in entry:
-                    entry = entry.rpartition(".")[0]
-                    with_state.add(entry)
-        if not with_state:
-            # An optimizer without state, or none: what was trained is not known.
-            return set()
-        stored = stored_layout(item.value)
-        trained: set[str] = set()
-        for fqn in with_state:
-            trained.update((stored.name_of(fqn), *stored.rows.get(fqn, ())))
-        # An optimizer may have a tied tensor under another name than the module.
-        trained.update(kept for name, kept in tree.tied.items() if name in trained)
-        return tree.tensors.keys() - trained
+    def _casts(self, item: Item, tree: Tree) -> Mapping[str, Cast]:
+        return casts_of(self._manifest, item, tree, self._complete_state(item))
 
     def _tree(self, item: Item, saved_name: str) -> Tree:
         """The saved tree of *item*; of a module, with the tensors that it has here if only ties differ.
@@ -283,7 +210,7 @@ class Loader:
 
     def _load_module(self, item: Item, tree: Tree) -> None:
         state, tied = self._module_state(item)
-        exact = {name for name, each in self._cast(item, tree).items() if not each.is_exact}
+        exact = {name for name, each in self._casts(item, tree).items() if not each.is_exact}
         read_tree(self._path, tree, state, self._remote, exact)
         set_module_state(item.value, state, tied, strict=True)
 
