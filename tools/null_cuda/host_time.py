@@ -5,9 +5,10 @@
 The step is full fine-tuning of a Llama with the shapes of 1B on one packed row of 4,096 tokens, as in the part
 ``packing`` of ``make gpu``, and the same with rows of other lengths. For comparison: loops without this program, on one
 row, with weights in bfloat16, and with fsdp2 and weights in float32. Then four samples with images, as in the part
-``vlm``: a loop without this program, and this program with the frozen tower in float32, and as in its files. On the
-device without hardware, nothing else takes time. Printed is the tenth percentile of the steps, since other programs on
-the machine lengthen some of them; a real driver needs some microseconds more for each kernel.
+``vlm``: a loop without this program, and this program with the frozen tower in float32, as in its files, and with all
+weights in bfloat16, without fsdp2. On the device without hardware, nothing else takes time. Printed is the tenth
+percentile of the steps, since other programs on the machine lengthen some of them; a real driver needs some
+microseconds more for each kernel.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ PROGRAMS: dict[str, dict[str, Any] | None] = {
     BARE_IMAGES: None,
     "images, tower in float32": {"model": {"dtype": "float32"}},
     "images": {},
+    "images without fsdp2": {
+        "model": {"dtype": "bfloat16"},
+        "distributed": {"strategy": "single", "mixed_precision": "none"},
+    },
 }
 """Changes of the recipe; None: a loop without this program."""
 NARROW = {"hidden_size": 256, "intermediate_size": 512}
