@@ -108,9 +108,9 @@ class LLMFinetune(Recipe):
         return for_each_source(dataset, partial(self._packed, packing.size))
 
     def _packed(
-        self, size: int, dataset: Any, *, attends_across: bool = False, remedy: str = ""
+        self, size: int, dataset: Any, *, attends_across: bool = False, hint: str = ""
     ) -> PackedDataset:
-        packs = PackedDataset(dataset, size, attends_across=attends_across, remedy=remedy)
+        packs = PackedDataset(dataset, size, attends_across=attends_across, hint=hint)
         log.info(
             "packed %s into %s of %s, %.2f%% of them empty",
             counted(len(dataset), "sample"),

@@ -75,7 +75,7 @@ class Pretrain(LLMFinetune):
                 rules.size,
                 samples,
                 attends_across=rules.attends_across,
-                remedy="set pretrain.split_documents true",
+                hint="set pretrain.split_documents true",
             )
         check_has_length(samples)
         rows = DocumentRows(samples, rules)

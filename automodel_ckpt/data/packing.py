@@ -84,13 +84,13 @@ class PackedDataset:
     The packs depend only on the samples' lengths and *size*, not on a seed, the epoch or the number of ranks. The first
     token of a sample has no label, because no token of the sample precedes it. With *attends_across*, a pack is one
     sequence: it has no ``position_ids``, and these tokens keep their labels. Raises :class:`RecipeError` for an
-    iterable data set and for a sample of more than *size* tokens; *remedy* is what the hint says about such samples.
+    iterable data set and for a sample of more than *size* tokens; *hint* is what the error proposes about such samples.
     """
 
     draws_nothing = True
 
     def __init__(
-        self, dataset: Any, size: int, *, attends_across: bool = False, remedy: str = ""
+        self, dataset: Any, size: int, *, attends_across: bool = False, hint: str = ""
     ) -> None:
         self.dataset = dataset
         self.attends_across = attends_across
@@ -100,13 +100,13 @@ class PackedDataset:
         num_too_long = int((lengths > size).sum())
         if num_too_long:
             percentile = np.percentile(lengths, 99, method="higher")
-            remedy = remedy or f"set dataset.seq_length to at most {size}"
+            hint = hint or f"set dataset.seq_length to at most {size}"
             raise RecipeError(
                 "a sample is longer than a pack",
                 where="packed_sequence.size",
                 value=f"{num_too_long} of {len(lengths)} samples; size {size}, the longest, sample {lengths.argmax()}, "
                 f"has {lengths.max()} tokens, the 99th percentile is {percentile}",
-                hint=f"{remedy}, or packed_sequence.size to at least {lengths.max()}",
+                hint=f"{hint}, or packed_sequence.size to at least {lengths.max()}",
             )
         self.packs = best_fit_decreasing(lengths, size)
         self.num_tokens = int(lengths.sum())

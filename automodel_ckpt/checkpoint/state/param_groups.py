@@ -103,7 +103,7 @@ class GroupMatch:
 def other_kind(saved: Mapping[str, Any], scheduler: Any) -> str | None:
     """Describe what shows that the *saved* state is that of another kind of LR scheduler; None: nothing does.
 
-    The classes of torch are told apart by their settings. The state of an imported run has no settings. A class of the
+    The classes of torch differ in their settings. The state of an imported run has no settings. A class of the
     user may have gained or lost some since it was saved.
     """
     before = _settings_of(saved)

@@ -155,8 +155,8 @@ def test_show_opens_nothing_that_a_link_has_outside(
     os.mkfifo(outside / "pipe")
     (directory / name).symlink_to(outside / "pipe")
     assert main(["show", "--stats", str(directory)]) == 3
-    told = capsys.readouterr()
-    assert "a symbolic link points outside of the directory" in told.out + told.err
+    printed = capsys.readouterr()
+    assert "a symbolic link points outside of the directory" in printed.out + printed.err
 
 
 def test_no_torch_is_needed() -> None:
