@@ -27,6 +27,7 @@ from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import Override
 from automodel_ckpt.config.yaml_tree import node_of
 from automodel_ckpt.errors import RecipeError, Stopped
+from automodel_ckpt.socket_paths import short_temporary_directory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -142,7 +143,7 @@ def train(
     run.origins = loaded.origins
     run.overridden = frozenset(loaded.overridden)
     is_stopped = False
-    with _stopping_after_a_step(), ending_processes():
+    with short_temporary_directory(), _stopping_after_a_step(), ending_processes():
         try:
             run.setup()
             try:

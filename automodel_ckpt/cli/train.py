@@ -34,6 +34,7 @@ from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
+from automodel_ckpt.socket_paths import short_temporary_directory
 from automodel_ckpt.user_code import reporting_user_failures
 
 SUFFIXES = (".yaml", ".yml")
@@ -102,7 +103,8 @@ def run(line: CommandLine) -> int:
     elif "copy" in line.modes:
         print(copy_example(*line.modes["copy"]))
     else:
-        return _run_recipe(line)
+        with short_temporary_directory():
+            return _run_recipe(line)
     return EXIT_DONE
 
 

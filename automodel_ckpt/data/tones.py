@@ -1,6 +1,6 @@
 """Synthetic audio without a network: tones of three pitches with their names, and a small processor for them.
 
-``python -m automodel_ckpt.data.tones DIRECTORY`` writes WAV files, ``train.jsonl`` and ``validation.jsonl`` for
+``python -P -m automodel_ckpt.data.tones DIRECTORY`` writes WAV files, ``train.jsonl`` and ``validation.jsonl`` for
 :func:`automodel_ckpt.data.vlm.transcripts`.
 """
 
@@ -81,7 +81,7 @@ def _write_wav(path: Path, words: list[str], generator: np.random.Generator) -> 
 
 def _main() -> None:
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python -m automodel_ckpt.data.tones DIRECTORY")
+        sys.exit("usage: python -P -m automodel_ckpt.data.tones DIRECTORY")
     for path in write(Path(sys.argv[1])):
         sys.stdout.write(f"{path}\n")
 

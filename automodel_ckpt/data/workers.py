@@ -37,6 +37,8 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
         num_workers=num_workers,
         collate_fn=_unchanged,
         worker_init_fn=_leave_signals_to_the_rank,
+        # Python 3.14 would start a server of processes, which searches the current directory for modules.
+        multiprocessing_context="fork",
         # Without it, torch draws the seed of the workers from the global generator.
         generator=torch.Generator(),
         **options,

@@ -330,8 +330,7 @@ def _origin_lines(facts: Facts) -> Iterator[str]:
     rows.append(("digest of the checkpoint", f"`{manifest.digest}`"))
     commit = environment.get("git_commit")
     if isinstance(commit, str) and commit:
-        changed = " with local changes" if environment.get("git_dirty") else ""
-        rows.append(("git commit of the code", f"`{commit}`{changed}"))
+        rows.append(("git commit of the code", f"`{commit}`"))
     if isinstance(environment.get("precision"), str):
         rows.append(("precision", str(environment["precision"])))
     if "python" in environment:

@@ -1,14 +1,11 @@
 """Upload the models of a run to the Hub while it trains.
 
-    python -m automodel_ckpt.hub.pusher RUN
-
 What has to be uploaded are the checkpoints with a link ``.hub-NAME`` in the run directory.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -162,7 +159,3 @@ def main(arguments: list[str]) -> int:
     library.disable_progress_bars()
     root = Path(arguments[0])
     return serve(root, LOCK, lambda job: Pusher(root, Job(**job)))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,12 +1,10 @@
 """Send a run's log lines to trackers: first all lines that they do not have yet, then new lines during training.
 
-    python -m automodel_ckpt.report.follow RUN     # started by the trainer; reads a job from standard input
-
 The trainer starts it as a separate process that only reads files, so that no tracker can slow down, block or crash
-training. The steps that each tracker received are recorded in ``.trackers.json`` of the run. Steps that a resume
-repeats are sent again to trackers that can drop values; other trackers keep their values, because repeated steps give
-the same ones. For those trackers, a run that went back to an earlier checkpoint or started anew is a new run, and so is
-a run whose library may have lost values when this process was killed.
+training. It reads a job from standard input. The steps that each tracker received are recorded in ``.trackers.json`` of
+the run. Steps that a resume repeats are sent again to trackers that can drop values; other trackers keep their values,
+because repeated steps give the same ones. For those trackers, a run that went back to an earlier checkpoint or started
+anew is a new run, and so is a run whose library may have lost values when this process was killed.
 """
 
 from __future__ import annotations
@@ -321,8 +319,9 @@ def _is_valid_entry(entry: Any) -> bool:
     return isinstance(sent, dict) and all(isinstance(step, int) for step in sent.values())
 
 
-def main(run: Path) -> None:
-    """Follow *run* until standard input closes, which happens when the trainer ends in any way."""
+def main(arguments: list[str]) -> None:
+    """Follow a run until standard input closes, which happens when the trainer ends in any way."""
+    run = Path(arguments[0])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         # A terminal sends them to all processes, but only the end of the trainer matters.
         signal.signal(number, signal.SIG_IGN)
@@ -364,7 +363,3 @@ def _redirect_output(run: Path) -> Callable[[str, str], None]:
         user.flush()
 
     return warn
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

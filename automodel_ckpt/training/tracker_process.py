@@ -7,12 +7,12 @@ import importlib.util
 import json
 import logging
 import subprocess
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.python_child import start_python
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -55,9 +55,13 @@ class Tracking:
         every_steps: int = 1,
     ) -> None:
         run.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "automodel_ckpt.report.follow", str(run.absolute())]
         # In a separate session, a signal to the trainer's process group leaves it time to send the rest.
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._process = start_python(
+            "automodel_ckpt.report.follow",
+            str(run.absolute()),
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         assert self._process.stdin is not None
         # The other process ends when the kernel closes this pipe, also if this process is killed.
         self._pipe = self._process.stdin

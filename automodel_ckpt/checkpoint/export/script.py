@@ -102,7 +102,9 @@ elif grep -q automodel_ckpt.consolidate -- "$tool"; then
   "$python" "$tool" "$@" >/dev/null
 elif [ "$num_procs" -gt 1 ] && ! grep -q NPROC_PER_NODE -- "$tool"; then
   # A tool that does not read the variable itself (NeMo AutoModel's) expects its processes from torchrun.
-  "$python" -m torch.distributed.run --nproc-per-node="$num_procs" "$tool" "$@" >&2
+  # Not -m, which would search the current directory first, nor -P, which Python 3.10 does not have.
+  torchrun='import sys; sys.path = [path for path in sys.path if path]; import torch.distributed.run as run; run.main()'
+  "$python" -c "$torchrun" --nproc-per-node="$num_procs" "$tool" "$@" >&2
 else
   "$python" "$tool" "$@" >&2
 fi

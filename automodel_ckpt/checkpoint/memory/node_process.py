@@ -14,7 +14,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +35,7 @@ from automodel_ckpt.checkpoint.memory.requests import (
 from automodel_ckpt.checkpoint.memory.save_files import files_below
 from automodel_ckpt.checkpoint.remote.transfer import Throttle
 from automodel_ckpt.errors import AutomodelError, os_problem
+from automodel_ckpt.python_child import start_python
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -49,10 +49,6 @@ START_SECONDS = 120.0
 _NUM_THREADS = 8
 _WATCH_SECONDS, _LONGEST_WATCH_SECONDS = 1.0, 60.0
 """How often a thread looks whether the process has ended, and how often it tries to start it."""
-_START = (
-    "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); "
-    "from automodel_ckpt.checkpoint.memory.node_process import main; main()"
-)
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _HINT = "check what killed it (the system log reports out-of-memory kills)"
 
@@ -102,16 +98,12 @@ class NodeProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         # At the same port after a failure: the other nodes know it.
         fields = {**asdict(self._settings), "port": self.address.port}
-        path = "\n".join(os.path.abspath(entry) for entry in sys.path)
         self._buffer = b""
         # The process inherits the mask, so that a signal to the process group does not end it before the trainer.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _START, path],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,
+            process = start_python(
+                __name__, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
@@ -245,7 +237,7 @@ class NodeProcess:
 # ---------------------------------------------------------------- in the process
 
 
-def main() -> None:
+def main(_: list[str]) -> None:
     """Serve, and run the commands from the standard input until it closes."""
     os.nice(_NICENESS)
     commands: IO[bytes] = os.fdopen(0, "rb")

@@ -1,6 +1,6 @@
 """A process that uploads while the run trains: its start and end in the trainer, and its loop.
 
-The trainer starts it with ``python -m MODULE RUN``, and writes a job to its standard input. It is a separate process,
+The trainer starts it, and writes a job to its standard input. It is a separate process,
 so that no network slows down, blocks or crashes training. Failed uploads are repeated, with longer and longer pauses.
 It ends when the trainer asks for it and all is uploaded, or some time after the trainer has ended.
 """
@@ -28,6 +28,7 @@ from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.remote.pending import pending
 from automodel_ckpt.durable_io import replace_file
 from automodel_ckpt.errors import AutomodelError, LeaseLost, without_hidden
+from automodel_ckpt.python_child import start_python
 
 FINISH = b"finish\n"
 POLL_SECONDS = 0.5
@@ -295,12 +296,13 @@ class Child:
     """The process from the trainer's side."""
 
     def __init__(self, module: str, root: Path, lock_file: str, job: Mapping[str, Any]) -> None:
-        """Start ``python -m MODULE ROOT`` with the *job*."""
+        """Start ``main([ROOT])`` of *module* with the *job*."""
         token = uuid.uuid4().hex
         note_newest(root, lock_file, token)
-        command = [sys.executable, "-m", module, str(root)]
         # In a separate session, a signal to the trainer's process group leaves it time to finish.
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._process = start_python(
+            module, str(root), stdin=subprocess.PIPE, start_new_session=True
+        )
         text = os.environ.get(_NICENESS_VARIABLE, "")
         niceness = int(text) if text.isdecimal() else _NICENESS
         started = {"process": token, "niceness": niceness, "job": job}

@@ -1,14 +1,11 @@
 """Upload the files that a node other than rank 0's has of the checkpoints of a run, while it trains.
 
-    python -m automodel_ckpt.checkpoint.remote.part_uploader RUN
-
 The uploading process of rank 0's node asks for them (:mod:`.parts`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -209,7 +206,3 @@ def main(arguments: list[str]) -> int:
     """Upload until some time after the trainer has ended, or until all is in the store then."""
     root = Path(arguments[0])
     return serve(root, LOCK, lambda job: PartUploader(root, PartJob(**job)))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

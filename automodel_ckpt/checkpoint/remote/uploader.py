@@ -1,14 +1,11 @@
 """Upload the checkpoints of a run while it trains.
 
-    python -m automodel_ckpt.checkpoint.remote.uploader RUN
-
 What has to be uploaded are the checkpoints with a link ``.upload-NAME`` in the run directory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -239,7 +236,3 @@ def main(arguments: list[str]) -> int:
     """Upload until the trainer asks to finish, or for some time after it has ended otherwise."""
     root = Path(arguments[0])
     return serve(root, LOCK, lambda job: Uploader(root, Job(**job)))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

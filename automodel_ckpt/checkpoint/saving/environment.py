@@ -22,8 +22,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "packages": {name: version_of(name) for name in _PACKAGES},
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "git_commit": _git_commit(),
     }
 
 
@@ -35,11 +34,11 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def _git(*arguments: str) -> str | None:
+def _git_commit() -> str | None:
+    # Not `git status`: it runs programs that .git/config of the directory names, such as filters and monitors.
+    command = ["git", "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, timeout=5, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

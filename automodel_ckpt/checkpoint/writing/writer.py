@@ -15,7 +15,6 @@ import queue
 import select
 import signal
 import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
@@ -37,6 +36,7 @@ from automodel_ckpt.checkpoint.writing.rank_manifest import (
 )
 from automodel_ckpt.checkpoint.writing.reuse import Previous
 from automodel_ckpt.errors import AutomodelError, SaveFailed
+from automodel_ckpt.python_child import start_python
 
 # Not SCHED_IDLE: on a busy machine, a save took twice as long.
 NICENESS = 10
@@ -44,11 +44,6 @@ _POLL_SECONDS = 1.0
 _REPORT_SECONDS = 0.25
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _ENDED = "the process that writes this rank's checkpoints ended unexpectedly"
-# The writer imports from the trainer's search path: `python -c` would search the working directory first.
-_START = (
-    "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); "
-    "from automodel_ckpt.checkpoint.writing.writer import main; main()"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +131,12 @@ class Writer:
         commands_read, commands_write = os.pipe()
         answers_read, answers_write = os.pipe()
         numbers = (memory, commands_read, answers_write, os.getpid())
-        arguments = [str(number) for number in numbers]
-        path = "\n".join(os.path.abspath(entry) for entry in sys.path)
         # The process inherits the mask, so that a signal to the process group does not end it before the trainer.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, path, *arguments],
+            self._process = start_python(
+                __name__,
+                *map(str, numbers),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(memory, commands_read, answers_write),
@@ -246,12 +240,12 @@ class SharedMemory:
         return memoryview(self._map)[:nbytes]
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Run commands from the pipe until it closes.
 
-    ``sys.argv``: descriptors of the memory, of the pipes for commands and answers; the trainer's process id.
+    *arguments*: descriptors of the memory, of the pipes for commands and answers; the trainer's process id.
     """
-    memory, commands, answers, trainer = map(int, sys.argv[1:])
+    memory, commands, answers, trainer = map(int, arguments)
     os.nice(NICENESS)
     todo: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
     idle = threading.Event()

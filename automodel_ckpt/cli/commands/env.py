@@ -19,6 +19,7 @@ from automodel_ckpt.checkpoint.files.file_system import file_system_of
 from automodel_ckpt.checkpoint.saving.environment import version_of
 from automodel_ckpt.cli.terminal import printable, table
 from automodel_ckpt.errors import EXIT_DONE
+from automodel_ckpt.python_child import start_python
 from automodel_ckpt.units import size_text
 
 _LIBRARIES = (
@@ -68,27 +69,6 @@ _SECRET = re.compile(r"(^|_)(TOKENS?|KEYS?|SECRETS?|PASS|PASSWORD|PASSWD|CREDENT
 _USER_IN_URL = re.compile(r"(\w://)[^/@\s]+@")
 _IMPORT_SECONDS = 180.0
 _COMMAND_SECONDS = 20.0
-_PROBE = """
-import importlib, json, sys
-for name in sys.argv[1:]:
-    print(json.dumps({"name": name}), flush=True)
-    found = {"name": name}
-    try:
-        module = importlib.import_module(name)
-        found["version"] = str(getattr(module, "__version__", "unknown"))
-        if name == "torch":
-            found["build"] = {
-                "cuda": module.version.cuda, "hip": module.version.hip, "git": module.version.git_version,
-                "cudnn": module.backends.cudnn.version(), "threads": module.get_num_threads(),
-                "nccl": str(module.cuda.nccl.version()) if module.cuda.is_available() else None,
-            }
-            count = module.cuda.device_count()
-            found["devices"] = [module.cuda.get_device_name(number) for number in range(count)]
-    except BaseException as error:
-        found["error"] = f"{type(error).__name__}: {error}"
-    print(json.dumps(found), flush=True)
-"""
-"""Prints two JSON lines per library: one before its import, so that a crash can be attributed, and the result."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -215,12 +195,17 @@ def _imported(names: Sequence[str]) -> dict[str, Any]:
 
 def _probe(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the records that a new process prints for *names*; fewer if it crashes."""
-    command = [sys.executable, "-c", _PROBE, *names]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_IMPORT_SECONDS, check=False)
-        output = done.stdout
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout or b""
+    with start_python(
+        "automodel_ckpt.cli.commands.env_probe",
+        *names,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=_IMPORT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
     for line in output.splitlines():
         # A library may print other lines.
         if line.startswith(b'{"name": '):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from automodel_ckpt import __version__
@@ -28,8 +29,14 @@ def test_each_line_has_a_value_or_the_error_where_libraries_are_broken(tmp_path:
     (tmp_path / "transformers.py").write_text("import os\nos._exit(134)\n")
     (tmp_path / "peft.py").write_text("__version__ = '0.0.1'\n")
     variables = {"PYTHONPATH": str(tmp_path), "HF_TOKEN": "hf_secret", "NCCL_DEBUG": "INFO"}
+    # Modules in the current directory are not imported.
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("json", "importlib", "types", "safetensors"):
+        (here / f"{name}.py").write_text("import os\nos._exit(3)\n")
     done = subprocess.run(
-        [sys.executable, "-m", "automodel_ckpt.cli.ckpt", "env", "--json"],
+        [Path(sys.executable).with_name("ckpt"), "env", "--json"],
+        cwd=here,
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -44,6 +51,7 @@ def test_each_line_has_a_value_or_the_error_where_libraries_are_broken(tmp_path:
     assert "cannot be imported: the process ended" in libraries["transformers"]
     assert "cannot be imported" in libraries["numpy"]
     assert libraries["peft"] == "0.0.1"
+    assert libraries["safetensors"] == version("safetensors")
     assert " of " in found["current directory"]["free"]
     assert found["machine"]["kernel"].split()[1] == os.uname().release
     assert found["environment variables"]["NCCL_DEBUG"] == "INFO"

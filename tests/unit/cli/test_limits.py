@@ -7,11 +7,13 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from automodel_ckpt import socket_paths
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.launch.failures import failure_record
@@ -24,6 +26,15 @@ from tests.support.shards import checkpoint_in
 
 TOO_MANY = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/data/x")
 RECIPE = Path(__file__).parents[3] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
+WITH_WORKERS = """\
+model:
+  from_config: {model_type: llama, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2,
+    intermediate_size: 16, vocab_size: 64}
+dataset: {_target_: automodel_ckpt.data.mock.random_tokens, vocab_size: 64, seq_length: 8, num_samples: 16}
+dataloader: {num_workers: 1}
+step_scheduler: {global_batch_size: 4, max_steps: 2}
+checkpoint: {checkpoint_dir: run, save_consolidated: false}
+"""
 NO_THREAD = RuntimeError("can't start new thread")
 
 
@@ -200,3 +211,27 @@ def test_a_checkpoint_without_permission_is_unusable_for_commands_that_write(
     assert main(["export", str(tmp_path)]) == 3
     message = capsys.readouterr().err
     assert "cannot be read" in message and "EACCES" in message
+
+
+@pytest.mark.parametrize("places", [("/tmp",), ()])
+def test_data_workers_work_below_a_temporary_directory_with_a_long_path(
+    places: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Without a place for a short link to it, the run ends before training."""
+    directory = tmp_path / ("x" * 100)
+    directory.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    monkeypatch.setattr(socket_paths, "_SHORT_DIRECTORIES", places)
+    Path("recipe.yaml").write_text(WITH_WORKERS)
+    code = train(["recipe.yaml"])
+    text = capfd.readouterr().err
+    if places:
+        assert code == 0 and "done: step 2" in text
+    else:
+        assert code == 2 and "TMPDIR" in text and str(directory) in text, text
+        assert not Path("run").exists()
+    assert tempfile.gettempdir() == str(directory)
