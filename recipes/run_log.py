@@ -161,7 +161,9 @@ class RunLog:
             )
         # A finished run may resume from an earlier checkpoint; the lines of its later steps are not removed.
         last_kept = math.inf if is_finished else scheduler.step
-        removed = training.truncate_after(last_kept)
+        # A rollback that the loaded checkpoint does not know is repeated: the run was killed before its next save.
+        known = math.inf if is_finished or not scheduler.spikes else scheduler.spikes.num_rollbacks
+        removed = training.truncate_after(last_kept, max_rollbacks=known)
         validation.truncate_after(last_kept)
         if removed.last_step is not None:
             lost = counted(removed.last_step - scheduler.step, "logged step")

@@ -82,6 +82,12 @@ _SIBLING = re.compile(r"(.+)\.sibling-([1-9][0-9]*)", re.ASCII)
 _TRASH = re.compile(r"\.trash-[0-9a-f]{32}", re.ASCII)
 _LINK = re.compile(r"\.link-[0-9a-f]{32}", re.ASCII)
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{32}", re.ASCII)
+_UPLOAD_RECORD = re.compile(
+    r"\.(?:remote|remote-part|remote-start|hub|"
+    r"upload-epoch_[0-9]+_step_[0-9]+(?:\.superseded-[0-9]+)?)\.json",
+    re.ASCII,
+)
+"""Files of the processes that upload a run (``remote/``, ``hub/``)."""
 
 
 class CheckpointName(NamedTuple):
@@ -208,7 +214,8 @@ def is_temporary(name: str) -> bool:
     # Leftovers are removed: any other name that begins with a dot belongs to the user.
     logs = (TRAINING_LOG, VALIDATION_LOG, TIMELINE_LOG)
     files = (LATE_VALIDATIONS, VERIFIED, FINISHED, MEMORY, GENERATION, TIMELINE_STATE, *logs)
-    return stem in (*POINTERS, *files) or f".{stem}" == LOCK_FILE or is_pin(stem)
+    is_record = stem in (*POINTERS, *files) or _UPLOAD_RECORD.fullmatch(stem) is not None
+    return is_record or f".{stem}" == LOCK_FILE or is_pin(stem)
 
 
 def is_pin(name: str) -> bool:

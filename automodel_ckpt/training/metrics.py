@@ -94,15 +94,16 @@ class JsonlLog:
             # line.
             self._unwritten = self._unwritten[count:]
 
-    def truncate_after(self, step: float) -> Removed:
+    def truncate_after(self, step: float, *, max_rollbacks: float = math.inf) -> Removed:
         """Remove the records of later steps and repair the rest, by an atomic rewrite.
 
+        Of the rollbacks, the first *max_rollbacks* are kept.
         Of two records of one step, the earlier one is removed, and so are damaged lines. Records without a step are
         unchanged. All three cases are logged with the text of the lines, except for a torn last line, which a killed
         process leaves. Returns what was removed. Raises :class:`SaveFailed` if the file cannot be rewritten.
         """
         with self._os_errors_as_save_failed():
-            return self._truncate_after(step)
+            return self._truncate_after(step, max_rollbacks)
 
     @contextlib.contextmanager
     def _os_errors_as_save_failed(self) -> Iterator[None]:
@@ -115,13 +116,13 @@ class JsonlLog:
             problem = os_problem(error, "a log of the run cannot be truncated", hint=hint)
             raise SaveFailed.all_of([problem]) from error
 
-    def _truncate_after(self, step: float) -> Removed:
+    def _truncate_after(self, step: float, max_rollbacks: float) -> Removed:
         # The rewrite renames a new file into place: an open descriptor would still append to the
         # old one.
         self.close()
         if not os.path.lexists(self.path):
             return Removed(0, None)
-        content = _Content(_lines(self.path), step)
+        content = _Content(_lines(self.path), step, max_rollbacks)
         if content.num_dropped:
             self._before_writing()
             replace_file(self.path, b"".join(content.kept))
@@ -157,7 +158,12 @@ class Removed(NamedTuple):
 class _Content:
     """The *lines* of a log, divided into those that a run which continues after *step* keeps and those it removes."""
 
-    def __init__(self, lines: Iterable[tuple[bytes, dict[str, Any] | None]], step: float) -> None:
+    def __init__(
+        self,
+        lines: Iterable[tuple[bytes, dict[str, Any] | None]],
+        step: float,
+        max_rollbacks: float,
+    ) -> None:
         self.kept: list[bytes] = []
         self.num_dropped = 0
         self.last_later_step: int | None = None
@@ -173,6 +179,8 @@ class _Content:
             elif record.get("step", 0) > step:
                 self.num_dropped += 1
                 self.last_later_step = max(record["step"], self.last_later_step or 0)
+            elif record.get("event") == "rollback" and (max_rollbacks := max_rollbacks - 1) < 0:
+                self.num_dropped += 1
             else:
                 self._keep(line, record, positions)
 

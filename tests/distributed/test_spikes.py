@@ -86,5 +86,7 @@ def test_the_run_goes_back_without_the_batches_and_a_killed_one_does_the_same(
     ended = ranks.outcomes(run, 2, recipe, tmp_path / "killed", Killed, init=False)
     assert [outcome.exitcode for outcome in ended] == [-signal.SIGKILL] * 2
     assert ranks.run(run, 2, recipe, tmp_path / "killed", Poisoned, init=False) == expected
+    events = [record.get("event") for record in records(tmp_path / "killed")]
+    assert events.count("rollback") == 1
     again = [record for record in records(tmp_path / "killed") if "loss" in record]
     assert [record["loss"] for record in again] == [record["loss"] for record in steps]

@@ -322,7 +322,11 @@ def test_recovery_removes_its_own_leftovers_and_nothing_else(tmp_path: Path) -> 
     mine = [".epoch_0_step_20.staging-" + "0" * 32, ".trash-" + "1" * 32, ".LATEST." + "2" * 32]
     mine += [
         f".{name}." + "4" * 32
-        for name in ("run.lock", "pin-epoch_0_step_2", ".verified.json", "LATEST.txt")
+        for name in (
+            *("run.lock", "pin-epoch_0_step_2", ".verified.json", "LATEST.txt", ".remote.json"),
+            *(".remote-part.json", ".remote-start.json", ".hub.json"),
+            *(".upload-epoch_0_step_2.json", ".upload-epoch_1_step_9.superseded-1.json"),
+        )
     ]
     foreign = [
         "epoch_0_step_20",
@@ -332,6 +336,8 @@ def test_recovery_removes_its_own_leftovers_and_nothing_else(tmp_path: Path) -> 
         "notes",
         ".trash-cans",
         ".env." + "3" * 32,
+        "..env.json." + "3" * 32,
+        "..upload-mine.json." + "3" * 32,
     ]
     for name in mine[:2] + foreign:
         (tmp_path / name).mkdir()
