@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
+from automodel_ckpt.distributed.joining import await_ranks, store_of_ranks
 from automodel_ckpt.distributed.mesh_sizes import Sizes, share_out
 from automodel_ckpt.errors import RecipeError
 
@@ -199,18 +199,26 @@ def _check_known(backend: str) -> None:
             )
 
 
-_stores: dict[tuple[str | None, ...], Store] = {}
-"""The stores that this process has used, by address and ranks. Rank 0 may serve one: it must not end before the others
-have left their groups, or when they have already joined the next one."""
+_stores: dict[tuple[str, int, bool], Store] = {}
+"""The stores that this process has used, by address, and whether it was rank 0. Rank 0 may serve one: it must not end
+before the others have left their groups, or when they have already joined the next one."""
 
 
 def _store_of_ranks(rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return the store at MASTER_ADDR and MASTER_PORT; the same object each time."""
-    address = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
-    key = (*address, str(rank), str(world_size))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise RecipeError(
+                f"{name} is not set, where the ranks connect",
+                where="environment",
+                value=f"WORLD_SIZE={world_size}",
+                hint="start the ranks with torchrun or srun, or unset WORLD_SIZE to train with one process",
+            )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    key = (host, port, rank == 0)
     store = _stores.get(key)
     if store is None:
-        store = _stores[key] = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
+        store = _stores[key] = store_of_ranks(host, port, rank, world_size, timeout)
     store.set_timeout(timeout)
     return store
 
@@ -230,6 +238,7 @@ def _init_process_group(backend: str, rank: int, world_size: int, timeout: timed
     # read those of a group that another rank has left would wait for it.
     number = store.add(f"joined_by_{rank}", 1)
     store = PrefixStore(f"group_{number}", store)
+    await_ranks(PrefixStore("joining", store), rank, world_size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

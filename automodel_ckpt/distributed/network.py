@@ -51,6 +51,13 @@ def hosts_unknowingly(endpoint: str) -> bool:
     return False
 
 
+def can_be_reached(host: str, port: int) -> bool:
+    """Whether a process accepts connections at *host*:*port*. A store of torch logs warnings if it cannot connect."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5.0):
+        return True
+    return False
+
+
 def address_towards(host: str) -> str | None:
     """Return the local address of the route to *host*; None if there is no route. Nothing is sent."""
     for family, _, _, _, place in _resolved(host):
@@ -94,20 +101,32 @@ def is_loopback(host: str) -> bool:
     )
 
 
+def is_this_node_only(host: str) -> bool:
+    """Whether *host* is a loopback address on every node. A host name may resolve to one on this node only."""
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
 def let_gloo_be_found(environment: MutableMapping[str, str]) -> None:
     """Let gloo listen on the interface towards MASTER_ADDR, where the other nodes can reach it.
 
-    Changes nothing on a single node, if the host name resolves to a reachable address, or if the user set
-    GLOO_SOCKET_IFNAME.
+    On a single node, this is the loopback interface. Changes nothing if the host name resolves to a reachable address
+    of one of several nodes, or if the user set GLOO_SOCKET_IFNAME.
     """
     master = environment.get("MASTER_ADDR", "localhost")
-    if (
-        "GLOO_SOCKET_IFNAME" in environment
-        or is_loopback(master)
-        or not is_loopback(socket.gethostname())
+    num_ranks = environment.get("WORLD_SIZE", "1")
+    is_one_node = is_this_node_only(master) or num_ranks in (
+        "1",
+        environment.get("LOCAL_WORLD_SIZE"),
+    )
+    if "GLOO_SOCKET_IFNAME" in environment or not (
+        is_one_node or (is_loopback(socket.gethostname()) and not is_loopback(master))
     ):
         return
-    address = address_towards(master)
+    address = "127.0.0.1" if is_one_node else address_towards(master)
     interface = interface_of(address) if address else None
     if interface:
         environment["GLOO_SOCKET_IFNAME"] = interface

@@ -12,7 +12,6 @@ nodes with a master wait in Python. "c10d" is torch's, created after its host ca
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -30,7 +29,8 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from automodel_ckpt.distributed.network import bound_silence, is_own_address
+from automodel_ckpt.distributed.joining import serve_store
+from automodel_ckpt.distributed.network import bound_silence, can_be_reached, is_own_address
 from automodel_ckpt.errors import RecipeError
 
 NAME = "automodel_ckpt"
@@ -87,8 +87,8 @@ class Host(Protocol):
 class MasterRendezvous(RendezvousHandler):
     """The rendezvous of node *node_rank* of *num_nodes* at node 0, which serves the store of the ranks.
 
-    :meth:`next_rendezvous` raises DistNetworkError for a port in use, :class:`RecipeError` if nodes have inconsistent
-    flags, and TimeoutError if a node does not join within JOIN_SECONDS.
+    :meth:`next_rendezvous` raises DistNetworkError or OSError for a port in use, :class:`RecipeError` if nodes have
+    inconsistent flags, and TimeoutError if a node does not join within JOIN_SECONDS.
     """
 
     def __init__(
@@ -106,7 +106,10 @@ class MasterRendezvous(RendezvousHandler):
         if not is_master:
             wait_for(lambda: can_be_reached(host, port), f"node 0 does not answer at {host}:{port}")
         # wait_for_workers would wait in C++, where no signal handler runs; _join waits in Python.
-        self._store = TCPStore(host, port, is_master=is_master, wait_for_workers=False)
+        if is_master:
+            self._store = serve_store(host, port)
+        else:
+            self._store = TCPStore(host, port, is_master=False, wait_for_workers=False)
         if self._num_nodes > 1:
             self._join(PrefixStore(f"meeting/{self._run_id}", self._store))
         agents = PrefixStore("agent", self._store)
@@ -298,13 +301,6 @@ def register_rendezvous() -> None:
     # searches all loaded modules (0.05 s of processor time with transformers loaded, ten times per rendezvous and then
     # at each heartbeat). The name only appears in torch's event log, which has no handler by default.
     vars(dynamic_rendezvous)["get_method_name"] = lambda depth=2: ""
-
-
-def can_be_reached(host: str, port: int) -> bool:
-    """Whether a process accepts connections at *host*:*port*."""
-    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5.0):
-        return True
-    return False
 
 
 def wait_for(condition: Callable[[], bool], otherwise: str) -> None:

@@ -42,7 +42,7 @@ from automodel_ckpt.distributed.rendezvous import HostedRendezvous
 from tests.distributed.test_launch import wait_until
 from tests.support.command_server import CommandServer
 from tests.support.networks import LINK, NoNamespacesError, ip, nodes_at
-from tests.support.ranks import without_gloo_greetings
+from tests.support.ranks import free_port, without_gloo_greetings
 
 ROOT = Path(__file__).parents[2]
 FAKE = "tests.support.fake_train"
@@ -406,10 +406,11 @@ def test_addresses_and_interfaces_are_told() -> None:
 @pytest.mark.parametrize(
     ("own", "given", "chosen"),
     [
-        ("127.0.1.1", {"MASTER_ADDR": "192.0.2.7"}, "eth7"),
-        ("192.0.2.9", {"MASTER_ADDR": "192.0.2.7"}, None),
-        ("127.0.1.1", {"MASTER_ADDR": "127.0.0.1"}, None),
-        ("127.0.1.1", {}, None),
+        ("127.0.1.1", {"MASTER_ADDR": "192.0.2.7", "WORLD_SIZE": "2"}, "eth7"),
+        ("192.0.2.9", {"MASTER_ADDR": "192.0.2.7", "WORLD_SIZE": "2"}, None),
+        ("192.0.2.9", {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}, "lo"),
+        ("192.0.2.9", {"MASTER_ADDR": "gpu7", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "lo"),
+        ("127.0.1.1", {}, "lo"),
         ("127.0.1.1", {"MASTER_ADDR": "192.0.2.7", "GLOO_SOCKET_IFNAME": "mine"}, "mine"),
     ],
 )
@@ -421,7 +422,8 @@ def test_gloo_is_told_an_interface_only_where_it_would_not_be_found(
         "automodel_ckpt.distributed.network.address_towards", lambda host: "192.0.2.9"
     )
     monkeypatch.setattr(
-        "automodel_ckpt.distributed.network.interface_of", {"192.0.2.9": "eth7"}.get
+        "automodel_ckpt.distributed.network.interface_of",
+        {"192.0.2.9": "eth7", "127.0.0.1": "lo"}.get,
     )
     let_gloo_be_found(given)
     assert given.get("GLOO_SOCKET_IFNAME") == chosen
@@ -441,3 +443,103 @@ def test_connections_to_one_port_are_bounded_and_nothing_else_is_held() -> None:
         for line in lines:
             line.close()
     assert limits == [7000, 0]
+
+
+SMALL = """\
+model:
+  from_config: {model_type: llama, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2,
+    intermediate_size: 16, vocab_size: 64}
+dataset: {_target_: automodel_ckpt.data.mock.random_tokens, vocab_size: 64, seq_length: 8, num_samples: 64}
+distributed: {backend: gloo}
+step_scheduler: {global_batch_size: 8, local_batch_size: 2, max_steps: 20, ckpt_every_steps: 10}
+checkpoint: {checkpoint_dir: run, is_async: true, save_consolidated: false, memory: {every_steps: 1, directory: memory}}
+"""
+
+
+def listening(session: int) -> set[str]:
+    """The addresses (source: proc(5), in hexadecimal) at which processes of *session* wait for connections."""
+    sockets = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                sockets[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(process.name)) == session:
+                found |= {os.readlink(entry) for entry in (process / "fd").iterdir()}
+    return {sockets[each] for each in found & sockets.keys()}
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param((["--nproc-per-node=2"], {}), id="ranks"),
+        pytest.param((["--nproc-per-node=2", "--rdzv-endpoint=0.0.0.0:29871"], {}), id="endpoint"),
+        pytest.param(([], {}), id="one rank"),
+        pytest.param(
+            ([], {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}), id="env"
+        ),
+    ],
+)
+def test_on_one_node_no_other_node_can_connect(
+    start: tuple[list[str], dict[str, str]], tmp_path: Path, commands: CommandServer
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(SMALL)
+    (tmp_path / "memory").mkdir()
+    words, variables = start
+    process = commands.popen(
+        *("ckpt-train", "recipe.yaml", *words),
+        cwd=tmp_path,
+        env=os.environ | variables,
+        start_new_session=True,
+    )
+    found: set[str] = set()
+    while process.poll() is None:
+        found |= listening(process.pid)
+        time.sleep(0.02)
+    assert process.returncode == 0
+    assert found <= {"0100007F", "0000000000000000FFFF00000100007F"}
+    assert found or not words, "no socket was seen"
+
+
+SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "missing", "alone"),
+    [
+        ({**SRUN, "SLURM_PROCID": "0"}, "ranks 1, 2, 3 of 4", "unset SLURM_PROCID"),
+        ({**SRUN, "SLURM_PROCID": "2"}, "rank 0 of 4", "unset SLURM_PROCID"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "rank 1 of 2", "unset RANK"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "rank 0 of 2", "unset RANK"),
+    ],
+)
+def test_missing_ranks_are_reported_and_a_signal_or_the_timeout_ends_the_wait(
+    variables: dict[str, str], missing: str, alone: str, tmp_path: Path, commands: CommandServer
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(SMALL)
+    (tmp_path / "memory").mkdir()
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+    def start(minutes: str) -> subprocess.Popen[str]:
+        return commands.popen(
+            *("ckpt-train", "recipe.yaml", f"--distributed.timeout_minutes={minutes}"),
+            cwd=tmp_path,
+            env=os.environ | there | variables,
+            stderr=subprocess.PIPE,
+        )
+
+    waiting = start("30")
+    assert waiting.stderr is not None
+    line = waiting.stderr.readline()
+    assert f"waiting for {missing}, not started yet" in line and alone in line
+    waiting.terminate()
+    _, text = waiting.communicate()
+    assert (waiting.returncode, text) == (75, "stopped by SIGTERM before training began\n")
+    ended = start("0.1")
+    _, text = ended.communicate()
+    assert ended.returncode == 1
+    assert "not all ranks of the run have started" in text and f"missing: {missing}" in text
+    assert alone in text and "Traceback" not in text and "internal" not in text

@@ -19,7 +19,7 @@ from automodel_ckpt.cli.launch.process import print_message, this_rank, world_si
 from automodel_ckpt.cli.launch.recipe_import import Prepare, configure_torch, import_recipe
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass, run_rank
 from automodel_ckpt.distributed import hang_action
-from automodel_ckpt.distributed.network import is_known
+from automodel_ckpt.distributed.network import can_be_reached, is_known
 from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_STOPPED, AutomodelError, RecipeError, describe
 from automodel_ckpt.training.start_time import note_process_start
@@ -102,9 +102,8 @@ def _serve_store() -> Any:
         )
     if os.environ["RANK"] != "0":
         return None
-    distributed = importlib.import_module("torch.distributed")
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return distributed.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    joining = importlib.import_module("automodel_ckpt.distributed.joining")
+    return joining.serve_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
 def is_first_to_report() -> bool:
@@ -117,6 +116,8 @@ def is_first_to_report() -> bool:
     distributed = importlib.import_module("torch.distributed")
     timeout = timedelta(seconds=STORE_SECONDS)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if not can_be_reached(host, port):
+        return True
     # torchrun keeps one store over restarts, and each start has its first failure.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:

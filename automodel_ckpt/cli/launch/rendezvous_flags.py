@@ -58,12 +58,14 @@ def choose_rendezvous(flags: LaunchFlags, environment: Mapping[str, str]) -> Ren
     if flags.rdzv_endpoint:
         _validate_no_static_flags(flags)
         endpoint = _endpoint(flags.rdzv_endpoint)
-        return Rendezvous(C10D, endpoint, flags.rdzv_id or "none", min_nodes, max_nodes)
+        if max_nodes > 1:
+            return Rendezvous(C10D, endpoint, flags.rdzv_id or "none", min_nodes, max_nodes)
     _validate_static_nodes(flags, min_nodes, max_nodes)
     node_rank = _node_rank(flags, max_nodes, environment)
     if max_nodes == 1:
-        # Port 0: the system selects a free one, so that several runs can share a node.
-        endpoint = f"{flags.master_addr or '127.0.0.1'}:{flags.master_port or 0}"
+        # At any other address, other nodes could connect. Port 0: the system selects a free one, so that several runs
+        # can share a node.
+        endpoint = f"127.0.0.1:{flags.master_port or 0}"
         return Rendezvous(LOCAL, endpoint, flags.rdzv_id or str(uuid.uuid4()), 1, 1)
     endpoint = f"{flags.master_addr}:{flags.master_port or MASTER_PORT}"
     run_id = flags.rdzv_id or "none"

@@ -215,7 +215,9 @@ def test_one_machine_meets_itself_on_a_free_port_or_the_given_one() -> None:
     meet = choose_rendezvous(LaunchFlags(), {})
     assert (meet.rdzv_backend, meet.rdzv_endpoint) == (LOCAL, "127.0.0.1:0")
     assert meet.run_id != choose_rendezvous(LaunchFlags(), {}).run_id
-    assert choose_rendezvous(LaunchFlags(master_port=7777), {}).rdzv_endpoint == "127.0.0.1:7777"
+    given = LaunchFlags(master_addr="head", master_port=7777)
+    assert choose_rendezvous(given, {}).rdzv_endpoint == "127.0.0.1:7777"
+    assert choose_rendezvous(LaunchFlags(rdzv_endpoint="head:9"), {}).rdzv_endpoint == "127.0.0.1:0"
 
 
 def test_several_machines_meet_as_with_torchrun() -> None:
@@ -228,11 +230,9 @@ def test_several_machines_meet_as_with_torchrun() -> None:
         4,
         "job",
     )
-    assert choose_rendezvous(LaunchFlags(rdzv_endpoint="head"), {}).rdzv_endpoint == "head:29400"
-    assert (
-        choose_rendezvous(LaunchFlags(rdzv_endpoint="[fd00::1]"), {}).rdzv_endpoint
-        == "[fd00::1]:29400"
-    )
+    for given, endpoint in (("head", "head:29400"), ("[fd00::1]", "[fd00::1]:29400")):
+        flags = LaunchFlags(nnodes="2", rdzv_endpoint=given)
+        assert choose_rendezvous(flags, {}).rdzv_endpoint == endpoint
     assert [
         meet.max_restarts(asked)
         for meet in (elastic, choose_rendezvous(LaunchFlags(), {}))
