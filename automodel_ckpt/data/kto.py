@@ -56,10 +56,10 @@ def judged_completions(
 
     *label_field* contains ``true`` or 1 for desirable completions, ``false`` or 0 for others, also as text. Only the
     completion and its end token have labels. Prompt and completion are texts, which are concatenated unchanged, or
-    Jinja templates of fields, such as ``"{{ question }}\\nAnswer: "``, or lists of messages, which are rendered by *chat_template* with
-    *template_kwargs* (:func:`~automodel_ckpt.data.chat.messages`); a field ``tools`` is passed to the template. With
-    *as_chat*, texts are rendered so too, after the text of *system_field* if it is set; with ``auto``, only if the
-    tokenizer has a chat template.
+    Jinja templates of fields, such as ``"{{ question }}\\nAnswer: "``, or lists of messages, which are rendered by
+    *chat_template* with *template_kwargs* (:func:`~automodel_ckpt.data.chat.messages`); a field ``tools`` is passed to
+    the template. With *as_chat*, texts are rendered so too, after the text of *system_field* if it is set; with
+    ``auto``, only if the tokenizer has a chat template.
 
     Samples of more than *seq_length* tokens are rejected with their locations. With *truncation* ``right`` they are
     truncated, or skipped if no label remains; with ``skip`` they are skipped. The numbers are logged. With *streaming*,
