@@ -259,7 +259,10 @@ def _recipe_path(line: CommandLine) -> str:
     if files:
         unexpected.remove(files[0])
     for word in unexpected:
-        hint = "give one recipe file; overrides begin with --, and a list is one value, '[A, B]'"
+        hint = (
+            f"run ckpt-train {files[0]}, with one recipe file and no command before it; overrides begin with --, and a "
+            "list is one value, '[A, B]'"
+        )
         if "=" in word:
             hint = f"did you mean --{word}?"
         line.problems.append(Problem(f"unexpected argument {word}", "command line", "", hint))

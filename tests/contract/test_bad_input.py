@@ -304,6 +304,9 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ["optimizer.lr=3"],
         ["unexpected argument optimizer.lr=3", "did you mean --optimizer.lr=3?"],
     ),
+    ("", ["train"], ["unexpected argument train", "run ckpt-train "]),
+    ("", ["finetune", "llm"], ["unexpected argument finetune", "run ckpt-train "]),
+    ("", ["-c"], ["-c needs a value"]),
     ("", ["--optimizer.lr"], ["--optimizer.lr needs a value"]),
     ("", ["--seed.x=1", "-z"], ["unknown argument -z"]),
 ]
@@ -325,6 +328,20 @@ def test_a_mistake_is_named_with_its_place_and_a_hint(
     error = say(capsys, str(recipe), *words)
     for piece in ["error: ", "where: ", "hint: ", *pieces]:
         assert piece in error
+
+
+@pytest.mark.parametrize("option", [["-c", "{}"], ["--config", "{}"], ["--config={}"]])
+def test_a_recipe_can_follow_an_option_and_keys_can_have_dashes(
+    recipe: Path, capsys: pytest.CaptureFixture[str], option: list[str]
+) -> None:
+    recipe.write_text(RECIPE)
+    words = [word.format(recipe) for word in option]
+    keys = ["--step-scheduler.max-steps", "3", "--dataset.seq-length=64"]
+    mapping = ["--model.config-overrides.a-b=1"]
+    assert main([*words, *keys, *mapping, "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    for line in ("max_steps: 3", "seq_length: 64", "a-b: 1"):
+        assert line in printed
 
 
 def test_all_mistakes_of_file_and_command_line_are_reported_at_once(
