@@ -49,6 +49,7 @@ from automodel_ckpt.cli.terminal import (
     output_failure,
     print_error,
     problem_json,
+    require_utf8,
 )
 from automodel_ckpt.errors import (
     EXIT_DONE,
@@ -264,6 +265,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ckpt`` and return its exit code. With ``argv=None`` it uses ``sys.argv``."""
+    if argv is None:
+        require_utf8()
     occupy_standard_streams()
     with naming_output():
         return _run(sys.argv[1:] if argv is None else list(argv))

@@ -27,6 +27,7 @@ from automodel_ckpt.cli.terminal import (
     occupy_standard_streams,
     output_failure,
     print_error,
+    require_utf8,
 )
 from automodel_ckpt.cli.write_launcher.options import LauncherOptions, launcher_options
 from automodel_ckpt.config.automodel.notices import report_lines
@@ -53,6 +54,8 @@ PRINTING_MODES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ckpt-train`` and return its exit code. With ``argv=None`` it uses ``sys.argv`` and may end the process."""
+    if argv is None:
+        require_utf8()
     occupy_standard_streams()
     line = parse(sys.argv[1:] if argv is None else argv)
     try:
