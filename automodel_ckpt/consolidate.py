@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from automodel_ckpt.cli.targets.hf import export_hf
-from automodel_ckpt.cli.terminal import print_error
+from automodel_ckpt.cli.terminal import print_error, require_utf8
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError, describe, limit_error
 
 
@@ -58,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code. The output directory is the only line on standard output."""
+    if argv is None:
+        require_utf8()
     arguments = parser().parse_args(argv)
     if os.environ.get("RANK", "0") != "0":
         return EXIT_DONE

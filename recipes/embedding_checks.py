@@ -27,6 +27,7 @@ from automodel_ckpt.models.config_checks import sees_later_tokens
 from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.model_files import fetched_directory
+from automodel_ckpt.models.model_names import present_name
 from automodel_ckpt.models.repository import base_directory
 from automodel_ckpt.recipes.model.sections import row_multiple
 from automodel_ckpt.recipes.trainable import Trainable
@@ -193,4 +194,5 @@ def _head_tensors(section: ModelConfig, classes: Sequence[Any]) -> list[str]:
     prefixes = tuple(f"{each.base_model_prefix}." for each in classes if each.base_model_prefix)
     heads = [name for name in names if not name.startswith(prefixes)]
     # The files of a backbone have no prefix at all.
-    return heads if len(heads) < len(names) else []
+    # Weights are compared under the names that transformers gives those of the first BERT files (gamma, beta).
+    return [*heads, *map(present_name, heads)] if len(heads) < len(names) else []

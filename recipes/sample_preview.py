@@ -114,7 +114,7 @@ def summary(recipe: Recipe) -> DataSummary:
     if isinstance(samples, LabeledTexts):
         return DataSummary(samples.summary, False, int(samples.num_cut[0]), 0, packs)
     if isinstance(samples, TokenizedDataset):
-        truncated, skipped, _ = samples.counts.tolist()
+        truncated, skipped, *_ = samples.counts.tolist()
         template = samples.template or ""
         return DataSummary(samples.summary, False, truncated, skipped, packs, template)
     lengths, num_labels, num_audio_tokens = [], 0, 0

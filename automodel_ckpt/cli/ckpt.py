@@ -49,6 +49,7 @@ from automodel_ckpt.cli.terminal import (
     output_failure,
     print_error,
     problem_json,
+    require_utf8,
 )
 from automodel_ckpt.errors import (
     EXIT_DONE,
@@ -222,6 +223,24 @@ VERBS: Sequence[Verb] = (
 """All commands, in the order of ``ckpt --help``."""
 
 
+_PRUNE = "prune, which removes all checkpoints that its options do not keep, such as --keep-last 2"
+_OTHER_WORDS = {
+    "list": "ls",
+    "info": "show",
+    "inspect": "show",
+    "compare": "diff",
+    "check": "verify",
+    "rm": _PRUNE,
+    "remove": _PRUNE,
+    "delete": _PRUNE,
+    "merge": "export --merge for an adapter and its base, ckpt average for several checkpoints",
+    "convert": "import for a checkpoint of another program, ckpt export for one of this program",
+    "upload": "push",
+    "download": "pull",
+}
+"""What other programs call commands, and the commands here."""
+
+
 class _Parser(argparse.ArgumentParser):
     """An argument parser that raises :class:`RecipeError` instead of exiting."""
 
@@ -246,6 +265,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ckpt`` and return its exit code. With ``argv=None`` it uses ``sys.argv``."""
+    if argv is None:
+        require_utf8()
     occupy_standard_streams()
     with naming_output():
         return _run(sys.argv[1:] if argv is None else list(argv))
@@ -293,7 +314,9 @@ def _parsed(words: list[str]) -> argparse.Namespace:
             "unknown command",
             where="ckpt",
             value=words[0],
-            hint=_suggestion(words[0], known) or "`ckpt --help` lists the commands",
+            hint=_here(words[0])
+            or _suggestion(words[0], known)
+            or "`ckpt --help` lists the commands",
         )
     arguments, unknown = whole.parse_known_args(words)
     if not unknown:
@@ -310,6 +333,11 @@ def _parsed(words: list[str]) -> argparse.Namespace:
         value=" ".join(unknown),
         hint=hint or f"`ckpt {arguments.command} --help` lists the arguments",
     )
+
+
+def _here(word: str) -> str:
+    """The hint with the command for a *word* of other programs; empty if there is none."""
+    return f"here: ckpt {_OTHER_WORDS[word]}" if word in _OTHER_WORDS else ""
 
 
 def _suggestion(word: str, names: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -60,6 +61,19 @@ def occupy_standard_streams() -> None:
     os.close(descriptor)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        # A character that the terminal or PYTHONIOENCODING does not have is written as \\u....
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def require_utf8() -> None:
+    """Start this process again in Python's UTF-8 mode if the locale is ASCII, so that all file names can be used."""
+    if sys.getfilesystemencoding() == "ascii":
+        environment = os.environ | {"PYTHONUTF8": "1"}
+        # The option too: Python ignores the variable with -E.
+        words = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
+        os.execve(sys.executable, words, environment)
 
 
 class _ForgivingStream:

@@ -27,6 +27,7 @@ from automodel_ckpt.cli.terminal import (
     occupy_standard_streams,
     output_failure,
     print_error,
+    require_utf8,
 )
 from automodel_ckpt.cli.write_launcher.options import LauncherOptions, launcher_options
 from automodel_ckpt.config.automodel.notices import report_lines
@@ -54,6 +55,8 @@ PRINTING_MODES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ckpt-train`` and return its exit code. With ``argv=None`` it uses ``sys.argv`` and may end the process."""
+    if argv is None:
+        require_utf8()
     occupy_standard_streams()
     line = parse(sys.argv[1:] if argv is None else argv)
     try:
@@ -261,7 +264,10 @@ def _recipe_path(line: CommandLine) -> str:
     if files:
         unexpected.remove(files[0])
     for word in unexpected:
-        hint = "give one recipe file; overrides begin with --, and a list is one value, '[A, B]'"
+        hint = (
+            f"run ckpt-train {files[0]}, with one recipe file and no command before it; overrides begin with --, and a "
+            "list is one value, '[A, B]'"
+        )
         if "=" in word:
             hint = f"did you mean --{word}?"
         line.problems.append(Problem(f"unexpected argument {word}", "command line", "", hint))

@@ -360,7 +360,7 @@ class Binder:
             return
         counterpart = OTHER_NAMES.get(join(key, name)) or OTHER_NAMES.get(name)
         if counterpart is not None:
-            self.note(f"unknown key {join(key, name)}", node, node, counterpart.hint)
+            self.note(f"unknown key {join(key, name)}", node, node, counterpart.hint(str(node)))
             return
         siblings = [
             *hints_of(cls),

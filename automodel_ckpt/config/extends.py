@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from automodel_ckpt.config.references import ReferenceFailed, resolve
+from automodel_ckpt.config.references import ReferenceFailed, resolve, shell_variable
 from automodel_ckpt.config.yaml_tree import MAX_NODES, Node, is_stream, read_file
 from automodel_ckpt.errors import Problem
 
@@ -76,9 +76,11 @@ class _Reader:
         except ReferenceFailed as error:
             self._note(f"{KEY}: {error}", node, error.hint)
             return None
+        written = os.path.expanduser(written)
         path = directory / written
         if not os.path.isfile(path):
             hint = f"the path is relative to {directory.absolute()}"
+            hint = shell_variable(KEY, written) or hint
             self._note(f"the recipe in {KEY} does not exist", node, hint)
             return None
         if any(os.path.samefile(path, each) for each in chain if os.path.isfile(each)):

@@ -97,9 +97,10 @@ class _Resolver:
         if found is not None:
             return self.node(found, key, chain)
         meant = closest(key, keys_of(self._schema))
-        hint = (
-            f"did you mean ${{{meant}}}?" if meant else "an environment variable is ${oc.env:NAME}"
-        )
+        variable = "NAME" if "." in key or "-" in key else key
+        hint = f"an environment variable is ${{oc.env:{variable}}}"
+        if meant:
+            hint = f"did you mean ${{{meant}}}?"
         self._note(f"${{{key}}} refers to a key that does not exist", node, hint)
         return None
 

@@ -23,7 +23,7 @@ from automodel_ckpt.config.registry import is_name, is_own, registered
 from automodel_ckpt.config.sample_kinds import sample_problems
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import closest, join
-from automodel_ckpt.config.urls import url_problems
+from automodel_ckpt.config.urls import shell_variables, url_problems
 from automodel_ckpt.config.yaml_tree import Node, is_stream, lines
 from automodel_ckpt.errors import Problem, RecipeError
 
@@ -192,6 +192,7 @@ def bind_recipe(
     config = binder.section(binder.schema, root, "")
     # It also hides the secrets in URLs from the messages of all problems.
     found += url_problems(root)
+    found += shell_variables(root)
     in_plugins = builder_problems(root, binder.schema)
     in_plugins += sample_problems(root)
     if check is not None:

@@ -7,28 +7,37 @@ torchtune, sentence-transformers and FlagEmbedding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Counterpart:
-    """The *keys* of a recipe that correspond to a name, and a *note* on what differs; without keys, only the note."""
+    """The *keys* of a recipe that correspond to a name, and a *note* on what differs; without keys, only the note.
+
+    In the note, VALUE stands for the value that was given. *values* are the values here of some values there.
+    """
 
     keys: tuple[str, ...]
     note: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def hint(self) -> str:
-        """The text of an error's hint, such as ``here: optimizer.lr``."""
-        keys = " and ".join(self.keys)
-        if not keys:
-            return self.note
-        return f"here: {keys} ({self.note})" if self.note else f"here: {keys}"
+    def hint(self, value: str) -> str:
+        """The text of the hint of an error about *value*, such as ``here: optimizer.lr``."""
+        note = self.note.replace("VALUE", value)
+        if not self.keys:
+            return note
+        here = "here: " + " and ".join(self.keys)
+        if value.lower() in self.values:
+            here += f": {self.values[value.lower()]}"
+        return f"{here} ({note})" if note else here
 
 
-def _same(names: str, *keys: str, note: str = "") -> dict[str, Counterpart]:
+def _same(
+    names: str, *keys: str, note: str = "", values: Mapping[str, str] | None = None
+) -> dict[str, Counterpart]:
     """The entries of several names, separated by spaces, that mean the same."""
-    return dict.fromkeys(names.split(), Counterpart(keys, note))
+    return dict.fromkeys(names.split(), Counterpart(keys, note, values or {}))
 
 
 _OPTIMIZER = {
@@ -105,6 +114,7 @@ _PRETRAINING = {
     **_same("data_path", "dataset", note="data.mixture.mixture of data.token_files.megatron"),
 }
 
+_BF16 = "bfloat16"
 _MODEL = {
     **_same(
         "model_name_or_path base_model pretrained_model_name_or_path model_name model.name model.path",
@@ -143,13 +153,16 @@ _MODEL = {
         "model.fused_layers",
         note="on by default on a GPU; the output layer and its loss are computed in chunks without a key",
     ),
+    **_same("bf16 fp16", "distributed.mixed_precision", values={"true": _BF16, "false": "none"}),
     **_same(
-        "bf16 fp16 precision half_precision_backend mixed_precision", "distributed.mixed_precision"
+        "precision half_precision_backend mixed_precision",
+        "distributed.mixed_precision",
+        values={"bf16": _BF16, "bf16-mixed": _BF16, "fp16": _BF16, "fp32": "none", "no": "none"},
     ),
 }
 
 _ADAPTERS = {
-    **_same("lora_r lora_rank", "peft.r"),
+    **_same("lora_r lora_rank peft.rank peft.dim", "peft.r"),
     **_same("lora_alpha", "peft.alpha"),
     **_same("lora_rank_pattern", "peft.rank_pattern"),
     **_same("lora_alpha_pattern", "peft.alpha_pattern"),
@@ -249,17 +262,30 @@ _RANKS = {
     **_same("use_cpu no_cuda device", note="remove it: a run uses its GPUs, else the CPU"),
 }
 
+_STAGES = {
+    "sft": "llm_finetune",
+    "pt": "pretrain",
+    "rm": "reward_model",
+    **{name: name for name in ("dpo", "kto", "orpo")},
+}
 _LOGS = {
     **_same("logging_steps log_every_n_steps log_freq", "logging.log_every_steps"),
     **_same("logging_dir", "checkpoint.checkpoint_dir"),
     **_same(
-        "report_to metric_logger wandb tensorboard mlflow trackio wandb_project use_wandb use_tensorboard use_mlflow",
+        "report_to metric_logger tensorboard mlflow trackio use_tensorboard use_mlflow",
         "logging.trackers",
         note="such as {tensorboard: {}}",
     ),
+    **_same("wandb use_wandb", "logging.trackers", note="{wandb: {project: NAME}}"),
+    **_same("wandb_project wandb.project", "logging.trackers", note="{wandb: {project: VALUE}}"),
+    **_same("wandb_entity wandb.entity", "logging.trackers", note="{wandb: {entity: VALUE}}"),
+    **_same("push_to_hub hub_model_id", "hub.repo", note="a section: hub: {repo: ORG/NAME}"),
+    **_same("hub_strategy", "hub.push"),
+    **_same("hub_private_repo", "hub.private"),
+    **_same("hub_token", note="remove it: run hf auth login, or set HF_TOKEN"),
     **_same("run_name", note="give it on the command line: --run-name NAME"),
     **_same("plot_loss", note="remove it: ckpt plot draws a run"),
-    **_same("stage rl", "recipe"),
+    **_same("stage rl", "recipe", values=_STAGES),
     **_same("full_determinism", "deterministic"),
 }
 

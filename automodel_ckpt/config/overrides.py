@@ -12,8 +12,15 @@ from automodel_ckpt.config.bind import Binder
 from automodel_ckpt.config.convert import FALSE_WORDS, TRUE_WORDS, members
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.key_references import default_at
+from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import annotation_at, closest, hints_of, is_number
+from automodel_ckpt.config.schema_keys import (
+    annotation_at,
+    closest,
+    hints_of,
+    is_number,
+    with_underscores,
+)
 from automodel_ckpt.config.yaml_tree import NULL_WORDS, Node, read_text
 from automodel_ckpt.errors import Problem
 
@@ -42,6 +49,8 @@ MODES = {
 VERBOSE = ("-v", "--verbose")
 """Short forms of ``--logging.level debug``."""
 _SUFFIXES = (".yaml", ".yml")
+_CONFIG = ("config", "config_file")
+"""Options of other programs with the recipe as their value."""
 _NEVER_FILES = {"N", "SIZE", "KIND", "TIME"}
 """Arguments of options that cannot be the path of a file: a recipe in their place means that they were left out."""
 _RUN_DIRECTORY = "checkpoint.checkpoint_dir"
@@ -93,6 +102,8 @@ class _Parser:
         word = words.pop(0)
         if word == "-h":
             self.line.modes["help"] = []
+        elif word == "-c":
+            self._recipe(word, None, words)
         elif word in VERBOSE:
             self.line.overrides.append(Override("logging.level", Node("debug", word)))
         elif not word.startswith("-") or word == "-":
@@ -124,6 +135,8 @@ class _Parser:
         elif value is None and words[:1] == ["="]:
             self._note(flag, f"{flag} needs a value", f"write {flag}=VALUE without spaces")
             del words[:2]
+        elif name in _CONFIG:
+            self._recipe(flag, value, words)
         elif "." not in name and (meant := self._meant_flag(name)):
             self._note(flag, f"unknown option {flag}", f"did you mean {meant}?")
         else:
@@ -165,7 +178,7 @@ class _Parser:
 
     def _override(self, flag: str, value: str | None, words: list[str]) -> None:
         """Parse ``--key value``. The type of the key decides whether the next argument is its value."""
-        key = flag[2:]
+        key = with_underscores(self.schema, flag[2:])
         if value is None:
             value = self._value_of(flag, annotation_at(self.schema, key) or Any, words)
         if value is not None:
@@ -212,8 +225,14 @@ class _Parser:
                     override.key, Node("true", override.node.origin)
                 )
 
+    def _recipe(self, flag: str, value: str | None, words: list[str]) -> None:
+        """Take the recipe of ``-c FILE``, as other programs name it."""
+        path = self._next(flag, words) if value is None else value
+        if path is not None:
+            self.line.words.append(path)
+
     def _meant_flag(self, name: str) -> str | None:
-        if name in hints_of(self.schema):
+        if name in hints_of(self.schema) or name in OTHER_NAMES:
             return None
         meant = closest(name, [*_LAUNCH, *MODES])
         return f"--{meant.replace('_', '-')}" if meant else None

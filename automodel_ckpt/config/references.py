@@ -25,6 +25,23 @@ _VARIABLE = re.compile(r"\$\{oc\.env:([^,${}]*)\}")
 _NAME = re.compile(r"\$\{oc\.env:([^,${}]*)")
 
 
+_SHELL = re.compile(r"(?<!\\)\$(?P<name>[A-Za-z_]\w*)")
+_PATH = re.compile(
+    r"(.*_)?(path|paths|dir|directory|file|files|folder|root|url|uri|template)|from_pretrained|restore_from|reference|"
+    "card|collection|extends"
+)
+"""The names of keys whose values can be paths."""
+
+
+def shell_variable(name: str, text: str) -> str | None:
+    """The hint for a variable as in a shell, such as $HOME, in the value of a key *name* that is a path.
+
+    Returns None without one, and for templates.
+    """
+    found = _SHELL.search(text) if _PATH.fullmatch(name) and "{{" not in text else None
+    return f"write ${{oc.env:{found['name']}}}" if found else None
+
+
 class ReferenceFailed(Exception):
     """A reference is malformed or its variable is not set. Neither message nor hint contains a value."""
 

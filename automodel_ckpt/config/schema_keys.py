@@ -47,6 +47,16 @@ def annotation_at(schema: type[Any], key: str) -> Any:
     return annotation
 
 
+def with_underscores(schema: type[Any], key: str) -> str:
+    """Return a dotted key with the underscores of Python's names: the keys of mappings keep their dashes."""
+    parts = key.split(".")
+    for index, part in enumerate(parts):
+        alternatives = members(annotation_at(schema, ".".join(parts[:index])) if index else schema)
+        if section_type(alternatives) or target_type(alternatives):
+            parts[index] = part.replace("-", "_")
+    return ".".join(parts)
+
+
 def keys_of(schema: type[Any], prefix: str = "") -> Iterator[str]:
     """Yield every dotted key of a schema, including sections."""
     hints = hints_of(schema)

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from automodel_ckpt.config.references import ReferenceFailed, resolve
+from automodel_ckpt.config.references import ReferenceFailed, resolve, shell_variable
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import is_number, join
 from automodel_ckpt.config.sections.checkpoint import RemoteConfig
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem, RecipeError, hide
@@ -49,6 +50,16 @@ def url_problems(root: Node) -> Iterator[Problem]:
             yield _located(error, f"{_OPTIONS}.{name}", node)
 
 
+def shell_variables(node: Node, key: str = "") -> Iterator[Problem]:
+    """Yield a problem for each path in a recipe's tree with a variable that only a shell would replace."""
+    *_, name = [part for part in key.split(".") if not is_number(part)]
+    if isinstance(node.value, str) and (hint := shell_variable(name, node.value)):
+        what = f"{key} has a variable of the shell, which a recipe does not replace"
+        yield Problem(what, node.origin, node.value, hint)
+    for name, child in node.children():
+        yield from shell_variables(child, join(key, name))
+
+
 def missing_libraries(root: Node) -> Iterator[Problem]:
     """Yield a problem for each store in a recipe whose library is not installed. The URLs must be valid."""
     for key, node, url in _urls(root):
@@ -61,17 +72,20 @@ def missing_libraries(root: Node) -> Iterator[Problem]:
 def with_local_directory(config: Config) -> Config:
     """Return *config* with a local ``checkpoint.checkpoint_dir``. A URL in its place becomes ``checkpoint.remote.url``.
 
-    ``~`` at its beginning is expanded, as a shell does on the command line but not in a recipe file. Raises
-    PermissionError if there is no directory for the user's cache.
+    ``~`` at the beginning of the section's paths is expanded, as a shell does on the command line but not in a recipe
+    file. Raises PermissionError if there is no directory for the user's cache.
     """
     section = config.checkpoint
+    if section.restore_from is not None:
+        section = replace(section, restore_from=os.path.expanduser(section.restore_from))
+    if section.memory is not None:
+        expanded = os.path.expanduser(section.memory.directory)
+        section = replace(section, memory=replace(section.memory, directory=expanded))
     url = section.checkpoint_dir
     if not is_url(url):
-        expanded = os.path.expanduser(url)
-        if expanded == url:
-            # The same object: a program may still change it.
-            return config
-        return replace(config, checkpoint=replace(section, checkpoint_dir=expanded))
+        section = replace(section, checkpoint_dir=os.path.expanduser(url))
+        # The same object if nothing has changed: a program may still change it.
+        return config if section == config.checkpoint else replace(config, checkpoint=section)
     directory = scratch_directory(url, section.scratch_dir)
     local = replace(with_remote(section, url, RemoteConfig), checkpoint_dir=str(directory))
     return replace(config, checkpoint=local)

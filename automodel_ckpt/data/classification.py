@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_ckpt.data.arguments import at_most, require_choice, require_tokenizer
 from automodel_ckpt.data.chat_template import ChatTemplate
 from automodel_ckpt.data.fields import names_in
+from automodel_ckpt.data.label_values import LabelValues, Reading, reading_of
 from automodel_ckpt.data.labels import Labels
 from automodel_ckpt.data.length_summary import LengthSummary
 from automodel_ckpt.data.messages import UnusableSample, turns_of
@@ -236,6 +237,7 @@ def texts(
     text_field: str = "text",
     pair_field: str | None = None,
     label_field: str = "label",
+    label_values: LabelValues = "auto",
     chat_template: str | None = None,
     truncation: Literal["error", "right"] = "error",
     max_samples: int | None = None,
@@ -250,10 +252,14 @@ def texts(
     of a pair. Texts get the special tokens that the tokenizer adds.
 
     *label_field* contains a name of ``classification.labels`` or its index from 0; with the problem ``multi_label`` a
-    list of them; with ``regression`` a number. A label that is not one of these is rejected with its location. A sample
-    of more than *seq_length* tokens is rejected with its location, or truncated with *truncation* ``right``, as the
-    tokenizer truncates it for a pipeline.
+    list of them, or a list with a 0 or 1 for each label; with ``regression`` a number. Names that the data gives to its
+    numbers (ClassLabel) are looked up in ``classification.labels``. Numbers that can be read in two ways are an error:
+    then set *label_values* ``indices`` or ``one_hot``. A label that is none of these is rejected with its location.
+
+    A sample of more than *seq_length* tokens is rejected with its location, or truncated with *truncation* ``right``,
+    as the tokenizer truncates it for a pipeline.
     """
+    require_choice("label_values", label_values, ("auto", "indices", "one_hot"))
     policy = _policy(truncation, seq_length)
     encoder = TextEncoder(
         require_tokenizer(tokenizer), policy, text_field, pair_field, chat_template
@@ -262,9 +268,17 @@ def texts(
 
     def build() -> LabeledTexts:
         source.require([*encoder.names, label_field])
-        return _prepare(source, encoder, labels, label_field)
+        values = [_plain(value) for value in source.values(label_field)]
+        read = reading_of(
+            labels,
+            values,
+            label_values,
+            field=label_field,
+            classes=source.class_names(label_field),
+        )
+        return _prepare(source, encoder, values, read)
 
-    key = (
+    key: tuple[object, ...] = (
         source.fingerprint(),
         text_field,
         pair_field,
@@ -274,6 +288,8 @@ def texts(
         policy.seq_length,
         str(labels),
     )
+    if label_values != "auto":
+        key += (label_values,)
     return _cached("classification-texts", key, encoder, build, source.path, max_samples)
 
 
@@ -296,7 +312,7 @@ def library_topics(
 
     def build() -> LabeledTexts:
         rows = _TopicRows(library_docstrings(labels.names, split))
-        return _prepare(rows, encoder, labels, "label")
+        return _prepare(rows, encoder, rows.values("label"), labels.targets)
 
     key = (library_digest(), split, policy.seq_length, str(labels))
     what = f"library_topics ({split})"
@@ -359,12 +375,19 @@ def _cached(
     return dataset
 
 
-def _prepare(rows: Rows, encoder: TextEncoder, labels: Labels, label_field: str) -> LabeledTexts:
+def _plain(value: Any) -> Any:
+    """Python's values in place of those of NumPy."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+
+
+def _prepare(
+    rows: Rows, encoder: TextEncoder, values: Sequence[Any], read: Reading
+) -> LabeledTexts:
     """Tokenize all *rows* and convert their labels. Raises :class:`RecipeError` with the location of a bad row."""
     targets = []
-    for number, value in enumerate(rows.values(label_field)):
+    for number, value in enumerate(values):
         with _located(rows, number):
-            targets.append(labels.targets(value))
+            targets.append(read(value))
     samples: list[Encoded] = []
     known: dict[tuple[str, ...], bool] = {}
     for start in range(0, rows.num_rows, _ROWS_PER_CALL):

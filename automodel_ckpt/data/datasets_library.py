@@ -23,6 +23,12 @@ def has_reading_options(config: Any, kinds: set[str]) -> bool:
     return False
 
 
+def class_names(feature: Any) -> list[str] | None:
+    """The names of a column of ClassLabel, or of lists of it; None for another column."""
+    inner = getattr(feature, "feature", feature)
+    return list(inner.names) if type(inner).__name__ == "ClassLabel" else None
+
+
 def with_encoded_media(table: Any, datasets: Any) -> Any:
     """Return *table* with images and audio as the bytes of their files.
 

@@ -27,6 +27,8 @@ DESIRABLE = "is_desirable"
 """Name of the judgment of a completion, in samples and in micro-batches."""
 MISMATCHED = "mismatched_"
 """Beginning of the names of the tensors in a micro-batch that pair its prompts with other completions."""
+_JUDGMENTS = {"false": 0.0, "0": 0.0, "0.0": 0.0, "true": 1.0, "1": 1.0, "1.0": 1.0}
+"""The values that judge a completion, as text: CSV files have nothing else."""
 _LIMIT = "max_tokens"
 """Name of the number of tokens in a sample up to which its prompt with another completion is truncated."""
 
@@ -52,12 +54,12 @@ def judged_completions(
 ) -> JudgedDataset | JudgedStream:
     """Make one sample per row: a prompt with a completion, and whether the completion is desirable.
 
-    *label_field* contains ``true`` or 1 for desirable completions, ``false`` or 0 for others. Only the completion and
-    its end token have labels. Prompt and completion are texts, which are concatenated unchanged, or Jinja templates of
-    fields, such as ``"{{ question }}\\nAnswer: "``, or lists of messages, which are rendered by *chat_template* with
-    *template_kwargs* (:func:`~automodel_ckpt.data.chat.messages`); a field ``tools`` is passed to the template. With
-    *as_chat*, texts are rendered so too, after the text of *system_field* if it is set; with ``auto``, only if the
-    tokenizer has a chat template.
+    *label_field* contains ``true`` or 1 for desirable completions, ``false`` or 0 for others, also as text. Only the
+    completion and its end token have labels. Prompt and completion are texts, which are concatenated unchanged, or
+    Jinja templates of fields, such as ``"{{ question }}\\nAnswer: "``, or lists of messages, which are rendered by
+    *chat_template* with *template_kwargs* (:func:`~automodel_ckpt.data.chat.messages`); a field ``tools`` is passed to
+    the template. With *as_chat*, texts are rendered so too, after the text of *system_field* if it is set; with
+    ``auto``, only if the tokenizer has a chat template.
 
     Samples of more than *seq_length* tokens are rejected with their locations. With *truncation* ``right`` they are
     truncated, or skipped if no label remains; with ``skip`` they are skipped. The numbers are logged. With *streaming*,
@@ -145,17 +147,19 @@ class _JudgedEncoder:
     def encode(self, rows: Rows) -> list[TokenizedSample]:
         samples = self.pairs.encode(rows)
         [labels] = rows.columns([self.label_field])
+        if (names := rows.class_names(self.label_field)) is not None:
+            labels = [names[label] if label in range(len(names)) else label for label in labels]
         judged = []
         for number, (sample, label) in enumerate(zip(samples, labels, strict=True)):
-            # 1.0 and true equal 1, and other values are not in the tuple.
-            if label not in (0, 1):
+            judgment = _JUDGMENTS.get(str(label).strip().casefold())
+            if judgment is None:
                 raise RecipeError(
                     "a completion is neither desirable nor undesirable",
                     where=rows.place(number),
                     value=f"{self.label_field}: {label!r}",
                     hint="use true or false, or name another field in dataset.label_field",
                 )
-            judged.append(sample._replace(number=float(label)))
+            judged.append(sample._replace(number=judgment))
         return judged
 
 

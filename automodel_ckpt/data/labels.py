@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from automodel_ckpt.data.messages import UnusableSample
 from automodel_ckpt.errors import RecipeError
 
 Problem = Literal["single_label", "multi_label", "regression"]
+BOOLEANS = {"false": 0, "no": 0, "true": 1, "yes": 1}
+"""Names of labels that mean a boolean."""
 
 
 @dataclass(frozen=True)
@@ -49,34 +52,51 @@ class Labels:
         """The numbers that describe the label of a text: 1 for ``single_label``, otherwise one per name."""
         return 1 if self.problem == "single_label" else len(self.names)
 
-    def targets(self, value: Any) -> list[float]:
+    def targets(self, value: Any, *, indices: bool = False) -> list[float]:
         """Convert the label of a text in data to :attr:`num_targets` numbers.
 
         For ``single_label``, *value* is a name or the index of one, and the number is the index; for ``multi_label``, a
         list of them, and the numbers are 1 for those and 0 for others; for ``regression``, a number or a list of them.
-        Raises :class:`UnusableSample` for other values.
+        With *indices*, a number is an index also if a label has it as its name. Raises :class:`UnusableSample` for
+        other values.
         """
         if self.problem == "single_label":
-            return [float(self.index(value))]
+            return [float(self.index(value, indices=indices))]
         if self.problem == "multi_label":
-            return self._several(value)
+            return self._several(value, indices=indices)
         return self._numbers(value)
 
-    def index(self, value: Any) -> int:
+    def index(self, value: Any, *, indices: bool = False) -> int:
         """The index of a label that is given by its name or index. Raises :class:`UnusableSample` for others."""
-        if str(value) in self.names:
-            return self.names.index(str(value))
-        number = _whole_number(value)
+        if indices and isinstance(value, bool):
+            value = int(value)
+        number = whole_number(value)
+        named = None if indices and number is not None else self.named(value)
+        if named is not None:
+            return named
         has_numbers_as_names = any(name.isdecimal() for name in self.names)
-        if number is None or has_numbers_as_names:
+        if number is None or (has_numbers_as_names and not indices):
             raise self._unknown(value)
         if not 0 <= number < len(self.names):
             raise UnusableSample(
                 "a label is not one of the indices of labels",
                 value,
-                f"give an index from 0 to {len(self.names) - 1}, or a name: {self._listed()}",
+                f"give an index from 0 to {len(self.names) - 1}, or a name: {self.listed()}",
             )
         return number
+
+    def named(self, value: Any) -> int | None:
+        """The index of the label that has *value* as its name: also 1.0 for 1, and booleans for yes or False."""
+        number = whole_number(value)
+        for spelling in [value, number]:
+            if spelling is not None and str(spelling) in self.names:
+                return self.names.index(str(spelling))
+        word = str(value).casefold()
+        if word in ("true", "false"):
+            for index, name in enumerate(self.names):
+                if BOOLEANS.get(name.casefold()) == BOOLEANS[word]:
+                    return index
+        return None
 
     def describe(self, targets: Sequence[float]) -> str:
         """The label in words that :meth:`targets` converted to numbers."""
@@ -87,21 +107,26 @@ class Labels:
             return ", ".join(chosen) or "none"
         return ", ".join(f"{number:g}" for number in targets)
 
-    def _several(self, value: Any) -> list[float]:
-        if not isinstance(value, list | tuple):
+    def _several(self, value: Any, *, indices: bool) -> list[float]:
+        values = list_of(value)
+        if values is None:
             raise UnusableSample(
                 "the labels of a sample are not a list",
                 value,
                 "give a list of names, which may be empty, or set classification.problem: single_label",
             )
-        numbers = [0.0] * len(self.names)
-        for each in value:
-            numbers[self.index(each)] = 1.0
-        return numbers
+        chosen = [self.index(each, indices=indices) for each in values]
+        if len(set(chosen)) < len(chosen) and not all(isinstance(each, str) for each in values):
+            raise UnusableSample(
+                "a list of labels has the same label twice",
+                value,
+                f"give different indices, or in all rows a 0 or 1 for each of the {len(self.names)} labels",
+            )
+        return [float(index in chosen) for index in range(len(self.names))]
 
     def _numbers(self, value: Any) -> list[float]:
-        values = value if isinstance(value, list | tuple) else [value]
-        numbers = [_number(each) for each in values]
+        values = list_of(value) or [value]
+        numbers = [finite_number(each) for each in values]
         if None in numbers or len(numbers) != len(self.names):
             expected = "a number"
             if len(self.names) > 1:
@@ -114,26 +139,40 @@ class Labels:
     def _unknown(self, value: Any) -> UnusableSample:
         near = difflib.get_close_matches(str(value), self.names, n=1)
         guess = f"did you mean {near[0]}? " if near else ""
+        others = ""
+        if isinstance(value, bool) or whole_number(value) is not None:
+            others = ", or set dataset.label_values: indices (false is 0)"
         return UnusableSample(
             "a label is not one of classification.labels",
             value,
-            f"{guess}the labels are {self._listed()}; correct this sample, or add its label",
+            f"{guess}the labels are {self.listed()}; correct this sample, or add its label{others}",
         )
 
-    def _listed(self) -> str:
+    def listed(self) -> str:
+        """The names for messages, at most ten."""
         shown = ", ".join(self.names[:10])
         return shown if len(self.names) <= 10 else f"{shown}, ... ({len(self.names)} in all)"
 
 
-def _whole_number(value: Any) -> int | None:
+def list_of(value: Any) -> list[Any] | None:
+    """A value that is a list, also as JSON text (in CSV files); None for others."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    return list(value) if isinstance(value, list | tuple) else None
+
+
+def whole_number(value: Any) -> int | None:
     """A value that is a whole number, also as text or as 1.0; None for others."""
-    number = _number(value)
+    number = finite_number(value)
     return int(number) if number is not None and number.is_integer() else None
 
 
-def _number(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """A value that is a finite number, also as text (in CSV files); None for others."""
-    if value is None or not isinstance(value, int | float | str):
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
         number = float(value)

@@ -98,6 +98,9 @@ def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:
     _require_lists(prompt, completion)
     before = [_in_roles(turn) for turn in prompt]
     after = [_in_roles(turn) for turn in completion]
+    if len(after) > len(before) and after[: len(before)] == before:
+        # The completion is the whole conversation.
+        after = after[len(before) :]
     if _is_assistant(before[-1:]) and _is_assistant(after[:1]):
         raise UnusableSample(
             "the completion continues the assistant's message in the prompt",

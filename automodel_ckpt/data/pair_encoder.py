@@ -104,13 +104,19 @@ class PairEncoder:
             )
         template = self._pair_template
         prompts, completions, *systems = rows.texts(self._text_fields)
-        if template is not None:
-            return chat_pairs(template, rows, prompts, completions, *systems)
-        if systems:
+        if template is None and systems:
             raise self._no_system_message(
                 "the tokenizer has no chat template", "set dataset.chat_template"
             )
-        return self._texts.pairs(prompts, completions)
+        if template is None:
+            samples = self._texts.pairs(prompts, completions)
+        else:
+            samples = chat_pairs(template, rows, prompts, completions, *systems)
+        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            start = prompt.strip()
+            if start and completion.lstrip().startswith(start):
+                samples[number] = samples[number]._replace(repeats=True)
+        return samples
 
     @cached_property
     def _message_template(self) -> ChatTemplate:

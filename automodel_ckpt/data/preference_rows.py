@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from automodel_ckpt.data.fields import is_template, names_in
+from automodel_ckpt.data.labels import finite_number
 from automodel_ckpt.data.pair_encoder import PairEncoder
 from automodel_ckpt.data.rows import Rows
 from automodel_ckpt.data.tokenized import TokenizedSample
@@ -252,13 +253,13 @@ def _margins(rows: Rows, field: str) -> list[float]:
         if value is None:
             margins.append(math.nan)
             continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
+        number = finite_number(value)
+        if number is None:
             raise RecipeError(
                 "the margin of a preference is not a finite number",
                 where=rows.place(row),
                 value=value,
                 hint=f"correct field {field} of this sample, or name another field in dataset.margin_field",
             )
-        margins.append(float(value))
+        margins.append(number)
     return margins

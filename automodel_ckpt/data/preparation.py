@@ -76,7 +76,7 @@ def prepare(
     labelled = _Column("labelled", np.dtype(np.bool_), directory)
     used, lengths = [], []
     numbers: list[float] = []
-    counts = np.zeros(3, dtype=np.int64)
+    counts = np.zeros(4, dtype=np.int64)
     with tokens, ends, labelled, _progress(rows.path, num_rows) as show:
         for part in parts:
             ends.append(part.ends + tokens.size)
@@ -147,7 +147,12 @@ def _encode_range(
             if longest > policy.seq_length:
                 continue
         remaining += truncation.apply_to_group(group, partial(rows.place, number))
-    counts = (truncation.num_cut, truncation.num_left_out, truncation.num_empty)
+    counts = (
+        truncation.num_cut,
+        truncation.num_left_out,
+        truncation.num_empty,
+        truncation.num_repeated,
+    )
     sizes = [len(sample.tokens) for sample in remaining]
     return Part(
         num_rows=stop - start,

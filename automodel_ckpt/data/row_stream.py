@@ -19,7 +19,7 @@ from automodel_ckpt.data.record_stream import RecordStream
 from automodel_ckpt.data.rows import OneRow
 from automodel_ckpt.data.sampler import derive_seed, permutation
 from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.tokenized import TokenizedSample
+from automodel_ckpt.data.tokenized import TokenizedSample, warn_of_repeated_prompts
 from automodel_ckpt.data.truncation import UNLIMITED, Truncation
 from automodel_ckpt.errors import RecipeError
 
@@ -149,7 +149,9 @@ class RowStream(IterableDataset[Row]):
                 "%d more have no label left",
                 *(self.source.path, policy.num_cut, policy.seq_length, policy.num_left_out),
             )
+        warn_of_repeated_prompts(self.source.path, policy.num_repeated, policy.num_used)
         policy.num_cut = policy.num_left_out = policy.num_empty = 0
+        policy.num_repeated = policy.num_used = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {

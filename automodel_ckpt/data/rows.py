@@ -48,6 +48,10 @@ class Rows:
         """The number of a row, from 0, in the table that this one is a part of."""
         return row
 
+    def class_names(self, field: str) -> Sequence[str] | None:
+        """The names that the data gives to the numbers of a field (ClassLabel), also in lists; None without such."""
+        return None
+
     def values(self, field: str) -> list[Any]:
         """The values of one field, row by row."""
         [values] = self.read([field])
@@ -196,6 +200,9 @@ class RowRange(Rows):
 
     def require(self, fields: Sequence[str]) -> None:
         self.whole.require(fields)
+
+    def class_names(self, field: str) -> Sequence[str] | None:
+        return self.whole.class_names(field)
 
     def contain_messages(self, fields: Sequence[str]) -> bool:
         key = tuple(fields)

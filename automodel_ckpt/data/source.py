@@ -17,7 +17,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from automodel_ckpt.data.datasets_library import has_reading_options, quiet, with_encoded_media
+from automodel_ckpt.data.datasets_library import (
+    class_names,
+    has_reading_options,
+    quiet,
+    with_encoded_media,
+)
 from automodel_ckpt.data.files import (
     LOADERS,
     UNREADABLE,
@@ -211,6 +216,9 @@ class Source(Rows):
             return self._records.fields
         return list(self._table.column_names)
 
+    def class_names(self, field: str) -> Sequence[str] | None:
+        return None if self._records else class_names(self._table.features[field])
+
     def read(self, fields: Sequence[str]) -> list[list[Any]]:
         if self._records:
             return self._records.read(fields)
@@ -282,6 +290,8 @@ class Source(Rows):
             splits[str(split)] = [file for file in files if LOADERS.get(kind_of(file)) == reader]
             kinds.update(kind_of(file) for file in splits[str(split)])
         if not kinds or not kinds <= KINDS or has_reading_options(builder.config, kinds):
+            return None
+        if any(map(class_names, (builder.info.features or {}).values())):
             return None
         self._report_others(reader)
         return splits

@@ -28,7 +28,7 @@ class TokenizedSample(NamedTuple):
     """The tokens of a sample, whether each token has a label, and whether an answer in the sample has no text.
 
     *number* is a number that the row has beside its text, such as a margin; NaN: it has none. *is_cut*: the builder has
-    already truncated a part of it.
+    already truncated a part of it. *repeats*: its answer begins with its prompt.
     """
 
     tokens: list[int]
@@ -36,6 +36,7 @@ class TokenizedSample(NamedTuple):
     is_empty: bool = False
     number: float = math.nan
     is_cut: bool = False
+    repeats: bool = False
 
     @classmethod
     def whole(cls, tokens: list[int]) -> TokenizedSample:
@@ -90,10 +91,12 @@ class TokenizedDataset(SampleArrays):
         num_cut: int = 0,
         num_left_out: int = 0,
         num_empty: int = 0,
+        num_repeated: int = 0,
     ) -> Self:
         """Make a data set of *samples*.
 
-        *num_cut* of them were truncated and *num_empty* have an empty completion; *num_left_out* more were skipped.
+        *num_cut* of them were truncated, *num_empty* have an empty completion, and the answers of *num_repeated* begin
+        with their prompt; *num_left_out* more were skipped.
         """
         all_tokens = chain.from_iterable(sample.tokens for sample in samples)
         all_labelled = chain.from_iterable(sample.labelled for sample in samples)
@@ -101,7 +104,7 @@ class TokenizedDataset(SampleArrays):
         tokens = np.fromiter(all_tokens, dtype=np.int32)
         labelled = np.fromiter(all_labelled, dtype=np.bool_)
         ends = np.cumsum(lengths, dtype=np.int64)
-        counts = np.array([num_cut, num_left_out, num_empty], dtype=np.int64)
+        counts = np.array([num_cut, num_left_out, num_empty, num_repeated], dtype=np.int64)
         numbers = known_numbers([sample.number for sample in samples])
         return cls(tokens, ends, labelled, counts, numbers)
 
@@ -166,7 +169,8 @@ class TokenizedDataset(SampleArrays):
 
         *what* is the name of the data in the log.
         """
-        cut, left_out, empty = self.counts.tolist()
+        cut, left_out, empty, repeated = self.counts.tolist()
+        warn_of_repeated_prompts(what, repeated, len(self))
         if empty:
             log.warning(
                 "%s: %d of %d %ss have an empty completion: only the end token is trained on",
@@ -202,6 +206,17 @@ class TokenizedDataset(SampleArrays):
         if self.group_size > 1:
             what = f"{what}: {counted(len(self), self.noun)}"
         log.info("%s: %s", what, self.summary)
+
+
+def warn_of_repeated_prompts(what: str, num_repeated: int, num_samples: int) -> None:
+    """Log a warning if at least half of the answers begin with their prompt: a few, such as Hello, do so by chance."""
+    if num_repeated and 2 * num_repeated >= num_samples:
+        log.warning(
+            "%s: %d of %d answers begin with the text of their prompt, which the samples then have twice, the second "
+            "time with labels: remove it from the data, or set each field of answers to a template, such as "
+            "completion_field: '{{ completion[prompt|length:] }}'",
+            *(what, num_repeated, num_samples),
+        )
 
 
 def known_numbers(numbers: Sequence[float]) -> npt.NDArray[np.float64] | None:

@@ -25,7 +25,8 @@ class Truncation:
 
     ``error`` rejects them, ``right`` truncates them, and ``skip`` skips them, as does ``history``, with which the
     builder removes old messages before. Counts the truncated samples, the samples that were skipped
-    because they are too long or no label remained, and the samples with an empty completion.
+    because they are too long or no label remained, the samples with an empty completion, and those whose answer begins
+    with its prompt.
     """
 
     policy: str
@@ -33,6 +34,8 @@ class Truncation:
     num_cut: int = field(default=0, init=False)
     num_left_out: int = field(default=0, init=False)
     num_empty: int = field(default=0, init=False)
+    num_repeated: int = field(default=0, init=False)
+    num_used: int = field(default=0, init=False)
 
     @classmethod
     def of(cls, policy: str, seq_length: int | None) -> Truncation:
@@ -77,6 +80,7 @@ class Truncation:
             self.num_left_out += 1
             return None
         self.num_empty += sample.is_empty
+        self.num_repeated += sample.repeats
         if len(sample.tokens) <= self.seq_length:
             return sample
         self.num_cut += 1
@@ -101,6 +105,8 @@ class Truncation:
             remaining.append(truncated)
         self.num_cut += counted.num_cut > 0
         self.num_empty += counted.num_empty > 0
+        self.num_repeated += counted.num_repeated == len(samples)
+        self.num_used += 1
         return remaining
 
     def apply_to_all(
@@ -123,7 +129,9 @@ class Truncation:
         remaining = []
         for number, group in enumerate(groups):
             remaining += self.apply_to_group(group, partial(where, number))
-        return kind.of(remaining, self.num_cut, self.num_left_out, self.num_empty)
+        return kind.of(
+            remaining, self.num_cut, self.num_left_out, self.num_empty, self.num_repeated
+        )
 
     def require_short(
         self,

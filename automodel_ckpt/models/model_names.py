@@ -57,12 +57,12 @@ def list_differences(
     conversion = read_conversion(model)
     if conversion is None:
         return None
-    names = {*stored, *map(_present_name, stored)}
+    names = {*stored, *map(present_name, stored)}
     in_memory = set(model.state_dict(keep_vars=True))
     known: set[str] = set()
     for name in (*in_memory, *conversion.in_files):
         known.update(_spellings(name, model))
-    unknown = [name for name in stored if known.isdisjoint((name, _present_name(name)))]
+    unknown = [name for name in stored if known.isdisjoint((name, present_name(name)))]
     # The names of both are rarely mixed: the list that fits better is the one that the program used.
     missing = min(
         (_missing(in_memory, {}, names, model), _missing_in_files(conversion, names, model)),
@@ -97,14 +97,14 @@ def _shapes(
         note(name, None)
     shapes: dict[str, tuple[int, ...]] = {}
     for name in stored:
-        possible = found.get(name) or found.get(_present_name(name)) or {None}
+        possible = found.get(name) or found.get(present_name(name)) or {None}
         (first, *others) = possible
         if first is not None and not others:
             shapes[name] = first
     return shapes
 
 
-def _present_name(name: str) -> str:
+def present_name(name: str) -> str:
     """Return the name under which transformers loads a tensor of the first versions of BERT."""
     layer, _, own_name = name.rpartition(".")
     return f"{layer}.{_OLD_NAMES[own_name]}" if own_name in _OLD_NAMES else name

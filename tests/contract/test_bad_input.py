@@ -304,6 +304,23 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ["optimizer.lr=3"],
         ["unexpected argument optimizer.lr=3", "did you mean --optimizer.lr=3?"],
     ),
+    (
+        "checkpoint: {checkpoint_dir: $SCRATCH/run}\n",
+        [],
+        ["checkpoint.checkpoint_dir has a variable of the shell", "write ${oc.env:SCRATCH}", ":6"],
+    ),
+    ("", ["--checkpoint.restore_from=runs/$USER"], ["write ${oc.env:USER}"]),
+    ("", ["--tokenizer.from_pretrained=$MODELS/a"], ["write ${oc.env:MODELS}"]),
+    (
+        "validation_datasets:\n  a: {_target_: automodel_ckpt.data.text.text, path: [a.txt, $D/b.txt]}\n",
+        [],
+        ["validation_datasets.a.path.1 has a variable of the shell", "write ${oc.env:D}"],
+    ),
+    ("extends: $BASE/base.yaml\n", [], ["the recipe in extends", "write ${oc.env:BASE}"]),
+    ("checkpoint: {checkpoint_dir: '${RUNS}/a'}\n", [], ["variable is ${oc.env:RUNS}"]),
+    ("", ["train"], ["unexpected argument train", "run ckpt-train "]),
+    ("", ["finetune", "llm"], ["unexpected argument finetune", "run ckpt-train "]),
+    ("", ["-c"], ["-c needs a value"]),
     ("", ["--optimizer.lr"], ["--optimizer.lr needs a value"]),
     ("", ["--seed.x=1", "-z"], ["unknown argument -z"]),
 ]
@@ -325,6 +342,20 @@ def test_a_mistake_is_named_with_its_place_and_a_hint(
     error = say(capsys, str(recipe), *words)
     for piece in ["error: ", "where: ", "hint: ", *pieces]:
         assert piece in error
+
+
+@pytest.mark.parametrize("option", [["-c", "{}"], ["--config", "{}"], ["--config={}"]])
+def test_a_recipe_can_follow_an_option_and_keys_can_have_dashes(
+    recipe: Path, capsys: pytest.CaptureFixture[str], option: list[str]
+) -> None:
+    recipe.write_text(RECIPE)
+    words = [word.format(recipe) for word in option]
+    keys = ["--step-scheduler.max-steps", "3", "--dataset.seq-length=64"]
+    mapping = ["--model.config-overrides.a-b=1"]
+    assert main([*words, *keys, *mapping, "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    for line in ("max_steps: 3", "seq_length: 64", "a-b: 1"):
+        assert line in printed
 
 
 def test_all_mistakes_of_file_and_command_line_are_reported_at_once(
@@ -515,6 +546,37 @@ def test_help_config_and_mistakes_need_no_torch_and_less_than_a_second(
     assert seconds_of_children() - start < 1
     assert "loaded=[]" in done.stderr
     assert done.returncode == (EXIT_USAGE if words == MISTAKES else EXIT_DONE)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"PYTHONUTF8": "0"}, {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}]
+)
+def test_names_that_an_ascii_locale_does_not_have_can_be_used(
+    recipe: Path, settings: dict[str, str]
+) -> None:
+    Path("Übung").mkdir()
+    Path("Übung/wörter.txt").write_text("zwölf\n", "utf-8")
+    data = "{_target_: automodel_ckpt.data.text.text, path: Übung/wörter.txt}"
+    text = f"model: {{from_config: {{model_type: llama}}}}\ndataset: {data}\n"
+    Path("Übung/ä.yaml").write_text(f"{text}checkpoint: {{checkpoint_dir: Übung/läufe}}\n", "utf-8")
+    environment = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", **settings}
+
+    def run(command: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [Path(sys.executable).with_name(command), *words],
+            capture_output=True,
+            encoding="utf-8",
+            env=environment,
+            check=False,
+        )
+
+    done = run("ckpt-train", "Übung/ä.yaml", "--print-config")
+    assert done.returncode == 0, done.stderr
+    is_ascii = "PYTHONIOENCODING" in settings
+    assert ("\\xdcbung/l\\xe4ufe" if is_ascii else "Übung/läufe") in done.stdout
+    missing = run("ckpt", "ls", "Übung/nichts")
+    assert missing.returncode == 3
+    assert ("\\xdcbung/nichts" if is_ascii else "Übung/nichts") in missing.stderr
 
 
 def test_only_one_rank_of_a_machine_reports(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers import (
     AutoConfig,
     LlamaConfig,
@@ -94,6 +97,142 @@ def test_samples_are_shown_with_their_labels(
     assert "trained" not in shown
     assert main([recipe, "--dry-run"]) == 0
     assert "LlamaForSequenceClassification" in capsys.readouterr().out
+
+
+BOOLEANS = "[true, false]"
+STARS = "['1 star', '2 stars', '3 stars', '4 stars', '5 stars']"
+NUMBERS = "['1', '2', '3']"
+TOPICS = "[sport, politics, science]"
+SEVERAL = ["--classification.problem=multi_label"]
+
+
+def shown_labels(
+    capsys: pytest.CaptureFixture[str], labels: str, *options: str, file: str = "rows.jsonl"
+) -> list[str]:
+    """The labels of all rows of a file in their order, as ``--show-samples`` prints them; the error in their place."""
+    words = [f"--classification.labels={labels}", f"--dataset.path={file}", *options]
+    code = main(["labels.yaml", "--show-samples", "99", *words])
+    printed = capsys.readouterr()
+    if code:
+        assert code == 2, printed.err
+        return [" ".join(printed.err.split())]
+    found = re.findall(r"^sample (\d+): .*?, label (.*)$", printed.out, re.MULTILINE)
+    return [label for _, label in sorted(found, key=lambda each: int(each[0]))]
+
+
+@pytest.fixture
+def label_recipe(recipe: str) -> None:
+    text = Path(recipe).read_text().replace("library_topics", "texts")
+    text = text.replace("{labels: [json, tarfile]}", "{}").replace(
+        "seq_length", "path: x, seq_length"
+    )
+    Path("labels.yaml").write_text(text)
+
+
+def write_rows(labels: list[Any]) -> None:
+    rows = [json.dumps({"text": f"text {label}", "label": label}) for label in labels]
+    Path("rows.jsonl").write_text("\n".join(rows))
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "values", "shown"),
+    [
+        (TOPICS, SEVERAL, [[0, 1, 0], [1.0, 0.0, 1.0], [0, 0, 0]], ["politics", "sport, science", "none"]),
+        (TOPICS, SEVERAL, [[False, True, False], [True, False, False]], ["politics", "sport"]),
+        (TOPICS, SEVERAL, [["0", "1", "0"], "[1, 0, 1]"], ["politics", "sport, science"]),
+        (TOPICS, SEVERAL, [[0, 2], [], "[1]"], ["sport, science", "none", "politics"]),
+        ("[a, b]", SEVERAL, [[0, 1], [1, 1]], ["b", "a, b"]),
+        ("[a]", SEVERAL, [[0], [1]], ["none", "a"]),
+        ("[a, b]", [*SEVERAL, "--dataset.label_values=one_hot"], [[0, 1]], ["b"]),
+        ("[a, b]", [*SEVERAL, "--dataset.label_values=indices"], [[0, 1]], ["a, b"]),
+        (BOOLEANS, [], [True, False, "True", "false"], ["true", "false", "true", "false"]),
+        ("[no, yes]", [], [True, False], ["yes", "no"]),
+        ("[false, true]", [], [1, 0, "1", 0.0], ["true", "false", "true", "false"]),
+        (BOOLEANS, ["--dataset.label_values=indices"], [1, 0], ["false", "true"]),
+        ("[a, b]", ["--dataset.label_values=indices"], [True, False], ["b", "a"]),
+        (STARS, [], [0, 4, 1], ["1 star", "5 stars", "2 stars"]),
+        (STARS, ["--dataset.label_values=indices"], [1, 2], ["2 stars", "3 stars"]),
+        (NUMBERS, [], [1, "3", 2.0], ["1", "3", "2"]),
+        (NUMBERS, ["--dataset.label_values=indices"], [1, 2], ["2", "3"]),
+        (TOPICS, [], ["1", 0.0, "science"], ["politics", "sport", "science"]),
+    ],
+)  # fmt: skip
+def test_labels_are_read_as_all_rows_allow(
+    label_recipe: None,
+    capsys: pytest.CaptureFixture[str],
+    names: str,
+    options: list[str],
+    values: list[Any],
+    shown: list[str],
+) -> None:
+    write_rows(values)
+    assert shown_labels(capsys, names, *options) == shown
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "values", "reasons"),
+    [
+        ("[a, b]", SEVERAL, [[0, 1], [1, 0]], ["as indices a, b,", "for each label b", "one_hot"]),
+        ("[a]", SEVERAL, [[0]], ["as indices a,", "for each label none"]),
+        (TOPICS, SEVERAL, [[0, 1, 0], [0, 0.5, 0]], ["rows.jsonl:2", "a 0 or 1 for each label"]),
+        (BOOLEANS, [], [1, 0], ["as an index true, by the names of the labels false", "indices"]),
+        ("[yes, no]", [], ["0", "1"], ["can be read in two ways"]),
+        ("[label, other]", [], [1, 0], ["as an index label, by the names of the labels other"]),
+        (STARS, [], [1, 2, 3, 4], ["1: as an index 2 stars, by the names of the labels 1 star"]),
+        (STARS, [], [1, 5], ["rows.jsonl:2", "from 0 to 4"]),
+        (NUMBERS, [], [1, 0], ["rows.jsonl:2", "dataset.label_values: indices"]),
+        ("[good, bad]", [], [True, False], ["rows.jsonl:1", "value: True"]),
+        (TOPICS, ["--dataset.label_values=one_hot"], [1], ["problem: multi_label"]),
+        ("[]", ["--classification.problem=regression"], [True], ["what a regression predicts"]),
+    ],
+)  # fmt: skip
+def test_labels_with_two_readings_are_an_error(
+    label_recipe: None,
+    capsys: pytest.CaptureFixture[str],
+    names: str,
+    options: list[str],
+    values: list[Any],
+    reasons: list[str],
+) -> None:
+    write_rows(values)
+    [error] = shown_labels(capsys, names, *options)
+    for reason in reasons:
+        assert reason in error
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_classes_of_the_data_are_found_by_their_names(
+    label_recipe: None, capsys: pytest.CaptureFixture[str], several: bool
+) -> None:
+    kind: Any = ClassLabel(names=["positive", "negative"])
+    options = SEVERAL if several else []
+    rows = [
+        {"text": "good", "label": [0] if several else 0},
+        {"text": "bad", "label": [1] if several else 1},
+    ]
+    features = Features({"text": Value("string"), "label": List(kind) if several else kind})
+    Dataset.from_list(rows, features=features).to_parquet("rows.parquet")
+    shown = partial(shown_labels, capsys, file="rows.parquet")
+    assert shown("[negative, positive]", *options) == ["positive", "negative"]
+    [error] = shown("[neg, pos]", *options)
+    assert "row 0" in error
+    assert "the data has positive, negative, and the labels are neg, pos" in error
+    assert shown("[pos, neg]", "--dataset.label_values=indices", *options) == ["pos", "neg"]
+    assert shown("[]", "--classification.num_labels=2", *options) == ["LABEL_0", "LABEL_1"]
+
+
+def test_the_readme_of_a_directory_names_the_classes(
+    label_recipe: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("data").mkdir()
+    Path("data/train.jsonl").write_text(
+        '{"text": "good", "label": 0}\n{"text": "bad", "label": 1}\n'
+    )
+    Path("data/README.md").write_text(
+        "---\ndataset_info:\n  features:\n  - name: text\n    dtype: string\n  - name: label\n    dtype:\n"
+        "      class_label:\n        names:\n          '0': positive\n          '1': negative\n---\n"
+    )
+    assert shown_labels(capsys, "[negative, positive]", file="data") == ["positive", "negative"]
 
 
 def loaded_as_the_model_card_says(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

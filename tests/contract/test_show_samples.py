@@ -117,6 +117,59 @@ def test_tokens_without_a_tokenizer_are_numbers(capsys: Capture, directory: Path
     assert "3 samples" in text
 
 
+REPEATED = {
+    "preference.pairs": ("dpo", ("chosen", "rejected")),
+    "kto.split_pairs": ("kto", ("chosen", "rejected")),
+    "kto.judged_completions": ("kto", ("completion",)),
+    "text.prompt_completion": ("llm_finetune", ("completion",)),
+}
+
+
+@pytest.mark.parametrize("builder", REPEATED)
+@pytest.mark.parametrize("as_chat", ["false", "true"])
+def test_answers_that_begin_with_their_prompt_are_counted(
+    capsys: Capture,
+    caplog: pytest.LogCaptureFixture,
+    directory: Path,
+    tmp_path: Path,
+    builder: str,
+    as_chat: str,
+) -> None:
+    recipe, fields = REPEATED[builder]
+    rows = []
+    for number in range(4):
+        prompt = "Question: q Answer:" if number else ""
+        answers = {field: f"{prompt} {field} {number}" for field in fields}
+        rows.append({"prompt": prompt, "label": True, **answers})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = f"{{_target_: automodel_ckpt.data.{builder}, path: {tmp_path}/rows.jsonl, as_chat: {as_chat}}}"
+    words = (f"--recipe={recipe}", f"--dataset={dataset}")
+    sizes = ("--step_scheduler.global_batch_size=2", "--step_scheduler.local_batch_size=2")
+    for _ in range(2):  # also if the samples come from the cache
+        caplog.clear()
+        shown(capsys, directory, *words, *sizes, num="9")
+        assert "3 of 4 answers begin with the text of their prompt" in caplog.text
+    templates = [f"--dataset.{field}_field={{{{ {field}[prompt|length:] }}}}" for field in fields]
+    caplog.clear()
+    text = shown(capsys, directory, *words, *sizes, *templates, num="9")
+    assert "begin with the text" not in caplog.text
+    assert text.count("Question") == 3 * len(fields)
+
+
+def test_messages_that_repeat_their_prompt_are_written_once(
+    capsys: Capture, directory: Path, tmp_path: Path
+) -> None:
+    prompt = [{"role": "user", "content": "Question"}]
+    whole = [*prompt, {"role": "assistant", "content": "Answer"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "completion": whole}))
+    dataset = (
+        f"{{_target_: automodel_ckpt.data.text.prompt_completion, path: {tmp_path}/rows.jsonl}}"
+    )
+    text = shown(capsys, directory, f"--dataset={dataset}")
+    assert text.count("Question") == 1
+    assert ">>>Answer<eot>" in text
+
+
 @pytest.mark.parametrize("num", ["x", "-1", "1.5", "99999999"])
 def test_the_number_of_samples_must_be_a_number(capsys: Capture, directory: Path, num: str) -> None:
     assert main([str(directory / "recipe.yaml"), f"--show-samples={num}"]) == EXIT_USAGE

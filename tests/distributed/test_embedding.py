@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModel, BertForMaskedLM
 
+from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.recipes.embedding import EmbeddingFinetune
 from automodel_ckpt.recipes.embedding_pairs import PairsOverRanks, Parts
 from automodel_ckpt.training.contrastive import contrastive_losses
@@ -90,6 +93,23 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert resharded == pytest.approx(
         run(recipe, "one", 1, *BATCH, "--step_scheduler.local_batch_size=12"), rel=1e-5
     )
+
+
+def test_old_names_of_bert_files_are_those_of_its_backbone_and_head(tmp_path: Path) -> None:
+    recipe = pair_recipes.write_embedding(tmp_path, "bert")
+    config = AutoConfig.from_pretrained(tmp_path / "base")
+    tensors = {}
+    for name, tensor in BertForMaskedLM(config).state_dict().items():
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        tensors[old.replace("LayerNorm.bias", "LayerNorm.beta")] = tensor.clone()
+    assert "cls.predictions.transform.LayerNorm.gamma" in tensors
+    save_file(tensors, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    training(recipe, "run", *BATCH, "--step_scheduler.local_batch_size=12")()
+    before = tensors["bert.encoder.layer.0.output.LayerNorm.gamma"]
+    assert run_ckpt(["export", str(tmp_path / "run/LATEST"), "-o", str(tmp_path / "out")]) == 0
+    after = AutoModel.from_pretrained(tmp_path / "out").state_dict()
+    trained = after["encoder.layer.0.output.LayerNorm.weight"]
+    assert 0 < (trained - before).abs().max() < 0.1
 
 
 def gradient_on_this_rank(num_pairs: tuple[int, ...], num_negatives: tuple[int, ...]) -> Any:

@@ -53,8 +53,21 @@ PEFT = (
         when=lambda node: node.value == "xavier",
     ),
     Degraded("moe_rank_scaling", "all layers get the same rank"),
+    Degraded(
+        "expert_weight_format",
+        "frozen experts keep the data type of the base",
+        when=lambda node: node.value != "unquantized",
+    ),
 )
 """Keys of the section peft. The layers are selected by :func:`adapted_layers`."""
+
+
+def _reject_selectors(section: Section) -> None:
+    for name in ("freeze_modules", "unfreeze_modules"):
+        node = section.take(name)
+        if node is not None:
+            what = "freezing by selectors is not supported"
+            section.reject(name, node, what, "write model.freeze: [GLOB, ...] in its place")
 
 
 def freeze(section: Section) -> None:
@@ -63,6 +76,7 @@ def freeze(section: Section) -> None:
     With adapters the whole base is frozen. AutoModel freezes the adapters in these parts, too: here, their layers get
     none.
     """
+    _reject_selectors(section)
     if not section.work.has_images or section.node is None:
         return
     has_adapters = section.work.source.at("peft") is not None

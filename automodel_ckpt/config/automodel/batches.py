@@ -154,6 +154,7 @@ PACKING = (
         "balance_media_tokens",
         "attn_implementation",
         "drop_long_samples",
+        "pad_to_multiple_of",
         "max_length",
         "enabled",
     ),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from automodel_ckpt.config.automodel.preprocessors import name_of_model
 from automodel_ckpt.config.automodel.rows import (
     AUTOMODEL_DEFAULT,
+    Degraded,
     Key,
     Needs,
     NoEffect,
@@ -266,6 +267,10 @@ CONVERSATION = (
     Key("drop_history_reasoning_content", "drop_earlier_reasoning"),
     Key("trim_incomplete_last_turn", "end_with_answer"),
     Key("filter_no_assistant", "skip_unanswered"),
+    Degraded(
+        "mask_generation_prompt",
+        "labels begin after the header of an answer; empty reasoning that the template writes can have labels",
+    ),
     NoEffect("shuffle_seed", "start_of_turn_token", "unshifted", "skip_invalid_samples", "fp8"),
     LIMIT,
     LABELS,
@@ -284,6 +289,10 @@ CONVERSATION_WITHOUT_IMAGES = (
     Needs("filter_no_assistant", "a filter of conversations in this recipe", _TEXT_ONLY),
     Needs("truncate_history", "removal of first messages in this recipe", _TEXT_ONLY),
     Needs("revision", "a revision of the data in this recipe", "download it, and name the files"),
+    Degraded(
+        "mask_generation_prompt",
+        "labels begin after the header of an answer; empty reasoning that the template writes can have labels",
+    ),
     NoEffect("shuffle_seed", "start_of_turn_token", "unshifted", "skip_invalid_samples", "fp8"),
     LIMIT,
     LABELS,

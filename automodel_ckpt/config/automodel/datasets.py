@@ -22,6 +22,7 @@ from automodel_ckpt.config.automodel.dataset_rows import (
 )
 from automodel_ckpt.config.automodel.retrieval import PAIRS
 from automodel_ckpt.config.automodel.rows import (
+    Degraded,
     Key,
     Needs,
     NoEffect,
@@ -116,6 +117,7 @@ DATASETS: dict[str, Builder] = {
             Key("vocab_size"),
             Key("seq_len", "seq_length"),
             Key("num_samples", default="1000000"),
+            Degraded("exclude_token_ids", "the tokens are drawn from the whole vocabulary"),
             NoEffect("batch_size"),
             TOKENIZER,
         ),

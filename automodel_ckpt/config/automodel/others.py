@@ -42,6 +42,11 @@ CHECKPOINT = (
         "allow_legacy_pickle_restore",
         "load_base_model",
     ),
+    Needs(
+        "legacy_paramwrapper_layout",
+        "the layout of adapters on experts before peft 0.19.1",
+        "remove the key, and load the adapters with peft 0.19.1 or later",
+    ),
 )
 _SAVED_HERE = (
     "checkpoints of this program are found by this name; import AutoModel's with ckpt import first"
@@ -175,6 +180,11 @@ REPLACED = (
         "embedding_row_repair",
         "repair of embedding rows",
         "remove the section, or repair the rows in the files of the base, and train those",
+    ),
+    Needs(
+        "domain_mixture",
+        "a weight of the loss for each domain",
+        "remove the section; shares of the samples: automodel_ckpt.data.mixture.mixture (docs/guides/your-data.md)",
     ),
     Needs("comet", "the tracker Comet", "use wandb, mlflow, tensorboard or trackio"),
 )

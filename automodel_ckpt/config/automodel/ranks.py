@@ -115,6 +115,8 @@ PIPELINE = NoEffect(
     "patch_stage_backward_maybe_with_nosync",
     "scale_grads_in_schedule",
     "dtype",
+    "pp_recv_buffer_pool",
+    "pp_recv_buffer_pool_slack",
 )
 DIVISION = (
     "layers_per_stage",

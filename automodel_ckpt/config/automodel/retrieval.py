@@ -90,7 +90,12 @@ def model(section: Section) -> None:
         section.translated("_target_", target, "recipe")
     ours = replace(section, to=section.work.recipe)
     # AutoModel makes the attention of decoders bidirectional; for scores, that of Llama.
-    ours.put_default("attention", "bidirectional")
+    causal = section.take("is_causal")
+    if causal is None:
+        ours.put_default("attention", "bidirectional")
+    else:
+        word = "model" if is_true(causal) else "bidirectional"
+        ours.put("attention", replace(causal, value=word), was="is_causal")
     if _is_reranker(section):
         _one_label(section)
         apply_rows(RERANKER_MODEL, section)

@@ -25,6 +25,13 @@ def megatron_paths(section: Section) -> None:
     node = section.peek("paths")
     if node is None:
         return
+    given = node.value if isinstance(node.value, list) else [node]
+    stored = next((each for each in given if "://" in str(each.value)), None)
+    if stored is not None:
+        section.take("paths")
+        what = "reading tokens from object storage is not supported"
+        section.reject("paths", stored, what, "copy the files first")
+        return
     hint = ""
     if isinstance(node.value, dict):
         hint = "give each data section the paths of its part"

@@ -327,6 +327,11 @@ STEPS = (
         "start_step",
         "start_epoch",
     ),
+    Degraded(
+        "validate_on_checkpoint",
+        "each checkpoint is validated if there is validation data",
+        when=lambda node: not is_true(node),
+    ),
 )
 
 

@@ -862,6 +862,14 @@ WITHOUT_EFFECT = [
         "loss_fn._target_",
     ),
     ("step_scheduler:\n  gc_every_steps: 10\n", "step_scheduler.gc_every_steps"),
+    ("step_scheduler:\n  validate_on_checkpoint: true\n", "step_scheduler.validate_on_checkpoint"),
+    (
+        "checkpoint:\n  legacy_paramwrapper_layout: false\n",
+        "checkpoint.legacy_paramwrapper_layout",
+    ),
+    (PEFT + "  expert_weight_format: unquantized\n", "peft.expert_weight_format"),
+    (PACKS + "  pad_to_multiple_of: 8\n", "packed_sequence.pad_to_multiple_of"),
+    (PIPELINE + "    pp_recv_buffer_pool: true\n", "distributed.pipeline.pp_recv_buffer_pool"),
     ("step_scheduler:\n  val_every_steps: 10\n", "step_scheduler.val_every_steps"),
     ("compile:\n  enabled: false\n", "compile.enabled"),
     ("fp8:\n  enabled: false\n", "fp8"),
@@ -952,6 +960,17 @@ DEGRADED = [
         "Adam of torch",
     ),
     ("skypilot:\n  cloud: gcp\n", ":1: skypilot", "docs/guides/multi-node.md"),
+    (
+        "step_scheduler:\n  validate_on_checkpoint: false\n",
+        ":2: step_scheduler.validate_on_checkpoint false",
+        "each checkpoint is validated",
+    ),
+    (PEFT + "  expert_weight_format: mxfp4\n", "peft.expert_weight_format mxfp4", "data type"),
+    (
+        CHAT + "  mask_generation_prompt: true\n",
+        ":4: dataset.mask_generation_prompt true",
+        "labels begin after the header",
+    ),
     ("distributed:\n  tp_size: 2\n  ep_size: 8\n", ":3: distributed.ep_size 8", "fsdp2 instead"),
     (
         VLM + MEDPIX + PIPELINE + "    layers_per_stage: 4\n",
@@ -1139,6 +1158,16 @@ REJECTED = [
         "model.activation_checkpointing must be",
     ),
     ("qat:\n  enabled: maybe\n", 2, "qat.enabled: must be true or false"),
+    ("domain_mixture:\n  domains: [{name: a}]\n", 1, "domain_mixture: a weight of the loss for"),
+    (
+        "checkpoint:\n  legacy_paramwrapper_layout: true\n",
+        2,
+        "the layout of adapters on experts before peft 0.19.1 is not supported",
+    ),
+    ("checkpoint:\n  checkpoint_dir: msc://profile/run\n", 2, "not the URL of a store"),
+    (MEGATRON.replace("data/web", "msc://a/web"), 3, "reading tokens from object storage"),
+    ("freeze_config:\n  freeze_modules: [{path: model}]\n", 2, "freezing by selectors"),
+    (VLM + "freeze_config:\n  unfreeze_modules: [{glob: '*'}]\n", 3, "freezing by selectors"),
     ("compile:\n  enabled: maybe\n", 2, "compile.enabled: must be true or false"),
     (QAT + PEFT, 2, "qat and peft cannot be combined"),
     (
@@ -1713,6 +1742,8 @@ def test_a_recipe_for_embeddings_is_translated(tmp_path: Path) -> None:
     ("before", "after", "key", "expected"),
     [
         ("avg", "cls", "embedding.pooling", "cls"),
+        ("pooling: avg", "is_causal: true", "embedding.attention", "model"),
+        ("pooling: avg", "is_causal: false", "embedding.attention", "bidirectional"),
         ("l2_normalize: true", "l2_normalize: false", "embedding.temperature", 1.0),
         (
             "l2_normalize",

@@ -31,6 +31,7 @@ from automodel_ckpt.config.sections.step_scheduler import parse_duration
 from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.config.yaml_tree import node_of
 from automodel_ckpt.errors import RecipeError
+from tests.support.recipes import SMALLEST
 
 BASE = """\
 model:
@@ -644,11 +645,18 @@ def test_durations_are_seconds_or_clock_times(text: str, seconds: float | None) 
     assert parse_duration(text) == seconds
 
 
-def test_a_tilde_in_the_run_directory_is_the_home_directory(
+def test_a_tilde_in_paths_is_the_home_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a recipe file, no shell expands it."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.yaml").write_text(SMALLEST)
+    text = "extends: ~/base.yaml\ncheckpoint: {restore_from: ~/a, memory: {directory: ~/b, every_steps: 1}}\n"
+    (tmp_path / "recipe.yaml").write_text(text)
+    found = with_local_directory(load_recipe(tmp_path / "recipe.yaml").config)
+    assert found.checkpoint.restore_from == f"{tmp_path}/a"
+    assert found.checkpoint.memory is not None
+    assert found.checkpoint.memory.directory == f"{tmp_path}/b"
     config = RecipeConfig(
         recipe="llm_finetune", checkpoint=CheckpointConfig(checkpoint_dir="~/runs")
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import ClassLabel, Dataset, Features, Value
 
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.kto import JudgedDataset, JudgedStream, KTOCollator, split_pairs
@@ -64,6 +65,31 @@ def test_messages_are_rendered_by_the_template(tokenizer: Any, tmp_path: Path) -
     [sample] = judged(tokenizer, path, label_field="good", chat_template=TEMPLATE)
     assert texts(tokenizer, sample) == ("<user>How many?<assistant>", "Two</s>")
     assert sample["is_desirable"] is False
+
+
+def test_judgments_are_read_from_csv_files_and_by_the_names_of_classes(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    words = ["true", "False", "1", "0", "1.0"]
+    lines = [f"{number} =, yes,{word}" for number, word in enumerate(words)]
+    (tmp_path / "a.csv").write_text("\n".join(["prompt,completion,label", *lines]))
+    expected = [True, False, True, False, True]
+    found = judged(tokenizer, str(tmp_path / "a.csv"))
+    assert [sample["is_desirable"] for sample in found] == expected
+    stream = judged(tokenizer, str(tmp_path / "a.csv"), streaming=True)
+    assert [stream.prepare(row)["is_desirable"] for row in stream] == expected
+
+    path = str(tmp_path / "a.parquet")
+    for names, desirable in ((["true", "false"], [True, False]), (["good", "bad"], None)):
+        kinds = {"prompt": Value("string"), "completion": Value("string")}
+        features = Features(kinds | {"label": ClassLabel(names=names)})
+        rows = [{"prompt": "a", "completion": "b", "label": label} for label in (0, 1)]
+        Dataset.from_list(rows, features=features).to_parquet(path)
+        if desirable is None:
+            with pytest.raises(RecipeError, match="neither desirable nor undesirable"):
+                judged(tokenizer, path)
+        else:
+            assert [sample["is_desirable"] for sample in judged(tokenizer, path)] == desirable
 
 
 @pytest.mark.parametrize("label", ["yes", None, 2, 0.5])

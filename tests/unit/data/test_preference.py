@@ -154,6 +154,13 @@ def test_pairs_are_skipped_and_counted_as_pairs(
     assert str(problem.value).startswith("2 of 4 samples")
 
 
+def test_margins_are_read_from_csv_files(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,chosen,rejected,margin\na,b,c,0.5\na,b,c,\na,b,c,-2\n")
+    found = pairs(tokenizer, str(path))
+    assert [pair.get("margin") for pair in found] == [0.5, None, -2]
+
+
 def test_a_stream_gives_the_pairs_of_the_data_set(tokenizer: Any, tmp_path: Path) -> None:
     rows = [MESSAGES["explicit"] | {"margin": 3}, MESSAGES["prompt repeated"]]
     path = jsonl(tmp_path / "a.jsonl", *rows)
