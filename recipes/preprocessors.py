@@ -9,7 +9,7 @@ from typing import Literal
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.model_files import require_local
+from automodel_ckpt.models.model_files import reject_other_weights, require_local
 from automodel_ckpt.models.repository import check_revision
 from automodel_ckpt.recipes.init_from import verify_side_files
 from automodel_ckpt.recipes.repository import preprocessor_options
@@ -55,6 +55,8 @@ def absent_tokenizer(name: str, where: str) -> RecipeError | None:
         return None
     listed = ", ".join(files[:_NUM_SHOWN])
     more = ", ..." if len(files) > _NUM_SHOWN else ""
+    if where == _BASE:
+        reject_other_weights(name, where)
     if where == _BASE and "config.json" not in files:
         return RecipeError(
             "the directory has no model",

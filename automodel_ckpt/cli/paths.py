@@ -179,7 +179,7 @@ def whole_checkpoint(path: Path) -> Path:
     Raises :class:`CheckpointUnusable` if nothing is found, or if the directory is in no known format.
     """
     from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.convert.sources.registry import formats_in
+    from automodel_ckpt.convert.sources.registry import detect, formats_in
 
     found = find_checkpoint(path)
     for directory in (found, found.parent):
@@ -191,6 +191,9 @@ def whole_checkpoint(path: Path) -> Path:
     )
     if is_named_so or formats_in(found):
         return found
+    known = detect(found)
+    if known is not None and not known.is_readable:
+        known.open(found)  # raises an error that names the format
     reason = "the directory is not in a known format"
     raise _not_found("no checkpoint found", path, reason, _SPECIFY_ONE)
 
@@ -207,12 +210,19 @@ def _external_file(path: Path) -> Path:
     except OSError as error:
         raise _not_found("the file cannot be read", path, str(error.strerror), "") from error
     if known is None or not known.is_readable:
-        raise _not_found("this file is not a checkpoint", path, _format_of(known), _SPECIFY_ONE)
+        raise _not_found(
+            "this file is not a checkpoint", path, _format_of(known, path), _SPECIFY_ONE
+        )
     return Path(os.path.realpath(path))
 
 
-def _format_of(known: Format | None) -> str:
-    return "an unknown format" if known is None else f"its format: {known.name}"
+def _format_of(known: Format | None, path: Path) -> str:
+    from automodel_ckpt.convert.sources.format import UnsupportedFormat
+
+    if known is None:
+        return "an unknown format"
+    name = known.describe(path) if isinstance(known, UnsupportedFormat) else known.name
+    return f"its format: {name}"
 
 
 def _resolved(path: Path) -> Path:

@@ -17,7 +17,7 @@ from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.config_overrides import merged_config
 from automodel_ckpt.models.error_texts import did_you_mean, first_line
-from automodel_ckpt.models.model_files import require_local
+from automodel_ckpt.models.model_files import reject_other_weights, require_local
 from automodel_ckpt.models.multimodal_class import thinker_of
 from automodel_ckpt.models.repository import (
     RepositoryOptions,
@@ -87,6 +87,7 @@ def _read_config(
     auto_class: Any,
 ) -> PreTrainedConfig:
     require_local(name, where)
+    reject_other_weights(name, where)
     if is_file := not_a_directory(name, where):
         raise is_file
     check_revision(name, repository.revision)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import re
 import textwrap
+
+_CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 def first_line(error: BaseException, num_lines: int = 1) -> str:
     """The first lines of an exception's message, at most 400 characters; its class if the message is empty."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = without_control_sequences(str(error))
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     text = textwrap.shorten(" ".join(lines[:num_lines]), 400, placeholder=" ...")
     return text or type(error).__name__
+
+
+def without_control_sequences(text: str) -> str:
+    """Remove the sequences by which libraries color their messages on a terminal."""
+    return _CONTROL_SEQUENCE.sub("", text)
 
 
 def did_you_mean(name: str, known: set[str]) -> str:

@@ -12,6 +12,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.repository import base_directory
+from automodel_ckpt.other_weights import weights_of_another_program
 
 _OF_URL = (
     "download it with the tools of its store; for the weights alone, init_from.path accepts its URL"
@@ -27,6 +28,16 @@ def require_local(name: str, where: str) -> None:
     if looks_local or ("/" in name and path.parent.is_dir()):
         hint = _OF_URL if "://" in name else _nearest_directory(path)
         raise RecipeError("no such directory", where=where, value=name, hint=hint)
+
+
+def reject_other_weights(name: str, where: str) -> None:
+    """Raise :class:`RecipeError` if the directory *name* has only weights of a program that this one does not read."""
+    found = weights_of_another_program(Path(name).expanduser())
+    if found is not None:
+        what, hint = found
+        raise RecipeError(
+            f"the directory has {what}, which cannot be trained", where=where, value=name, hint=hint
+        )
 
 
 def _nearest_directory(path: Path) -> str:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.config_checks import is_whole_seq2seq
+from automodel_ckpt.models.error_texts import first_line
 
 INPUTS = ("input_ids", "attention_mask")
 OUTPUT = "logits"
@@ -88,7 +89,7 @@ def export_to_onnx(directory: Path, target: Path, dtype: str) -> None:
         raise CheckpointUnusable(
             "torch cannot export this model to ONNX",
             where=str(directory),
-            value=f"{type(error).__name__}: {str(error).strip()[:300]}",
+            value=f"{type(error).__name__}: {first_line(error, 3)}",
             hint="export Hugging Face files (--to hf), and convert them with the optimum library",
         ) from error
     finally:

@@ -183,6 +183,8 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def _metadata(value: object) -> dict[str, str]:
+    # MLX writes null.
+    value = {} if value is None else value
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
         raise _Fault(f"{METADATA_KEY} is not a mapping of text to text")
     return value

@@ -94,7 +94,12 @@ def _check_file_names(names: set[str], index: Path) -> None:
     for name in sorted(names):
         reason = layout.unsafe_path(name)
         if reason is None and "/" in name:
-            reason = "it is in a subdirectory"
+            raise CheckpointUnusable(
+                "the index names a file in a subdirectory, which is not supported",
+                where=str(index),
+                value=repr(name[:200]),
+                hint="move the files beside the index, and remove the directory from the names in its weight_map",
+            )
         if reason is not None:
             value = f"{name[:200]!r}: {reason}"
             raise _unusable("the index names a file outside of its directory", index, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -108,12 +109,17 @@ class Chooser:
         what = "no checkpoint can be used"
         if request.by_name:
             what = "the checkpoint to restore from cannot be used"
+        hint = "restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
+        if not any(os.path.lexists(each.path / layout.MANIFEST) for each in skipped):
+            hint = (
+                "without MANIFEST.json, these are files of another program, or an incomplete copy: `ckpt show` names "
+                "the format, and `ckpt import` (or init_from.path) takes the weights; "
+            )
         raise CheckpointUnusable(
             what,
             where=str(run.path),
             value="\n" + resume.rejection_table(skipped),
-            hint="restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
-            "or start a new run in another checkpoint.checkpoint_dir",
+            hint=f"{hint}or start a new run in another checkpoint.checkpoint_dir",
         )
 
     def _examine(

@@ -139,6 +139,7 @@ def _document(planned: NewCheckpoint, dry_run: bool) -> dict[str, Any]:
         "files": [file.name for file in planned.plan.files],
         "side_files": list(planned.side_files),
         "has_config": planned.has_config,
+        "quantization": planned.quantization,
         "training_state": planned.training.contents if planned.training is not None else [],
         "step": planned.name.step,
         "epoch": planned.name.epoch,
@@ -171,6 +172,13 @@ def _lines(planned: NewCheckpoint, *, has_stated_groups: bool) -> Iterator[str]:
             rows += _group_rows(planned)
     elif planned.has_training_state:
         rows.append(("training state", "not imported: add --training-state to continue the run"))
+    if planned.quantization:
+        rows.append(
+            (
+                "quantized",
+                f"by {planned.quantization}: recipes cannot start from these weights",
+            )
+        )
     rows.append(("not included", ", ".join(planned.absent)))
     if planned.left_out:
         rows.append(("not imported", ", ".join(planned.left_out)))
@@ -200,6 +208,8 @@ def _group_rows(planned: NewCheckpoint) -> Iterator[tuple[str, str]]:
 def _start_line(planned: NewCheckpoint) -> str:
     """How to start a run from what was imported, or to continue the imported one."""
     run = shlex.quote(str(planned.run))
+    if planned.quantization:
+        return "to train, use the original model: init_from.path does not read quantized weights"
     if planned.training is not None:
         command = f"ckpt-train RECIPE.yaml --checkpoint.checkpoint_dir {run}"
         if not planned.is_newest:

@@ -30,7 +30,7 @@ from automodel_ckpt.convert.sources.unsupported_files import (
     LfsPointer,
     LitGptModel,
     NumpyArchive,
-    OrbaxCheckpoint,
+    OtherWeights,
     Pickle,
     TarArchive,
     UnknownFile,
@@ -75,9 +75,9 @@ FORMATS: tuple[Format, ...] = (
     # The oldest of the formats that one directory can have, as that of BERT: a directory, or an index file.
     TensorFlowCheckpoint(),
     VerlShards(),
-    OrbaxCheckpoint(),
     # Beside lit_model.pth, there can be the Hugging Face files that it was made from.
     LitGptModel(),
+    OtherWeights(),
     # Single files. The first bytes count more than the suffix .safetensors.
     GgufFile(),
     NumpyArchive(),

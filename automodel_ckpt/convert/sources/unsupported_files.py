@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NoReturn
 
 from automodel_ckpt.convert.sources.files import first_bytes, names_in
 from automodel_ckpt.convert.sources.format import UnsupportedFormat
 from automodel_ckpt.convert.tar_reading import is_gzip, is_tar
+from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.git_lfs import POINTER
+from automodel_ckpt.other_weights import (
+    TORCH_SCRIPT,
+    is_torch_script,
+    kind_of_file,
+    weights_of_another_program,
+)
 
 _HEAD_BYTES = 512
 _VERL_RANK = re.compile(r"model_world_size_\d+_rank_\d+\.pt", re.ASCII)
@@ -103,14 +111,34 @@ class VerlShards(UnsupportedFormat):
         return any(_VERL_RANK.fullmatch(name) for name in names)
 
 
-class OrbaxCheckpoint(UnsupportedFormat):
-    """A directory of Orbax, which programs that use JAX write."""
+class OtherWeights(UnsupportedFormat):
+    """A directory, or a file, with weights that only another program reads, such as Flax, Keras or Orbax."""
 
-    name = "a checkpoint of Orbax (JAX)"
-    hint = "save the model in Hugging Face files with the program that trained it, and use these"
+    name = "weights of another program"
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
-        return bool({"manifest.ocdbt", "_CHECKPOINT_METADATA"} & set(names_in(path)))
+        return _other_weights(path) is not None
+
+    def open(self, path: Path, *, follow_links: bool = False) -> NoReturn:
+        _, hint = _other_weights(path) or ("", "")
+        raise CheckpointUnusable(
+            f"this format cannot be read: {self.describe(path)}",
+            where=str(path),
+            value=path.name,
+            hint=hint,
+        )
+
+    def describe(self, path: Path) -> str:
+        found = _other_weights(path)
+        return self.name if found is None else found[0]
+
+
+def _other_weights(path: Path) -> tuple[str, str] | None:
+    if path.is_dir():
+        return weights_of_another_program(path)
+    if is_torch_script(path):
+        return TORCH_SCRIPT
+    return kind_of_file(path.name)
 
 
 class LitGptModel(UnsupportedFormat):

@@ -373,7 +373,7 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9
         ("m.nemo", nemo_file, ".nemo"),
         ("m.gguf", lambda path: path.write_bytes(b"GGUF" + bytes(20)), "llama.cpp"),
         ("m.npz", lambda path: np.savez(path, w=np.ones(2)), "NumPy"),
-        ("m.h5", lambda path: path.write_text("x"), "unknown"),
+        ("m.txt", lambda path: path.write_text("x"), "unknown"),
         ("empty.pt", lambda path: path.write_bytes(b""), "unknown"),
         ("m.safetensors", lambda path: path.write_bytes(b"\x05"), "too few for a header"),
         ("p.safetensors", lambda path: path.write_text(LFS_POINTER), "git lfs pull"),

@@ -1,0 +1,60 @@
+"""Directories whose only weights are those of programs that this one does not read, recognized by names of files."""
+
+from __future__ import annotations
+
+import zipfile
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+_READ = ("*.safetensors", "*.bin", "*.distcp", "*.gguf", "*.ckpt", "*.index.json")
+_TRANSFORMERS_4 = (
+    "convert it with transformers 4 and the model's class, such as "
+    "AutoModelForCausalLM.from_pretrained(DIRECTORY, {}=True).save_pretrained(NEW)"
+)
+_SAVE = "load the model with the program that wrote it, and save its weights as safetensors"
+_OTHERS = {
+    "*.pt2": ("a program of torch.export (.pt2)", _SAVE),
+    "*.keras": ("a model of Keras", _SAVE),
+    "flax_model*.msgpack": ("Flax weights", _TRANSFORMERS_4.format("from_flax")),
+    "tf_model*.h5": ("TensorFlow weights of transformers", _TRANSFORMERS_4.format("from_tf")),
+    "*.h5": ("weights in HDF5, as Keras writes", _SAVE),
+    "saved_model.pb": ("a SavedModel of TensorFlow", _SAVE),
+    "_CHECKPOINT_METADATA": ("a checkpoint of Orbax (JAX)", _SAVE),
+    "manifest.ocdbt": ("a checkpoint of Orbax (JAX)", _SAVE),
+    "*/_CHECKPOINT_METADATA": ("a directory of Orbax's checkpoints (JAX)", _SAVE),
+}
+"""Pattern of a file -> what the directory has, and how to convert it."""
+TORCH_SCRIPT = (
+    "a program of TorchScript",
+    "save its weights: python -c \"import torch; torch.save(torch.jit.load('FILE').state_dict(), 'FILE.bin')\"",
+)
+
+
+def weights_of_another_program(directory: Path) -> tuple[str, str] | None:
+    """Return what *directory* has, and how to convert it, if nothing in it can be read; None for other directories."""
+    try:
+        names = [path.name for path in directory.iterdir()]
+    except OSError:
+        return None
+    if any(fnmatchcase(name, pattern) for name in names for pattern in _READ):
+        return None
+    for pattern, found in _OTHERS.items():
+        if any(directory.glob(pattern)):
+            return found
+    if any(is_torch_script(path) for path in directory.glob("*.pt")):
+        return TORCH_SCRIPT
+    return None
+
+
+def kind_of_file(name: str) -> tuple[str, str] | None:
+    """Return what a file with this name has, and how to convert it; None for other names."""
+    return next((found for pattern, found in _OTHERS.items() if fnmatchcase(name, pattern)), None)
+
+
+def is_torch_script(path: Path) -> bool:
+    """Whether the file *path* is an archive of TorchScript, which has code beside its tensors."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any("/code/" in name for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False

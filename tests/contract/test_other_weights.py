@@ -1,0 +1,106 @@
+"""Weights of other programs: what each command says of those that it cannot read, and what it reads."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from automodel_ckpt.cli.ckpt import main as ckpt_main
+from automodel_ckpt.cli.train import main as train_main
+from tests.support.stand_ins import LLAMA_CHAT, write_model
+
+OTHERS = {
+    "model.pt2": "torch.export",
+    "model.keras": "Keras",
+    "flax_model.msgpack": "Flax",
+    "tf_model.h5": "TensorFlow weights of transformers",
+    "saved_model.pb": "SavedModel",
+    "0/_CHECKPOINT_METADATA": "Orbax",
+    "script.pt": "TorchScript",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_weights_of_other_programs_are_named_by_each_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    base = tmp_path / "base"
+    write_model(base, {"model_type": "llama"}, LLAMA_CHAT)
+    for weights in base.glob("*.safetensors*"):
+        weights.unlink()
+    (base / name).parent.mkdir(exist_ok=True)
+    (base / name).write_bytes(b"weights")
+    if name.endswith(".pt"):
+        with zipfile.ZipFile(base / name, "w") as archive:
+            archive.writestr("model/code/__torch__.py", "")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a b c"}\n')
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {{from_pretrained: {base}}}\n"
+        f"dataset: {{_target_: automodel_ckpt.data.text.text, path: {tmp_path}/rows.jsonl, seq_length: 8}}\n"
+        f"checkpoint: {{checkpoint_dir: {tmp_path}/run}}\n"
+    )
+    assert ckpt_main(["import", str(base), str(tmp_path / "out")]) == 3
+    assert ckpt_main(["show", str(base)]) == 3
+    assert train_main([str(tmp_path / "recipe.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert error.count(OTHERS[name]) == 3
+
+
+def test_headers_without_metadata_are_read_as_mlx_writes_them(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps({"__metadata__": None, "w": entry}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(4)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert ckpt_main(["import", str(tmp_path), str(tmp_path / "out")]) == 0
+    assert ckpt_main(["verify", "--deep", str(tmp_path / "out")]) == 0
+
+
+def test_quantized_weights_are_imported_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"w.qweight": torch.ones(2, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ckpt_main(["import", str(tmp_path), str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "quantized" in text and "gptq" in text
+    assert "ckpt-train" not in text
+
+
+def test_shards_in_a_subdirectory_are_an_error_with_a_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sub").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "sub" / "model.safetensors")
+    index = {"weight_map": {"w": "sub/model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert ckpt_main(["import", str(tmp_path), str(tmp_path / "out")]) == 3
+    error = capsys.readouterr().err
+    assert "in a subdirectory" in error and "move the files beside the index" in error
+
+
+def test_checkpoints_of_another_program_in_the_run_directory_are_named_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    write_model(base, {"model_type": "llama"}, LLAMA_CHAT)
+    model = tmp_path / "run" / "epoch_0_step_5" / "model"
+    model.mkdir(parents=True)
+    save_file({"w": torch.ones(2)}, model / "model.safetensors")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a b c"}\n')
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {{from_pretrained: {base}}}\n"
+        "dataset: {_target_: automodel_ckpt.data.text.text, seq_length: 8}\n"
+        f"checkpoint: {{checkpoint_dir: {tmp_path}/run, restore_from: epoch_0_step_5}}\n"
+        "step_scheduler: {max_steps: 1}\n"
+    )
+    words = [str(tmp_path / "recipe.yaml"), f"--dataset.path={tmp_path}/rows.jsonl"]
+    assert train_main(words) == 3
+    error = capsys.readouterr().err
+    assert "restore the files from a copy" not in error
+    assert "ckpt import" in error
