@@ -37,6 +37,7 @@ from automodel_ckpt.checkpoint.sources.model_files import (
     MODEL_FILES,
     TOKENIZER_FILES,
     read_files,
+    save_preprocessor,
 )
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.units import counted
@@ -210,9 +211,9 @@ class HFAssets:
         if self._tokenizer is None:
             return {}
         if self._tokenizer_directory is not None:
-            return read_files(self._tokenizer_directory, TOKENIZER_FILES)
+            return read_files(self._tokenizer_directory, _files_of(self._tokenizer))
         with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
-            self._tokenizer.save_pretrained(directory)
+            save_preprocessor(self._tokenizer, Path(directory))
             return read_files(Path(directory), ("*", "additional_chat_templates/*"))
 
     @functools.cached_property
@@ -276,7 +277,11 @@ class HFAssets:
             return None
         name = getattr(_tokenizer_of(self._tokenizer), "name_or_path", "")
         origin = Path(name) if name else self._base_dir
-        if origin is None or not origin.is_dir() or not read_files(origin, TOKENIZER_FILES):
+        if (
+            origin is None
+            or not origin.is_dir()
+            or not read_files(origin, _files_of(self._tokenizer))
+        ):
             return None
         return origin if _is_unchanged(self._tokenizer, origin) else None
 
@@ -452,6 +457,14 @@ def _is_unchanged(tokenizer: Any, directory: Path) -> bool:
 def _tokenizer_of(tokenizer: Any) -> Any:
     """A processor's tokenizer, or the tokenizer itself."""
     return getattr(tokenizer, "tokenizer", tokenizer)
+
+
+def _files_of(tokenizer: Any) -> tuple[str, ...]:
+    """The names of a tokenizer's or processor's files, also those of a class that transformers does not have."""
+    stated: list[Any] = []
+    for attribute in ("vocab_files_names", "resource_files_names"):
+        stated += (getattr(_tokenizer_of(tokenizer), attribute, None) or {}).values()
+    return (*TOKENIZER_FILES, *(name for name in stated if isinstance(name, str)))
 
 
 def _json_bytes(value: Mapping[str, Any]) -> bytes:

@@ -42,6 +42,7 @@ MAY_IMPORT = {
         "kernel_trial",
         "checkpoint.files.bounded_json",
         "checkpoint.files.weight_map",
+        "checkpoint.sources.model_files",
     },
     "data": {
         "errors",
@@ -52,6 +53,7 @@ MAY_IMPORT = {
         "seeds",
         "forks",
         "hub_access",
+        "checkpoint.sources.model_files",
     },
     "checkpoint": {
         "errors",

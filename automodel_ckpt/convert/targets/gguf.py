@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.export.next_steps import modelfile_text
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
-from automodel_ckpt.checkpoint.files.safe_open import read_in_snapshot
+from automodel_ckpt.checkpoint.files.safe_open import read_model_file
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.source import Source, Tensors
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
@@ -296,7 +296,7 @@ def _required_json(side: Path, name: str, export: ExportManifest | None) -> dict
 
 def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
     try:
-        content = read_in_snapshot(side, _TEMPLATE, limit=_MAX_TEMPLATE_BYTES)
+        content = read_model_file(side, _TEMPLATE, limit=_MAX_TEMPLATE_BYTES)
         if export is not None:
             export.check_bytes(_TEMPLATE, content)
         return content.decode()
