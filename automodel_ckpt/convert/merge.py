@@ -232,7 +232,7 @@ def _side_files(
         # It is that of the base, which generates text.
         files.pop(GENERATION_CONFIG, None)
     config, warnings = agreeing_config(files["config.json"], plan, model.maps, path)
-    files |= tokenizer | of_embeddings
+    files |= tokenizer | of_embeddings | read_files(adapter.directory, [GENERATION_CONFIG])
     files["config.json"] = _changed_config(config, model)
     files[layout.HF_INDEX] = plan.index()
     return files, warnings

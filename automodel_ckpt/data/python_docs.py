@@ -25,8 +25,8 @@ import numpy as np
 import tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from automodel_ckpt.data.arguments import require_choice
 from automodel_ckpt.checkpoint.sources.model_files import save_preprocessor
+from automodel_ckpt.data.arguments import require_choice
 from automodel_ckpt.data.cache import cached
 from automodel_ckpt.data.encoder import Encoder, blocks
 from automodel_ckpt.data.kto import SplitPairs

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    GenerationConfig,
 )
 
 from automodel_ckpt.checkpoint import layout
@@ -35,6 +36,7 @@ from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.export.next_steps import computes_embeddings, try_command
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.cli.paths import find_checkpoint
@@ -92,6 +94,8 @@ def load(
 
                 _check_generates(found.adapter / layout.ADAPTER_MODEL_CONFIG)
                 model = _model_of(found.model, options, found.revision)
+                if (found.adapter / GENERATION_CONFIG).is_file():
+                    model.generation_config = GenerationConfig.from_pretrained(found.adapter)
                 model = PeftModel.from_pretrained(model, str(found.adapter))
             preprocessor = _preprocessor_of(model, found)
         except (

@@ -23,6 +23,7 @@ from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.safe_open import read_model_file
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
+from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG
 from automodel_ckpt.checkpoint.sources.source import Source, Tensors
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
@@ -240,12 +241,14 @@ def _described(
             hint="use another checkpoint, or export Hugging Face files (--to hf)",
         )
     settings = read_json(side, "tokenizer_config.json", source.export) or {}
+    ends = (read_json(side, GENERATION_CONFIG, source.export) or {}).get("eos_token_id")
     vocabulary = convert_tokenizer(
         tokenizer,
         settings,
         model.vocab_size,
         str(side / "tokenizer.json"),
         _chat_template(side, source.export),
+        ends if isinstance(ends, list) else [ends],
     )
     return model, [*model.key_values(), *vocabulary.keys], vocabulary.warnings
 
