@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import difflib
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from automodel_ckpt.errors import AutomodelError, RecipeError
 
 
 def first_line(error: BaseException, num_lines: int = 1) -> str:
@@ -11,6 +17,25 @@ def first_line(error: BaseException, num_lines: int = 1) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = textwrap.shorten(" ".join(lines[:num_lines]), 400, placeholder=" ...")
     return text or type(error).__name__
+
+
+@contextmanager
+def naming_files(
+    what: str, files: str, *, hint: str = "", kind: type[AutomodelError] = RecipeError
+) -> Iterator[None]:
+    """Raise *kind* with the text *what* for any error of a library that uses the *files* of a model.
+
+    A value in such a file that the library does not expect can make it raise anything. Errors of this program and
+    exceeded memory keep their type.
+    """
+    try:
+        yield
+    except (AutomodelError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        hint = hint or "correct the value in the file, or download the model again"
+        value = f"{type(error).__name__}: {first_line(error, 5)}"
+        raise kind(what, where=files, value=value, hint=hint) from error
 
 
 def did_you_mean(name: str, known: set[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from automodel_ckpt.checkpoint.sources.model_files import check_links
+from automodel_ckpt.checkpoint.sources.model_files import check_directory
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.repository import base_directory
 
@@ -22,11 +22,12 @@ _OF_URL = (
 def require_local(name: str, where: str) -> None:
     """Raise :class:`RecipeError` if *name* looks like a path, not like a name of the Hub, and does not exist.
 
-    Also for a directory whose files are links to files elsewhere, which a library would follow.
+    Also for a directory with files that may not be read, or that are links to files elsewhere, which a library would
+    follow.
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        check_links(path)
+        check_directory(path)
     if path.exists():
         return
     looks_local = name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)

@@ -66,6 +66,7 @@ _SIDE_FILES = (
     *TOKENIZER_FILES,
     *EMBEDDING_FILES,
 )
+_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 _FOLDERS = ("additional_chat_templates/*", "[0-9]_*/config.json")
 
 
@@ -123,22 +124,26 @@ def read_files(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
     return files
 
 
-def check_links(directory: Path) -> None:
-    """Check the links among the side files of a model before a library follows them.
+def check_directory(directory: Path) -> None:
+    """Check the files of a model before a library reads them.
 
-    Raises :class:`RecipeError` for a link that :func:`read_files` would not follow.
+    Raises :class:`RecipeError` for a link that :func:`read_files` would not follow, and for a file that this user may
+    not read, which libraries report as missing.
     """
-    for name in _matching(directory, _SIDE_FILES):
-        try:
+    try:
+        for name in _matching(directory, _SIDE_FILES):
             model_file(directory, name)
-        except OSError as error:
-            raise RecipeError.all_of([unreadable(error)]) from error
+        for name in (".", *_matching(directory, (*_SIDE_FILES, *_WEIGHTS))):
+            if not os.access(directory / name, os.R_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory / name)
+    except OSError as error:
+        raise RecipeError.all_of([unreadable(error)]) from error
 
 
 def unreadable(error: OSError) -> Problem:
     """Return the problem of a side file that cannot be read."""
-    path = error.filename
-    if error.errno == errno.ELOOP and path and os.path.islink(path):
+    path = str(error.filename)
+    if error.errno == errno.ELOOP and os.path.islink(path):
         hint = (
             "replace the link by a copy of its target, if that belongs to the model; else remove it"
         )
