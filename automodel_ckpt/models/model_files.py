@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import difflib
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import read_model_file
 from automodel_ckpt.checkpoint.sources.model_files import check_directory
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.config_checks import check_sizes
 from automodel_ckpt.models.repository import base_directory
 
 _OF_URL = (
@@ -28,6 +32,10 @@ def require_local(name: str, where: str) -> None:
     path = Path(name).expanduser()
     if path.is_dir():
         check_directory(path)
+        # Reading the tokenizer already creates the model's configuration.
+        with suppress(OSError, ValueError, AttributeError):
+            settings = parse_json(read_model_file(path, "config.json"))
+            check_sizes(settings, f"config.json of {name}")
     if path.exists():
         return
     looks_local = name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)

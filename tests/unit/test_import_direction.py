@@ -41,6 +41,7 @@ MAY_IMPORT = {
         "device_copies",
         "kernel_trial",
         "checkpoint.files.bounded_json",
+        "checkpoint.files.safe_open",
         "checkpoint.files.weight_map",
         "checkpoint.sources.model_files",
     },

@@ -134,7 +134,7 @@ def check_directory(directory: Path) -> None:
         for name in _matching(directory, _SIDE_FILES):
             model_file(directory, name)
         for name in (".", *_matching(directory, (*_SIDE_FILES, *_WEIGHTS))):
-            if not os.access(directory / name, os.R_OK):
+            if not os.access(directory / name, os.R_OK, effective_ids=True):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory / name)
     except OSError as error:
         raise RecipeError.all_of([unreadable(error)]) from error
