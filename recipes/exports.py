@@ -21,6 +21,7 @@ from automodel_ckpt.hub.background import check_hub
 from automodel_ckpt.models.float32_parts import float32_kept
 from automodel_ckpt.models.repository import base_directory, code_directory
 from automodel_ckpt.recipes.model.adapters import adapter_assets
+from automodel_ckpt.recipes.stop_tokens import generation_file
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.store_url import public
 
@@ -43,15 +44,22 @@ def export_assets(
     preprocessor: Any,
     reads_base: bool,
     further: Mapping[str, bytes],
+    stops_elsewhere: bool = False,
 ) -> dict[str, Assets]:
     """What an export of the module ``model`` needs besides its weights; empty for a model by ``_target_``.
 
     *reads_base*: this rank computes the digest of the base that adapters belong to. *further* are files of the
-    recipe, by relative path. Raises :class:`RecipeError` for what transformers could not write.
+    recipe, by relative path. With *stops_elsewhere*, the model has other end tokens than its base.
+
+    Raises :class:`RecipeError` for what transformers could not write.
     """
     section, peft = config.model, config.peft
     if isinstance(section, Target):
         return {}
+    base = section.from_pretrained or (peft and peft.base_dir)
+    base_dir = base_directory(base, section.revision) if base else None
+    if stops_elsewhere:
+        further = {**generation_file(unwrap(trainable.model), base_dir), **further}
     if peft is not None:
         assert trainable.adapted is not None
         adapters = adapter_assets(
@@ -66,9 +74,6 @@ def export_assets(
             further=further,
         )
         return {"model": adapters}
-    base_dir = None
-    if section.from_pretrained is not None:
-        base_dir = base_directory(section.from_pretrained, section.revision)
     declared = (
         *section.allow_missing,
         *section.allow_unexpected,

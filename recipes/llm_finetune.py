@@ -31,7 +31,11 @@ from automodel_ckpt.models.repository import (
     lfs_pointer,
 )
 from automodel_ckpt.recipes.model.sections import row_multiple
-from automodel_ckpt.recipes.preprocessors import absent_tokenizer, find_preprocessor
+from automodel_ckpt.recipes.preprocessors import (
+    absent_tokenizer,
+    check_vocabulary_file,
+    find_preprocessor,
+)
 from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.repository import preprocessor_options
 from automodel_ckpt.units import counted
@@ -72,14 +76,14 @@ class LLMFinetune(Recipe):
         if section is None:
             return None
         if isinstance(section, Target):
-            return build(section)
+            return check_vocabulary_file(build(section), "tokenizer")
         name, where = find_preprocessor(self.config, "tokenizer")
         if name is None:
             return None
         repository = preprocessor_options(self.config, name, where)
         try:
             read: Any = AutoTokenizer.from_pretrained
-            return from_library_first(read, os.path.expanduser(name), repository)
+            found = from_library_first(read, os.path.expanduser(name), repository)
         except Exception as error:  # for some files, the tokenizers library raises Exception itself
             if asks_for_code(error):
                 raise code_not_trusted("tokenizer", name, where, repository) from error
@@ -98,6 +102,7 @@ class LLMFinetune(Recipe):
                 hint="name a directory with tokenizer files; a Hub name needs the network or a filled cache, and for "
                 "a model that asks for it a login (hf auth login); for data that is tokenized already: tokenizer: null",
             ) from error
+        return check_vocabulary_file(found, where)
 
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names; in packs, if there is a ``packed_sequence`` section."""

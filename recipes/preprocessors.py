@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
@@ -42,6 +42,22 @@ def find_preprocessor(
     return name, where
 
 
+def check_vocabulary_file(preprocessor: Any, where: str) -> Any:
+    """Return *preprocessor*, a tokenizer or processor that the key *where* gives.
+
+    Raises :class:`RecipeError` if it was read from a directory without a vocabulary: transformers returns a tokenizer
+    without tokens then. Tokenizers of bytes have no such file.
+    """
+    tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
+    names = (getattr(tokenizer, "vocab_files_names", None) or {}).values()
+    directory = Path(getattr(tokenizer, "name_or_path", None) or "")
+    has_one = not names or any((directory / str(name)).exists() for name in names)
+    absent = None if has_one else absent_tokenizer(str(directory), where)
+    if absent is not None:
+        raise absent
+    return preprocessor
+
+
 def absent_tokenizer(name: str, where: str) -> RecipeError | None:
     """Return the error to raise if the directory *name*, which the key *where* gives, lacks a tokenizer's vocabulary.
 
@@ -68,6 +84,7 @@ def absent_tokenizer(name: str, where: str) -> RecipeError | None:
         "the directory has no tokenizer",
         where=where,
         value=f"{name} has {listed or 'no files'}{more}",
-        hint="set tokenizer.from_pretrained to a directory with tokenizer.json, or to a Hub name; "
-        "for data that is tokenized already: tokenizer: null",
+        hint="copy the tokenizer's files of the original model there; or set tokenizer.from_pretrained (for images: "
+        "processor.from_pretrained) to a directory with tokenizer.json, or to a Hub name; for data that is tokenized "
+        "already: tokenizer: null",
     )

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint import Checkpointer, discover
 from automodel_ckpt.checkpoint.layout import AVERAGE
+from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.checkpoint.run.timeline import DONE, STOPPED
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.config.plugins import build
@@ -72,6 +73,7 @@ from automodel_ckpt.recipes.resume_overrides import log_omitted_state
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.recipes.start_rank import start_rank
+from automodel_ckpt.recipes.stop_tokens import add_stop_tokens, use_chat_template
 from automodel_ckpt.recipes.tool_calls import ToolCallBenchmark, read_call_tests
 from automodel_ckpt.recipes.trainable import Trainable, build_trainable
 from automodel_ckpt.recipes.unsupported import Unsupported, unsupported_keys
@@ -155,6 +157,8 @@ class Recipe:
     weight_average: WeightAverage | None = None
     """The section ``ema``; its module is the attribute ``ema``, under which name checkpoints store it."""
     # Set by setup after build.
+    stop_tokens: Sequence[int] = ()
+    """The tokens that end generated text beside those of the base: they end the answers of the data."""
     rng: StatefulRNG
     objective: Objective
     saves: Saves
@@ -205,6 +209,7 @@ class Recipe:
         self.config = pin_base(self.config, self.checkpointer, self.layout.gloo_group)
         self.build()
         check_model(self)
+        self.set_generation()
         self.build_weight_average()
         self.run_log.measure_device(self._compute_dtype())
         self.run_log.progress.total_steps = self.step_scheduler.planned_steps
@@ -500,6 +505,18 @@ class Recipe:
         dtype = parallelism(self.config.distributed).compute_dtype
         return dtype or next(self.model.parameters()).dtype
 
+    def set_generation(self) -> None:
+        """Let text that the model generates have the chat template of the data, and end where its answers do."""
+        preprocessor, loader = (
+            getattr(self, "preprocessor", None),
+            getattr(self, "dataloader", None),
+        )
+        section = self.config.dataset
+        use_chat_template(section, preprocessor)
+        if loader is not None:
+            model = unwrap(self.model)
+            self.stop_tokens = add_stop_tokens(section, loader.dataset, preprocessor, model)
+
     def build_weight_average(self) -> None:
         """Create the average of the section ``ema``, if there is one. A collective."""
         section = self.config.ema
@@ -551,6 +568,7 @@ class Recipe:
             # The digest reads all bytes of the base, so only one rank computes it.
             reads_base=self.layout.is_rank0 and not self.is_dry_run,
             further=self.export_files(),
+            stops_elsewhere=bool(self.stop_tokens),
         )
         if self.weight_average is not None and model_layout(self.config) != "shards":
             # The files of the average are a complete model, too.

@@ -25,7 +25,7 @@ from automodel_ckpt.models.multimodal_class import AutoMultimodalModel
 from automodel_ckpt.models.vision import image_token_ids
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.model.sections import row_multiple
-from automodel_ckpt.recipes.preprocessors import find_preprocessor
+from automodel_ckpt.recipes.preprocessors import check_vocabulary_file, find_preprocessor
 from automodel_ckpt.recipes.processors import (
     AUTO_PROCESSOR,
     ProcessorSource,
@@ -72,7 +72,8 @@ class VLMFinetune(Recipe):
         """
         section = self.config.processor
         if isinstance(section, Target) and section._target_ != AUTO_PROCESSOR:
-            return check_processor(build(section), "processor")
+            processor = check_processor(build(section), "processor")
+            return check_vocabulary_file(processor, "processor")
         if isinstance(section, Target):
             source = processor_of_target(section)
         else:
@@ -86,7 +87,8 @@ class VLMFinetune(Recipe):
                 )
             repository = preprocessor_options(self.config, name, where)
             source = ProcessorSource(name, where, repository, section.kwargs)
-        return check_processor(read_from(source), source.where)
+        processor = check_processor(read_from(source), source.where)
+        return check_vocabulary_file(processor, source.where)
 
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names; in packs, if there is a ``packed_sequence`` section."""

@@ -37,11 +37,13 @@ from automodel_ckpt.checkpoint.sources.model_files import (
     MODEL_FILES,
     TOKENIZER_FILES,
     read_files,
+    save_preprocessor,
 )
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _NUM_SHOWN = 5
 """How many names of tensors a line of the log shows."""
 
@@ -209,10 +211,10 @@ class HFAssets:
         """The tokenizer's or processor's files: its own bytes where it was read from files and is unchanged."""
         if self._tokenizer is None:
             return {}
-        if self._tokenizer_directory is not None:
-            return read_files(self._tokenizer_directory, TOKENIZER_FILES)
+        if files := self._unchanged_tokenizer_files():
+            return files
         with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
-            self._tokenizer.save_pretrained(directory)
+            save_preprocessor(self._tokenizer, Path(directory))
             return read_files(Path(directory), ("*", "additional_chat_templates/*"))
 
     @functools.cached_property
@@ -269,16 +271,17 @@ class HFAssets:
             files |= read_files(self._base_dir, names)
         return files
 
-    @functools.cached_property
-    def _tokenizer_directory(self) -> Path | None:
-        """The directory that the tokenizer was read from; None without one, or where the tokenizer has changed."""
-        if self._tokenizer is None:
-            return None
+    def _unchanged_tokenizer_files(self) -> dict[str, bytes]:
+        """The files that the tokenizer was read from, with its chat template; empty if it has changed otherwise."""
         name = getattr(_tokenizer_of(self._tokenizer), "name_or_path", "")
-        origin = Path(name) if name else self._base_dir
-        if origin is None or not origin.is_dir() or not read_files(origin, TOKENIZER_FILES):
-            return None
-        return origin if _is_unchanged(self._tokenizer, origin) else None
+        origin = Path(name) if name and Path(name).is_dir() else self._base_dir
+        files = read_files(origin, _files_of(self._tokenizer)) if origin is not None else {}
+        if origin is None or not files:
+            return {}
+        before = _read_unchanged(self._tokenizer, origin)
+        if before is None or before.chat_template == self._tokenizer.chat_template:
+            return files if before is not None else {}
+        return _with_template(files, self._tokenizer.chat_template)
 
     @functools.cached_property
     def _exported(self) -> dict[str, TensorSpec]:
@@ -429,29 +432,52 @@ def _split_by_size(tensors: Mapping[str, TensorSpec]) -> dict[str, int]:
     return result
 
 
-def _is_unchanged(tokenizer: Any, directory: Path) -> bool:
-    """Whether the files in *directory* give this tokenizer or processor: vocabulary, chat template, settings."""
+def _read_unchanged(tokenizer: Any, directory: Path) -> Any:
+    """Read the tokenizer or processor in *directory*, if it has the vocabulary and the settings of *tokenizer*.
+
+    Returns None if it differs. A tokenizer may have another chat template, a text.
+    """
     inner = _tokenizer_of(tokenizer)
     try:
         read = type(inner).from_pretrained(directory)
-        if read.get_vocab() != inner.get_vocab() or read.chat_template != inner.chat_template:
-            return False
         # A classifier's tokenizer can have got a pad token.
-        if read.pad_token != inner.pad_token:
-            return False
+        is_same = read.get_vocab() == inner.get_vocab() and read.pad_token == inner.pad_token
         if inner is tokenizer:
-            return True
-        processor = type(tokenizer).from_pretrained(directory)
-        same_settings: bool = processor.to_dict() == tokenizer.to_dict()
-        return same_settings and bool(processor.chat_template == tokenizer.chat_template)
+            has_text = isinstance(inner.chat_template, str)
+            is_same = is_same and (has_text or read.chat_template == inner.chat_template)
+        else:
+            is_same = is_same and read.chat_template == inner.chat_template
+            read = type(tokenizer).from_pretrained(directory)
+            is_same = is_same and read.to_dict() == tokenizer.to_dict()
+            is_same = is_same and read.chat_template == tokenizer.chat_template
     except (OSError, ValueError, AttributeError, TypeError, ImportError):
         # The files of another class, or damaged ones: the tokenizer is saved anew.
-        return False
+        return None
+    return read if is_same else None
+
+
+def _with_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes]:
+    """Return the *files* of a tokenizer with another chat template, in all places that programs read it from."""
+    changed = {name: content for name, content in files.items() if "chat_template" not in name}
+    changed["chat_template.jinja"] = template.encode()
+    if _TOKENIZER_CONFIG in changed:
+        settings = json.loads(changed[_TOKENIZER_CONFIG])
+        if settings.pop("chat_template", None) is not None:
+            changed[_TOKENIZER_CONFIG] = _json_bytes(settings)
+    return changed
 
 
 def _tokenizer_of(tokenizer: Any) -> Any:
     """A processor's tokenizer, or the tokenizer itself."""
     return getattr(tokenizer, "tokenizer", tokenizer)
+
+
+def _files_of(tokenizer: Any) -> tuple[str, ...]:
+    """The names of a tokenizer's or processor's files, also those of a class that transformers does not have."""
+    stated: list[Any] = []
+    for attribute in ("vocab_files_names", "resource_files_names"):
+        stated += (getattr(_tokenizer_of(tokenizer), attribute, None) or {}).values()
+    return (*TOKENIZER_FILES, *(name for name in stated if isinstance(name, str)))
 
 
 def _json_bytes(value: Mapping[str, Any]) -> bytes:

@@ -11,7 +11,6 @@ the names and the order of the parameters.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,9 +19,8 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export.adapter_record import base_revision
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.slices import Tensor
-from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
+from automodel_ckpt.checkpoint.sources.model_files import TOKENIZER_FILES, read_files
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.base_copies import check_copies, check_same
 from automodel_ckpt.convert.layer_patterns import matches_layer
@@ -47,7 +45,6 @@ _NAME = re.compile(r"[A-Za-z0-9_.]+", re.ASCII)
 _MAX_RANK = 1 << 16
 # Pairs of a pattern and a layer. A million pairs take seconds.
 _MAX_MATCHES = 1 << 22
-_MAX_SIDE_BYTES = 128 << 20
 _MAX_NAMED = 5
 _CONTINUE = (
     "continue it with peft: it is no change of the base's weights, and cannot be merged into them"
@@ -214,7 +211,7 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
         tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
         check_copies(directory, weights, copies, model.base, base_names)
     _check_tensors(directory, tensors, model)
-    files = {**model.files, **_tokenizer_files(directory)}
+    files = {**model.files, **read_files(directory, TOKENIZER_FILES)}
     return replace(model, files=files)
 
 
@@ -438,15 +435,6 @@ def _check_tensors(directory: Path, tensors: Mapping[str, Tensor], model: Adapte
             hint="name the directory of the base that it was trained on with --base, or restore the file from "
             "another copy",
         )
-
-
-def _tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """Return the tokenizer's files beside the adapter."""
-    files: dict[str, bytes] = {}
-    for name in sorted(os.listdir(directory)):
-        if is_tokenizer_file(name) and (directory / name).is_file():
-            files[name] = read_safely(directory, name, limit=_MAX_SIDE_BYTES)
-    return files
 
 
 def _unsupported(option: str, value: object, path: Path) -> CheckpointUnusable:

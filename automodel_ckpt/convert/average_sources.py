@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +14,11 @@ from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.slices import Tensor
-from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
+from automodel_ckpt.checkpoint.sources.model_files import (
+    MAX_SIDE_BYTES,
+    TOKENIZER_FILES,
+    read_files,
+)
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.model_config import CONFIG, config_changes
@@ -42,7 +45,6 @@ _ADAPTER_OPTIONS = (
     "fan_in_fan_out",
 )
 _ADAPTER_FILES = (layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG)
-_MAX_SIDE_BYTES = 128 << 20
 
 
 def model_in(opened: Weights) -> Tensors:
@@ -147,7 +149,7 @@ def side_files_and_notes(opened: Sequence[Weights]) -> tuple[dict[str, bytes], l
     adapters = [_adapter_files(weights_in.path) for weights_in in opened]
     if any(adapters):
         _check_adapters(opened, adapters)
-        tokenizer = _tokenizer_files(_metadata_directory(first.path))
+        tokenizer = read_files(_metadata_directory(first.path), TOKENIZER_FILES)
         note = (
             "the factors of the adapters are averaged, which is not the average of their products"
         )
@@ -194,7 +196,7 @@ def _adapter_files(path: Path) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for name in _ADAPTER_FILES:
         with suppress(FileNotFoundError, NotADirectoryError):
-            files[name] = read_safely(directory, name, limit=_MAX_SIDE_BYTES)
+            files[name] = read_safely(directory, name, limit=MAX_SIDE_BYTES)
     if layout.ADAPTER_CONFIG not in files:
         return {}
     record = _json(files.get(layout.AUTOMODEL_PEFT_CONFIG), directory)
@@ -202,14 +204,6 @@ def _adapter_files(path: Path) -> dict[str, bytes]:
         # It is the path from another run directory.
         record["base"]["relative_to_run"] = None
         files[layout.AUTOMODEL_PEFT_CONFIG] = json.dumps(record, indent=2).encode() + b"\n"
-    return files
-
-
-def _tokenizer_files(directory: Path) -> dict[str, bytes]:
-    files: dict[str, bytes] = {}
-    for name in sorted(os.listdir(directory)):
-        if is_tokenizer_file(name) and (directory / name).is_file():
-            files[name] = read_safely(directory, name, limit=_MAX_SIDE_BYTES)
     return files
 
 

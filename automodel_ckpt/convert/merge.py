@@ -47,10 +47,13 @@ from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.sources.model_files import (
+    EMBEDDING_FILES,
     GENERATION_CONFIG,
+    TOKENIZER_FILES,
     base_files,
     is_embedding_file,
     is_tokenizer_file,
+    read_files,
 )
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.verify import verify
@@ -60,8 +63,7 @@ from automodel_ckpt.convert.merge_rules import (
 from automodel_ckpt.convert.merged_model import Adapter, MergedModel
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.sources.hugging_face import tensors_in_file
-from automodel_ckpt.durable_io import walk
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 
 def merge(
@@ -206,13 +208,6 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
         yield Adapter(directory, tensors, config)
 
 
-def _names_below(directory: Path) -> Iterator[str]:
-    """Yield the relative paths of all files below *directory*. Raises OSError for a directory that cannot be read."""
-    for parent, _, names in walk(directory):
-        for name in names:
-            yield Path(parent, name).relative_to(directory).as_posix()
-
-
 def _side_files(
     adapter: Adapter, base_dir: Path, model: MergedModel, plan: Plan
 ) -> tuple[dict[str, bytes], list[str]]:
@@ -221,20 +216,8 @@ def _side_files(
     They are the base's, but the tokenizer's are the checkpoint's if it has them, and so are those that describe how
     embeddings are computed. config.json matches the weights.
     """
-    tokenizer: dict[str, bytes] = {}
-    of_embeddings: dict[str, bytes] = {}
-    try:
-        for name in _names_below(adapter.directory):
-            path = adapter.directory / name
-            if path.is_file() and is_tokenizer_file(name):
-                tokenizer[name] = path.read_bytes()
-            elif path.is_file() and is_embedding_file(name):
-                of_embeddings[name] = path.read_bytes()
-    except OSError as error:
-        problem = os_problem(
-            error, "the adapter's files cannot be read", hint="check the permissions and the disk"
-        )
-        raise CheckpointUnusable.all_of([problem]) from error
+    tokenizer = read_files(adapter.directory, TOKENIZER_FILES)
+    of_embeddings = read_files(adapter.directory, EMBEDDING_FILES)
     files: dict[str, bytes] = {}
     for name, data in base_files(base_dir).items():
         if tokenizer and is_tokenizer_file(name):
@@ -245,11 +228,11 @@ def _side_files(
     path = base_dir / "config.json"
     if adapter.model_config is not None:
         path = adapter.model_config
-        files["config.json"] = path.read_bytes()
+        files |= {"config.json": read_files(path.parent, [path.name])[path.name]}
         # It is that of the base, which generates text.
         files.pop(GENERATION_CONFIG, None)
     config, warnings = agreeing_config(files["config.json"], plan, model.maps, path)
-    files |= tokenizer | of_embeddings
+    files |= tokenizer | of_embeddings | read_files(adapter.directory, [GENERATION_CONFIG])
     files["config.json"] = _changed_config(config, model)
     files[layout.HF_INDEX] = plan.index()
     return files, warnings

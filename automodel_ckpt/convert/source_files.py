@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.sources.model_files import is_side_file
+from automodel_ckpt.checkpoint.files.safe_open import model_file, read_safely
+from automodel_ckpt.checkpoint.sources.model_files import base_files, unreadable
 from automodel_ckpt.convert.sources.torch_files import BIN_INDEX
 from automodel_ckpt.errors import CheckpointUnusable
 
 _CONFIG = "config.json"
-# Tokenizers of large vocabularies take some ten megabytes.
-_MAX_SIDE_BYTES = 128 << 20
 # It is parsed, and then takes up to 25 times its size.
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_RECIPE_BYTES = 1 << 20
@@ -34,17 +31,12 @@ _HINT = "use a directory of *.safetensors or of PyTorch DCP (.metadata and *.dis
 def side_files_of(source: Path, directory: Path) -> dict[str, bytes]:
     """Return config, tokenizer and the like: from ``.hf_metadata``, beside the weights, or in the directory above."""
     for place in (directory / layout.HF_METADATA, directory, source):
-        if place.is_symlink() or not place.is_dir():
+        if place.is_symlink() or not (place / _CONFIG).is_file():
             continue
-        names = [path.name for path in place.iterdir() if path.is_file()]
-        names = sorted(filter(is_side_file, names))
-        if _CONFIG not in names:
-            continue
-        check_links(place, lambda name: is_side_file(name) or name == layout.EXPORT_MANIFEST)
-        files: dict[str, bytes] = {}
-        for name in names:
-            limit = _MAX_CONFIG_BYTES if name == _CONFIG else _MAX_SIDE_BYTES
-            files[name] = _content(place / name, limit)
+        files = base_files(place)
+        if len(files[_CONFIG]) > _MAX_CONFIG_BYTES:
+            raise unusable("config.json is too large", place / _CONFIG, len(files[_CONFIG]))
+        check_links(place, (layout.EXPORT_MANIFEST,))
         export = find_export_manifest(place, follow_links=True)
         if export is not None:
             for name, content in files.items():
@@ -69,40 +61,24 @@ def recipe_of(source: Path) -> dict[str, bytes]:
     path = source / layout.CONFIG
     if not path.is_file() or path.is_symlink() or path.stat().st_size > _MAX_RECIPE_BYTES:
         return {}
-    return {layout.CONFIG: _content(path, _MAX_RECIPE_BYTES)}
+    return {layout.CONFIG: read_safely(source, layout.CONFIG, limit=_MAX_RECIPE_BYTES)}
 
 
-def _content(path: Path, limit: int) -> bytes:
-    # read_safely() rejects links. Those of the Hub's cache have passed check_links().
-    real = Path(os.path.realpath(path))
-    return read_safely(real.parent, real.name, limit=limit)
-
-
-def check_links(directory: Path, concerned: Callable[[str], bool]) -> None:
-    """Check symbolic links to the files selected by *concerned*: they may point within the directory.
-
-    In the Hub's cache, they may also point to the blobs of the same model. Raises :class:`CheckpointUnusable`.
+def check_links(directory: Path, endings: tuple[str, ...]) -> None:
+    """Check symbolic links to the files with these *endings*. Raises :class:`CheckpointUnusable` for a link that
+    :func:`~automodel_ckpt.checkpoint.files.safe_open.model_file` does not follow.
     """
-    allowed = [directory]
-    if directory.parent.name == "snapshots":
-        allowed.append(directory.parent.parent / "blobs")
     for path in directory.iterdir():
-        if not path.is_symlink() or not concerned(path.name):
-            continue
-        target = Path(os.path.realpath(path))
-        if not any(target.is_relative_to(root) for root in allowed):
-            what = "a symbolic link points outside of the directory"
-            raise CheckpointUnusable(
-                what,
-                where=str(path),
-                value=os.readlink(path),
-                hint="name the directory that the link points into, or copy the file",
-            )
+        if path.name.endswith(endings):
+            try:
+                model_file(directory, path.name)
+            except OSError as error:
+                raise CheckpointUnusable.all_of([unreadable(error)]) from error
 
 
 def check_links_of_weights(directory: Path) -> None:
     """Check symbolic links to the files of weights in *directory* by :func:`check_links`."""
-    check_links(directory, lambda file: file.endswith(_WEIGHT_FILES))
+    check_links(directory, _WEIGHT_FILES)
 
 
 def has_links_outside(directory: Path) -> bool:

@@ -25,6 +25,7 @@ import numpy as np
 import tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from automodel_ckpt.checkpoint.sources.model_files import save_preprocessor
 from automodel_ckpt.data.arguments import require_choice
 from automodel_ckpt.data.cache import cached
 from automodel_ckpt.data.encoder import Encoder, blocks
@@ -74,7 +75,7 @@ def train_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
 
     def build(directory: Path) -> None:
         log.info("training a tokenizer of %d entries from the Python documentation", vocab_size)
-        _train(vocab_size).save_pretrained(directory)
+        save_preprocessor(_train(vocab_size), directory)
 
     key = (_FORMAT, _topics_digest(), vocab_size, tokenizers.__version__)
     directory = cached("python_docs-tokenizer", key, build)

@@ -49,6 +49,8 @@ class RowStream(IterableDataset[Row]):
 
     identity: str | None = None
     """A digest that changes with the samples, as far as is known without reading them; None if unknown."""
+    template: str | None = None
+    """How conversations are rendered, in words; None for other samples."""
 
     def __init__(
         self,

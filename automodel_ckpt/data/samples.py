@@ -59,6 +59,7 @@ def samples_of(
             max_samples=max_samples,
             kind=stream_kind,
         )
+        stream.template = template
         # Names and sizes only: a digest of the content would read all files before the first step.
         stream.identity = identity(
             (source.files_signature(), *key, policy.seq_length, policy.policy), tokenizer

@@ -21,9 +21,10 @@ from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.durable_file import file_record, part_digests
 from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.safe_open import model_file, read_model_file, read_safely
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.sources.model_files import unreadable
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.durable_io import walk
 from automodel_ckpt.errors import CheckpointUnusable
@@ -170,6 +171,7 @@ def _names_in(directory: Path) -> list[str]:
         directories[:] = [name for name in directories if not name.startswith(".")]
         names += [os.path.relpath(os.path.join(parent, name), directory) for name in files]
     names = sorted(name for name in names if _is_uploaded(name))
+    _check_links(directory, names)
     if not {"config.json", layout.ADAPTER_CONFIG} & set(names):
         raise CheckpointUnusable(
             "there is no model to upload",
@@ -178,6 +180,17 @@ def _names_in(directory: Path) -> list[str]:
             hint="name a run, a checkpoint, an export (model/consolidated), or an adapter",
         )
     return names
+
+
+def _check_links(directory: Path, names: list[str]) -> None:
+    """Raise :class:`CheckpointUnusable` for a link out of the directory, except to weights, which are validated."""
+    for name in names:
+        if name.endswith(".safetensors"):
+            continue
+        try:
+            model_file(directory, name)
+        except OSError as error:
+            raise CheckpointUnusable.all_of([unreadable(error)]) from error
 
 
 def _is_uploaded(name: str) -> bool:
@@ -247,7 +260,7 @@ def _replace_local_base(
 
 def _json(directory: Path, name: str) -> dict[str, Any]:
     try:
-        found = parse_json(read_safely(directory, name))
+        found = parse_json(read_model_file(directory, name))
     except (OSError, ValueError) as error:
         raise _malformed(directory / name, repr(error)[:200]) from error
     if not isinstance(found, dict):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
@@ -12,6 +15,40 @@ from transformers.models.auto.modeling_auto import (
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.config_values import context_length
+
+_RANGES = (
+    (r"(layers?|blocks?|depths?)$", -math.inf, 10_000),
+    (
+        r"(vocab_size|hidden_size|intermediate_size|d_model|d_ff|n_embd|dim|heads)$",
+        -math.inf,
+        1 << 28,
+    ),
+    (r"(positions?|position_embeddings|experts)$", -math.inf, 1 << 32),
+    (r"num_labels$", -math.inf, 1 << 24),
+    (r"(dropout|pdrop|dropout_rate|dropout_prob)$", 0, 1),
+)
+"""The least and the largest values of settings by the ends of their names. Models have far smaller sizes."""
+
+
+def check_sizes(settings: Mapping[str, Any], where: str) -> None:
+    """Check the *settings* of a model in the config.json *where*, also of its parts.
+
+    Raises :class:`RecipeError` for a size with which building the model would not end, and for a rate of dropout that
+    is none, which only fails in training.
+    """
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            check_sizes(value, where)
+        if not isinstance(value, int | float):
+            continue
+        for pattern, least, most in _RANGES:
+            if re.search(pattern, key) and not least <= value <= most:
+                raise RecipeError(
+                    "no model has this value",
+                    where=where,
+                    value=f"{key}: {str(value)[:40]}",
+                    hint="correct the value, or download the model again",
+                )
 
 
 def check_task(config: PreTrainedConfig, auto_class: Any) -> None:

@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.hub_access import explained
+from automodel_ckpt.models.config_checks import check_sizes
 from automodel_ckpt.models.config_overrides import merged_config
 from automodel_ckpt.models.error_texts import did_you_mean, first_line
 from automodel_ckpt.models.model_files import reject_other_weights, require_local
@@ -116,6 +117,7 @@ def _config_of(
     content: dict[str, Any] = {}
     try:
         content, _ = PreTrainedConfig.get_config_dict(path, revision=repository.revision)
+        check_sizes(content, f"config.json of {name}")
         needs_code = config_needs_code(content)
         if needs_code and not repository.runs_code:
             kind = content.get("model_type")
@@ -158,6 +160,7 @@ def _config_from_mapping(
         settings = _completed(settings, default, tokenizer, processor)
         _check_known(settings, default)
         settings = merged_config(settings, default, overrides)
+        check_sizes(settings, "model.from_config")
         return config_class(**copy.deepcopy(settings))
     except (ValueError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
         raise _rejected(model_type, "model.from_config", error) from error

@@ -5,6 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from automodel_ckpt.errors import AutomodelError, RecipeError
 
 _CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
@@ -20,6 +26,25 @@ def first_line(error: BaseException, num_lines: int = 1) -> str:
 def without_control_sequences(text: str) -> str:
     """Remove the sequences by which libraries color their messages on a terminal."""
     return _CONTROL_SEQUENCE.sub("", text)
+
+
+@contextmanager
+def naming_files(
+    what: str, files: str, *, hint: str = "", kind: type[AutomodelError] = RecipeError
+) -> Iterator[None]:
+    """Raise *kind* with the text *what* for any error of a library that uses the *files* of a model.
+
+    A value in such a file that the library does not expect can make it raise anything. Errors of this program and
+    exceeded memory keep their type.
+    """
+    try:
+        yield
+    except (AutomodelError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        hint = hint or "correct the value in the file, or download the model again"
+        value = f"{type(error).__name__}: {first_line(error, 5)}"
+        raise kind(what, where=files, value=value, hint=hint) from error
 
 
 def did_you_mean(name: str, known: set[str]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from automodel_ckpt.checkpoint.sources.model_files import CODE_FILES, read_files, save_preprocessor
 from automodel_ckpt.durable_io import fsync_directory, fsync_file
 from automodel_ckpt.errors import RecipeError, os_problem
 from automodel_ckpt.models.build import build_model
@@ -74,10 +75,10 @@ def _fill(
     model.save_pretrained(directory)
     code = code_directory(model, repository.revision)
     if code is not None:
-        for path in code.glob("*.py"):
-            shutil.copyfile(path, directory / path.name)
+        for name, content in read_files(code, CODE_FILES).items():
+            (directory / name).write_bytes(content)
     if preprocessor is not None:
-        preprocessor.save_pretrained(directory)
+        save_preprocessor(preprocessor, directory)
     # Before the rename: after a power failure, the final name must not contain empty files.
     for path in directory.iterdir():
         fsync_file(path)

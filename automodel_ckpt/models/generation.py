@@ -12,6 +12,7 @@ from transformers import TextStreamer
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.config_values import context_length
+from automodel_ckpt.models.error_texts import naming_files
 
 Message = Mapping[str, Any]
 """A message of a conversation, with the keys that a chat template reads: role, content, and others."""
@@ -130,9 +131,10 @@ def generate(
     """
     tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
     started = time.perf_counter()
-    streamer = _Callback(tokenizer, on_text) if on_text is not None else None
     num_prompt_tokens = inputs["input_ids"].shape[1]
-    arguments = sampling.arguments()
+    arguments = {"return_dict_in_generate": False, "num_return_sequences": 1} | sampling.arguments()
+    # transformers streams no text of beam search.
+    streams = (getattr(model.generation_config, "num_beams", None) or 1) == 1
     context = context_length(model.config)
     # The encoder reads the prompt, and the output of a decoder with an encoder begins with its start token.
     num_before = 1 if getattr(model.config, "is_encoder_decoder", False) else num_prompt_tokens
@@ -144,15 +146,19 @@ def generate(
     if end is not None:
         ends.add(end)
         arguments["eos_token_id"] = sorted(ends)
-    output = model.generate(
-        **inputs,
-        **arguments,
-        streamer=streamer,
-        pad_token_id=_padding(model, tokenizer),
-        synced_gpus=synced,
-    )
+    where = f"generation_config.json and config.json of {model.config.name_or_path or 'the model'}"
+    with naming_files("transformers cannot generate text with this model", where):
+        output = model.generate(
+            **inputs,
+            **arguments,
+            streamer=_Callback(tokenizer, on_text) if on_text is not None and streams else None,
+            pad_token_id=_padding(model, tokenizer),
+            synced_gpus=synced,
+        )
     tokens = output[0, num_before:].tolist()
     text = tokenizer.decode(tokens, skip_special_tokens=True)
+    if on_text is not None and not streams:
+        on_text(text)
     ended = bool(tokens) and tokens[-1] in ends
     return Completion(
         text,

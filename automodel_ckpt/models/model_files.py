@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import difflib
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import read_model_file
+from automodel_ckpt.checkpoint.sources.model_files import check_directory
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.config_checks import check_sizes
 from automodel_ckpt.models.repository import base_directory
 from automodel_ckpt.other_weights import weights_of_another_program
 
@@ -20,8 +25,18 @@ _OF_URL = (
 
 
 def require_local(name: str, where: str) -> None:
-    """Raise :class:`RecipeError` if *name* looks like a path, not like a name of the Hub, and does not exist."""
+    """Raise :class:`RecipeError` if *name* looks like a path, not like a name of the Hub, and does not exist.
+
+    Also for a directory with files that may not be read, or that are links to files elsewhere, which a library would
+    follow.
+    """
     path = Path(name).expanduser()
+    if path.is_dir():
+        check_directory(path)
+        # Reading the tokenizer already creates the model's configuration.
+        with suppress(OSError, ValueError, AttributeError):
+            settings = parse_json(read_model_file(path, "config.json"))
+            check_sizes(settings, f"config.json of {name}")
     if path.exists():
         return
     looks_local = name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)

@@ -22,6 +22,7 @@ from automodel_ckpt.models.config_checks import (
 )
 from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.config_values import context_length, layer_configs
+from automodel_ckpt.models.error_texts import naming_files
 from automodel_ckpt.models.vocabulary import set_size, wanted_size
 from automodel_ckpt.recipes.repository import repository_options
 
@@ -46,13 +47,15 @@ def read_model_config(
         repository=repository_options(section),
         auto_class=auto_class,
     )
-    check_task(found, auto_class)
-    check_layer_drop(found)
-    size = wanted_size(section.vocab_size, tokenizer)
-    if size is not None and section.from_config is not None:
-        set_size(found, size)
-    check_vocabulary(found, tokenizer, size=size)
-    check_all_heads(found, layout.sizes)
+    files = f"config.json of {section.from_pretrained or section.from_config}"
+    with naming_files("transformers cannot use this configuration of a model", files):
+        check_task(found, auto_class)
+        check_layer_drop(found)
+        size = wanted_size(section.vocab_size, tokenizer)
+        if size is not None and section.from_config is not None:
+            set_size(found, size)
+        check_vocabulary(found, tokenizer, size=size)
+        check_all_heads(found, layout.sizes)
     for name, dataset in _data_sets(config).items():
         seq_length = dataset.kwargs.get("seq_length") if dataset is not None else None
         if seq_length is not None:

@@ -10,6 +10,7 @@ from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.adapter import why_whole
 from automodel_ckpt.models.build import restore_attention_caps
+from automodel_ckpt.models.error_texts import naming_files
 from automodel_ckpt.models.model_checks import check_complete
 from automodel_ckpt.models.mtp_families import MtpPlan, plan_mtp
 from automodel_ckpt.models.vocabulary import wanted_size
@@ -40,20 +41,22 @@ def build_unsharded(request: ModelRequest) -> DeferredModel:
         # A dry run reads no weights.
         level = "size" if request.is_dry_run else config.checkpoint.verify
         verify_base(base, level, layout, layout.gloo_group, section.revision)
-    return build_deferred(
-        section,
-        request.model_config,
-        base=base,
-        auto_class=request.auto_class,
-        seed=config.seed,
-        group=layout.gloo_group,
-        vocab_size=wanted_size(section.vocab_size, text_tokenizer(request.preprocessor)),
-        needs_values=why_whole(lora_of(config.peft)) if config.peft is not None else "",
-        loading=quantization(config, layout),
-        mtp=_mtp_plan(request, section, base),
-        # A model that is not trained needs the head of its files.
-        allow_new_head=request.has_task_head and request.is_trained,
-    )
+    files = f"config.json and generation_config.json of {base}" if base else "model.from_config"
+    with naming_files("transformers cannot build this model", files):
+        return build_deferred(
+            section,
+            request.model_config,
+            base=base,
+            auto_class=request.auto_class,
+            seed=config.seed,
+            group=layout.gloo_group,
+            vocab_size=wanted_size(section.vocab_size, text_tokenizer(request.preprocessor)),
+            needs_values=why_whole(lora_of(config.peft)) if config.peft is not None else "",
+            loading=quantization(config, layout),
+            mtp=_mtp_plan(request, section, base),
+            # A model that is not trained needs the head of its files.
+            allow_new_head=request.has_task_head and request.is_trained,
+        )
 
 
 def _base(request: ModelRequest, section: ModelConfig) -> str | None:

@@ -45,7 +45,9 @@ MAY_IMPORT = {
         "device_copies",
         "kernel_trial",
         "checkpoint.files.bounded_json",
+        "checkpoint.files.safe_open",
         "checkpoint.files.weight_map",
+        "checkpoint.sources.model_files",
     },
     "data": {
         "errors",
@@ -56,6 +58,7 @@ MAY_IMPORT = {
         "seeds",
         "forks",
         "hub_access",
+        "checkpoint.sources.model_files",
     },
     "checkpoint": {
         "errors",

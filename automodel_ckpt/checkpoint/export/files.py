@@ -18,16 +18,14 @@ from automodel_ckpt.checkpoint.export.older_config import with_older_keys
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, Plan, quantized_in_base
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.durable_file import file_record
-from automodel_ckpt.checkpoint.files.safe_open import read_in_snapshot
+from automodel_ckpt.checkpoint.files.safe_open import read_model_file
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
-from automodel_ckpt.checkpoint.sources.model_files import is_side_file
+from automodel_ckpt.checkpoint.sources.model_files import MAX_SIDE_BYTES, is_side_file, unreadable
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.durable_io import walk
-from automodel_ckpt.errors import CheckpointUnusable, os_problem
+from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import counted, counted_are
 
-# Tokenizers of large vocabularies take some ten megabytes.
-_MAX_SIDE_BYTES = 128 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -51,11 +49,9 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
         ]
     try:
         names = _side_names(source, directory)
-        files = {name: read_in_snapshot(directory, name, limit=_MAX_SIDE_BYTES) for name in names}
+        files = {name: read_model_file(directory, name, limit=MAX_SIDE_BYTES) for name in names}
     except OSError as error:
-        hint = "restore it from another copy"
-        problem = os_problem(error, "a side file cannot be read", hint=hint)
-        raise CheckpointUnusable.all_of([problem]) from None
+        raise CheckpointUnusable.all_of([unreadable(error)]) from None
     warnings: list[str] = []
     clashing: list[str] = []
     for name in sorted(files):
@@ -81,9 +77,9 @@ def _side_names(source: Source, directory: Path) -> Iterable[str]:
     """Return the names of the side files. For a checkpoint in Hugging Face files, only those in its manifest."""
     if source.metadata_directory is None or (source.finished and source.manifest is None):
         # Known names only: the weights themselves are in this directory, and whatever else the user keeps there.
-        return [name for name in _regular_files(directory) if is_side_file(name)]
+        return [name for name in _files_below(directory) if is_side_file(name)]
     if source.manifest is None or not source.finished:
-        return [name for name in _regular_files(directory) if name not in MAPS]
+        return [name for name in _files_below(directory) if name not in MAPS]
     names = [path.removeprefix(f"{directory.name}/") for path in source.manifest.files]
     made_anew = {layout.HF_INDEX, layout.CONSOLIDATE_SCRIPT, layout.SLICE_TABLE}
     return [
@@ -93,16 +89,12 @@ def _side_names(source: Source, directory: Path) -> Iterable[str]:
     ]
 
 
-def _regular_files(directory: Path) -> Iterable[str]:
-    """Yield the relative paths of the files below *directory*. Links are skipped: they could lead anywhere.
-
-    Links in a snapshot of the Hub's cache are yielded: only those to the blobs of its model are followed later.
-    """
-    is_snapshot = directory.parent.name == "snapshots"
+def _files_below(directory: Path) -> Iterable[str]:
+    """Yield the relative paths of the files below *directory*."""
     for parent, _, names in walk(directory):
         for name in sorted(names):
             path = Path(parent, name)
-            if path.is_file() and (is_snapshot or not path.is_symlink()):
+            if path.is_file():
                 yield path.relative_to(directory).as_posix()
 
 
@@ -213,7 +205,7 @@ def _listed(plan: Plan, staging: Path, parts: Iterable[Digested]) -> dict[str, d
     for part in parts:
         found[part.file].append((part.start, part.nbytes, part.digest))
     listed: dict[str, dict[str, Any]] = {}
-    for name in sorted(_regular_files(staging)):
+    for name in sorted(_files_below(staging)):
         if name in found:
             in_order = sorted(found[name])
             digests = [[nbytes, digest] for _, nbytes, digest in in_order]

@@ -11,6 +11,7 @@ from pathlib import Path
 # A file of this size that takes less than a part of it on the disk was made to be slow to read, not by a save.
 SPARSE_FROM_BYTES = 128 << 20
 _SPARSE_RATIO = 64
+OUTSIDE = "a symbolic link points outside of the directory"
 
 
 def open_safely(root: Path, path: str) -> int:
@@ -56,18 +57,34 @@ def read_safely(root: Path, path: str, *, limit: int | None = None) -> bytes:
         return file.read()
 
 
-def read_in_snapshot(directory: Path, path: str, *, limit: int | None = None) -> bytes:
-    """Read the file *path* below *directory* as :func:`read_safely`; in a snapshot of the Hub's cache also a link.
+def read_model_file(directory: Path, path: str, *, limit: int | None = None) -> bytes:
+    """Read the regular file *path* of the model in *directory*, for all files that are copied or described.
 
-    The cache has ``models--ORG--NAME/snapshots/COMMIT/FILE``, a link to ``../../blobs/DIGEST``. Only links to the blobs
-    of the same model are followed.
+    Raises OSError as :func:`model_file`, or where it exceeds *limit* bytes.
     """
-    if directory.parent.name == "snapshots":
-        blobs = os.path.realpath(directory.parent.parent / "blobs")
-        target = os.path.realpath(directory / path)
-        if os.path.dirname(target) == blobs:
-            return read_safely(Path(blobs), os.path.basename(target), limit=limit)
-    return read_safely(directory, path, limit=limit)
+    found = model_file(directory, path)
+    return read_safely(found.parent, found.name, limit=limit)
+
+
+def model_file(directory: Path, path: str) -> Path:
+    """Return where the file *path* of the model in *directory* is, after following links.
+
+    Links may lead to files of the same directory, and in a snapshot of the Hub's cache to the blobs of the same model:
+    ``models--ORG--NAME/snapshots/COMMIT/FILE`` is a link to ``../../blobs/DIGEST``. *directory* itself may be a link.
+    Raises OSError for a link that leads elsewhere, because its target could be a secret of the user. A hidden file,
+    such as ``.git/config``, can be one, too.
+    """
+    root = Path(os.path.realpath(directory))
+    found = Path(os.path.realpath(root / path))
+    if found == root / path:
+        return found
+    if found.is_relative_to(root):
+        is_allowed = not any(part.startswith(".") for part in found.relative_to(root).parts)
+    else:
+        is_allowed = root.parent.name == "snapshots" and found.parent == root.parents[1] / "blobs"
+    if not is_allowed:
+        raise OSError(errno.ELOOP, OUTSIDE, str(directory / path))
+    return found
 
 
 def begins_with(root: Path, path: str, content: bytes) -> bool:

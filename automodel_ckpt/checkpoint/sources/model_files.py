@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.files.safe_open import OUTSIDE, model_file, read_model_file
+from automodel_ckpt.errors import (
+    NOT_ALLOWED,
+    PERMISSIONS_HINT,
+    CheckpointUnusable,
+    Problem,
+    RecipeError,
+    os_problem,
+)
+
+MAX_SIDE_BYTES = 128 << 20
+"""Tokenizers of large vocabularies take some ten megabytes."""
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -14,10 +31,22 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "*.model",
     "*.tiktoken",
+    "tekken.json",
+    "*.spm",
+    "target_vocab.json",
+    "bpe.codes",
+    "dict.txt",
+    "byte_maps.json",
+    "emoji.json",
+    "entity_vocab.json",
+    "normalizer.json",
+    "*.tokenizer",
+    "word_*.json",
     "chat_template*",
     "additional_chat_templates/*",
     "*processor_config.json",
 )
+"""The files of processors and of all tokenizers of transformers, by the names that their classes state."""
 EMBEDDING_FILES = (
     "modules.json",
     "sentence_bert_config.json",
@@ -28,7 +57,7 @@ EMBEDDING_FILES = (
 CODE_FILES = ("*.py",)
 MODEL_FILES = (*CODE_FILES, "LICENSE*", "NOTICE*", "USE_POLICY*")
 GENERATION_CONFIG = "generation_config.json"
-
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 _SIDE_FILES = (
     "config.json",
@@ -37,6 +66,7 @@ _SIDE_FILES = (
     *TOKENIZER_FILES,
     *EMBEDDING_FILES,
 )
+_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 _FOLDERS = ("additional_chat_templates/*", "[0-9]_*/config.json")
 
 
@@ -60,17 +90,79 @@ def is_embedding_file(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in EMBEDDING_FILES)
 
 
+def save_preprocessor(preprocessor: Any, directory: Path) -> None:
+    """Save a tokenizer or processor in *directory*, so that transformers 4 also loads it.
+
+    transformers 5 writes the name of a class that version 4 does not have, and a list where that expects a mapping. Its
+    own version 5 reads the older spelling with the same result.
+    """
+    preprocessor.save_pretrained(directory)
+    path = directory / _TOKENIZER_CONFIG
+    if not path.is_file():
+        return
+    settings = json.loads(path.read_bytes())
+    if settings.get("tokenizer_class") != "TokenizersBackend":
+        return
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
 def read_files(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
-    """The files at the top of *directory*, or in a folder that a pattern names, whose relative name fits a pattern."""
+    """The files at the top of *directory*, or in a folder that a pattern names, whose relative name fits a pattern.
+
+    Raises :class:`CheckpointUnusable` for a file that cannot be read, and for a link that
+    :func:`~automodel_ckpt.checkpoint.files.safe_open.model_file` does not follow.
+    """
+    files: dict[str, bytes] = {}
+    for name in _matching(directory, patterns):
+        try:
+            files[name] = read_model_file(directory, name, limit=MAX_SIDE_BYTES)
+        except OSError as error:
+            raise CheckpointUnusable.all_of([unreadable(error)]) from error
+    return files
+
+
+def check_directory(directory: Path) -> None:
+    """Check the files of a model before a library reads them.
+
+    Raises :class:`RecipeError` for a link that :func:`read_files` would not follow, and for a file that this user may
+    not read, which libraries report as missing.
+    """
+    try:
+        for name in _matching(directory, _SIDE_FILES):
+            model_file(directory, name)
+        for name in (".", *_matching(directory, (*_SIDE_FILES, *_WEIGHTS))):
+            if not os.access(directory / name, os.R_OK, effective_ids=True):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory / name)
+    except OSError as error:
+        raise RecipeError.all_of([unreadable(error)]) from error
+
+
+def unreadable(error: OSError) -> Problem:
+    """Return the problem of a side file that cannot be read."""
+    path = str(error.filename)
+    if error.errno == errno.ELOOP and os.path.islink(path):
+        hint = (
+            "replace the link by a copy of its target, if that belongs to the model; else remove it"
+        )
+        return Problem(OUTSIDE, path, os.readlink(path), hint)
+    hint = "restore it from another copy"
+    if error.errno in NOT_ALLOWED:
+        hint = PERMISSIONS_HINT
+    return os_problem(error, "a file of the model cannot be read", hint=hint)
+
+
+def _matching(directory: Path, patterns: Iterable[str]) -> list[str]:
+    """The sorted relative names of the files at the top of *directory* or in known folders that fit a pattern."""
     wanted = tuple(patterns)
     candidates = list(directory.glob("*"))
     for folder in _FOLDERS:
         candidates += directory.glob(folder)
-    # Links are followed: in the Hub's cache, every file is a link.
-    files: dict[str, bytes] = {}
+    names = []
     for path in sorted(candidates):
         name = path.relative_to(directory).as_posix()
-        is_wanted = any(fnmatch(name, pattern) for pattern in wanted)
-        if is_wanted and path.is_file():
-            files[name] = path.read_bytes()
-    return files
+        if any(fnmatch(name, pattern) for pattern in wanted) and path.is_file():
+            names.append(name)
+    return names

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    PreTrainedConfig,
 )
 
 from automodel_ckpt.checkpoint import layout
@@ -35,6 +36,7 @@ from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.export.next_steps import computes_embeddings, try_command
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG, check_directory
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.cli.paths import find_checkpoint
@@ -44,11 +46,17 @@ from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.hub_access import is_hub_name, resolve_commit
 from automodel_ckpt.models.build import with_attention_caps
+from automodel_ckpt.models.config_checks import check_sizes
+from automodel_ckpt.models.error_texts import naming_files
 from automodel_ckpt.models.multimodal_class import AutoMultimodalModel
+from automodel_ckpt.recipes.preprocessors import absent_tokenizer, check_vocabulary_file
 
 MODEL = "model"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_HINT = "name a checkpoint, an export, an adapter, or a model of the Hub"
+_HINT = (
+    "name a checkpoint, an export, an adapter, or a model of the Hub; if its files have a value that is not valid, "
+    "correct that"
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,8 @@ def load(
         # peft uses names of transformers that will be removed; a user cannot change that.
         warnings.simplefilter("ignore", FutureWarning)
         options = {"dtype": dtype, "trust_remote_code": False}
-        try:
+        what = "transformers cannot load this model"
+        with naming_files(what, path, hint=_HINT, kind=CheckpointUnusable):
             if found.adapter is None:
                 model = _model_of(found.model, options, found.revision)
             else:
@@ -92,22 +101,10 @@ def load(
 
                 _check_generates(found.adapter / layout.ADAPTER_MODEL_CONFIG)
                 model = _model_of(found.model, options, found.revision)
+                if (found.adapter / GENERATION_CONFIG).is_file():
+                    model.generation_config = GenerationConfig.from_pretrained(found.adapter)
                 model = PeftModel.from_pretrained(model, str(found.adapter))
             preprocessor = _preprocessor_of(model, found)
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-            KeyError,
-            ImportError,
-            SafetensorError,
-        ) as error:
-            raise CheckpointUnusable(
-                "transformers cannot load this model",
-                where=path,
-                value=f"{type(error).__name__}: {str(error).strip()[:300]}",
-                hint=_HINT,
-            ) from error
     return LoadedModel(path, model.to(where).eval(), preprocessor)
 
 
@@ -140,6 +137,7 @@ def _hugging_face_directory(path: str, base: str | None) -> Iterator[_Files]:
             stack.enter_context(_naming_export(exported, found))
             files = _files_of(exported, found, base)
         else:
+            check_directory(found)
             _verify(found)
             files = _files_of(found, found, base)
         adapter = None if files.adapter is None else Path(_in_utf8(str(files.adapter), stack))
@@ -286,6 +284,7 @@ def _warn_of_other_base(name: str, record: dict[str, Any], run: Path) -> None:
 
 
 def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
+    check_sizes(PreTrainedConfig.get_config_dict(name, revision=revision)[0], name)
     config = AutoConfig.from_pretrained(name, trust_remote_code=False, revision=revision)
     _check_head(config, name)
     model_class: Any = AutoModelForCausalLM
@@ -368,19 +367,17 @@ def _preprocessor_of(model: Any, found: _Files) -> Any:
         places.insert(0, str(found.adapter))
     revision = found.revision if places[0] == found.model else None
     try:
-        return auto.from_pretrained(places[0], trust_remote_code=False, revision=revision)
-    except (OSError, ValueError) as error:
-        directory = Path(places[0])
-        if not directory.is_dir() or any(map(_is_of_tokenizer, os.listdir(directory))):
+        found = auto.from_pretrained(places[0], trust_remote_code=False, revision=revision)
+        # Without files, transformers may return a tokenizer that has no tokens.
+        return check_vocabulary_file(found, places[0])
+    except Exception as error:
+        absent = absent_tokenizer(places[0], places[0])
+        if absent is None:
             raise
-        raise CheckpointUnusable(
-            "there is no tokenizer beside the model",
-            where=places[0],
-            value="no such files",
-            hint="copy those of the original model there; `ckpt import SOURCE RUN --config DIR` adds those in DIR to "
-            "weights of another program",
-        ) from error
-
-
-def _is_of_tokenizer(name: str) -> bool:
-    return name.startswith(("tokenizer", "vocab")) or name.endswith((".model", ".tiktoken"))
+        hint = (
+            "copy the files of the original model there; `ckpt import SOURCE RUN --config DIR` adds those in DIR to "
+            "weights of another program"
+        )
+        what = "there is no tokenizer beside the model"
+        problems = [replace(problem, what=what, hint=hint) for problem in absent.problems]
+        raise CheckpointUnusable.all_of(problems) from error

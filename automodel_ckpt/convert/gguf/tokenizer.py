@@ -10,7 +10,7 @@ The files are not trusted: :func:`_checked` validates the types of everything th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -42,12 +42,15 @@ def convert_tokenizer(
     vocab_size: int,
     where: str,
     template: str | None = None,
+    ends: Iterable[Any] = (),
 ) -> GgufTokenizer:
     """Return the keys for *tokenizer* (the content of tokenizer.json, at *where*).
 
     *settings* is tokenizer_config.json's content; the list of tokens is filled up to *vocab_size*; *template* is the
-    chat template. Raises :class:`CheckpointUnusable` for a file that is no tokenizer's, and for a tokenizer that
-    llama.cpp would not follow.
+    chat template, and *ends* are the end tokens in generation_config.json.
+
+    Raises :class:`CheckpointUnusable` for a file that is no tokenizer's, and for a tokenizer that llama.cpp would not
+    follow.
     """
     template = template or settings.get("chat_template")
     for value in (tokenizer, settings, template):
@@ -74,15 +77,34 @@ def convert_tokenizer(
     ]
     for name, index in special.items():
         keys.append((f"tokenizer.ggml.{name}_token_id", "uint32", index))
-    begins, ends = _added(tokenizer.get("post_processor"), ids, special, where)
+    turn_end = _end_of_turn(ends, tokens, special, template)
+    if turn_end is not None:
+        keys.append(("tokenizer.ggml.eot_token_id", "uint32", turn_end))
+    begins, adds_end = _added(tokenizer.get("post_processor"), ids, special, where)
     keys.append(("tokenizer.ggml.add_bos_token", "bool", begins))
-    keys.append(("tokenizer.ggml.add_eos_token", "bool", ends))
+    keys.append(("tokenizer.ggml.add_eos_token", "bool", adds_end))
     if isinstance(template, str):
         keys.append(("tokenizer.chat_template", "string", template))
     if "eos" not in special:
         no_end = "tokenizer_config.json names no end-of-sequence token: llama.cpp uses its default"
         warnings = (*warnings, no_end)
     return GgufTokenizer(keys, warnings)
+
+
+def _end_of_turn(
+    ends: Iterable[Any], tokens: list[str], special: Mapping[str, int], template: Any
+) -> int | None:
+    """Return the token among *ends* that ends a turn: the one that the chat template has; None if there is not one.
+
+    llama.cpp stops at one end of a text and one end of a turn, and at those that it knows by their text.
+    """
+    found = []
+    for index in ends:
+        if type(index) is not int or not 0 <= index < len(tokens) or index == special.get("eos"):
+            continue
+        if not isinstance(template, str) or tokens[index] in template:
+            found.append(index)
+    return found[0] if len(found) == 1 else None
 
 
 def _check_model(model: Mapping[str, Any], where: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import is_sparse, open_regular, read_in_snapshot
+from automodel_ckpt.checkpoint.files.safe_open import is_sparse, open_regular, read_model_file
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -63,7 +63,7 @@ def read_json(
     """
     path = directory / name
     try:
-        content = read_in_snapshot(directory, name, limit=_MAX_JSON_BYTES)
+        content = read_model_file(directory, name, limit=_MAX_JSON_BYTES)
         if export is not None:
             export.check_bytes(name, content)
         value = parse_json(content)

@@ -21,8 +21,9 @@ from automodel_ckpt.checkpoint.export.next_steps import modelfile_text
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
-from automodel_ckpt.checkpoint.files.safe_open import read_in_snapshot
+from automodel_ckpt.checkpoint.files.safe_open import read_model_file
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
+from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG
 from automodel_ckpt.checkpoint.sources.source import Source, Tensors
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
@@ -240,12 +241,14 @@ def _described(
             hint="use another checkpoint, or export Hugging Face files (--to hf)",
         )
     settings = read_json(side, "tokenizer_config.json", source.export) or {}
+    ends = (read_json(side, GENERATION_CONFIG, source.export) or {}).get("eos_token_id")
     vocabulary = convert_tokenizer(
         tokenizer,
         settings,
         model.vocab_size,
         str(side / "tokenizer.json"),
         _chat_template(side, source.export),
+        ends if isinstance(ends, list) else [ends],
     )
     return model, [*model.key_values(), *vocabulary.keys], vocabulary.warnings
 
@@ -296,7 +299,7 @@ def _required_json(side: Path, name: str, export: ExportManifest | None) -> dict
 
 def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
     try:
-        content = read_in_snapshot(side, _TEMPLATE, limit=_MAX_TEMPLATE_BYTES)
+        content = read_model_file(side, _TEMPLATE, limit=_MAX_TEMPLATE_BYTES)
         if export is not None:
             export.check_bytes(_TEMPLATE, content)
         return content.decode()

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.files import write_side_files
 from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
-from automodel_ckpt.checkpoint.sources.model_files import is_side_file
+from automodel_ckpt.checkpoint.sources.model_files import base_files
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_directory
@@ -72,11 +73,9 @@ def export_onnx(
         files = _hugging_face_files(opened, staging / _WEIGHTS, num_threads, log)
         log("exporting with torch; this can take minutes")
         exporter(files, staging / MODEL_FILE, dtype)
-        for path in sorted(files.iterdir()):
-            if path.is_file() and is_side_file(path.name):
-                shutil.copyfile(path, staging / path.name)
+        write_side_files(base_files(files), staging)
         shutil.rmtree(staging / _WEIGHTS, ignore_errors=True)
-        nbytes = sum(path.stat().st_size for path in staging.iterdir())
+        nbytes = sum(path.stat().st_size for path in staging.iterdir() if path.is_file())
     warnings = (*opened.notes, _NO_CACHE)
     log(f"warning: {_NO_CACHE}")
     seconds = time.monotonic() - started
