@@ -144,14 +144,22 @@ def model_of(config: transformers.PreTrainedConfig) -> Any:
 
     Raises ValueError or AttributeError if its class is not part of transformers.
     """
-    name = _class_name(config)
-    model_class = getattr(transformers, name)
-    # The file may name any attribute of transformers, also a function.
-    is_class = isinstance(model_class, type)
-    if not is_class or not issubclass(model_class, transformers.PreTrainedModel):
-        raise ValueError(f"{name} is not a model")
+    found = model_class(config)
     with torch.device("meta"):
-        return model_class(config)
+        return found(config)
+
+
+def model_class(config: transformers.PreTrainedConfig) -> Any:
+    """Return the class of transformers that *config* names.
+
+    Raises ValueError or AttributeError if there is none.
+    """
+    name = _class_name(config)
+    found = getattr(transformers, name)
+    # The file may name any attribute of transformers, also a function.
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+        raise ValueError(f"{name} is not a model")
+    return found
 
 
 def _class_name(config: transformers.PreTrainedConfig) -> str:

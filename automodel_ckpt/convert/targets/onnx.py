@@ -10,17 +10,19 @@ import logging
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.files import cast_lines
 from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_directory
-from automodel_ckpt.convert.targets.output_paths import directory_output
+from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -28,15 +30,12 @@ log_default = logging.getLogger("automodel_ckpt")
 
 MODEL_FILE = "model.onnx"
 _WEIGHTS = ".weights"
-_NO_CACHE = (
-    "the model has no cache of keys and values: a program that generates text computes the whole text again for each "
-    "token"
-)
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-Exporter = Callable[[Path, Path, str], None]
-"""Writes the model in a directory of Hugging Face files as an .onnx file, in a dtype such as ``float32``."""
+Exporter = Callable[[Path, Path, str], str]
+"""Writes the model in a directory of Hugging Face files as an .onnx file, in a dtype such as ``float32``. Returns what
+its users must know."""
 
 
 def export_onnx(
@@ -57,7 +56,8 @@ def export_onnx(
     the files cannot be written. In each case nothing was written.
     """
     started = time.monotonic()
-    dtype = _DTYPES[parse_cast_dtype(cast_dtype) or "F32"]
+    cast_code = parse_cast_dtype(cast_dtype) or "F32"
+    dtype = _DTYPES[cast_code]
     opened = open_source(Path(source))
     side = opened.metadata_directory or opened.side_files
     if side is None or not (side / "config.json").is_file():
@@ -70,15 +70,23 @@ def export_onnx(
     target = directory_output(opened, output, "-onnx")
     with published_directory(target, log, what="the ONNX model") as staging:
         files = _hugging_face_files(opened, staging / _WEIGHTS, num_threads, log)
+        codes = [tensor.dtype for tensor in opened.tensors.values()]
+        for text in cast_lines(Counter((code, cast_code) for code in codes if code in _DTYPES)):
+            log(text)
         log("exporting with torch; this can take minutes")
-        exporter(files, staging / MODEL_FILE, dtype)
-        for path in sorted(files.iterdir()):
-            if path.is_file() and is_side_file(path.name):
-                shutil.copyfile(path, staging / path.name)
+        note = exporter(files, staging / MODEL_FILE, dtype)
+        # Those of sentence-transformers are in subdirectories.
+        for path in sorted((*files.iterdir(), *files.glob("[0-9]_*/config.json"))):
+            name = path.relative_to(files)
+            if path.is_file() and is_side_file(name.as_posix()):
+                (staging / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, staging / name)
         shutil.rmtree(staging / _WEIGHTS, ignore_errors=True)
-        nbytes = sum(path.stat().st_size for path in staging.iterdir())
-    warnings = (*opened.notes, _NO_CACHE)
-    log(f"warning: {_NO_CACHE}")
+        nbytes = nbytes_below(staging)
+    warnings = opened.notes
+    if note:
+        warnings = (*warnings, note)
+        log(f"warning: {note}")
     seconds = time.monotonic() - started
     return ExportReport(target, len(opened.tensors), nbytes, seconds, opened.has_digests, warnings)
 
@@ -93,6 +101,7 @@ def _hugging_face_files(source: Source, directory: Path, num_threads: int, log: 
             source.model_directory,
             directory,
             num_threads=num_threads,
+            keep_dtypes=True,
             log=log,
             opener=lambda _: source,
         )
