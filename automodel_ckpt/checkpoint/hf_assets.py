@@ -75,7 +75,8 @@ class HFAssets:
     *config* and *generation_config* are transformers' objects, *tokenizer* a tokenizer or processor (None: none).
     *base_dir* is the local directory that the model was loaded from. *tensors* are those that the model stores; *tied*
     maps each other name to the stored one it shares its memory with. *code_dir* has the Python files that define the
-    model's class, if transformers does not define it. *declared* are names, or globs over them, of
+    model's class, if transformers does not define it. *prefix* is that of the backbone's tensors, which the names of
+    the base can lack, or have in excess. *declared* are names, or globs over them, of
     tensors that differ from the base's intentionally: new, resized or omitted. *further* are other files, by relative
     path, that take precedence over those of the base. *float32_in* has the names of tensors that the model keeps in
     float32 if the others are cast to a dtype (by its safetensors code).
@@ -90,6 +91,7 @@ class HFAssets:
         base_dir: Path | str | None = None,
         code_dir: Path | None = None,
         architecture: str | None = None,
+        prefix: str = "",
         tensors: Mapping[str, TensorSpec] | None = None,
         tied: Mapping[str, str] | None = None,
         declared: Iterable[str] = (),
@@ -103,6 +105,7 @@ class HFAssets:
         self._base_dir = Path(base_dir) if base_dir is not None else None
         self._code_dir = code_dir
         self._architecture = architecture
+        self._prefix = prefix
         self._tensors = dict(tensors or {})
         self._tied = dict(tied or {})
         self._declared = tuple(declared)
@@ -148,6 +151,7 @@ class HFAssets:
             code_dir=code_dir,
             # fully_shard puts a subclass with this prefix in the place of the model's class.
             architecture=type(inner).__name__.removeprefix("FSDP"),
+            prefix=inner.base_model_prefix,
             tensors=tensor_specs(inner),
             tied=tied,
             declared=declared,
@@ -297,7 +301,22 @@ class HFAssets:
         return exported
 
     @functools.cached_property
+    def _base_names(self) -> dict[str, str]:
+        """{name in the base: name in exports}, which have or lack the prefix of the backbone for all tensors."""
+        known = {*self._tensors, *self._tied}
+        names: dict[str, str] = {}
+        for name in self._files_of_base:
+            candidates = (name, f"{self._prefix}.{name}", name.removeprefix(f"{self._prefix}."))
+            names[name] = next((each for each in candidates if each in known), name)
+        return names
+
+    @functools.cached_property
     def _base_files(self) -> dict[str, str]:
+        """The base's file of each of its tensors, by the name in exports."""
+        return {self._base_names[name]: file for name, file in self._files_of_base.items()}
+
+    @functools.cached_property
+    def _files_of_base(self) -> dict[str, str]:
         """The base's file of each of its tensors; empty where there is no base in safetensors format."""
         if self._base_dir is None:
             return {}
@@ -312,13 +331,13 @@ class HFAssets:
 
     @functools.cached_property
     def _base_tensors(self) -> dict[str, TensorEntry]:
-        """The tensors of the base by name; empty without a base in safetensors format."""
+        """The tensors of the base by the name in exports; empty without a base in safetensors format."""
         tensors: dict[str, TensorEntry] = {}
         if self._base_dir is None:
             return tensors
         for name in sorted(set(self._base_files.values())):
             try:
-                tensors |= read_header(self._base_dir / name).tensors
+                header = read_header(self._base_dir / name)
             except (OSError, CheckpointUnusable) as error:
                 raise RecipeError(
                     "a file of the base model cannot be read",
@@ -326,6 +345,8 @@ class HFAssets:
                     value=str(error),
                     hint="download the base model again",
                 ) from error
+            for fqn, entry in header.tensors.items():
+                tensors[self._base_names.get(fqn, fqn)] = entry
         return tensors
 
     def _expected(self, fqn: str) -> dict[str, Any]:
@@ -363,38 +384,17 @@ class HFAssets:
             ],
         }
 
-    def _without_prefix(self) -> dict[str, str]:
-        """The tensors of an export that the base has under a name with a prefix, such as ``model.``, and that name.
-
-        This is so for the backbone of a base with another head. transformers loads both names. Empty unless it explains
-        all names that are not in the base and not declared.
-        """
-        base = self._base_tensors
-        missing = [
-            fqn
-            for fqn in self._differences.get("not in the base", [])
-            if not self._is_declared(fqn)
-        ]
-        if not missing:
-            return {}
-        ending = f".{missing[0]}"
-        same = next((name for name in base if name.endswith(ending)), ending)
-        prefix = same.removesuffix(missing[0])
-        renamed = {fqn: f"{prefix}{fqn}" for fqn in missing}
-        for new, old in renamed.items():
-            if old not in base or base[old].shape != self._exported[new].shape:
-                return {}
-        return renamed
-
     def _log_differences(self) -> None:
-        renamed = self._without_prefix()
+        renamed = {new: old for old, new in self._base_names.items() if new != old}
         for new, old in list(renamed.items())[:1]:
-            message = "Exports have the names of the base without the prefix %r: %s"
-            log.info(message, old.removesuffix(new), counted(len(renamed), "tensor"))
-        known = renamed.keys() | set(renamed.values())
+            with_prefix, prefix = "without", old.removesuffix(new)
+            if prefix == old:
+                with_prefix, prefix = "with", new.removesuffix(old)
+            message = "Exports have the names of the base %s the prefix %r: %s"
+            log.info(message, with_prefix, prefix, counted(len(renamed), "tensor"))
         for kind, names in self._differences.items():
             declared = [fqn for fqn in names if self._is_declared(fqn)]
-            others = [fqn for fqn in names if fqn not in declared and fqn not in known]
+            others = [fqn for fqn in names if fqn not in declared]
             if declared:
                 message = "Expected difference between exports and the base: %s %s: %s"
                 shown = ", ".join(declared[:_NUM_SHOWN])

@@ -74,7 +74,8 @@ class Naming(Protocol):
 
     *files* maps names in memory to names in files, and *tied* each further name of a tensor (in memory) to its first.
     The weights of the modules in *transposed* have one row for each input. *experts* has the parameters of modules with
-    fused experts, in the module's order. *others* are the tensors in files that the model does not have.
+    fused experts, in the module's order. *others* are the tensors in files that the model does not have. *exported*
+    maps names in files to names in the merged model's files, where these differ.
     """
 
     @property
@@ -87,6 +88,8 @@ class Naming(Protocol):
     def experts(self) -> Mapping[str, Sequence[Experts]]: ...
     @property
     def others(self) -> frozenset[str]: ...
+    @property
+    def exported(self) -> Mapping[str, str]: ...
 
 
 def changes_by(keys: Mapping[str, Any], where: str) -> dict[str, Change]:

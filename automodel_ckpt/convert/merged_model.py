@@ -94,6 +94,9 @@ class MergedModel:
             self._replace_quantized(self._quantized)
         if adapter.model_config is not None:
             self._remove_other_heads()
+        exported = naming.exported
+        self._base = {exported.get(name, name): each for name, each in self._base.items()}
+        self._numbers = {exported.get(name, name): each for name, each in self._numbers.items()}
         self._factors: dict[tuple[str, str], Array] = {}
         self.notes: list[str] = []
         changes = self._in_base(changes_by(adapter.tensors, adapter.where))
@@ -168,8 +171,9 @@ class MergedModel:
         return cast(value, value_dtype, dtype)
 
     def _file_name(self, name: str) -> str:
-        """Return the name in files of the tensor *name* in memory."""
-        return self._naming.files.get(name, name)
+        """Return the name in the merged model's files of the tensor *name* in memory."""
+        name = self._naming.files.get(name, name)
+        return self._naming.exported.get(name, name)
 
     def _in_base(self, changes: Mapping[str, Change]) -> dict[str, Change]:
         """Return *changes* by the names in memory of the base's model, which has a head.
@@ -251,8 +255,8 @@ class MergedModel:
             name, change = self.changes[file_name]
             if change.whole and self._stored_name(name) not in self._base:
                 return self._new_tensor(self._adapter.tensors[change.whole])
-        for name, other in self._naming.files.items():
-            if other == file_name:
+        for name in self._naming.files:
+            if self._file_name(name) == file_name:
                 return self._base[self._stored_name(name)]
         return self._base[self._stored_name(file_name)]
 

@@ -12,20 +12,17 @@ import torch
 
 from automodel_ckpt.errors import AutomodelError, RecipeError
 
-_CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+# Colors and other control sequences of terminals (ECMA-48).
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 def first_line(error: BaseException, num_lines: int = 1) -> str:
-    """The first lines of an exception's message, at most 400 characters; its class if the message is empty."""
-    message = without_control_sequences(str(error))
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    """The first lines of an exception's message without control sequences, at most 400 characters; its class if the
+    message is empty."""
+    text = _CONTROL.sub("", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     text = textwrap.shorten(" ".join(lines[:num_lines]), 400, placeholder=" ...")
     return text or type(error).__name__
-
-
-def without_control_sequences(text: str) -> str:
-    """Remove the sequences by which libraries color their messages on a terminal."""
-    return _CONTROL_SEQUENCE.sub("", text)
 
 
 @contextmanager

@@ -145,7 +145,8 @@ def names_in_files(
     with values, all names stay those of memory.
 
     Files can have older names that transformers reads and does not write: ``vision_tower.vision_model.encoder`` of
-    LLaVA and Gemma 3 (5.23). They stay, because programs that read such files do not know the newer ones.
+    LLaVA and Gemma 3 (5.23). They stay, because programs that read such files do not know the newer ones. So do names
+    without the prefix of the backbone, if all tensors of the model can have such names.
     """
     found = conversion or read_conversion(model)
     if found is None or not isinstance(model, PreTrainedModel):
@@ -167,10 +168,30 @@ def names_in_files(
             parts[fqn] = {in_base(name): part for name, part in of_rows.items()}
     written = {names.get(fqn, fqn) for fqn in found.names}
     older = unchanged - written - found.in_files
+    in_base_only: dict[str, str] = {}
     for name, fqn in _tensors_in_memory(model, older).renamed.items():
         if fqn in found.names and names.get(fqn, fqn) not in unchanged:
-            names[fqn] = name
+            in_base_only[fqn] = name
+    if not _would_mix_prefixes(model, found, in_base_only):
+        names.update(in_base_only)
     return InFiles(names, parts)
+
+
+def _would_mix_prefixes(
+    model: PreTrainedModel, found: Conversion, in_base: Mapping[str, str]
+) -> bool:
+    """Whether only some tensors have names *in_base* that lack the prefix of the backbone, or have it in excess.
+
+    transformers 4 adds or removes the prefix for all tensors of a file or for none. It cannot load a head next to a
+    backbone without the prefix, for example.
+    """
+    prefix = f"{model.base_model_prefix}."
+    moved: set[str] = set()
+    for fqn, name in in_base.items():
+        if name.startswith(prefix) != found.names[fqn].startswith(prefix):
+            moved.add(fqn)
+    stored = set(model.state_dict(keep_vars=True)).difference(model.all_tied_weights_keys)
+    return bool(moved) and not stored <= moved
 
 
 class _Markers:

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING
 from automodel_ckpt.models.config_values import decoded_floats
 from automodel_ckpt.models.hf_names import Conversion, read_conversion
 from automodel_ckpt.models.signature import model_of
+from automodel_ckpt.models.weight_matching import former_buffers
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ def list_differences(
     for name in (*in_memory, *conversion.in_files):
         known.update(_spellings(name, model))
     unknown = [name for name in stored if known.isdisjoint((name, present_name(name)))]
+    former = set(former_buffers(model, unknown))
+    unknown = [name for name in unknown if name not in former]
     # The names of both are rarely mixed: the list that fits better is the one that the program used.
     missing = min(
         (_missing(in_memory, {}, names, model), _missing_in_files(conversion, names, model)),

@@ -1,4 +1,4 @@
-"""A language model of Hugging Face files as ONNX, by torch's exporter."""
+"""A model of Hugging Face files as ONNX, by torch's exporter."""
 
 from __future__ import annotations
 
@@ -11,32 +11,52 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.models.config_checks import is_whole_seq2seq
 from automodel_ckpt.models.error_texts import first_line
+from automodel_ckpt.models.signature import model_class
 
-INPUTS = ("input_ids", "attention_mask")
-OUTPUT = "logits"
+_HINT = "export Hugging Face files (--to hf), and convert them with the optimum library"
+_INPUTS = ("input_ids", "attention_mask")
+# Encoders such as BERT distinguish the texts of a pair by it.
+_SEGMENTS = "token_type_ids"
+_LOGITS = "logits"
+_HIDDEN = "last_hidden_state"
+_GENERATORS = ("ForCausalLM", "LMHeadModel")
+_WITH_LOGITS = (
+    *_GENERATORS,
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+)
+_BACKBONE = "Model"
 # Protocol buffers of more than 2 GiB cannot be read; the graph itself takes some space, too.
 _MAX_EMBEDDED_BYTES = 1 << 30
 # The lengths of the example are not in the graph, but different ones keep the exporter from taking them as equal.
 _EXAMPLE = (2, 12)
+_NO_CACHE = (
+    "the model has no cache of keys and values: a program that generates text computes the whole text again for each "
+    "token"
+)
+_NO_POOLING = f"the output is {_HIDDEN}: pooling and normalization are not part of the model"
 
 
-class _Logits(nn.Module):
-    """The model with two inputs and one output, and without a cache of keys and values."""
+class _OneOutput(nn.Module):
+    """The model with positional inputs and one output, and without a cache of keys and values."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, inputs: tuple[str, ...], output: str) -> None:
         super().__init__()
         self.model = model
+        self._inputs, self._output = inputs, output
+        accepts_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self._options: dict[str, Any] = {"use_cache": False} if accepts_cache else {}
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return the logits, of shape [batch, sequence, vocabulary]."""
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        logits: torch.Tensor = output.logits
-        return logits
+    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+        """Return the output of the model for the *values* of its inputs, in order."""
+        inputs = dict(zip(self._inputs, values, strict=True))
+        output: torch.Tensor = self.model(**inputs, **self._options)[self._output]
+        return output
 
 
 def require_onnx() -> None:
@@ -53,20 +73,28 @@ def require_onnx() -> None:
             ) from error
 
 
-def export_to_onnx(directory: Path, target: Path, dtype: str) -> None:
+def export_to_onnx(directory: Path, target: Path, dtype: str) -> str:
     """Write the model in the Hugging Face files of *directory* as the file *target*, which ends in ``.onnx``.
 
-    Weights are cast to *dtype*, the name of a dtype of torch.
+    The model is of the class that config.json names. Weights are cast to *dtype*, the name of a dtype of torch. Inputs
+    are ``input_ids``, ``attention_mask``, and for encoders with segments ``token_type_ids``, of shape [batch,
+    sequence], all int64. The output of a model with a head is ``logits``. The output of a backbone is
+    ``last_hidden_state``. Batch and sequence can have any length. Weights of a gigabyte or more are in ``TARGET.data``.
+    Memory: about three times the weights.
 
-    Inputs are ``input_ids`` and ``attention_mask``, of shape [batch, sequence], both int64; the output is ``logits``,
-    of shape [batch, sequence, vocabulary]. Batch and sequence can have any length. Weights of a gigabyte or more are
-    in ``TARGET.data``. Memory: about three times the weights.
+    Returns:
+        What a user of the file must know, as a sentence; empty for nothing.
 
-    Raises :class:`CheckpointUnusable` for a model that has no such inputs, or that the exporter cannot trace.
+    Raises:
+        CheckpointUnusable: for a kind of model that has other inputs or outputs, for files with other tensors than the
+            class, and for a model that the exporter cannot trace.
     """
-    model = _load(directory, dtype)
+    model, output = _load(directory, dtype)
+    inputs = _inputs_of(model, directory)
     ids = torch.arange(_EXAMPLE[0] * _EXAMPLE[1]).reshape(_EXAMPLE) % model.config.vocab_size
-    mask = torch.ones_like(ids)
+    examples = [ids, *(torch.ones_like(ids) for _ in inputs[1:])]
+    if _SEGMENTS in inputs:
+        examples[-1] = torch.zeros_like(ids)
     dimensions = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
     nbytes = sum(each.numel() * each.element_size() for each in model.parameters())
     quiet = logging.getLogger("torch.onnx")
@@ -76,50 +104,66 @@ def export_to_onnx(directory: Path, target: Path, dtype: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program: Any = torch.onnx.export(
-                _Logits(model),
-                (ids, mask),
-                input_names=list(INPUTS),
-                output_names=[OUTPUT],
-                dynamic_shapes=dict.fromkeys(INPUTS, dimensions),
+                _OneOutput(model, inputs, output),
+                tuple(examples),
+                input_names=list(inputs),
+                output_names=[output],
+                dynamic_shapes=(tuple(dimensions for _ in inputs),),
                 dynamo=True,
                 verbose=False,
             )
     # The exporter raises its own classes, and those of the tracer.
     except Exception as error:
-        raise CheckpointUnusable(
-            "torch cannot export this model to ONNX",
-            where=str(directory),
-            value=f"{type(error).__name__}: {first_line(error, 3)}",
-            hint="export Hugging Face files (--to hf), and convert them with the optimum library",
-        ) from error
+        what = "torch cannot export this model to ONNX"
+        value = f"{type(error).__name__}: {first_line(error)}"
+        raise _unusable(what, directory, value) from error
     finally:
         quiet.setLevel(level)
     program.save(target, external_data=nbytes >= _MAX_EMBEDDED_BYTES)
+    if output == _HIDDEN:
+        return _NO_POOLING
+    return _NO_CACHE if type(model).__name__.endswith(_GENERATORS) else ""
 
 
-def _load(directory: Path, dtype: str) -> Any:
-    load: Any = AutoModelForCausalLM.from_pretrained
+def _load(directory: Path, dtype: str) -> tuple[Any, str]:
+    """Return the model of the class that config.json names, and the name of its output."""
+    what = "this kind of model is not exported to ONNX"
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        if is_whole_seq2seq(config):
-            # transformers would load the decoder alone.
-            raise ValueError(f"a {config.model_type} model has an encoder and a decoder")
+        found: Any = model_class(config)
+        name = found.__name__
+        output = _LOGITS if name.endswith(_WITH_LOGITS) else _HIDDEN
+        is_known = name.endswith((*_WITH_LOGITS, _BACKBONE))
+        # With an encoder and a decoder, or several modalities, a model has further inputs.
+        if not is_known or config.is_encoder_decoder or config.get_text_config() is not config:
+            raise _unusable(what, directory, name)
         # Fused attention has kernels that the exporter does not know.
-        model = load(directory, dtype=dtype, attn_implementation="eager", local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise CheckpointUnusable(
-            "only causal language models of transformers are exported to ONNX",
-            where=str(directory),
-            value=str(error).strip()[:300],
-            hint="export Hugging Face files (--to hf), and convert them with the optimum library",
-        ) from error
-    parameters = inspect.signature(model.forward).parameters
-    missing = [name for name in INPUTS if name not in parameters]
-    if missing:
-        raise CheckpointUnusable(
-            "the model has no such input",
-            where=str(directory),
-            value=missing[0],
-            hint="export Hugging Face files (--to hf), and convert them with the optimum library",
+        model, differences = found.from_pretrained(
+            directory,
+            dtype=getattr(torch, dtype),
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
         )
-    return model
+    except (ValueError, OSError, KeyError, AttributeError, RuntimeError) as error:
+        raise _unusable(what, directory, first_line(error)) from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        for each in sorted(differences.get(kind, ())):
+            what = f"the files do not have exactly the tensors of a {name}, which config.json names"
+            raise _unusable(what, directory, f"{kind.replace('_', ' ')}: {each}")
+    return model.eval(), output
+
+
+def _inputs_of(model: Any, directory: Path) -> tuple[str, ...]:
+    parameters = inspect.signature(model.forward).parameters
+    inputs: tuple[str, ...] = _INPUTS
+    if _SEGMENTS in parameters and getattr(model.config, "type_vocab_size", 0) > 1:
+        inputs = (*_INPUTS, _SEGMENTS)
+    for name in inputs:
+        if name not in parameters:
+            raise _unusable("the model has no such input", directory, name)
+    return inputs
+
+
+def _unusable(what: str, directory: Path, value: str) -> CheckpointUnusable:
+    return CheckpointUnusable(what, where=str(directory), value=value, hint=_HINT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,9 @@ class ModelSignature(NamedTuple):
 
     *files* maps each name in memory to the name in the files, and *tied* each alias of a tensor to its first name (both
     in memory). The weights of the modules *transposed* have one row per input: shape [in, out]. *experts* has the fused
-    experts by the name of their module. *others* are the tensors in the files that the model does not have.
+    experts by the name of their module. *others* are the tensors in the files that the model does not have. *exported*
+    has the name in an export of those tensors that the files store without the prefix of the backbone, or with it in
+    excess, if other tensors of the model (a new head) cannot have such a name.
     """
 
     files: Mapping[str, str]
@@ -47,6 +50,7 @@ class ModelSignature(NamedTuple):
     transposed: frozenset[str]
     experts: Mapping[str, tuple[FusedExperts, ...]]
     others: frozenset[str] = frozenset()
+    exported: Mapping[str, str] = MappingProxyType({})
 
 
 def read_signature(directory: Path, config: Path | None = None) -> ModelSignature:
@@ -60,9 +64,17 @@ def read_signature(directory: Path, config: Path | None = None) -> ModelSignatur
     conversion = read_conversion(model)
     renamed, parts = names_in_files(model, directory, conversion)
     stored = _stored_names(directory)
-    files = {}
+    prefix = model.base_model_prefix
+    files: dict[str, str] = {}
+    written = [name for of_rows in parts.values() for name in of_rows]
     for name in model.state_dict(keep_vars=True):
-        files[name] = _spelling_in_files(renamed.get(name, name), model.base_model_prefix, stored)
+        written.append(renamed.get(name, name))
+        files[name] = _spelling_in_files(written[-1], prefix, stored)
+    exported: dict[str, str] = {}
+    for name in written if conversion is not None else ():
+        in_base = _spelling_in_files(name, prefix, stored)
+        if in_base != name:
+            exported[in_base] = name
     transposed: set[str] = set()
     experts: dict[str, tuple[FusedExperts, ...]] = {}
     for name, module in model.named_modules():
@@ -74,7 +86,7 @@ def read_signature(directory: Path, config: Path | None = None) -> ModelSignatur
             experts[name] = fused
     tied = dict(model.all_tied_weights_keys)
     others = _not_of(model, conversion, stored - set(files.values()))
-    return ModelSignature(files, tied, frozenset(transposed), experts, others)
+    return ModelSignature(files, tied, frozenset(transposed), experts, others, exported)
 
 
 def _not_of(
@@ -132,14 +144,22 @@ def model_of(config: transformers.PreTrainedConfig) -> Any:
 
     Raises ValueError or AttributeError if its class is not part of transformers.
     """
-    name = _class_name(config)
-    model_class = getattr(transformers, name)
-    # The file may name any attribute of transformers, also a function.
-    is_class = isinstance(model_class, type)
-    if not is_class or not issubclass(model_class, transformers.PreTrainedModel):
-        raise ValueError(f"{name} is not a model")
+    found = model_class(config)
     with torch.device("meta"):
-        return model_class(config)
+        return found(config)
+
+
+def model_class(config: transformers.PreTrainedConfig) -> Any:
+    """Return the class of transformers that *config* names.
+
+    Raises ValueError or AttributeError if there is none.
+    """
+    name = _class_name(config)
+    found = getattr(transformers, name)
+    # The file may name any attribute of transformers, also a function.
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+        raise ValueError(f"{name} is not a model")
+    return found
 
 
 def _class_name(config: transformers.PreTrainedConfig) -> str:

@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from datasets import ClassLabel, Dataset, Features, List, Value
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
     LlamaConfig,
     LlamaForCausalLM,
     pipeline,
@@ -281,3 +288,83 @@ def test_adapters_with_a_new_head_load_and_are_merged(
     for path in ("merged", "checkpoints/LATEST"):
         assert run_ckpt(["generate", path, "-p", "hello"]) == 2
         assert "generates none" in " ".join(capsys.readouterr().err.split())
+
+
+def stored(directory: Path) -> dict[str, str]:
+    """{name: dtype} of the tensors in Hugging Face files."""
+    found: dict[str, str] = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names = file.keys()
+            found.update({name: file.get_slice(name).get_dtype() for name in names})
+    return found
+
+
+def headless(source: Path, kind: str) -> None:
+    """Write a base in bfloat16 to ./headless: a backbone, or an encoder with another head and without a pooler."""
+    config = BertConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+    )
+    if kind == "llama":
+        model = AutoModel.from_pretrained(source)
+    elif kind == "bert":
+        model = AutoModel.from_config(config)
+    else:
+        model = AutoModelForMaskedLM.from_config(config)
+    model.to(torch.bfloat16).save_pretrained("headless")
+    AutoTokenizer.from_pretrained(source).save_pretrained("headless")
+
+
+TOPICS = "{_target_: automodel_ckpt.data.classification.library_topics, seq_length: 24}"
+PAIRS = "{_target_: automodel_ckpt.data.text_pairs.text_pairs, path: pairs.jsonl, seq_length: 24}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe_name", "options"),
+    [
+        ("llama", "sequence_classification", ()),
+        ("bert", "reranker", ()),
+        ("llama", "sequence_classification", ("--peft.r=2",)),
+        # The pooler is new.
+        ("bert with another head", "embedding", ()),
+    ],
+)
+def test_exports_have_the_names_that_save_pretrained_writes(
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    commands: CommandServer,
+    kind: str,
+    recipe_name: str,
+    options: tuple[str, ...],
+) -> None:
+    """transformers 4 loads a new head only next to a backbone whose names have its prefix."""
+    monkeypatch.chdir(tmp_path)
+    headless(base, kind)
+    row = {"query": "Who?", "positive": "She.", "negatives": ["Here."]}
+    Path("pairs.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    is_classifier = recipe_name == "sequence_classification"
+    text = RECIPE.replace("base", "headless").replace("sequence_classification", recipe_name)
+    if not is_classifier:
+        text = text.replace("classification: {labels: [json, tarfile]}\n", "")
+        text = text.replace(TOPICS, PAIRS)
+    Path("recipe.yaml").write_text(text.replace("headless}", "headless, dtype: float32}"))
+    done = commands.run("ckpt-train", "recipe.yaml", *options)
+    assert done.returncode == 0, done.stderr
+    export = Path("checkpoints/LATEST/model/consolidated")
+    if options:
+        export = Path("merged")
+        assert run_ckpt(["export", "--merge", "checkpoints", "-o", "merged"]) == 0
+    config = AutoConfig.from_pretrained(export)
+    model = getattr(transformers, config.architectures[0])(config)
+    model.save_pretrained("saved")
+    names = stored(export)
+    assert names.keys() == stored(Path("saved")).keys()
+    # The dtypes are those of the base, under its other names.
+    own = [name for name, dtype in names.items() if dtype != "BF16"]
+    assert all(name.startswith(("score.", "classifier.", "pooler.")) for name in own)

@@ -5,6 +5,7 @@ The initializer range is 0.3: at transformers' 0.02 greedy output is one token a
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,14 @@ def llama_checkpoint(
     dtype: torch.dtype = torch.float32,
     vocab_size: int = 300,
     dim: int = 1,
+    base: Path | None = None,
+    lost: str | None = None,
     **more: Any,
 ) -> Any:
-    """Write a complete checkpoint of a Llama of 2 layers with grouped queries, cut in two along *dim*; returns it."""
+    """Write a complete checkpoint of a Llama of 2 layers with grouped queries, cut in two along *dim*; returns it.
+
+    *base* is where its base in bfloat16 is written. The tensor *lost* is not stored.
+    """
     tokenizer = train_tokenizer(vocab_size)
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -56,7 +62,12 @@ def llama_checkpoint(
     )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     state, ties = module_state(model)
-    write_assets(HFAssets.from_model(model, tokenizer=tokenizer), path / "model" / ".hf_metadata")
+    if base is not None:
+        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(base)
+    assets = HFAssets.from_model(model, tokenizer=tokenizer, base_dir=base)
+    write_assets(assets, path / "model" / ".hf_metadata")
+    if lost is not None:
+        del state[lost]
     write_checkpoint(
         path, state, [p for f, t in state.items() for p in cut(f, t, 2, dim)], tied=ties
     )

@@ -80,6 +80,7 @@ def consolidate(
     cast_dtype: str | None = None,
     num_threads: int = 5,
     num_procs: int = 1,
+    keep_dtypes: bool = False,
     log: Log = log_default.info,
     before_publishing: Check = lambda: None,
     opener: Callable[[Path], Source] = open_checkpoint,
@@ -90,7 +91,8 @@ def consolidate(
     directory of another program.
 
     *output* defaults to ``consolidated`` in the model's directory (a model that is Hugging Face files already is only
-    checked then); *cast_dtype* is one of bf16, fp16, fp32, fp64 or a long name. *num_procs* greater than 1 forks: only
+    checked then); *cast_dtype* is one of bf16, fp16, fp32, fp64 or a long name. Without it, tensors have the dtypes of
+    the base, or with *keep_dtypes* those of the checkpoint. *num_procs* greater than 1 forks: only
     for a process without additional threads. *log* gets a line for each warning and each kind of cast;
     an exception that *before_publishing* raises ends the export.
 
@@ -110,7 +112,11 @@ def consolidate(
     _check_source(opened, workers)
     maps = maps_of(opened)
     plan = make_plan(
-        opened.tensors, opened.tied, maps, cast_dtype=cast_code, where=str(opened.model_directory)
+        opened.tensors,
+        opened.tied,
+        dataclasses.replace(maps, dtype=None) if keep_dtypes else maps,
+        cast_dtype=cast_code,
+        where=str(opened.model_directory),
     )
     beside, its_warnings = side_files(opened, plan, maps)
     warnings = (*opened.notes, *plan.warnings, *its_warnings)

@@ -30,10 +30,11 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def cast_lines(casts: Mapping[tuple[str, str], int]) -> list[str]:
-    """Return lines for the log on *casts*: how many tensors are cast by (from, to)."""
+    """Return lines for the log on *casts*: how many tensors are cast by (from, to). Equal dtypes are no cast."""
     lines: list[str] = []
     for (before, after), count in sorted(casts.items()):
-        lines.append(f"cast {counted(count, 'tensor')} from {before} to {after}")
+        if before != after:
+            lines.append(f"cast {counted(count, 'tensor')} from {before} to {after}")
     return lines
 
 

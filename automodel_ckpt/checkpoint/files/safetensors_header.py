@@ -148,10 +148,10 @@ def _header_length(prefix: bytes, file_bytes: int) -> int:
 
 def _parse(text: bytes, data_start: int, file_bytes: int) -> Header:
     document = _json_object(text)
-    metadata = _metadata(document.pop(METADATA_KEY, {}))
+    metadata = document.pop(METADATA_KEY, None)
     tensors = {fqn: _entry(fqn, entry, data_start) for fqn, entry in document.items()}
     _check_data_section(tensors, data_start, file_bytes)
-    return Header(tensors, metadata, data_start)
+    return Header(tensors, _metadata(metadata), data_start)
 
 
 def _json_object(text: bytes) -> dict[str, object]:
@@ -184,7 +184,8 @@ def _reject_constant(name: str) -> NoReturn:
 
 def _metadata(value: object) -> dict[str, str]:
     # MLX writes null.
-    value = {} if value is None else value
+    if value is None:
+        return {}
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
         raise _Fault(f"{METADATA_KEY} is not a mapping of text to text")
     return value

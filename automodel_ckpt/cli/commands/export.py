@@ -122,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ema or _is_average_directory(source):
         _check_average_is_enough(arguments, target)
     _check_no_adapter(source, target.name)
+    _check_tensors(source)
     report = target.run(arguments, _average_in(source) if arguments.ema else source)
     if arguments.json:
         print(json.dumps(report, indent=2))
@@ -137,6 +138,32 @@ def _check_no_adapter(source: Path, target: str) -> None:
     is_ours = any(os.path.lexists(each / layout.MANIFEST) for each in (source, source.parent))
     if target != "hf" and not is_ours and os.path.lexists(source / layout.ADAPTER_MODEL):
         raise adapter_of_another_program(source)
+
+
+def _check_tensors(source: Path) -> None:
+    """Raise :class:`CheckpointUnusable` if a model of another program lacks a tensor of the class that its config.json
+    names, or has one that the class lacks. Checkpoints of this program list their tensors.
+    """
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.cli.model_parameters import compare_names
+    from automodel_ckpt.convert.open import open_source
+
+    if any(os.path.lexists(each / layout.MANIFEST) for each in (source, source.parent)):
+        return
+    opened = open_source(source)
+    config = opened.config_directory / "config.json"
+    if not config.is_file() or layout.ADAPTER_MODEL in opened.files:
+        return
+    found = compare_names(config.read_bytes(), [*opened.tensors, *opened.tied])
+    is_quantized = b'"quantization_config"' in config.read_bytes()
+    if found is None or is_quantized or not (found.unknown or found.missing):
+        return
+    raise CheckpointUnusable(
+        f"these are not the tensors of a {found.model}, the class that config.json names",
+        where=str(source),
+        value="\n    " + "\n    ".join(found.lines()),
+        hint="name the class with these tensors in config.json (architectures), or take the files from another copy",
+    )
 
 
 def _average_in(source: Path) -> Path:

@@ -33,7 +33,7 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
 
 TARGET = Target(
     "onnx",
-    "model.onnx for onnxruntime: input_ids, attention_mask -> logits, without a cache of keys and values",
+    "model.onnx for onnxruntime: language models, without a cache of keys and values; classifiers; embeddings",
     "NAME-onnx next to the checkpoint",
     _run,
     (CAST_DTYPE, NUM_THREADS),

@@ -19,12 +19,11 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS, ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.export.files import side_files
+from automodel_ckpt.checkpoint.export.files import cast_lines, side_files
 from automodel_ckpt.checkpoint.export.plan import (
     ExportTensor,
     OutputFile,
     Plan,
-    make_plan,
     parse_cast_dtype,
 )
 from automodel_ckpt.checkpoint.export_leftovers import Log
@@ -40,7 +39,7 @@ from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_directory
 from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
 from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import check_files
+from automodel_ckpt.convert.targets.source_checks import check_files, plan_in_stored_dtypes
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.durable_io import write_all
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -95,8 +94,8 @@ def export_compressed_tensors(
     """Quantize the linear layers of the model in *source* by *scheme* (one of SCHEMES), and write Hugging Face files.
 
     *output* defaults to the source's name with the scheme's name, next to it. Tensors that are not quantized (norms,
-    embeddings, the output layer, biases) have the dtype of an export of Hugging Face files; *cast_dtype* is bf16, fp16
-    or fp32.
+    embeddings, the output layer, biases) keep the dtype of the checkpoint, unless *cast_dtype* (bf16, fp16 or fp32)
+    casts them.
 
     Raises :class:`CheckpointUnusable` for a damaged source or a model without config.json, :class:`SaveFailed` if the
     files cannot be written, and :class:`RecipeError` if the package compressed-tensors is missing.
@@ -107,22 +106,15 @@ def export_compressed_tensors(
     side = _config_directory(opened)
     target = directory_output(opened, output, f"-{scheme}")
     check_files(opened)
-    maps = maps_of(opened)
-    plan = make_plan(
-        opened.tensors,
-        opened.tied,
-        maps,
-        cast_dtype=parse_cast_dtype(cast_dtype),
-        where=str(opened.model_directory),
-    )
-    files, file_warnings = side_files(opened, plan, maps)
+    plan = plan_in_stored_dtypes(opened, parse_cast_dtype(cast_dtype))
+    files, file_warnings = side_files(opened, plan, maps_of(opened))
     # The warnings are about weights that lie among the side files: here they are the source.
     warnings = [] if opened.finished else file_warnings
     quantized, skipped = _selected(plan, linear_weights(side), quantizer)
     files[_CONFIG] = _config(files[_CONFIG], quantizer, _ignored(plan, quantized))
     warnings += [*opened.notes, *skipped]
-    for text in warnings:
-        log(f"warning: {text}")
+    for text in [*(f"warning: {text}" for text in warnings), *cast_lines(plan.casts)]:
+        log(text)
     with published_directory(target, log, what="the quantized model") as staging:
         index = _write_weights(staging, opened, plan, quantized, quantizer)
         files[layout.HF_INDEX] = index

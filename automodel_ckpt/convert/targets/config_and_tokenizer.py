@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from automodel_ckpt.checkpoint.export.files import side_files
-from automodel_ckpt.checkpoint.export.plan import make_plan
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
 from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.convert.targets.source_checks import plan_in_stored_dtypes
 
 
 def config_and_tokenizer(
@@ -16,10 +16,8 @@ def config_and_tokenizer(
 
     The dtype in the config is that of the export. Raises :class:`CheckpointUnusable` if a file cannot be read.
     """
-    maps = maps_of(source)
-    where = str(source.model_directory)
-    plan = make_plan(source.tensors, source.tied, maps, cast_dtype=cast_code, where=where)
-    beside, warnings = side_files(source, plan, maps)
+    plan = plan_in_stored_dtypes(source, cast_code)
+    beside, warnings = side_files(source, plan, maps_of(source))
     files: dict[str, bytes] = {}
     for name, content in sorted(beside.items()):
         is_wanted = name == "config.json" or is_tokenizer_file(name)

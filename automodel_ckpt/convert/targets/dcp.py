@@ -70,7 +70,7 @@ def export_dcp(
         log(f"warning: {text}")
     if names == TORCHTITAN:
         opened = _in_torchtitan_names(opened)
-    state_dict = state_dict_of(opened, "", cast_code)
+    state_dict = state_dict_of(opened, "", cast_code, log)
     outer = tuple(part for part in prefix.split(".") if part)
     with (
         published_directory(target, log, what="the DCP directory") as directory,

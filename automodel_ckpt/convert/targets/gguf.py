@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from automodel_ckpt.checkpoint.export.files import cast_lines
 from automodel_ckpt.checkpoint.export.next_steps import modelfile_text
-from automodel_ckpt.checkpoint.export.plan import ExportTensor, make_plan, parse_cast_dtype
+from automodel_ckpt.checkpoint.export.plan import ExportTensor, parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.safe_open import read_model_file
-from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG
 from automodel_ckpt.checkpoint.sources.source import Source, Tensors
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
@@ -44,7 +45,7 @@ from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.targets.output_paths import file_output
 from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import check_digests
+from automodel_ckpt.convert.targets.source_checks import check_digests, plan_in_stored_dtypes
 from automodel_ckpt.durable_io import replace_file
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
 from automodel_ckpt.units import counted_are
@@ -101,7 +102,7 @@ def export_gguf(
 
     *output* defaults to the source's name with ``.gguf``, next to it. Vectors (norms, biases) are written as F32, other
     tensors as *tensor_type*: a name in ``WRITABLE`` of ``convert/gguf/kinds.py``, in any case, for example ``Q8_0``. By
-    default they have the dtype of an export of Hugging Face files, which *cast_dtype* changes to bf16, fp16 or fp32.
+    default they have the dtype of the checkpoint, which *cast_dtype* changes to bf16, fp16 or fp32.
 
     Raises :class:`CheckpointUnusable` for a damaged source, and for a model or a tokenizer that GGUF cannot represent;
     :class:`SaveFailed` if the file cannot be written; :class:`RecipeError` for a wrong argument, or if the package gguf
@@ -122,8 +123,9 @@ def export_gguf(
     model, keys, tokenizer_warnings = _described(opened, tensors)
     entries = _entries(model, tensors, wanted)
     warnings = (*opened.notes, *tokenizer_warnings, *_warnings(model, entries, wanted))
-    for text in warnings:
-        log(f"warning: {text}")
+    casts = Counter((entry.source.stored.dtype, entry.kind.name) for entry in entries)
+    for text in [*(f"warning: {text}" for text in warnings), *cast_lines(casts)]:
+        log(text)
     with published_file(target, log, what="the GGUF file") as path:
         all_keys = [*_general(opened, entries), *keys]
         _write(library, path, opened.root, all_keys, model, entries)
@@ -186,9 +188,7 @@ def _library() -> Any:
 
 def _tensors(source: Source, cast_code: str | None) -> dict[str, ExportTensor]:
     where = str(source.model_directory)
-    plan = make_plan(
-        source.tensors, source.tied, maps_of(source), cast_dtype=cast_code, where=where
-    )
+    plan = plan_in_stored_dtypes(source, cast_code)
     found = {tensor.fqn: tensor for file in plan.files for tensor in file.tensors}
     for fqn, tensor in found.items():
         if tensor.dtype not in WRITABLE:

@@ -61,7 +61,7 @@ def export_lightning(
     target = file_output(opened, output, ".ckpt", overwrite=overwrite)
     check_files(opened)
     run = read_run_state(opened.root) if is_checkpoint(opened.root) else None
-    state_dict = state_dict_of(opened, prefix, cast_code)
+    state_dict = state_dict_of(opened, prefix, cast_code, log)
     warnings = (*opened.notes, *_warnings(run, state_dict, prefix))
     for text in warnings:
         log(f"warning: {text}")

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.export.files import side_files
-from automodel_ckpt.checkpoint.export.plan import ExportTensor, make_plan, parse_cast_dtype
+from automodel_ckpt.checkpoint.export.files import cast_lines, side_files
+from automodel_ckpt.checkpoint.export.plan import ExportTensor, parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.torch_archive_writing import (
     ArchiveTensor,
@@ -38,10 +38,15 @@ from automodel_ckpt.convert.names.megatron_names import (
 )
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_directory
+from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
 from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
 from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import check_digests
+from automodel_ckpt.convert.targets.source_checks import (
+    check_digests,
+    check_language_model,
+    plan_in_stored_dtypes,
+)
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import RecipeError
 
@@ -111,10 +116,13 @@ def export_megatron(
         log(f"warning: {text}")
     side = opened.config_directory
     conversion = required_conversion(side)
-    maps = maps_of(opened)
-    where = str(opened.model_directory)
-    plan = make_plan(opened.tensors, opened.tied, maps, cast_dtype=cast_code, where=where)
-    beside, _ = side_files(opened, plan, maps)
+    config = read_json(side, "config.json") or {}
+    names = (*opened.tensors, *opened.tied)
+    check_language_model(config, names, "Megatron-Core", str(opened.model_directory))
+    plan = plan_in_stored_dtypes(opened, cast_code)
+    for text in cast_lines(plan.casts):
+        log(text)
+    beside, _ = side_files(opened, plan, maps_of(opened))
     # The index of Hugging Face files, which are not written here.
     beside.pop(layout.HF_INDEX, None)
     exported = [tensor for file in plan.files for tensor in file.tensors]

@@ -37,7 +37,11 @@ from automodel_ckpt.convert.tar_writing import TarWriter
 from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
 from automodel_ckpt.convert.targets.output_paths import file_output
 from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import check_digests, check_files
+from automodel_ckpt.convert.targets.source_checks import (
+    check_digests,
+    check_files,
+    check_language_model,
+)
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
@@ -82,7 +86,7 @@ def export_nemo(
         opened = _with_megatron_names(opened, config, files)
         prefix = prefix or _GPT_PREFIX
     artifacts = _add_artifacts(config, files)
-    state_dict = state_dict_of(opened, prefix, cast_code)
+    state_dict = state_dict_of(opened, prefix, cast_code, log)
     content = yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode()
     with (
         published_file(target, log, what="the .nemo file") as staging,
@@ -153,6 +157,7 @@ def _with_megatron_names(
         )
     hugging_face = parse_json(content)
     converter = converter_of(hugging_face.get("model_type"), where)
+    check_language_model(hugging_face, (*source.tensors, *source.tied), "NeMo's GPT", where)
     dimensions = dimensions_of_config(hugging_face, where)
     check_digests(source)
     converted = converter.from_hugging_face(source.tensors, dimensions, where)

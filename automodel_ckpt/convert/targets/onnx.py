@@ -10,18 +10,19 @@ import logging
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.export.files import write_side_files
+from automodel_ckpt.checkpoint.export.files import cast_lines, write_side_files
 from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.sources.model_files import base_files
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_directory
-from automodel_ckpt.convert.targets.output_paths import directory_output
+from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -29,15 +30,12 @@ log_default = logging.getLogger("automodel_ckpt")
 
 MODEL_FILE = "model.onnx"
 _WEIGHTS = ".weights"
-_NO_CACHE = (
-    "the model has no cache of keys and values: a program that generates text computes the whole text again for each "
-    "token"
-)
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-Exporter = Callable[[Path, Path, str], None]
-"""Writes the model in a directory of Hugging Face files as an .onnx file, in a dtype such as ``float32``."""
+Exporter = Callable[[Path, Path, str], str]
+"""Writes the model in a directory of Hugging Face files as an .onnx file, in a dtype such as ``float32``. Returns what
+its users must know."""
 
 
 def export_onnx(
@@ -58,7 +56,8 @@ def export_onnx(
     the files cannot be written. In each case nothing was written.
     """
     started = time.monotonic()
-    dtype = _DTYPES[parse_cast_dtype(cast_dtype) or "F32"]
+    cast_code = parse_cast_dtype(cast_dtype) or "F32"
+    dtype = _DTYPES[cast_code]
     opened = open_source(Path(source))
     side = opened.metadata_directory or opened.side_files
     if side is None or not (side / "config.json").is_file():
@@ -71,13 +70,18 @@ def export_onnx(
     target = directory_output(opened, output, "-onnx")
     with published_directory(target, log, what="the ONNX model") as staging:
         files = _hugging_face_files(opened, staging / _WEIGHTS, num_threads, log)
+        codes = [tensor.dtype for tensor in opened.tensors.values()]
+        for text in cast_lines(Counter((code, cast_code) for code in codes if code in _DTYPES)):
+            log(text)
         log("exporting with torch; this can take minutes")
-        exporter(files, staging / MODEL_FILE, dtype)
+        note = exporter(files, staging / MODEL_FILE, dtype)
         write_side_files(base_files(files), staging)
         shutil.rmtree(staging / _WEIGHTS, ignore_errors=True)
-        nbytes = sum(path.stat().st_size for path in staging.iterdir() if path.is_file())
-    warnings = (*opened.notes, _NO_CACHE)
-    log(f"warning: {_NO_CACHE}")
+        nbytes = nbytes_below(staging)
+    warnings = opened.notes
+    if note:
+        warnings = (*warnings, note)
+        log(f"warning: {note}")
     seconds = time.monotonic() - started
     return ExportReport(target, len(opened.tensors), nbytes, seconds, opened.has_digests, warnings)
 
@@ -92,6 +96,7 @@ def _hugging_face_files(source: Source, directory: Path, num_threads: int, log: 
             source.model_directory,
             directory,
             num_threads=num_threads,
+            keep_dtypes=True,
             log=log,
             opener=lambda _: source,
         )

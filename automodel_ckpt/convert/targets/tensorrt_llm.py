@@ -36,7 +36,7 @@ from automodel_ckpt.convert.tar_writing import TarWriter
 from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
 from automodel_ckpt.convert.targets.output_paths import directory_output, file_output, nbytes_below
 from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import check_files
+from automodel_ckpt.convert.targets.source_checks import check_files, check_language_model
 from automodel_ckpt.convert.targets.tensorrt_llm_config import tensorrt_llm_config
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
@@ -127,6 +127,8 @@ class _Model:
         hugging_face, self.config = tensorrt_llm_config(
             files, _DTYPES[dtype], num_ranks, self._where
         )
+        names = (*self._tensors, *self._tied)
+        check_language_model(hugging_face, names, "TensorRT-LLM", self._where)
         self._dimensions = dimensions_of_config(hugging_face, self._where)
         heads = heads_of_rank(self._dimensions, num_ranks)
         if num_ranks < 1 or heads is None:
@@ -149,7 +151,7 @@ class _Model:
     def casts(self) -> Mapping[tuple[str, str], int]:
         """Count the tensors that are cast, by (from, to)."""
         dtypes = (tensor.dtype for tensor in self._tensors.values())
-        return Counter((dtype, self.dtype) for dtype in dtypes if dtype != self.dtype)
+        return Counter((dtype, self.dtype) for dtype in dtypes)
 
     def rank_tensors(self, rank: int) -> Iterator[_RankTensor]:
         """Yield the tensors of a rank."""

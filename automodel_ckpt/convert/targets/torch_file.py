@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.export.files import cast_lines
 from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.torch_archive_writing import (
@@ -61,7 +63,7 @@ def export_torch(
     check_files(opened)
     for text in opened.notes:
         log(f"warning: {text}")
-    state_dict = state_dict_of(opened, prefix, cast_code)
+    state_dict = state_dict_of(opened, prefix, cast_code, log)
     publish_archive(target, state_dict, log)
     return ExportReport(
         target,
@@ -73,17 +75,26 @@ def export_torch(
     )
 
 
-def state_dict_of(source: Source, prefix: str, cast_code: str | None) -> dict[str, ArchiveTensor]:
-    """Return the tensors of a model by name, with the *prefix*. A tied name is the tensor that it is tied to."""
+def state_dict_of(
+    source: Source, prefix: str, cast_code: str | None, log: Log
+) -> dict[str, ArchiveTensor]:
+    """Return the tensors of a model by name, with the *prefix*. A tied name is the tensor that it is tied to.
+
+    *log* gets a line for each kind of cast.
+    """
     state_dict: dict[str, ArchiveTensor] = {}
+    casts: Counter[tuple[str, str]] = Counter()
     for fqn, tensor in source.tensors.items():
         dtype = tensor.dtype
         if cast_code is not None and dtype in ORDINARY_FLOATS:
             dtype = cast_code
+        casts[tensor.dtype, dtype] += 1
         state_dict[prefix + fqn] = archive_tensor(source.root, tensor, dtype)
     for alias, stored in _ties(source).items():
         if stored in source.tensors:
             state_dict.setdefault(prefix + alias, state_dict[prefix + stored])
+    for text in cast_lines(casts):
+        log(text)
     return state_dict
 
 

@@ -97,7 +97,7 @@ def export_trainer(
     target = Path(os.path.realpath(output if output is not None else default))
     check_directory_target(target)
     with published_directory(target, log, what="the Trainer's checkpoint") as directory:
-        weights = consolidate(source, directory / _WEIGHTS, log=log)
+        weights = consolidate(source, directory / _WEIGHTS, keep_dtypes=True, log=log)
         for path in (directory / _WEIGHTS).iterdir():
             path.rename(directory / path.name)
         shutil.rmtree(directory / _WEIGHTS)

@@ -15,8 +15,8 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.export.files import side_files
-from automodel_ckpt.checkpoint.export.plan import ExportTensor, make_plan, parse_cast_dtype
+from automodel_ckpt.checkpoint.export.files import cast_lines, side_files
+from automodel_ckpt.checkpoint.export.plan import ExportTensor, parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.slices import Box
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
@@ -25,7 +25,7 @@ from automodel_ckpt.convert.publishing import published_directory
 from automodel_ckpt.convert.sources.zarr_arrays import DTYPES, load_tensorstore
 from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
 from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import check_files
+from automodel_ckpt.convert.targets.source_checks import check_files, plan_in_stored_dtypes
 from automodel_ckpt.errors import CheckpointUnusable
 
 log_default = logging.getLogger("automodel_ckpt")
@@ -44,10 +44,12 @@ def export_zarr(
 ) -> ExportReport:
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as arrays of zarr.
 
-    *output* defaults to the source's name with ``-zarr``, next to it. *cast_dtype* (bf16, fp16, fp32, fp64) casts the
-    floating-point tensors. Raises :class:`CheckpointUnusable` for a damaged source and for a tensor that zarr cannot
-    represent, :class:`SaveFailed` if the directory cannot be written, and :class:`RecipeError` for a wrong argument, or
-    if tensorstore is not installed. In each case nothing was written.
+    *output* defaults to the source's name with ``-zarr``, next to it. Tensors keep the dtype of the checkpoint, unless
+    *cast_dtype* (bf16, fp16, fp32, fp64) casts the floating-point ones.
+
+    Raises :class:`CheckpointUnusable` for a damaged source and for a tensor that zarr cannot represent,
+    :class:`SaveFailed` if the directory cannot be written, and :class:`RecipeError` for a wrong argument, or if
+    tensorstore is not installed. In each case nothing was written.
     """
     started = time.monotonic()
     library = load_tensorstore("ckpt export --to zarr")
@@ -57,13 +59,14 @@ def export_zarr(
     check_files(opened)
     for text in opened.notes:
         log(f"warning: {text}")
-    maps = maps_of(opened)
     where = str(opened.model_directory)
-    plan = make_plan(opened.tensors, opened.tied, maps, cast_dtype=cast_code, where=where)
+    plan = plan_in_stored_dtypes(opened, cast_code)
+    for text in cast_lines(plan.casts):
+        log(text)
     tensors = [tensor for file in plan.files for tensor in file.tensors]
     for tensor in tensors:
         _check_writable(tensor, where)
-    beside, _ = side_files(opened, plan, maps)
+    beside, _ = side_files(opened, plan, maps_of(opened))
     # The index of Hugging Face files, which are not written here.
     beside.pop(layout.HF_INDEX, None)
     with published_directory(target, log, what="the arrays of zarr") as directory:

@@ -1,38 +1,51 @@
-"""Exports to ONNX are staged as all exports. That onnxruntime computes the same logits is shown by `make interop`."""
+"""Exports to ONNX are staged as all exports, and compute what the class of config.json computes."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
-from transformers import BartConfig
+from transformers import (
+    BartConfig,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.targets.onnx import export_onnx
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
-from automodel_ckpt.models.onnx_export import export_to_onnx
 from tests.support.llamas import llama_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 
 
-def names_as_model(directory: Path, target: Path, dtype: str) -> None:
-    """Stand for torch's exporter: the names of the weights that it would load, and the dtype."""
+def names_as_model(directory: Path, target: Path, dtype: str) -> str:
+    """Stand for torch's exporter: the names and dtypes of the weights that it would load, and the dtype."""
     names: list[str] = []
+    stored: set[str] = set()
     for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "np") as file:
+        with safe_open(path, "pt") as file:
             names += file.keys()
-    target.write_text(json.dumps({"names": names, "dtype": dtype}))
+            stored.update(file.get_slice(name).get_dtype() for name in names)
+    target.write_text(json.dumps({"names": names, "dtype": dtype, "stored": sorted(stored)}))
+    return "a note"
 
 
 def test_the_directory_has_the_model_and_its_side_files(tmp_path: Path) -> None:
-    model = llama_checkpoint(tmp_path / "c", tied=False)
+    model = llama_checkpoint(tmp_path / "c", tied=False, base=tmp_path / "base")
     lines: list[str] = []
     report = export_onnx(tmp_path / "c", None, names_as_model, log=lines.append)
     assert report.output == tmp_path / "c-onnx" and report.checked
@@ -41,7 +54,9 @@ def test_the_directory_has_the_model_and_its_side_files(tmp_path: Path) -> None:
     assert not any(name.startswith(".") or name.endswith(".safetensors") for name in found)
     exported = json.loads((report.output / "model.onnx").read_text())
     assert set(exported["names"]) == set(model.state_dict()) and exported["dtype"] == "float32"
-    assert any("no cache of keys and values" in line for line in lines)
+    # Not rounded to the base's bfloat16.
+    assert exported["stored"] == ["F32"] and not any("cast" in line for line in lines)
+    assert "warning: a note" in lines
     assert report.num_tensors == len(exported["names"])
     assert report.nbytes == sum(path.stat().st_size for path in report.output.iterdir())
 
@@ -65,7 +80,7 @@ def test_hugging_face_files_are_compared_with_their_digests(tmp_path: Path) -> N
 def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     llama_checkpoint(tmp_path / "c")
 
-    def fail(directory: Path, target: Path, dtype: str) -> None:
+    def fail(directory: Path, target: Path, dtype: str) -> str:
         target.write_bytes(b"half")
         raise OSError(28, "No space left on device", str(target))
 
@@ -90,31 +105,81 @@ def test_without_the_packages_it_says_how_to_get_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "onnxscript", None)
-    (tmp_path / "c").mkdir()
+    llama_checkpoint(tmp_path / "c")
     assert main(["export", str(tmp_path / "c"), "--to", "onnx"]) == 2
     assert "automodel_ckpt[onnx]" in capsys.readouterr().err
 
 
-def test_an_encoder_decoder_is_not_exported_without_its_encoder(tmp_path: Path) -> None:
-    config = BartConfig(architectures=["BartForConditionalGeneration"])
-    config.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointUnusable, match="only causal language models") as error:
-        export_to_onnx(tmp_path, tmp_path / "model.onnx", "float32")
-    assert "an encoder and a decoder" in str(error.value)
+OF_BERT: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+OF_BART: dict[str, Any] = {
+    "vocab_size": 40,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+}
+OF_LLAMA: dict[str, Any] = {**OF_BERT, "num_key_value_heads": 1, "pad_token_id": 3}
+KINDS: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
+    "language model": (LlamaForCausalLM, LlamaConfig(**OF_LLAMA)),
+    "classifier": (LlamaForSequenceClassification, LlamaConfig(**OF_LLAMA, num_labels=3)),
+    "reranker of pairs": (BertForSequenceClassification, BertConfig(**OF_BERT, num_labels=1)),
+    "embedding": (LlamaModel, LlamaConfig(**OF_LLAMA)),
+}
 
 
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("onnxscript", "onnxruntime")),
-    reason="needs the extra onnx, and onnxruntime",
-)
-def test_onnxruntime_computes_the_same_logits(tmp_path: Path) -> None:
-    import onnxruntime
-
-    model = llama_checkpoint(tmp_path / "c")
-    assert main(["export", str(tmp_path / "c"), "--to", "onnx"]) == 0
-    session = onnxruntime.InferenceSession(tmp_path / "c-onnx" / "model.onnx")
-    ids = torch.arange(20).reshape(2, 10)
-    inputs = {"input_ids": ids.numpy(), "attention_mask": np.ones((2, 10), np.int64)}
-    (logits,) = session.run(None, inputs)
+@pytest.mark.parametrize("kind", KINDS)
+def test_onnxruntime_computes_what_the_class_of_the_config_computes(
+    tmp_path: Path, capsys: Capture, kind: str
+) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model_class, config = KINDS[kind]
+    torch.manual_seed(0)
+    model: Any = model_class(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "m")
+    assert main(["export", str(tmp_path / "m"), "--to", "onnx", "-o", str(tmp_path / "out")]) == 0
+    logged = capsys.readouterr().err
+    assert f"cast {len(model.state_dict())} tensors from BF16 to F32" in logged
+    assert ("cache of keys" in logged) == (kind == "language model")
+    assert ("pooling" in logged) == (kind == "embedding")
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    ids = torch.arange(4, 34).reshape(3, 10)
+    ids[0, -2:] = 3
+    inputs = {"input_ids": ids, "attention_mask": (ids != 3).long()}
+    if kind == "reranker of pairs":
+        inputs["token_type_ids"] = (torch.arange(10) > 5).long().expand(3, 10)
+    (found,) = session.run(None, {name: value.numpy() for name, value in inputs.items()})
     with torch.no_grad():
-        assert np.allclose(logits, model(ids).logits.numpy(), atol=1e-4)
+        expected = model.float().eval()(**inputs)
+    name = "last_hidden_state" if kind == "embedding" else "logits"
+    assert [each.name for each in session.get_outputs()] == [name]
+    assert np.allclose(found, expected[name].numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "BertForQuestionAnswering"])
+def test_a_kind_of_model_that_is_not_exported_is_an_error(
+    tmp_path: Path, capsys: Capture, name: str
+) -> None:
+    config = BertConfig(**OF_BERT) if "Bert" in name else BartConfig(**OF_BART)
+    getattr(transformers, name)(config).save_pretrained(tmp_path / "m")
+    assert main(["export", str(tmp_path / "m"), "--to", "onnx", "-o", str(tmp_path / "out")]) == 3
+    error = capsys.readouterr().err
+    assert "this kind of model is not exported to ONNX" in error and name in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_error_of_the_exporter_has_one_line_without_colors(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("\x1b[31mno \x1b[0moperator\nStep 3")
+
+    LlamaForCausalLM(LlamaConfig(**OF_LLAMA)).save_pretrained(tmp_path / "m")
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    assert main(["export", str(tmp_path / "m"), "--to", "onnx", "-o", str(tmp_path / "out")]) == 3
+    assert "value:  ValueError: no operator\n" in capsys.readouterr().err
