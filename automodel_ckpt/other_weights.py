@@ -6,7 +6,9 @@ import zipfile
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-_READ = ("*.safetensors", "*.bin", "*.distcp", "*.gguf", "*.ckpt", "*.index.json")
+# Flax and TensorFlow also have an index.
+_INDEXES = ("*.safetensors.index.json", "*.bin.index.json")
+_READ = ("*.safetensors", "*.bin", "*.distcp", "*.gguf", "*.ckpt", *_INDEXES)
 _TRANSFORMERS_4 = (
     "convert it with transformers 4 and the model's class, such as "
     "AutoModelForCausalLM.from_pretrained(DIRECTORY, {}=True).save_pretrained(NEW)"
@@ -22,8 +24,14 @@ _OTHERS = {
     "_CHECKPOINT_METADATA": ("a checkpoint of Orbax (JAX)", _SAVE),
     "manifest.ocdbt": ("a checkpoint of Orbax (JAX)", _SAVE),
     "*/_CHECKPOINT_METADATA": ("a directory of Orbax's checkpoints (JAX)", _SAVE),
+    "*/manifest.ocdbt": ("a checkpoint of Orbax (JAX)", _SAVE),
+    "*/*/manifest.ocdbt": ("a directory of Orbax's checkpoints (JAX)", _SAVE),
 }
 """Pattern of a file -> what the directory has, and how to convert it."""
+MLX_ADAPTER = (
+    "an adapter of MLX",
+    "merge it into its base with mlx_lm.fuse, and use the result",
+)
 TORCH_SCRIPT = (
     "a program of TorchScript",
     "save its weights: python -c \"import torch; torch.save(torch.jit.load('FILE').state_dict(), 'FILE.bin')\"",
@@ -36,12 +44,15 @@ def weights_of_another_program(directory: Path) -> tuple[str, str] | None:
         names = [path.name for path in directory.iterdir()]
     except OSError:
         return None
+    # mlx-lm also keeps numbered copies of the adapter in the directory.
+    if {"adapters.safetensors", "adapter_config.json"} <= set(names):
+        return MLX_ADAPTER
     if any(fnmatchcase(name, pattern) for name in names for pattern in _READ):
         return None
     for pattern, found in _OTHERS.items():
         if any(directory.glob(pattern)):
             return found
-    if any(is_torch_script(path) for path in directory.glob("*.pt")):
+    if any(is_torch_script(path) for path in directory.glob("*.pt*")):
         return TORCH_SCRIPT
     return None
 
@@ -53,6 +64,9 @@ def kind_of_file(name: str) -> tuple[str, str] | None:
 
 def is_torch_script(path: Path) -> bool:
     """Whether the file *path* is an archive of TorchScript, which has code beside its tensors."""
+    # Opening a FIFO would wait for a writer forever.
+    if not path.is_file():
+        return False
     try:
         with zipfile.ZipFile(path) as archive:
             return any("/code/" in name for name in archive.namelist())

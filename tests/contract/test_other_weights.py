@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -22,6 +25,12 @@ OTHERS = {
     "saved_model.pb": "SavedModel",
     "0/_CHECKPOINT_METADATA": "Orbax",
     "script.pt": "TorchScript",
+    "script.pth": "TorchScript",
+    "flax_model.msgpack.index.json": "Flax",
+    "tf_model.h5.index.json": "TensorFlow weights of transformers",
+    "params/manifest.ocdbt": "Orbax",
+    "100/params/manifest.ocdbt": "Orbax",
+    "adapters.safetensors": "adapter of MLX",
 }
 
 
@@ -33,9 +42,17 @@ def test_weights_of_other_programs_are_named_by_each_command(
     write_model(base, {"model_type": "llama"}, LLAMA_CHAT)
     for weights in base.glob("*.safetensors*"):
         weights.unlink()
-    (base / name).parent.mkdir(exist_ok=True)
+    (base / name).parent.mkdir(exist_ok=True, parents=True)
     (base / name).write_bytes(b"weights")
-    if name.endswith(".pt"):
+    # Files of the same weights in parts, and of an adapter.
+    if name.endswith(".index.json"):
+        part = name.removesuffix(".index.json").replace("_model.", "_model-00001-of-00001.")
+        (base / part).write_bytes(b"weights")
+    if name == "adapters.safetensors":
+        (base / "adapter_config.json").write_text('{"fine_tune_type": "lora"}')
+        for file in (name, f"0000100_{name}"):
+            save_file({"w.lora_a": torch.ones(2)}, base / file)
+    if name.endswith((".pt", ".pth")):
         with zipfile.ZipFile(base / name, "w") as archive:
             archive.writestr("model/code/__torch__.py", "")
     (tmp_path / "rows.jsonl").write_text('{"text": "a b c"}\n')
@@ -49,6 +66,13 @@ def test_weights_of_other_programs_are_named_by_each_command(
     assert train_main([str(tmp_path / "recipe.yaml")]) == 2
     error = capsys.readouterr().err
     assert error.count(OTHERS[name]) == 3
+
+
+def test_a_pipe_among_the_files_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    os.mkfifo(tmp_path / "files" / "model.pt")
+    command = [sys.executable, "-m", "automodel_ckpt.cli.ckpt", "show", "files"]
+    assert subprocess.run(command, cwd=tmp_path, timeout=60, check=False).returncode == 3
 
 
 def test_headers_without_metadata_are_read_as_mlx_writes_them(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def _lines(planned: NewCheckpoint, *, has_stated_groups: bool) -> Iterator[str]:
         rows.append(
             (
                 "quantized",
-                f"by {planned.quantization}: recipes cannot start from these weights",
+                f"by {planned.quantization}: init_from.path does not read these weights",
             )
         )
     rows.append(("not included", ", ".join(planned.absent)))
@@ -209,7 +209,10 @@ def _start_line(planned: NewCheckpoint) -> str:
     """How to start a run from what was imported, or to continue the imported one."""
     run = shlex.quote(str(planned.run))
     if planned.quantization:
-        return "to train, use the original model: init_from.path does not read quantized weights"
+        return (
+            "to train, name a model that is not quantized, or the quantized one in model.from_pretrained "
+            "if transformers can train it"
+        )
     if planned.training is not None:
         command = f"ckpt-train RECIPE.yaml --checkpoint.checkpoint_dir {run}"
         if not planned.is_newest:

@@ -23,6 +23,7 @@ from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.nested_state import names_without_wrappers
 from automodel_ckpt.convert.sources.safetensors_shards import SHARDING_INFO
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.other_weights import MLX_ADAPTER, weights_of_another_program
 from automodel_ckpt.units import counted
 
 # How transformers numbers the files of a model.
@@ -59,6 +60,7 @@ class HuggingFaceFiles(Format):
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
         """Describe the model. The index and headers of an export are compared with its manifest, and its slices have
         digests, which are compared when the slices are read."""
+        _check_not_mlx_adapter(path)
         export = find_export_manifest(path, follow_links=follow_links)
         weight_map = weight_map_of(path, export, follow_links=follow_links)
         names = safetensors_in(path)
@@ -93,19 +95,23 @@ class HuggingFaceFiles(Format):
         return source
 
 
-def _check_not_mlx(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise :class:`CheckpointUnusable` for what only MLX reads: its adapters, and weights that it quantized.
-
-    mlx-lm writes ``adapters.safetensors``, and packs quantized weights into U32 beside scales and biases.
-    """
-    adapter = directory / "adapters.safetensors"
-    if adapter.is_file() and (directory / "adapter_config.json").is_file():
+def _check_not_mlx_adapter(directory: Path) -> None:
+    """Raise :class:`CheckpointUnusable` for an adapter of mlx-lm, before its files are read as those of a model."""
+    found = weights_of_another_program(directory)
+    if found == MLX_ADAPTER:
         raise CheckpointUnusable(
-            "this format cannot be read: an adapter of MLX",
+            f"this format cannot be read: {found[0]}",
             where=str(directory),
-            value=adapter.name,
-            hint="merge it into its base with mlx_lm.fuse, and use the result",
+            value="adapters.safetensors",
+            hint=found[1],
         )
+
+
+def _check_not_mlx(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise :class:`CheckpointUnusable` for what only MLX reads, such as weights that it quantized.
+
+    mlx-lm packs them into U32 beside scales and biases.
+    """
     for fqn in tensors:
         if fqn.endswith(_MLX_LATENT):
             raise CheckpointUnusable(
