@@ -215,6 +215,7 @@ def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
 
     def check(root: Node) -> list[Problem]:
         from automodel_ckpt.cli.checks.data_files import missing_data_files
+        from automodel_ckpt.config.sent_values import sent_problems
         from automodel_ckpt.config.target_names import untrusted_names
         from automodel_ckpt.config.trust import Trust
         from automodel_ckpt.config.urls import missing_libraries
@@ -222,6 +223,7 @@ def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
         trust = Trust(line.flags.trust)
         return [
             *untrusted_names(root, trust),
+            *sent_problems(root, trust),
             *missing_data_files(root),
             *missing_libraries(root),
         ]

@@ -36,13 +36,15 @@ _MARKED_WORD = re.compile(r"[\s\[{,:-]?[*&%@`]")
 class Node:
     """A scalar's text, a list or a mapping; ``origin`` is ``file:line``, a flag as typed, or ``default``.
 
-    ``text`` is the value of a flag before it was parsed as YAML, for a parameter that turns out to be text.
+    ``text`` is the value of a flag before it was parsed as YAML, for a parameter that turns out to be text. With
+    ``is_indirect``, a reference or a run's name has added text of other keys to the value.
     """
 
     value: str | list[Node] | dict[str, Node]
     origin: str
     quoted: bool = False
     text: str | None = None
+    is_indirect: bool = False
 
     @property
     def is_null(self) -> bool:
@@ -51,6 +53,11 @@ class Node:
     @property
     def is_flag(self) -> bool:
         return self.origin.startswith("-")
+
+    @property
+    def is_from_user(self) -> bool:
+        """Whether the whole value was given on the command line, and none of it by a recipe file."""
+        return self.is_flag and not self.is_indirect
 
     def __str__(self) -> str:
         """The value as one line of YAML, with environment references unresolved."""
