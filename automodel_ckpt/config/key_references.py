@@ -72,7 +72,8 @@ class _Resolver:
         if len(text) > _MAX_CHARACTERS:
             self._note("the text with its references is too long", node, "write a shorter text")
             return node.copy()
-        return dataclasses.replace(node, value=text, is_indirect=True)
+        is_indirect = node.is_indirect or text != node.value
+        return dataclasses.replace(node, value=text, is_indirect=is_indirect)
 
     def _text_of(self, match: re.Match[str], node: Node, chain: tuple[str, ...]) -> str:
         """The text that replaces one reference within other text."""

@@ -14,11 +14,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import hide
 
 ALLOWED = "write ${section.key}, ${oc.env:NAME} or ${oc.env:NAME,default}; \\${ is a literal ${"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 """Pattern of the name of an environment variable. Names are written into shell scripts and manifests."""
+SECRET_NAME = re.compile(
+    r"TOKEN(?!I[SZ])|SECRET|PASS|KEY|CRED|AUTH|COOKIE|PRIVATE|JWT|CONNECTION_STRING", re.IGNORECASE
+)
+"""What the name of a variable contains if its value is a secret. A TOKENIZER is none."""
 KEY_REFERENCE = re.compile(
     r"(?<!\\)(?P<slashes>(?:\\\\)*)\$\{(?P<key>[A-Za-z_][\w-]*(?:\.[\w-]+)*)\}"
 )
@@ -56,6 +61,15 @@ def referenced_variables(text: str) -> dict[str, bool]:
     for reference in _references(_parts(text)):
         names[reference.name] = names.get(reference.name, False) or reference.default is None
     return names
+
+
+def variables_in(tree: Node) -> dict[str, bool]:
+    """Return :func:`referenced_variables` of all values in a recipe's tree, sorted by name."""
+    names: dict[str, bool] = {}
+    found = referenced_variables(tree.value) if isinstance(tree.value, str) else {}
+    for each in (found, *(variables_in(child) for _, child in tree.children())):
+        names |= {name: names.get(name, False) or each[name] for name in each}
+    return dict(sorted(names.items()))
 
 
 def is_reference(text: str) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_ckpt.config.convert import is_open, members, untyped
-from automodel_ckpt.config.references import ReferenceFailed, resolve_with_names
+from automodel_ckpt.config.references import SECRET_NAME, ReferenceFailed, resolve_with_names
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import annotation_at, is_number, join
 from automodel_ckpt.config.sections.monitoring import RECIPE_OPTIONS
@@ -24,10 +24,6 @@ from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 from automodel_ckpt.store_url import is_url
 
-SECRET_NAME = re.compile(
-    r"TOKEN(?!I[SZ])|SECRET|PASS|KEY|CRED|AUTH|COOKIE|PRIVATE|JWT|CONNECTION_STRING", re.IGNORECASE
-)
-"""Names of variables whose values are never sent. A TOKENIZER is no secret."""
 _RUN = "checkpoint.checkpoint_dir"
 _TRACKERS = "logging.trackers"
 _SENT = (_TRACKERS, "hub", "checkpoint.remote")
@@ -93,7 +89,7 @@ _WRITTEN = {"tensorboard": ("log_dir", ""), "wandb": ("dir", "wandb")}
 
 
 @dataclass(frozen=True, slots=True)
-class _Value:
+class Value:
     """A scalar of a recipe: its text, with references resolved, and the names of the variables in it.
 
     *target* is the name of the callable that gets it as *argument*, or in it; both are empty outside of plug-ins.
@@ -121,7 +117,7 @@ def sent_problems(tree: Node, trust: Trust) -> Iterator[Problem]:
 
     References to keys must have been replaced in *tree*. Sends nothing.
     """
-    values = {value.key: value for value in _values(tree)}
+    values = {value.key: value for value in values_of(tree)}
     section = tree.at(_TRACKERS)
     trackers = {name for name, _ in section.children()} if section is not None else set()
     for value in values.values():
@@ -135,15 +131,16 @@ def sent_problems(tree: Node, trust: Trust) -> Iterator[Problem]:
         yield from _other_paths(values)
 
 
-def _values(
+def values_of(
     node: Node, key: str = "", target: str = "", argument: str = "", *, is_indirect: bool = False
-) -> Iterator[_Value]:
+) -> Iterator[Value]:
+    """Yield the scalars of a recipe's tree whose references can be resolved."""
     is_indirect = is_indirect or node.is_indirect
     own = node.value.get("_target_") if isinstance(node.value, dict) else None
     for name, child in node.children():
         if own is not None:
             target, argument = str(own.value), name
-        yield from _values(child, join(key, name), target, argument, is_indirect=is_indirect)
+        yield from values_of(child, join(key, name), target, argument, is_indirect=is_indirect)
     if not isinstance(node.value, str) or node.is_null:
         return
     try:
@@ -152,13 +149,13 @@ def _values(
         return
     if text is not None:
         is_from_user = node.is_flag and not is_indirect
-        yield _Value(key, node, text, tuple(names), is_from_user, target, argument)
+        yield Value(key, node, text, tuple(names), is_from_user, target, argument)
 
 
 # ---------------------------------------------------------------- environment variables
 
 
-def _variable_problems(value: _Value, trust: Trust, *, names_run: bool) -> Iterator[Problem]:
+def _variable_problems(value: Value, trust: Trust, *, names_run: bool) -> Iterator[Problem]:
     if not value.names or _stays_here(value, names_run=names_run):
         return
     secrets = [name for name in value.names if SECRET_NAME.search(name)]
@@ -178,7 +175,7 @@ def _variable_problems(value: _Value, trust: Trust, *, names_run: bool) -> Itera
         yield value.problem(what, hint)
 
 
-def _stays_here(value: _Value, *, names_run: bool) -> bool:
+def _stays_here(value: Value, *, names_run: bool) -> bool:
     """Whether a text with values of the environment is not sent: a local path, a number, or one of a few words."""
     key = value.schema_key
     kinds = members(annotation_at(RecipeConfig, value.key) or Any)
@@ -200,7 +197,7 @@ def _stays_here(value: _Value, *, names_run: bool) -> bool:
     return exists or (has_form and not key.endswith("chat_template"))
 
 
-def _is_read_by_user_code(value: _Value) -> bool:
+def _is_read_by_user_code(value: Value) -> bool:
     """Whether a text is in a section of a custom recipe, or an argument of a callable that is not on the allowlist."""
     if value.target:
         return not is_within(value.target, LIBRARIES)
@@ -214,7 +211,7 @@ def _is_in(key: str, sections: tuple[str, ...]) -> bool:
 # ---------------------------------------------------------------- hosts
 
 
-def _host_problems(value: _Value, trust: Trust) -> Iterator[Problem]:
+def _host_problems(value: Value, trust: Trust) -> Iterator[Problem]:
     """Yield a problem for a host of the recipe file that would get the user's credentials."""
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     # datasets sends the token to each URL that begins with the Hub's, without a slash after it.
@@ -241,7 +238,7 @@ def _host_problems(value: _Value, trust: Trust) -> Iterator[Problem]:
 # ---------------------------------------------------------------- trackers and files
 
 
-def _setting_problems(value: _Value) -> Iterator[Problem]:
+def _setting_problems(value: Value) -> Iterator[Problem]:
     """Yield a problem for a setting of a tracker that a recipe file may not have."""
     if not value.key.startswith(f"{_TRACKERS}."):
         return
@@ -253,7 +250,7 @@ def _setting_problems(value: _Value) -> Iterator[Problem]:
         yield value.problem(what, hint)
 
 
-def _tracker_paths(values: dict[str, _Value], trackers: set[str]) -> Iterator[Problem]:
+def _tracker_paths(values: dict[str, Value], trackers: set[str]) -> Iterator[Problem]:
     """Yield a problem for each directory outside of the run's in which a tracker would write."""
     run = values[_RUN]
     for tracker in trackers & _WRITTEN.keys():
@@ -268,7 +265,7 @@ def _tracker_paths(values: dict[str, _Value], trackers: set[str]) -> Iterator[Pr
             yield given.problem(_OUTSIDE, f"remove it, or give --{given.key} on the command line")
 
 
-def _other_paths(values: dict[str, _Value]) -> Iterator[Problem]:
+def _other_paths(values: dict[str, Value]) -> Iterator[Problem]:
     """Yield a problem for each other file outside of the run directory that a recipe file would have written."""
     run = values[_RUN].text
     for key in (f"{_TRACKERS}.mlflow.tracking_uri", "profile.directory", "throughput.file"):

@@ -17,6 +17,7 @@ import yaml
 from automodel_ckpt.errors import Problem, os_problem
 
 DEFAULT = "default"
+STREAM = "standard input"
 MAX_FILE_BYTES = 256 * 1024
 MAX_DEPTH = 40
 MAX_NODES = 20_000  # aliases expanded: a few lines of YAML can stand for billions of values
@@ -63,8 +64,16 @@ class Node:
         """The value as one line of YAML, with environment references unresolved."""
         if isinstance(self.value, str) and not self.quoted and _WORD.fullmatch(self.value):
             return "null" if self.is_null and self.value not in _NONE_WORDS else self.value
-        document = yaml.serialize(_to_yaml(self), width=float("inf"), allow_unicode=True)
-        return str(document).removesuffix("\n...\n").rstrip("\n")
+        text = ""
+        # Not all characters that PyYAML writes as they are can be printed, such as marks of direction.
+        for allow_unicode in (True, False):
+            document = yaml.serialize(
+                _to_yaml(self), width=float("inf"), allow_unicode=allow_unicode
+            )
+            text = str(document).removesuffix("\n...\n").rstrip("\n")
+            if text.isprintable():
+                break
+        return text
 
     def copy(self) -> Node:
         """Copy the tree below this node."""
@@ -158,7 +167,7 @@ def _read_bytes(path: Path) -> bytes:
 
 def read_file(path: Path, problems: list[Problem]) -> Node | None:
     """Read the mapping in a YAML file. Returns None and adds to ``problems`` if that fails."""
-    origin = "standard input" if str(path) == "-" else str(path)
+    origin = STREAM if str(path) == "-" else str(path)
     try:
         content = _read_bytes(path)
     except OSError as error:
