@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 from werkzeug.wrappers import Request, Response
@@ -13,7 +14,9 @@ from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.train import main as train
+from tests.support.hub_server import hub_server, using
 from tests.support.object_store import object_store
+from tests.support.stand_ins import LLAMA_CHAT, write_model
 
 SECRETS = ("Key-In-The-Environment", "secret-in-the-environment", "token-in-the-environment")
 WORD = "secret-word"
@@ -279,6 +282,42 @@ def test_permission_comes_from_outside_of_the_recipe(
         given.append(f"--checkpoint.remote.options.endpoint_url={store.endpoint}")
         assert train([str(recipe), *given]) == 0
         assert store.requests
+
+
+def test_a_dry_run_sends_no_token_to_the_hub(
+    recipe: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_model(tmp_path / "model", {"model_type": "llama"}, LLAMA_CHAT)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    _recipe_with(recipe, "model: {from_pretrained: org/public}")
+    steps = "{global_batch_size: 4, local_batch_size: 4, max_steps: 1}"
+    words = [str(recipe), "--logging={}", f"--step_scheduler={steps}"]
+    words.append("--checkpoint.enabled=false")
+    sent: list[str | None] = []
+    with hub_server() as server, using(server, str(tmp_path / "home"), monkeypatch):
+        server.add("org/public", files)
+        server.add("org/hidden", files, private=True)
+
+        def note(request: Any) -> None:
+            sent.append(request.headers.get("authorization"))
+
+        server.fault = note
+        assert train([*words, "--dry-run"]) == 0
+        assert sent and not any(sent)
+        hidden = [*words, "--model.from_pretrained=org/hidden"]
+        assert train([*hidden, "--dry-run"]) == 2
+        assert not any(sent)
+        message = capfd.readouterr().err
+        assert "a dry run sends it no token" in message and "hf download org/hidden" in message
+        assert train(hidden) == 0
+        assert any(sent)
+        sent.clear()
+        # The cache has it now.
+        assert train([*hidden, "--dry-run"]) == 0
+        assert not any(sent)
 
 
 def test_local_paths_and_numbers_may_come_from_the_environment(
