@@ -148,7 +148,7 @@ def values_of(
     except ReferenceFailed:  # reported with the type of the key
         return
     if text is not None:
-        is_from_user = node.is_flag and not is_indirect
+        is_from_user = node.is_from_user and not is_indirect
         yield Value(key, node, text, tuple(names), is_from_user, target, argument)
 
 

@@ -18,6 +18,8 @@ from automodel_ckpt.errors import Problem, os_problem
 
 DEFAULT = "default"
 STREAM = "standard input"
+OVERRIDES = "overrides"
+"""The origin of values that a program gives begins with it."""
 MAX_FILE_BYTES = 256 * 1024
 MAX_DEPTH = 40
 MAX_NODES = 20_000  # aliases expanded: a few lines of YAML can stand for billions of values
@@ -57,8 +59,8 @@ class Node:
 
     @property
     def is_from_user(self) -> bool:
-        """Whether the whole value was given on the command line, and none of it by a recipe file."""
-        return self.is_flag and not self.is_indirect
+        """Whether the whole value was given on the command line or by a program, and none of it by a recipe file."""
+        return not self.is_indirect and (self.is_flag or self.origin.startswith(OVERRIDES))
 
     def __str__(self) -> str:
         """The value as one line of YAML, with environment references unresolved."""

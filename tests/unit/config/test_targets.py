@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import automodel_ckpt
 from automodel_ckpt.config.allowlist import defaults
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
@@ -718,6 +719,15 @@ def test_a_recipe_outside_needs_trust(recipe: Path, name: str, message: str) -> 
     )
     with pytest.raises(RecipeError, match=message):
         prepare(loaded, Trust())
+
+
+def test_what_a_program_gives_is_not_from_the_recipe(recipe: Path) -> None:
+    key = "logging.trackers.mlflow.tracking_uri"
+    given = automodel_ckpt.load_recipe(recipe, {key: "http://localhost:5000"})
+    assert prepare(given, Trust(["trusted_pkg"])).recipe_class.__name__ == "LLMFinetune"
+    recipe.write_text(RECIPE + "logging: {trackers: {mlflow: {tracking_uri: 'http://localhost'}}}")
+    with pytest.raises(RecipeError, match="--trust host:localhost"):
+        prepare(automodel_ckpt.load_recipe(recipe), Trust(["trusted_pkg"]))
 
 
 @pytest.mark.parametrize("name", ["own", "trusted_pkg"])
