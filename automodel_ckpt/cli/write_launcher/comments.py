@@ -6,7 +6,7 @@ import shlex
 import textwrap
 from collections.abc import Iterable
 
-from automodel_ckpt.errors import printable
+from automodel_ckpt.errors import printable, without_hidden
 
 _WIDTH = 118
 
@@ -14,7 +14,7 @@ _WIDTH = 118
 def comment_lines(texts: Iterable[str]) -> list[str]:
     """Return each text as comment lines. A text that begins with spaces is a command and is not wrapped."""
     lines = []
-    for text in map(printable, texts):
+    for text in (printable(without_hidden(each)) for each in texts):
         wrapped = textwrap.wrap(
             text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )

@@ -330,6 +330,9 @@ def test_the_time_of_a_save_is_measured_or_estimated(
     text = written(capsys, "slurm")
     assert "--signal=USR1@210" in text  # 2 x (2 + 80) + 30, rounded up to 30
     assert "measured: a step takes 2 s, and the longest save took 80 s" in text
+    monkeypatch.setenv("MY_RUNS", str(log.parent))
+    text = written(capsys, "slurm", "--checkpoint.checkpoint_dir=${oc.env:MY_RUNS}")
+    assert "measured" in text and str(log.parent) not in text
     log.unlink()
     monkeypatch.setattr(stop_time, "_checkpoint_bytes", lambda *_: 200 * 10**9)
     text = written(capsys, "slurm")
