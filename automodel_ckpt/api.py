@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.config import load
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import Override
-from automodel_ckpt.config.yaml_tree import node_of
+from automodel_ckpt.config.yaml_tree import OVERRIDES, node_of
 from automodel_ckpt.errors import RecipeError, Stopped
 from automodel_ckpt.socket_paths import short_temporary_directory
 
@@ -67,7 +67,7 @@ def load_recipe(
     """
     changes = []
     for key, value in _checked_overrides(overrides).items():
-        changes.append(Override(key, node_of(value, f"overrides[{key!r}]")))
+        changes.append(Override(key, node_of(value, f"{OVERRIDES}[{key!r}]")))
     if isinstance(recipe, Mapping):
         root = node_of(dict(recipe), "the recipe's mapping")
         return load.bind_recipe(_MAPPING, root, changes)

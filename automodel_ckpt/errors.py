@@ -34,7 +34,7 @@ def hide(value: str, reference: str) -> None:
     # Messages may contain it as it is, or quoted by Python or JSON.
     quoted = repr(value)[1:-1]
     quoted_json = json.dumps(value)[1:-1]
-    for text in (value, value.strip(), quoted, quoted_json):
+    for text in (value, value.strip(), value.rstrip("/"), quoted, quoted_json):
         _references.setdefault(text, reference)
 
 

@@ -49,6 +49,9 @@ _NAMES: Mapping[Kind, str] = {"model": "model", "dataset": "data set"}
 _lost: list[str] = []
 """What failed, if this process is offline because of that, and not because the user wants it."""
 
+_withheld: list[bool] = []
+"""Whether the user has a token, inside of :func:`without_token`."""
+
 
 @dataclass(frozen=True, slots=True)
 class HubProblem:
@@ -85,6 +88,23 @@ def is_revision_name(revision: str) -> bool:
     return _REVISION.fullmatch(revision) is not None and ".." not in revision
 
 
+@contextlib.contextmanager
+def without_token() -> Iterator[None]:
+    """Send no token to the Hub inside this context. What it gives only with a token comes from the cache then."""
+    from huggingface_hub import constants, get_token
+
+    _withheld.append(get_token() is not None)
+    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+    withheld = {name: os.environ.pop(name) for name in names if name in os.environ}
+    path, constants.HF_TOKEN_PATH = constants.HF_TOKEN_PATH, os.devnull
+    try:
+        yield
+    finally:
+        _withheld.pop()
+        constants.HF_TOKEN_PATH = path
+        os.environ.update(withheld)
+
+
 # ---------------------------------------------------------------- which commit a name is
 
 
@@ -107,7 +127,7 @@ def resolve_commit(
     cached = cached_commit(name, revision, kind)
     if constants.HF_HUB_OFFLINE:
         if cached is None:
-            raise _error(_not_cached(name, kind, is_offline=True), name, revision, where)
+            raise _error(_not_cached(name, kind), name, revision, where)
         return cached
     try:
         commit = _requested_commit(name, revision or MAIN, kind)
@@ -295,6 +315,9 @@ def explain(error: BaseException, name: str, kind: Kind = "model") -> HubProblem
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     has_token = get_token() is not None
     login = "" if has_token else ", then `hf auth login`"
+    kinds = (errors.GatedRepoError, errors.RepositoryNotFoundError)
+    if any(_withheld) and any(isinstance(each, kinds) or _status_of(each) == 401 for each in chain):
+        return _not_cached(name, kind, "the Hub refuses this, and a dry run sends it no token")
     for each in chain:
         if isinstance(each, errors.GatedRepoError):
             return HubProblem(
@@ -316,9 +339,9 @@ def explain(error: BaseException, name: str, kind: Kind = "model") -> HubProblem
         if problem is not None:
             return problem
     if constants.HF_HUB_OFFLINE and any(_is_absence(each) for each in chain):
-        return _not_cached(name, kind, is_offline=True)
+        return _not_cached(name, kind)
     if any(_is_connection_error(each) for each in chain):
-        return _not_cached(name, kind, is_offline=False)
+        return _not_cached(name, kind, "the Hub cannot be reached")
     return None
 
 
@@ -347,15 +370,20 @@ def _of_status(error: BaseException, has_token: bool) -> HubProblem | None:
     return HubProblem(f"the Hub rejects the request ({status}): {_message(error)}", "correct it")
 
 
-def _not_cached(name: str, kind: Kind, *, is_offline: bool) -> HubProblem:
+def _not_cached(name: str, kind: Kind, cause: str = "") -> HubProblem:
+    """Describe a repository that is not in the cache, and cannot be read because of *cause*; empty: it is offline."""
     option = "" if kind == "model" else "--repo-type dataset "
     command = f"`hf download {option}{shlex.quote(name)}`"
-    if is_offline and not _lost:
+    if any(_withheld) and cause and not _lost:
+        hint = f"check the name; download it with {command}, or start without --dry-run"
+        what = f"{cause}, and this {_NAMES[kind]} is not in the cache"
+        return HubProblem(what, hint, is_temporary=True, cause=cause)
+    if not cause and not _lost:
         return HubProblem(
             f"this {_NAMES[kind]} is not in the cache, and HF_HUB_OFFLINE is set",
             f"download it with {command} where there is a network, or give a local path",
         )
-    cause = _lost[0] if _lost else "the Hub cannot be reached"
+    cause = _lost[0] if _lost else cause
     return HubProblem(
         f"{cause}, and this {_NAMES[kind]} is not in the cache",
         f"check the network, download it with {command} elsewhere (HF_HOME is the cache), or give a local path",

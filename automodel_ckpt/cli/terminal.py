@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 from unicodedata import category, east_asian_width
 
-from automodel_ckpt.errors import OutputFailed, Problem, os_problem, printable
+from automodel_ckpt.errors import OutputFailed, Problem, os_problem, printable, without_hidden
 from automodel_ckpt.units import size_text
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "coloured",
     "fitted",
     "forgiving_streams",
+    "hiding_values",
     "json_text",
     "leave_reader",
     "naming_output",
@@ -93,6 +94,30 @@ class _ForgivingStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class _HidingStream:
+    """A text stream that shows references in the place of the values of environment variables."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(without_hidden(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def hiding_values() -> Iterator[None]:
+    """Print no resolved value of an environment variable inside this context, also in log messages."""
+    with (
+        contextlib.redirect_stdout(cast(TextIO, _HidingStream(sys.stdout))),
+        contextlib.redirect_stderr(cast(TextIO, _HidingStream(sys.stderr))),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from automodel_ckpt.cli.example_recipes import copy_example, example_lines
 from automodel_ckpt.cli.launch.limits import raise_file_limit
 from automodel_ckpt.cli.paths import check_working_directory
 from automodel_ckpt.cli.terminal import (
+    hiding_values,
     leave_reader,
     naming_output,
     occupy_standard_streams,
@@ -174,12 +175,14 @@ def _dry_run(
     from automodel_ckpt.cli.checks.dry_run import report
     from automodel_ckpt.config.prepare import prepare
     from automodel_ckpt.config.trust import Trust
+    from automodel_ckpt.hub_access import without_token
 
-    loaded, recipe_class = prepare(loaded, Trust(line.flags.trust))
-    sizes = mesh_sizes(loaded, ranks) if ranks else None
-    with reporting_user_failures(RecipeError):
-        text = report(loaded, recipe_class, line.flags, sizes, device_bytes, finished)
-    print(text, end="")
+    with hiding_values(), without_token():
+        loaded, recipe_class = prepare(loaded, Trust(line.flags.trust))
+        sizes = mesh_sizes(loaded, ranks) if ranks else None
+        with reporting_user_failures(RecipeError):
+            text = report(loaded, recipe_class, line.flags, sizes, device_bytes, finished)
+        print(text, end="")
     return EXIT_DONE
 
 
@@ -220,6 +223,7 @@ def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
 
     def check(root: Node) -> list[Problem]:
         from automodel_ckpt.cli.checks.data_files import missing_data_files
+        from automodel_ckpt.config.sent_values import sent_problems
         from automodel_ckpt.config.target_names import untrusted_names
         from automodel_ckpt.config.trust import Trust
         from automodel_ckpt.config.urls import missing_libraries
@@ -227,6 +231,7 @@ def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
         trust = Trust(line.flags.trust)
         return [
             *untrusted_names(root, trust),
+            *sent_problems(root, trust),
             *missing_data_files(root),
             *missing_libraries(root),
         ]

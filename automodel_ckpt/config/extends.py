@@ -8,12 +8,17 @@ import re
 from pathlib import Path
 
 from automodel_ckpt.config.references import ReferenceFailed, resolve, shell_variable
-from automodel_ckpt.config.yaml_tree import MAX_NODES, Node, is_stream, read_file
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import hints_of
+from automodel_ckpt.config.yaml_tree import MAX_NODES, STREAM, Node, is_stream, read_file
 from automodel_ckpt.errors import Problem
 
 KEY = "extends"
 MAX_FILES = 20
 """Maximum number of files that one recipe may consist of."""
+_OTHER_SECTIONS = ("mlflow", "rng", "wandb")
+"""Sections that only NeMo AutoModel's recipes have, and that may be alone in a file."""
+_QUOTED = re.compile(r"(?<=invalid YAML):.*|(?<=unknown key) .*| '.*|\$\{.*", re.DOTALL)
 _RECIPE_FILE = re.compile(r".+\.py:\w+")
 
 
@@ -39,8 +44,15 @@ class _Reader:
 
     def read(self, path: Path, chain: tuple[Path, ...]) -> Node | None:
         """Read *path*, which the last file of *chain* extends."""
-        root = read_file(path, self._problems)
-        if root is None:
+        problems: list[Problem] = []
+        root = read_file(path, problems)
+        if chain:
+            problems = [without_content(problem) for problem in problems]
+            if root is not None and not _is_recipe(root):
+                what = f"a file in {KEY} has no section of a recipe"
+                problems.append(Problem(what, str(path), "", "name a recipe file"))
+        self._problems += problems
+        if root is None or (chain and not _is_recipe(root)):
             return None
         assert isinstance(root.value, dict)
         self._num_files += 1
@@ -97,6 +109,30 @@ class _Reader:
 
     def _note(self, what: str, node: Node, hint: str) -> None:
         self._problems.append(Problem(what, node.origin, str(node), hint))
+
+
+def without_content(problem: Problem) -> Problem:
+    """Remove what a problem quotes of a file. A recipe may extend any file, and need not be allowed to show it."""
+    is_suggestion = problem.hint.startswith("did you mean")
+    return dataclasses.replace(
+        problem,
+        what=_QUOTED.sub("", problem.what),
+        value="",
+        hint=problem.hint if is_suggestion else f"correct this file, which {KEY} names",
+    )
+
+
+def is_extended(problem: Problem, path: Path) -> bool:
+    """Whether a problem is in a line of a file that the recipe in *path* extends."""
+    file, _, line = problem.where.rpartition(":")
+    return line.isdecimal() and not file.startswith("-") and file not in (str(path), STREAM)
+
+
+def _is_recipe(root: Node) -> bool:
+    """Whether a mapping has a key of a recipe, of this program or of NeMo AutoModel."""
+    return any(
+        name in (KEY, *_OTHER_SECTIONS, *hints_of(RecipeConfig)) for name, _ in root.children()
+    )
 
 
 def directory_of(path: Path) -> Path:

@@ -48,4 +48,5 @@ class LaunchFlags:
     run_name: str | None = setting(None, RUN_NAME)
     """Name of a directory for this run in checkpoint.checkpoint_dir, such as the settings that a sweep varies."""
     trust: list[str] = field(default_factory=list)
-    """Trust this package or .py file, or trust_remote_code; can be repeated (also AUTOMODEL_CKPT_TRUST)."""
+    """Trust this package or path of a .py file, or trust_remote_code; env:NAME: the recipe may send this variable;
+    host:NAME[:PORT]: it may send credentials to this host. Can be repeated (also AUTOMODEL_CKPT_TRUST)."""

@@ -65,12 +65,15 @@ class _Resolver:
         whole = KEY_REFERENCE.fullmatch(node.value)
         if whole and not whole["slashes"]:
             found = self._lookup(whole["key"], node, chain)
-            return dataclasses.replace(found, origin=node.origin) if found else node.copy()
+            if found is None:
+                return node.copy()
+            return dataclasses.replace(found, origin=node.origin, is_indirect=True)
         text = KEY_REFERENCE.sub(lambda match: self._text_of(match, node, chain), node.value)
         if len(text) > _MAX_CHARACTERS:
             self._note("the text with its references is too long", node, "write a shorter text")
             return node.copy()
-        return dataclasses.replace(node, value=text)
+        is_indirect = node.is_indirect or text != node.value
+        return dataclasses.replace(node, value=text, is_indirect=is_indirect)
 
     def _text_of(self, match: re.Match[str], node: Node, chain: tuple[str, ...]) -> str:
         """The text that replaces one reference within other text."""

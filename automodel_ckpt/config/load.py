@@ -15,7 +15,12 @@ from automodel_ckpt.config.automodel.notices import Notice
 from automodel_ckpt.config.bind import Binder
 from automodel_ckpt.config.builders import builder_problems, needs_import
 from automodel_ckpt.config.canonical_yaml import canonical_tree
-from automodel_ckpt.config.extends import directory_of, read_with_bases
+from automodel_ckpt.config.extends import (
+    directory_of,
+    is_extended,
+    read_with_bases,
+    without_content,
+)
 from automodel_ckpt.config.key_references import resolve_keys
 from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.references import is_reference
@@ -179,7 +184,7 @@ def bind_recipe(
         # binding it would report what follows from that.
         found += translation.unknown
         if translation.problems:
-            raise RecipeError.all_of([*found, *translation.problems])
+            raise RecipeError.all_of(_shown([*found, *translation.problems], path))
     translated = root.copy() if translation is not None else None
     root = resolve_keys(root, schema or RecipeConfig, found)
     is_custom = _check_recipe_name(root, found)
@@ -199,12 +204,17 @@ def bind_recipe(
         in_plugins += check(root)
     # If other plug-ins have to be imported, these problems wait, so that there is one report.
     if found or (in_plugins and not needs_import(root)):
-        raise RecipeError.all_of(distinct([*found, *in_plugins]))
+        raise RecipeError.all_of(distinct(_shown([*found, *in_plugins], path)))
     tree = canonical_tree(root, config, with_arguments=False)
     notices = translation.notices if translation is not None else ()
     return LoadedRecipe(
         config, path, tree, parsed, tuple(overrides), tuple(in_plugins), notices, translated
     )
+
+
+def _shown(problems: Iterable[Problem], path: Path) -> list[Problem]:
+    """Remove the content of files that the recipe extends, which may be any files."""
+    return [without_content(each) if is_extended(each, path) else each for each in problems]
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:

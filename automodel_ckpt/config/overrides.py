@@ -277,7 +277,9 @@ def _below(root: Node, override: Override) -> Node:
         present = default_at(RecipeConfig, override.key)
         assert present is not None
     return dataclasses.replace(
-        override.node, value=f"{str(present.value).rstrip('/')}/{override.node.value}"
+        override.node,
+        value=f"{str(present.value).rstrip('/')}/{override.node.value}",
+        is_indirect=not present.is_from_user,
     )
 
 

@@ -16,6 +16,7 @@ from automodel_ckpt.config.references import resolve as resolve_reference
 from automodel_ckpt.config.rules import MISSING
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import join
+from automodel_ckpt.config.sent_values import sent_problems
 from automodel_ckpt.config.trust import Rejected, Trust, check_name
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem, RecipeError
@@ -27,7 +28,7 @@ SECTIONS = frozenset(field.name for field in dataclasses.fields(RecipeConfig))
 
 def check_names(loaded: LoadedRecipe, trust: Trust) -> None:
     """Check everything that can be checked before code is imported. Raises :class:`RecipeError`."""
-    problems = untrusted_names(loaded.tree, trust)
+    problems = [*untrusted_names(loaded.tree, trust), *sent_problems(loaded.tree, trust)]
     if REMOTE_CODE not in trust.names:
         problems += _remote_code(loaded)
     problems += _task_files(loaded, trust)

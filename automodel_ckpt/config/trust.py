@@ -47,26 +47,50 @@ class Rejected(Exception):
 
 
 class Trust:
-    """Code that may run in addition to the allowlist: packages, ``.py`` files, and code from model repositories."""
+    """What a recipe may do because the user allows it outside of the recipe.
+
+    ``package``, ``FILE.py`` and ``DIRECTORY/`` are code that may run in addition to the allowlist, and
+    ``trust_remote_code`` is code from model repositories. ``env:NAME`` is an environment variable whose value may be
+    sent, and ``host:NAME`` or ``host:NAME:PORT`` a host that gets requests with the user's credentials.
+    """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         """Trust the names of ``--trust``, and those in the environment variable."""
-        in_environment = re.split(r"[\s,:]+", os.environ.get(ENVIRONMENT, ""))
+        in_environment = _words(os.environ.get(ENVIRONMENT, ""))
         self.names = frozenset(name for name in [*names, *in_environment] if name)
 
     def covers(self, name: str) -> bool:
         """Whether a module or a dotted name is trusted. The standard library never is."""
         root = name.partition(".")[0]
-        return root not in _NEVER and is_within(name, self.names)
+        packages = (each for each in self.names if not each.endswith(".py"))
+        return root not in _NEVER and is_within(name, packages)
 
     def covers_file(self, path: Path) -> bool:
-        """Whether a ``.py`` file, or a directory above it, is trusted."""
-        if path.stem in self.names:
-            return True
+        """Whether a ``.py`` file or a directory, or a directory above it, is trusted by its path.
+
+        The name of a package, without ``/`` and ``.py``, is no path: a recipe may name any file of that name.
+        """
         # Links are resolved: a link in a trusted directory does not make its target trusted.
         resolved = path.resolve()
-        trusted = {Path(name).resolve() for name in self.names}
+        paths = (name for name in self.names if "/" in name or name.endswith(".py") or name == ".")
+        trusted = {Path(name).expanduser().resolve() for name in paths}
         return not trusted.isdisjoint([resolved, *resolved.parents])
+
+    def allows_variable(self, name: str) -> bool:
+        """Whether the value of an environment variable may be sent."""
+        return f"env:{name}" in self.names
+
+    def allows_host(self, host: str, port: int | None) -> bool:
+        """Whether requests with credentials may go to a host that a recipe names."""
+        return not self.names.isdisjoint({f"host:{host}", f"host:{host}:{port}"})
+
+
+def _words(text: str) -> list[str]:
+    """Divide the value of the environment variable at spaces, commas, and colons that are not part of a permission."""
+    words: list[str] = []
+    for word in re.split(r"[\s,]+", text):
+        words += [word] if word.startswith(("env:", "host:")) else word.split(":")
+    return words
 
 
 def record_remote_code(trust: Trust) -> None:

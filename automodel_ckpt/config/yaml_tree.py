@@ -17,6 +17,9 @@ import yaml
 from automodel_ckpt.errors import Problem, os_problem
 
 DEFAULT = "default"
+STREAM = "standard input"
+OVERRIDES = "overrides"
+"""The origin of values that a program gives begins with it."""
 MAX_FILE_BYTES = 256 * 1024
 MAX_DEPTH = 40
 MAX_NODES = 20_000  # aliases expanded: a few lines of YAML can stand for billions of values
@@ -36,13 +39,15 @@ _MARKED_WORD = re.compile(r"[\s\[{,:-]?[*&%@`]")
 class Node:
     """A scalar's text, a list or a mapping; ``origin`` is ``file:line``, a flag as typed, or ``default``.
 
-    ``text`` is the value of a flag before it was parsed as YAML, for a parameter that turns out to be text.
+    ``text`` is the value of a flag before it was parsed as YAML, for a parameter that turns out to be text. With
+    ``is_indirect``, a reference or a run's name has added text of other keys to the value.
     """
 
     value: str | list[Node] | dict[str, Node]
     origin: str
     quoted: bool = False
     text: str | None = None
+    is_indirect: bool = False
 
     @property
     def is_null(self) -> bool:
@@ -52,12 +57,25 @@ class Node:
     def is_flag(self) -> bool:
         return self.origin.startswith("-")
 
+    @property
+    def is_from_user(self) -> bool:
+        """Whether the whole value was given on the command line or by a program, and none of it by a recipe file."""
+        return not self.is_indirect and (self.is_flag or self.origin.startswith(OVERRIDES))
+
     def __str__(self) -> str:
         """The value as one line of YAML, with environment references unresolved."""
         if isinstance(self.value, str) and not self.quoted and _WORD.fullmatch(self.value):
             return "null" if self.is_null and self.value not in _NONE_WORDS else self.value
-        document = yaml.serialize(_to_yaml(self), width=float("inf"), allow_unicode=True)
-        return str(document).removesuffix("\n...\n").rstrip("\n")
+        text = ""
+        # Not all characters that PyYAML writes as they are can be printed, such as marks of direction.
+        for allow_unicode in (True, False):
+            document = yaml.serialize(
+                _to_yaml(self), width=float("inf"), allow_unicode=allow_unicode
+            )
+            text = str(document).removesuffix("\n...\n").rstrip("\n")
+            if text.isprintable():
+                break
+        return text
 
     def copy(self) -> Node:
         """Copy the tree below this node."""
@@ -151,7 +169,7 @@ def _read_bytes(path: Path) -> bytes:
 
 def read_file(path: Path, problems: list[Problem]) -> Node | None:
     """Read the mapping in a YAML file. Returns None and adds to ``problems`` if that fails."""
-    origin = "standard input" if str(path) == "-" else str(path)
+    origin = STREAM if str(path) == "-" else str(path)
     try:
         content = _read_bytes(path)
     except OSError as error:

@@ -38,14 +38,22 @@ def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
 def read_template(given: str) -> str:
     """Return the chat template *given*, or the content of the file with this path.
 
-    Raises :class:`RecipeError` if the file cannot be read.
+    Raises :class:`RecipeError` if the file cannot be read, or is no template: checkpoints and uploads contain it.
     """
     if "{" in given:
         return given
     try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
+        text = Path(given).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         hint = "give the path of a text file in UTF-8, or the template itself"
         value = f"{given} ({getattr(error, 'strerror', error)})"
         what = "the chat template cannot be read"
         raise RecipeError(what, where="dataset.chat_template", value=value, hint=hint) from error
+    if "{{" not in text and "{%" not in text:
+        raise RecipeError(
+            "the file is not a chat template: it has neither {{ nor {%",
+            where="dataset.chat_template",
+            value=given,
+            hint="give the path of a Jinja template",
+        )
+    return text

@@ -41,8 +41,17 @@ def check_hub(section: HubConfig) -> None:
 def _card(section: HubConfig) -> str | None:
     if section.card is None:
         return None
+    path = Path(section.card).expanduser()
+    # A recipe must not upload any other file, also not through a link.
+    if path.resolve().suffix.lower() != ".md":
+        raise RecipeError(
+            "a model card is a Markdown file",
+            where="hub.card",
+            value=section.card,
+            hint="name a README.md, which is no link to a file without the extension .md",
+        )
     try:
-        return Path(section.card).expanduser().read_text("utf-8")
+        return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(
             "the model card cannot be read",

@@ -9,6 +9,7 @@ from typing import Any
 
 from automodel_ckpt import __version__
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.errors import printable
 from automodel_ckpt.hub.bundle import README, Bundle
 from automodel_ckpt.hub.facts import Facts, facts_of
 from automodel_ckpt.hub.push import CURVES
@@ -86,8 +87,10 @@ def card_files(
     found = License(license_name) if license_name else None
     if found is None and facts.base is not None:
         found = base_license(facts.base, facts.base_commit, is_online=is_online)
-    text = "\n".join(_lines(bundle, facts, repo, revision, found, evaluation))
+    lines = _lines(bundle, facts, repo, revision, found, evaluation)
+    text = "\n".join(map(printable, lines))
     header = _metadata(bundle, facts, repo, found, evaluation).to_yaml()
+    header = "\n".join(map(printable, header.split("\n")))
     files[README] = f"---\n{header}\n---\n\n{text}\n".encode()
     return files
 

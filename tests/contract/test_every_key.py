@@ -1253,7 +1253,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "hub.push": Observed(pushes, "every", (HUB,)),
     "hub.private": Observed(pushes, "false", (HUB,)),
     "hub.revision": Observed(pushes, "v2", (HUB,)),
-    "hub.card": Observed(pushes, "recipe.yaml", (HUB,)),
+    "hub.card": Observed(pushes, str(Path(__file__).parents[2] / "README.md"), (HUB,)),
     "hub.base_model": Observed(pushes, "org/base", (HUB,)),
     "hub.license": Observed(pushes, "mit", (HUB,)),
     "hub.required": Proven(

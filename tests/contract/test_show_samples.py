@@ -45,6 +45,18 @@ def shown(capsys: Capture, directory: Path, *words: str, num: str = "2") -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.parametrize("is_link", [True, False])
+def test_only_a_template_is_read_as_one(capsys: Capture, directory: Path, is_link: bool) -> None:
+    file = directory / f"secret-{is_link}"
+    (directory / "id_rsa").write_text("-----BEGIN hunter2-----\n")
+    file.symlink_to("id_rsa") if is_link else file.write_text("hunter2\n")
+    words = [str(directory / "recipe.yaml"), f"--dataset.chat_template={file}"]
+    for mode in (["--show-samples=1"], ["--dry-run"], []):
+        assert main([*words, *mode]) == EXIT_USAGE
+        text = capsys.readouterr()
+        assert "is not a chat template" in text.err and "hunter2" not in text.err + text.out
+
+
 def test_answers_are_marked_and_nothing_is_written(capsys: Capture, directory: Path) -> None:
     text = shown(capsys, directory)
     assert "trained tokens are between >>> and <<<" in text

@@ -22,11 +22,14 @@ from automodel_ckpt.config.changes import (
 from automodel_ckpt.config.defaults import unused_without_checkpoints
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
+from automodel_ckpt.config.references import is_reference
 from automodel_ckpt.config.sections.checkpoint import MemoryConfig
+from automodel_ckpt.config.sent_values import values_of
 from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.config.yaml_tree import DEFAULT, leaves
 from automodel_ckpt.distributed.mesh_sizes import Sizes
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, hide
+from automodel_ckpt.store_url import is_store_url, is_url, needs_credentials
 from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 Rows = Iterator[tuple[str, str]]
 """Title and text of each line of the report; lines without a title continue the line before."""
+_DATA = ("dataset", "validation_dataset")
 _MAX_LINES = 12
 """How many changes the report lists."""
 
@@ -62,6 +66,11 @@ def report(
     from automodel_ckpt.recipes.recipe import Recipe
 
     loaded = replace(loaded, config=with_local_directory(loaded.config))
+    _check_data(loaded)
+    written = loaded.tree.at("checkpoint.checkpoint_dir")
+    if written is not None and is_reference(str(written.value)):
+        # The name of a directory for a URL has parts of the URL.
+        hide(Path(loaded.config.checkpoint.checkpoint_dir).name, "(hidden)")
     rows = list(_run_rows(loaded, recipe_class, flags, sizes))
     recipe: Recipe | None = None
     planned: Plan | None = None
@@ -91,6 +100,18 @@ def report(
         label = f"{title}:" if title else ""
         lines.append(f"  {label:13}{printable(text)}")
     return "\n".join(lines) + "\n"
+
+
+def _check_data(loaded: LoadedRecipe) -> None:
+    """Raise :class:`RecipeError` for data in a store, whose library would send credentials."""
+    for value in values_of(loaded.tree):
+        if value.key.startswith(_DATA) and is_store_url(value.text):
+            raise RecipeError(
+                "a dry run does not read data that need credentials",
+                where=value.node.origin,
+                value=f"{value.key}: {value.node}",
+                hint="copy a part of the data to a local file for the dry run, or start without --dry-run",
+            )
 
 
 def _run_rows(
@@ -290,7 +311,8 @@ def _resume_rows(
         yield from _recipe_change_rows(loaded, path, manifest, sizes)
         yield from _model_change_rows(path, config_json, allowed=section.allow_changed_model)
         return
-    yield "resume", "no: this is a new run"
+    if not any(title == "resume" for title, _ in restored):
+        yield "resume", "no: this is a new run"
 
 
 def _check_training_state(
@@ -309,16 +331,20 @@ def _check_training_state(
 def _restored(
     section: CheckpointConfig, root: Path, memory: Path | None
 ) -> tuple[list[tuple[str, str]], bool]:
-    """Describe the stores of the run, and whether the run would resume from a checkpoint that a store has."""
+    """Describe the stores of the run, and whether only a store has the checkpoint that the run would resume from."""
     from automodel_ckpt.checkpoint.remote.fetch import Fetcher
     from automodel_ckpt.checkpoint.remote.store import StoreError
-    from automodel_ckpt.store_url import is_url
 
     rows = []
+    urls = [section.restore_from or ""]
     if section.remote is not None:
+        urls.append(section.remote.url)
         rows.append(("store", f"{section.remote.url}; local directory {root}"))
-    if section.remote is None and not is_url(section.restore_from or ""):
+    if not any(map(is_url, urls)):
         return rows, False
+    if any(needs_credentials(url) for url in urls if is_url(url)):
+        rows.append(("resume", "unknown from the store, which a dry run does not read"))
+        return rows, is_url(section.restore_from or "")
     try:
         found = Fetcher(root, section.remote).find(section.restore_from, memory)
     except StoreError as error:

@@ -18,6 +18,7 @@ import automodel_ckpt
 from automodel_ckpt.checkpoint.files.file_system import file_system_of
 from automodel_ckpt.checkpoint.saving.environment import version_of
 from automodel_ckpt.cli.terminal import printable, table
+from automodel_ckpt.config.references import SECRET_NAME
 from automodel_ckpt.errors import EXIT_DONE
 from automodel_ckpt.python_child import start_python
 from automodel_ckpt.units import size_text
@@ -65,7 +66,6 @@ _NAMES = (
     "LOCAL_WORLD_SIZE",
     "VIRTUAL_ENV",
 )
-_SECRET = re.compile(r"(^|_)(TOKENS?|KEYS?|SECRETS?|PASS|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(_|$)")
 _USER_IN_URL = re.compile(r"(\w://)[^/@\s]+@")
 _IMPORT_SECONDS = 180.0
 _COMMAND_SECONDS = 20.0
@@ -127,7 +127,7 @@ def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     for name in sorted(environment):
         if not name.startswith(_PREFIXES) and name not in _NAMES:
             continue
-        if _SECRET.search(name):
+        if SECRET_NAME.search(name):
             shown[name] = "(set, not shown)"
         else:
             shown[name] = _USER_IN_URL.sub(r"\1...@", environment[name])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from automodel_ckpt.cli.arguments import number_at_least
 from automodel_ckpt.cli.commands.generate import add_source_arguments, load_model
 from automodel_ckpt.cli.entry import ending_on_interrupt
-from automodel_ckpt.cli.terminal import json_text, print_error
+from automodel_ckpt.cli.terminal import json_text, print_error, printable
 from automodel_ckpt.errors import EXIT_DONE
 from automodel_ckpt.units import measure_text
 
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json_text({"model": loaded.name, "metrics": [_document(each) for each in metrics]}))
     else:
-        print("\n".join(_table(metrics)))
+        print("\n".join(map(printable, _table(metrics))))
     return EXIT_DONE
 
 

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.checkpoint.layout import CONFIG
 from automodel_ckpt.cli.entry import ending_on_interrupt
 from automodel_ckpt.cli.paths import run_with_logs
-from automodel_ckpt.cli.terminal import can_print, print_error, print_path, printable
+from automodel_ckpt.cli.terminal import (
+    can_print,
+    print_error,
+    print_path,
+    printable,
+    printable_lines,
+)
 from automodel_ckpt.config.changes import differences, saved_recipe
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError
 
@@ -61,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_path(arguments.output)
     else:
         for run in runs:
-            print("\n".join(_lines(run)))
+            print("\n".join(map(printable, _lines(run))))
     return EXIT_DONE
 
 
@@ -93,7 +99,8 @@ def _write(runs: list[History], file: Path) -> None:
         from automodel_ckpt.report.page import page
 
         text = page(runs, _differences(runs))
-        content = text.encode("utf-8", "backslashreplace")  # a name may be no Unicode
+        # A name may be no Unicode, and have characters that no browser shows.
+        content = printable_lines(text).encode("utf-8", "backslashreplace")
     else:
         raise RecipeError(
             "unsupported file extension",
@@ -136,7 +143,7 @@ def _lines(run: History) -> Iterator[str]:
     width = max(10, min(columns_left, 60))
     bars = BARS if can_print(BARS, sys.stdout) else ASCII_BARS
     facts = ", ".join(f"{name} {value}" for name, value in summary(run))
-    yield printable(f"{run.name}: {facts}")
+    yield f"{run.name}: {facts}"
     yield from curve_lines(run, width, bars)
 
 

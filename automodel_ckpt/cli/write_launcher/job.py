@@ -11,7 +11,7 @@ from automodel_ckpt.cli.write_launcher.options import FLAG, LauncherOptions
 from automodel_ckpt.cli.write_launcher.stop_time import StopTime, stop_time
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import CommandLine
-from automodel_ckpt.config.references import referenced_variables
+from automodel_ckpt.config.references import variables_in
 from automodel_ckpt.config.yaml_tree import is_stream
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import RecipeError
@@ -101,7 +101,7 @@ def describe_job(
     trackers = set(config.logging.trackers)
     tracker_keys = [_TRACKER_KEYS[name] for name in sorted(trackers & _TRACKER_KEYS.keys())]
     # References in the file and in overrides; values are never read.
-    variables = referenced_variables(loaded.to_yaml())
+    variables = variables_in(loaded.tree)
     credentials = dict.fromkeys(("HF_TOKEN", *tracker_keys, *_CREDENTIALS.get(store_extra, ())))
     signals = [name.removeprefix("SIG") for name in config.step_scheduler.stop_signals]
     extras = {store_extra} if store_extra else set()

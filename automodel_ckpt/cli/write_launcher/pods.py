@@ -36,11 +36,23 @@ NUM_FAILURES_PER_NODE = 3
 def documents(*parts: dict[str, Any], comments: Iterable[str]) -> str:
     """Return YAML documents after paragraphs of comments."""
     lines = comment_lines(comments)
-    texts = [
-        yaml.dump(part, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
-        for part in parts
-    ]
+    texts = map(_yaml, parts)
     return "\n".join(lines) + "\n" + "---\n".join(texts)
+
+
+def _yaml(part: dict[str, Any]) -> str:
+    """Return a document in which all characters that are not printable are escaped.
+
+    Readers of YAML differ in which of them end a line.
+    """
+    text = ""
+    for allow_unicode in (True, False):
+        text = yaml.dump(
+            part, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=allow_unicode
+        )
+        if text.replace("\n", "").isprintable():
+            break
+    return text
 
 
 class _Dumper(yaml.SafeDumper):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.cli.write_launcher.comments import shell_words
 from automodel_ckpt.cli.write_launcher.job import Job
 from automodel_ckpt.cli.write_launcher.options import LauncherOptions
 from automodel_ckpt.cli.write_launcher.pods import NUM_FAILURES_PER_NODE, PORT, documents
+from automodel_ckpt.config.references import SECRET_NAME
 from automodel_ckpt.errors import EXIT_STOPPED
 
 _GPUS = ("H100", "H200", "A100-80GB")
@@ -26,8 +27,8 @@ def task(job: Job, options: LauncherOptions) -> str:
     if job.remote_url is None:
         required.append(_URL)
     # SkyPilot refuses to launch a task while one of these has no value.
-    environment |= dict.fromkeys(name for name in required if not _is_secret(name))
-    secrets = [name for name in required if _is_secret(name)]
+    environment |= dict.fromkeys(name for name in required if not SECRET_NAME.search(name))
+    secrets = [name for name in required if SECRET_NAME.search(name)]
     recovery = {
         "max_restarts_on_errors": NUM_FAILURES_PER_NODE
         if job.max_restarts is None
@@ -59,7 +60,7 @@ def task(job: Job, options: LauncherOptions) -> str:
 def _comments(job: Job, options: LauncherOptions) -> list[str]:
     required = [*job.required, *([_URL] if job.remote_url is None else [])]
     flags = "".join(
-        f" --{'secret' if _is_secret(name) else 'env'} {name}{'=s3://BUCKET/PATH' if name == _URL else ''}"
+        f" --{'secret' if SECRET_NAME.search(name) else 'env'} {name}{'=s3://BUCKET/PATH' if name == _URL else ''}"
         for name in required
     )
     optional = [name for name in job.credentials if name == "HF_TOKEN" or name.startswith("WANDB")]
@@ -87,11 +88,6 @@ def _comments(job: Job, options: LauncherOptions) -> list[str]:
         f"secrets: this file has none. Add {secrets or 'flags --secret'} if the run needs them.",
         f"exit codes: {codes}.",
     ]
-
-
-def _is_secret(name: str) -> bool:
-    words = name.upper().split("_")
-    return not {"KEY", "TOKEN", "SECRET", "PASSWORD"}.isdisjoint(words)
 
 
 def _mounts(job: Job) -> dict[str, str]:
@@ -137,7 +133,7 @@ def _run(job: Job) -> str:
                 f"--master-port={PORT}",
             ]
     name = [f"--run-name={job.run_name}"] if job.run_name else []
-    given = [shlex.join([_remote_recipe(job), *job.arguments, *name])]
+    given = [shell_words([_remote_recipe(job), *job.arguments, *name])]
     if job.remote_url is None:
         given.append(f'--checkpoint.remote.url="${_URL}"')
     # exec: signals reach the launcher.

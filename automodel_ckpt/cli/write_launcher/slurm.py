@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from pathlib import Path
 
-from automodel_ckpt.cli.write_launcher.comments import comment_lines
+from automodel_ckpt.cli.write_launcher.comments import comment_lines, shell_words
 from automodel_ckpt.cli.write_launcher.job import Job
 from automodel_ckpt.cli.write_launcher.options import LauncherOptions
 from automodel_ckpt.errors import EXIT_STOPPED, RecipeError
@@ -113,7 +112,7 @@ def _quoted_default(path: str) -> str:
 
 def _arguments(job: Job) -> list[str]:
     name = f"--run-name={job.run_name}" if job.run_name else ""
-    given = shlex.join([job.recipe, *job.arguments, *([name] if name else [])])
+    given = shell_words([job.recipe, *job.arguments, *([name] if name else [])])
     task = f"{job.run_name}_task_" if job.run_name else "task_"
     return [
         "",

@@ -13,6 +13,7 @@ from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.hub_access import without_token
 from automodel_ckpt.report.log_records import read_records
 from automodel_ckpt.units import size_text
 from automodel_ckpt.user_code import reporting_user_failures
@@ -107,7 +108,7 @@ def _checkpoint_bytes(loaded: LoadedRecipe, flags: LaunchFlags, sizes: Sizes) ->
     from automodel_ckpt.recipes.recipe import Recipe
 
     try:
-        with reporting_user_failures(RecipeError):
+        with without_token(), reporting_user_failures(RecipeError):
             loaded, recipe_class = prepare(loaded, Trust(flags.trust))
             if not issubclass(recipe_class, Recipe):
                 return None

@@ -31,6 +31,15 @@ _OPTIONS = {
     "mlflow": ("tracking_uri", "experiment", "run_name", "tags", "start_time"),
 }
 """The options of the trackers that take no others."""
+RECIPE_OPTIONS = {
+    **_OPTIONS,
+    "wandb": (
+        *("project", "entity", "name", "group", "job_type", "tags", "notes", "id", "mode"),
+        *("resume", "dir"),
+    ),
+    "trackio": ("project", "name", "group", "resume"),
+}
+"""The options that a recipe file may give to each tracker. Others name hosts, code or files, or send more."""
 _FUNCTIONS = {"wandb": "wandb.sdk.wandb_init.init", "trackio": "trackio.init"}
 """The functions of libraries to which the other trackers pass their options."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from automodel_ckpt.cli.train import main
 from automodel_ckpt.config import extends
 from automodel_ckpt.config.extends import read_with_bases
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
@@ -285,6 +286,35 @@ def test_a_secret_behind_a_reference_stays_hidden(
     loaded = referring(tmp_path, text)
     assert loaded.config.tokenizer.from_pretrained == "a/hunter2-do-not-show"
     assert "hunter2" not in loaded.to_yaml() + loaded.explain()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "root:hunter2:19000:0:99999:7:::\n",
+        "[hunter2, hunter2]\n",
+        "- *hunter2\n",
+        "a: !hunter2 b\n",
+        "'hunter2': 1\n'hunter2': 2\nseed: 1\n",
+        "example.org:\n  oauth_token: hunter2\n",
+        "hunter2: {}\n",
+        "logging: hunter2\n",
+        "hub: {token: hunter2}\n",
+        "seed: [hunter2, hunter2]\n",
+        "seed: 1 hunter2\n",
+        "clip_grad_norm: '${hunter2}'\n",
+    ],
+)
+def test_no_error_shows_a_file_that_a_recipe_extends(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "shadow", content)
+    recipe = write(tmp_path / "recipe.yaml", "extends: shadow\n" + BASE)
+    for mode in ("--print-config", "--dry-run"):
+        assert main([str(recipe), mode]) == 2
+        shown = capsys.readouterr()
+        assert "hunter2" not in shown.out + shown.err
+        assert "shadow" in shown.err
 
 
 # ---------------------------------------------------------------- merge keys and run names

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import automodel_ckpt
 from automodel_ckpt.config.allowlist import defaults
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
@@ -685,8 +686,8 @@ def test_building_never_runs_what_nobody_trusted() -> None:
     ("name", "trust"),
     [
         ("trusted_pkg.custom.MyRecipe", "trusted_pkg"),
-        ("own.py:MyRecipe", "own"),
         ("own.py:MyRecipe", "{folder}/own.py"),
+        ("own.py:MyRecipe", "{folder}"),
     ],
 )
 def test_a_custom_recipe_types_its_own_sections(recipe: Path, name: str, trust: str) -> None:
@@ -718,6 +719,33 @@ def test_a_recipe_outside_needs_trust(recipe: Path, name: str, message: str) -> 
     )
     with pytest.raises(RecipeError, match=message):
         prepare(loaded, Trust())
+
+
+def test_what_a_program_gives_is_not_from_the_recipe(recipe: Path) -> None:
+    key = "logging.trackers.mlflow.tracking_uri"
+    given = automodel_ckpt.load_recipe(recipe, {key: "http://localhost:5000"})
+    assert prepare(given, Trust(["trusted_pkg"])).recipe_class.__name__ == "LLMFinetune"
+    recipe.write_text(RECIPE + "logging: {trackers: {mlflow: {tracking_uri: 'http://localhost'}}}")
+    with pytest.raises(RecipeError, match="--trust host:localhost"):
+        prepare(automodel_ckpt.load_recipe(recipe), Trust(["trusted_pkg"]))
+
+
+@pytest.mark.parametrize("name", ["own", "trusted_pkg"])
+def test_the_name_of_a_package_trusts_no_file(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(recipe.parent)
+    # A file with the name of a trusted package, and one in a directory of that name.
+    for path in ("sub/own.py", "own/x.py", "trusted_pkg/x.py", "sub/trusted_pkg.py"):
+        file = recipe.parent / path
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("open('ran', 'w')\n")
+        loaded = load(
+            recipe, f"--recipe={path}:X", "--dataset={_target_: datasets.load_dataset, path: x}"
+        )
+        with pytest.raises(RecipeError, match=f"{path} is not trusted"):
+            prepare(loaded, Trust([name]))
+    assert not (recipe.parent / "ran").exists()
 
 
 def test_a_class_that_is_no_recipe_is_refused(recipe: Path) -> None:

@@ -202,6 +202,12 @@ def test_the_section_is_checked_without_a_request(
     check_hub(HubConfig(REPO))
     with pytest.raises(RecipeError, match="the model card cannot be read"):
         check_hub(HubConfig(REPO, card=str(tmp_path / "none.md")))
+    (tmp_path / "id_rsa").write_text("a secret")
+    (tmp_path / "link.md").symlink_to("id_rsa")
+    for name in ("id_rsa", "link.md"):
+        with pytest.raises(RecipeError, match="a model card is a Markdown file") as caught:
+            check_hub(HubConfig(REPO, card=str(tmp_path / name)))
+        assert "a secret" not in str(caught.value)
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(RecipeError, match="need a token"):
         check_hub(HubConfig(REPO))

@@ -347,6 +347,23 @@ def test_a_run_that_is_given_twice_has_its_short_name(
     assert [each["name"] for each in json.loads(capsys.readouterr().out)] == ["first", "first"]
 
 
+def test_names_in_a_log_cannot_steer_a_terminal_or_a_page(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "val_loss_\x1b]0;owned\x07\u202e\u2028x"
+    records = [{"step": n, "epoch": 0, "val_loss": 1.0, hostile: n / 2} for n in range(1, 5)]
+    (run / "validation.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    capsys.readouterr()
+    for command in ("plot", "ls"):
+        assert main([command, str(run)]) == 0
+        text = capsys.readouterr()
+        assert (text.out + text.err).replace("\n", "").isprintable()
+        assert command != "plot" or "\\x1b]0;owned" in text.out
+    page = tmp_path / "page.html"
+    assert main(["plot", str(run), "-o", str(page)]) == 0
+    assert page.read_text("utf-8").replace("\n", "").isprintable()
+
+
 def test_json_gives_the_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(run), "--json"]) == 0
     (document,) = json.loads(capsys.readouterr().out)
