@@ -13,9 +13,9 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from automodel_ckpt.bounded_templates import bound_chat_templates
 from automodel_ckpt.data.fast_encoding import encode_one
 from automodel_ckpt.data.messages import UnusableSample, as_rendered
-from automodel_ckpt.data.templates import bound_chat_templates
 from automodel_ckpt.errors import RecipeError
 
 Span = tuple[int, int]

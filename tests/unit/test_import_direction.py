@@ -30,10 +30,12 @@ MAY_IMPORT = {
     "device_copies": set(),
     "kernel_trial": set(),
     "store_url": {"errors", "user_cache"},
+    "bounded_templates": {"errors"},
     "config": {"errors", "user_code", "store_url", "hub_access"},
     "distributed": {"errors"},
     "models": {
         "errors",
+        "bounded_templates",
         "hub_access",
         "units",
         "git_lfs",
@@ -45,6 +47,7 @@ MAY_IMPORT = {
     },
     "data": {
         "errors",
+        "bounded_templates",
         "units",
         "user_code",
         "user_cache",
