@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -16,19 +18,22 @@ from automodel_ckpt.data.arguments import at_most
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.length_summary import LengthSummary
 from automodel_ckpt.data.sample_arrays import SampleArrays
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import RecipeError, printable
 from automodel_ckpt.units import counted
 
 log = logging.getLogger(__name__)
 
 _NUMBERS = "numbers.npy"
+_NOTES = "notes.json"
+_NUM_NOTES = 10
+"""Number of notes that are shown."""
 
 
 class TokenizedSample(NamedTuple):
     """The tokens of a sample, whether each token has a label, and whether an answer in the sample has no text.
 
     *number* is a number that the row has beside its text, such as a margin; NaN: it has none. *is_cut*: the builder has
-    already truncated a part of it.
+    already truncated a part of it. *notes* are what a user should know about it, in words.
     """
 
     tokens: list[int]
@@ -36,6 +41,7 @@ class TokenizedSample(NamedTuple):
     is_empty: bool = False
     number: float = math.nan
     is_cut: bool = False
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def whole(cls, tokens: list[int]) -> TokenizedSample:
@@ -65,6 +71,8 @@ class TokenizedDataset(SampleArrays):
     """What an item is called in the log."""
     template: str | None = None
     """How conversations were rendered, in words; None for other samples."""
+    notes: Mapping[str, int] = MappingProxyType({})
+    """What a user should know about samples, in words -> number of such samples."""
     identity: str | None = None
     """A digest that changes with the samples; None if unknown."""
 
@@ -112,19 +120,25 @@ class TokenizedDataset(SampleArrays):
         if (directory / _NUMBERS).exists():
             numbers = np.load(directory / _NUMBERS)
         tokens, ends, labelled, counts = cls.mapped_arrays(directory)
-        return cls(tokens, ends, labelled, counts, numbers)
+        dataset = cls(tokens, ends, labelled, counts, numbers)
+        if (directory / _NOTES).exists():
+            dataset.notes = json.loads((directory / _NOTES).read_text("utf-8"))
+        return dataset
 
     def save(self, directory: Path) -> None:
         """Write the arrays as ``.npy`` files into an existing directory."""
         super().save(directory)
         save_numbers(directory, self.numbers)
+        save_notes(directory, self.notes)
 
     def first(self, max_samples: int | None) -> Self:
         """Return a data set of the first *max_samples* items (None: all), which shares the arrays."""
         num_samples = at_most(max_samples, len(self)) * self.group_size
         # The counts remain those of all samples: report them before.
         ends = self.ends[:num_samples]
-        return type(self)(self.tokens, ends, self.labelled, self.counts, self.numbers)
+        first = type(self)(self.tokens, ends, self.labelled, self.counts, self.numbers)
+        first.notes = self.notes
+        return first
 
     @property
     def summary(self) -> LengthSummary:
@@ -175,6 +189,7 @@ class TokenizedDataset(SampleArrays):
                 len(self),
                 self.noun,
             )
+        warn_of_notes(what, self.notes)
         parts = []
         if cut:
             were = "was" if cut == 1 else "were"
@@ -208,6 +223,27 @@ def known_numbers(numbers: Sequence[float]) -> npt.NDArray[np.float64] | None:
     """Return the *numbers* of samples as an array; None if all are NaN."""
     array = np.array(numbers, dtype=np.float64)
     return None if np.isnan(array).all() else array
+
+
+def note_lines(notes: Mapping[str, int]) -> list[str]:
+    """State how many samples have each of the *notes*, the most frequent first."""
+    lines = []
+    for note, number in sorted(notes.items(), key=lambda item: -item[1])[:_NUM_NOTES]:
+        have = "has" if number == 1 else "have"
+        lines.append(f"{counted(number, 'sample')} {have} {printable(note)}")
+    return lines
+
+
+def warn_of_notes(what: str, notes: Mapping[str, int]) -> None:
+    """Log a warning for each of the *notes* about samples of *what*."""
+    for line in note_lines(notes):
+        log.warning("%s: %s", what, line)
+
+
+def save_notes(directory: Path, notes: Mapping[str, int]) -> None:
+    """Write the *notes* of samples beside their tokens, if there are any."""
+    if notes:
+        (directory / _NOTES).write_text(json.dumps(notes), encoding="utf-8")
 
 
 def save_numbers(directory: Path, numbers: npt.NDArray[np.float64] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +26,7 @@ class Truncation:
 
     ``error`` rejects them, ``right`` truncates them, and ``skip`` skips them, as does ``history``, with which the
     builder removes old messages before. Counts the truncated samples, the samples that were skipped
-    because they are too long or no label remained, and the samples with an empty completion.
+    because they are too long or no label remained, the samples with an empty completion, and their *notes*.
     """
 
     policy: str
@@ -33,6 +34,7 @@ class Truncation:
     num_cut: int = field(default=0, init=False)
     num_left_out: int = field(default=0, init=False)
     num_empty: int = field(default=0, init=False)
+    notes: Counter[str] = field(default_factory=Counter, init=False)
 
     @classmethod
     def of(cls, policy: str, seq_length: int | None) -> Truncation:
@@ -93,6 +95,7 @@ class Truncation:
         """
         counted = Truncation(self.policy, self.seq_length)
         remaining = []
+        self.notes.update({note for sample in samples for note in sample.notes})
         for sample in samples:
             truncated = counted.apply(sample, where)
             if truncated is None:
