@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from automodel_ckpt.data.image_packing import PackedImages
 from automodel_ckpt.data.length_summary import LengthSummary
 from automodel_ckpt.data.packing import PackedDataset
 from automodel_ckpt.data.teacher_targets import TargetedDataset
-from automodel_ckpt.data.tokenized import TokenizedDataset
+from automodel_ckpt.data.tokenized import TokenizedDataset, note_lines
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.recipes.base_commit import commits_of_run, pin_base
@@ -54,7 +54,7 @@ class DataSummary:
     """What a recipe trains on. *lengths* are those of the first samples only if *is_partial*.
 
     *num_truncated* and *num_skipped* are None if they are unknown; *packs* and *template* are in words, empty if there
-    are none. *num_audio_tokens* are those of *lengths* that stand for audio.
+    are none. *num_audio_tokens* are those of *lengths* that stand for audio. *notes* are warnings about samples.
     """
 
     lengths: LengthSummary
@@ -64,6 +64,7 @@ class DataSummary:
     packs: str = ""
     template: str = ""
     num_audio_tokens: int = 0
+    notes: Sequence[str] = ()
 
 
 class _DataIsBuilt(Exception):
@@ -116,7 +117,8 @@ def summary(recipe: Recipe) -> DataSummary:
     if isinstance(samples, TokenizedDataset):
         truncated, skipped, *_ = samples.counts.tolist()
         template = samples.template or ""
-        return DataSummary(samples.summary, False, truncated, skipped, packs, template)
+        notes = note_lines(samples.notes, len(samples))
+        return DataSummary(samples.summary, False, truncated, skipped, packs, template, 0, notes)
     lengths, num_labels, num_audio_tokens = [], 0, 0
     audio_token: Any = getattr(recipe.preprocessor, "audio_token_id", None)
     has_token_labels = True

@@ -100,6 +100,7 @@ ARGUMENTS = {
     "drop_earlier_reasoning": "render only the reasoning of the last answer",
     "end_with_answer": "remove messages after the last answer",
     "skip_unanswered": "skip conversations without an answer, which are errors otherwise",
+    "special_tokens_as_text": "encode special tokens in the text of messages as text, not as control tokens",
     "messages_field": "field with the list of messages",
     "tools_field": "field with the tools that the template shows to the model",
     "seed": "seed of the random samples",

@@ -4,29 +4,90 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
-from automodel_ckpt.data.chat_renderer import ChatRenderer
+from automodel_ckpt.data.chat_renderer import MARK, ChatRenderer
 from automodel_ckpt.data.common_prefix import common_length
 from automodel_ckpt.data.messages import UnusableSample, calls_of
 
 METHOD = "rendering the conversation up to each assistant turn"
 
 
+class AnswerPrefixes(NamedTuple):
+    """The conversation up to the start of the assistant's text in a turn, and up to its end.
+
+    *is_rewritten*: the template writes the turns up to here in another way when no more messages follow.
+    """
+
+    before: str
+    after: str
+    is_rewritten: bool = False
+
+
 def answer_prefixes(
     renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any, number: int, whole: str
-) -> tuple[str, str]:
-    """Render the conversation up to the start of the assistant's text in turn *number*, and up to its end.
+) -> AnswerPrefixes:
+    """Locate the assistant's text of turn *number* in *whole*, the text of the whole conversation.
 
-    *whole* is the text of the whole conversation. Raises :class:`UnusableSample` if one of the returned texts is not a
-    prefix of it.
+    Raises :class:`UnusableSample` if that is impossible.
     """
     if number == 0:
-        raise UnusableSample(
-            "without generation markers, the first message must not be the assistant's: its header is unknown",
-            METHOD,
-            "begin the conversation with a user or system message",
-        )
+        return _located(renderer, turns, tools, number, whole) or _raise_unknown_header()
+    try:
+        return _by_prefixes(renderer, turns, tools, number, whole)
+    except UnusableSample:
+        located = _located(renderer, turns, tools, number, whole)
+        if located is None:
+            raise
+        return located._replace(is_rewritten=True)
+
+
+def _raise_unknown_header() -> AnswerPrefixes:
+    raise UnusableSample(
+        "the first message is the assistant's, and its text cannot be found in what the chat template writes",
+        METHOD,
+        "begin the conversation with a user or system message",
+    )
+
+
+def _located(
+    renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any, number: int, whole: str
+) -> AnswerPrefixes | None:
+    """Locate the assistant's text of turn *number* by what changes in the text with another content of the turn.
+
+    Returns None if the template does not write the content once and unchanged before the end of the turn.
+    """
+    turn = turns[number]
+    if not isinstance(turn.get("content", ""), str):
+        return None
+    changed = [*turns[:number], turn | {"content": MARK}, *turns[number + 1 :]]
+    try:
+        before, mark, rest = renderer.text(changed, tools).partition(MARK)
+    except UnusableSample:
+        return None
+    if not mark or MARK in rest or not whole.startswith(before):
+        return None
+    if number + 1 == len(turns):
+        return AnswerPrefixes(before, whole)
+    end = renderer.end_of_turn
+    if calls_of(turn):
+        # A template may write other white space between the content and the calls if there is content.
+        end_of_text = whole.find(end.strip() or MARK, len(before))
+        end = end[len(end) - len(end.lstrip()) :]
+    else:
+        end_of_text = len(whole) - len(rest) if whole.endswith(rest) else -1
+    if end_of_text < len(before):
+        return None
+    return AnswerPrefixes(before, whole[: end_of_text + common_length(whole[end_of_text:], end)])
+
+
+def _by_prefixes(
+    renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any, number: int, whole: str
+) -> AnswerPrefixes:
+    """Render the conversation up to the start of the assistant's text in turn *number*, and up to its end.
+
+    Raises :class:`UnusableSample` if one of the returned texts is not a prefix of *whole*.
+    """
     before = renderer.text(turns[:number], tools, add_generation_prompt=True)
     if renderer.header and whole.startswith(before + renderer.header):
         # Some templates write a header without a generation prompt, for example after a tool's result.
@@ -42,7 +103,7 @@ def answer_prefixes(
         after = _without_header_of_tool(renderer, after, turns[: number + 1], tools)
     _require_prefix(before, whole, number)
     _require_prefix(after, whole, number + 1)
-    return before, after
+    return AnswerPrefixes(before, after)
 
 
 def _without_header_of_tool(

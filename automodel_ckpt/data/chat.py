@@ -43,6 +43,7 @@ def messages(
     drop_earlier_reasoning: bool = False,
     end_with_answer: bool = False,
     skip_unanswered: bool = False,
+    special_tokens_as_text: bool = False,
     truncation: Literal["error", "right", "skip", "history"] = "error",
     max_samples: int | None = None,
     name: str | None = None,
@@ -71,6 +72,7 @@ def messages(
         learn == "last",
         mask_reasoning,
         max_tokens=seq_length if truncation == "history" else None,
+        special_tokens_as_text=special_tokens_as_text,
     )
     changes = ConversationChanges(drop_earlier_reasoning, end_with_answer, skip_unanswered)
     encoder = ConversationEncoder(template, changes, messages_field, tools_field)

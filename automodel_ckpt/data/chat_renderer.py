@@ -13,9 +13,9 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from automodel_ckpt.bounded_templates import bound_chat_templates
 from automodel_ckpt.data.fast_encoding import encode_one
 from automodel_ckpt.data.messages import UnusableSample, as_rendered
-from automodel_ckpt.data.templates import bound_chat_templates
 from automodel_ckpt.errors import RecipeError
 
 Span = tuple[int, int]
@@ -24,6 +24,10 @@ MARK = "__shown__"
 """A text that no conversation contains. Its presence in the output shows that the template wrote it."""
 _WATCHED = "{% macro strftime_now(form) %}" + MARK + "{% endmacro %}"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Noncharacters of Unicode around a text that must not become a control token."""
+_AS_TEXT = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}")
+_LIKE_TOKEN = re.compile(r"<[^<>\s]{1,60}>|\[[A-Za-z_/]{2,40}\]")
 _QUESTION = [{"role": "user", "content": "probe"}]
 
 
@@ -38,6 +42,8 @@ class ChatRenderer:
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     template: str = field(repr=False)
     variables: dict[str, Any]
+    encodes_as_text: bool = False
+    """Whether special tokens in the text of messages are encoded as text."""
 
     def text(self, turns: list[dict[str, Any]], tools: Any = None, **options: Any) -> str:
         """Render a conversation as text with its special tokens. *options* are those of ``apply_chat_template``."""
@@ -80,7 +86,53 @@ class ChatRenderer:
     def encode(self, text: str) -> list[int]:
         """Tokenize a rendered text."""
         # The template has written the special tokens: the tokenizer must not add them again.
-        return encode_one(self.tokenizer, text)
+        if not self.encodes_as_text:
+            return encode_one(self.tokenizer, text)
+        return self.encode_with_offsets(text, with_offsets=False)[0]
+
+    def encode_with_offsets(
+        self, text: str, *, with_offsets: bool = True
+    ) -> tuple[list[int], list[Span]]:
+        """Tokenize a rendered text. Returns the tokens and their characters, if *with_offsets*.
+
+        What is between :data:`BEGIN` and :data:`END` is encoded as text. Raises NotImplementedError if the tokenizer
+        does not know the characters of its tokens.
+        """
+        pieces = _AS_TEXT.split(text) if self.encodes_as_text else [text]
+        tokens: list[int] = []
+        spans: list[Span] = []
+        position = 0
+        for number, piece in enumerate(pieces):
+            is_text = number % 2 == 1
+            position += is_text  # the mark before it
+            encode: Any = self.tokenizer
+            options = {"split_special_tokens": True} if is_text else {}
+            encoded = encode(
+                piece.replace(BEGIN, "").replace(END, "") if self.encodes_as_text else piece,
+                add_special_tokens=False,
+                return_offsets_mapping=with_offsets,
+                verbose=False,
+                **options,
+            )
+            tokens += encoded["input_ids"]
+            for start, end in encoded["offset_mapping"] if with_offsets else ():
+                spans.append((position + start, position + end))
+            position += len(piece) + is_text
+        return tokens, spans
+
+    @cached_property
+    def control_tokens(self) -> frozenset[str]:
+        """The special tokens of the tokenizer."""
+        inner: Any = getattr(self.tokenizer, "tokenizer", self.tokenizer)  # that of a processor
+        added = inner.added_tokens_decoder.values()
+        return frozenset(token.content for token in added if token.special)
+
+    @cached_property
+    def token_pattern(self) -> re.Pattern[str]:
+        """A pattern that finds special tokens, and other text like them, faster than all special tokens would."""
+        others = [token for token in self.control_tokens if not _LIKE_TOKEN.fullmatch(token)]
+        longest_first = sorted(filter(str.strip, others), key=len, reverse=True)
+        return re.compile("|".join([*map(re.escape, longest_first), _LIKE_TOKEN.pattern]))
 
     @property
     def special_tokens(self) -> dict[str, Any]:

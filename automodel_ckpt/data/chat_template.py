@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,13 @@ from automodel_ckpt.data.answer_prefixes import METHOD, answer_prefixes
 from automodel_ckpt.data.chat_renderer import MARK, ChatRenderer, Span
 from automodel_ckpt.data.common_prefix import common_length
 from automodel_ckpt.data.content_parts import CHECKED_ROLES, check_types, parts_of
+from automodel_ckpt.data.conversation_notes import (
+    REWRITTEN,
+    leaves_out_end,
+    notes_of,
+    warn_once,
+    with_control_tokens_marked,
+)
 from automodel_ckpt.data.marked_answers import marked_answers
 from automodel_ckpt.data.messages import (
     UnusableSample,
@@ -45,6 +52,7 @@ class ChatTemplate:
     last_only: bool
     mask_reasoning: bool = False
     max_tokens: int | None = None
+    special_tokens_as_text: bool = False
 
     @property
     def method(self) -> str:
@@ -68,28 +76,51 @@ class ChatTemplate:
             key += ("mask_reasoning",)
         if self.max_tokens is not None:
             key += ("max_tokens", self.max_tokens)
+        if self.special_tokens_as_text:
+            key += ("special_tokens_as_text",)
+        if self._for_tools is not None:
+            key += ("tools", self._for_tools.template)
         return key
+
+    @cached_property
+    def _for_tools(self) -> ChatTemplate | None:
+        """The same with the template ``tool_use`` of a tokenizer with several, as in transformers; None without one."""
+        named: Any = getattr(self.tokenizer, "chat_template", None)
+        if not isinstance(named, dict) or self.template != named.get("default"):
+            return None
+        for_tools = named.get("tool_use")
+        return None if for_tools is None else replace(self, template=for_tools)
 
     # cached_property writes to __dict__: a frozen dataclass allows it, one with slots does not.
     @cached_property
     def renderer(self) -> ChatRenderer:
         """The template with the tokenizer and the variables that it gets."""
-        return ChatRenderer(self.tokenizer, self.template, self.variables)
+        return ChatRenderer(
+            self.tokenizer, self.template, self.variables, self.special_tokens_as_text
+        )
 
     def text(self, conversation: list[dict[str, Any]]) -> str:
         """Render a conversation, a list of messages from :func:`turns_of`, as text with its special tokens.
 
         Raises :class:`UnusableSample` if the template cannot render it.
         """
-        return self.renderer.text(self._with_text_contents(conversation))
+        turns = self._with_text_contents(conversation)
+        text = self.renderer.text(turns)
+        for note in notes_of(self.renderer, turns, text):
+            warn_once(note)
+        return text
 
     def sample(self, conversation: list[dict[str, Any]], tools: Any) -> TokenizedSample:
         """Tokenize a conversation, a list of messages from :func:`turns_of`, with labels on the assistant's tokens.
 
         Raises :class:`UnusableSample` if the template cannot render it or if no token has a label.
         """
+        if self._for_tools is not None and parsed(tools):
+            return self._for_tools.sample(conversation, tools)
         turns, offered = self.prepared(conversation, tools)
         turns = self._fitting(turns, offered)
+        if self.special_tokens_as_text:
+            turns = [with_control_tokens_marked(self.renderer, turn) for turn in turns]
         locate = self._by_markers if self.renderer.has_markers else self._by_prefixes
         sample = locate(turns, offered)
         labelled = sample.labelled
@@ -100,7 +131,7 @@ class ChatTemplate:
         # The first token is never predicted, so its label does not count.
         if not any(labelled[1:]):
             raise _no_labels(turns)
-        return TokenizedSample(sample.tokens, labelled)
+        return sample._replace(labelled=labelled)
 
     def prepared(
         self, conversation: list[dict[str, Any]], tools: Any
@@ -224,17 +255,17 @@ class ChatTemplate:
         # Not transformers' mask of assistant tokens: a character without a token throws it off.
         text, labeled_spans = marked_answers(self.renderer, turns, tools)
         try:
-            encoded: Any = self.tokenizer(
-                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-            )
+            tokens, spans = self.renderer.encode_with_offsets(text)
         except NotImplementedError as error:
             raise UnusableSample(
                 "the chat template has generation markers, but the tokenizer cannot map tokens to characters",
                 type(self.tokenizer).__name__,
                 "use a fast tokenizer, or set dataset.chat_template to a template without generation markers",
             ) from error
-        spans = [(start, end) for start, end in encoded["offset_mapping"]]
-        return TokenizedSample(list(encoded["input_ids"]), _within(spans, labeled_spans))
+        notes = [*notes_of(self.renderer, turns, text)]
+        if labeled_spans:
+            notes += leaves_out_end(self.renderer, text[labeled_spans[-1][1] :])
+        return TokenizedSample(tokens, _within(spans, labeled_spans), notes=tuple(notes))
 
     def _by_prefixes(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
         """Tokenize a conversation. Rendering it up to each assistant turn determines the labels."""
@@ -242,16 +273,19 @@ class ChatTemplate:
         whole = self.renderer.text(turns, tools)
         tokens = encode(whole)
         labelled = [False] * len(tokens)
+        notes = [*notes_of(self.renderer, turns, whole)]
         for number in self.labeled_turns(turns):
             # Borders are located in the tokens of the whole text: the text before a border,
             # tokenized alone, may end in other tokens.
-            before, after = answer_prefixes(self.renderer, turns, tools, number, whole)
-            start = common_length(encode(before), tokens)
+            found = answer_prefixes(self.renderer, turns, tools, number, whole)
+            start = common_length(encode(found.before), tokens)
             end = len(tokens)
-            if after != whole:
-                end = common_length(encode(after), tokens)
+            if found.after != whole:
+                end = common_length(encode(found.after), tokens)
             labelled[start:end] = [True] * (end - start)
-        return TokenizedSample(tokens, labelled)
+            if found.is_rewritten:
+                notes.append(REWRITTEN)
+        return TokenizedSample(tokens, labelled, notes=tuple(notes))
 
     def labeled_turns(self, turns: list[dict[str, Any]]) -> list[int]:
         """Return the numbers of the messages that get labels."""

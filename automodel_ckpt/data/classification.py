@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.arguments import at_most, require_choice, require_tokenizer
 from automodel_ckpt.data.chat_template import ChatTemplate
+from automodel_ckpt.data.fast_encoding import truncation_on_the_right
 from automodel_ckpt.data.fields import names_in
 from automodel_ckpt.data.label_values import LabelValues, Reading, reading_of
 from automodel_ckpt.data.labels import Labels
@@ -37,7 +38,7 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 """Part of the cache's keys. Increase it when the samples of the same data change."""
 _ROWS_PER_CALL = 1000
 
@@ -182,9 +183,10 @@ class TextEncoder:
             if len(sample["input_ids"]) > limit:
                 self.policy.num_cut += 1
                 row = [[column[number]] for column in columns]
-                [samples[number]] = self._tokenized(
-                    row, adds_special_tokens, truncation=True, max_length=limit
-                )
+                with truncation_on_the_right(self.tokenizer):
+                    [samples[number]] = self._tokenized(
+                        row, adds_special_tokens, truncation=True, max_length=limit
+                    )
         # The backend keeps the truncation of the last call, and the keys of caches contain it.
         self._tokenized([["a"]], adds_special_tokens)
         return samples

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import tokenizers
@@ -32,6 +33,18 @@ def encode_all(
     tokenizer(["a"], add_special_tokens=False, verbose=False)
     encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
     return [encoding.ids for encoding in encodings]
+
+
+@contextmanager
+def truncation_on_the_right(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Let a tokenizer keep the beginning of a text that it truncates, whatever its own setting is."""
+    # The setting is restored, because exports contain the tokenizer.
+    side = tokenizer.truncation_side
+    tokenizer.truncation_side = "right"
+    try:
+        yield
+    finally:
+        tokenizer.truncation_side = side
 
 
 def encode_one(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

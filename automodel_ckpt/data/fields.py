@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 
-from automodel_ckpt.data.templates import BoundedEnvironment
+from automodel_ckpt.bounded_templates import BoundedEnvironment
 from automodel_ckpt.errors import RecipeError
 
 

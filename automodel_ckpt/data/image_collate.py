@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 
+from automodel_ckpt.bounded_templates import bound_chat_templates
 from automodel_ckpt.data.audio_limit import AudioLimit
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.image_conversations import ImageText
@@ -28,7 +28,6 @@ from automodel_ckpt.data.media import (
     usual_media,
 )
 from automodel_ckpt.data.packing import IS_TOKEN
-from automodel_ckpt.data.templates import bound_chat_templates
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.units import counted
 
@@ -156,7 +155,7 @@ class ImageTextCollator:
             rendered = self.processor.apply_chat_template(
                 [{"role": "user", "content": content}], tokenize=False
             )
-        except (ValueError, TemplateError):
+        except Exception:  # a template can raise anything, for example divide by zero
             # The processor has no template, or one that fails: the recipe set another one for the data set.
             log.debug("the processor's template cannot render a question", exc_info=True)
         audios = [] if audio is None else [audio]

@@ -26,6 +26,7 @@ from automodel_ckpt.data.content_parts import (
     parts_of,
     with_normal_media,
 )
+from automodel_ckpt.data.conversation_notes import notes_of, warn_once
 from automodel_ckpt.data.images import open_image, pillow
 from automodel_ckpt.data.marked_answers import marked_answers
 from automodel_ckpt.data.media import (
@@ -224,6 +225,8 @@ def image_text(
     _check_media(media, values, audio_values)
     _check_placeholders(turns, template.placeholders)
     text, labeled_spans = template.render(turns, tools)
+    for note in notes_of(template.renderer, turns, text):
+        warn_once(note)
     if not labeled_spans:
         roles = ", ".join(str(turn["role"]) for turn in turns)
         raise UnusableSample(
@@ -337,8 +340,8 @@ class ImageChatTemplate(ChatTemplate):
         whole = self.renderer.text(turns, tools)
         spans = []
         for number in self.labeled_turns(turns):
-            before, after = answer_prefixes(self.renderer, turns, tools, number, whole)
-            spans.append((len(before), len(after)))
+            found = answer_prefixes(self.renderer, turns, tools, number, whole)
+            spans.append((len(found.before), len(found.after)))
         return whole, spans
 
     def _as_text(self, turn: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.arguments import require_choice
 from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator
-from automodel_ckpt.data.fast_encoding import encode_all
+from automodel_ckpt.data.fast_encoding import encode_all, truncation_on_the_right
 from automodel_ckpt.data.fields import FieldTemplate
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import RecipeError
@@ -109,11 +109,12 @@ class JointEncoder:
                 hint="increase dataset.seq_length, set dataset.truncation: right, or remove this row",
             )
         options = {"truncation": True, "max_length": self._limit}
-        if self._template is None:
-            encoded = self._of_two(*pair, **options)
-        else:
-            text = self._template.write({"query": pair[0], "document": pair[1]}, lambda: where)
-            encoded = self._tokenizer(text, return_attention_mask=False, **options)
+        with truncation_on_the_right(self._tokenizer):
+            if self._template is None:
+                encoded = self._of_two(*pair, **options)
+            else:
+                text = self._template.write({"query": pair[0], "document": pair[1]}, lambda: where)
+                encoded = self._tokenizer(text, return_attention_mask=False, **options)
         return list(encoded["input_ids"]), list(encoded.get("token_type_ids", ()))
 
 

@@ -1,22 +1,24 @@
 """Parse and check the messages of a conversation: ``{"role", "content", ...}``, or ShareGPT's ``{"from", "value"}``.
 
-An optional ``weight`` follows OpenAI's format: an assistant message with weight 0 gets no labels.
+An optional ``weight`` follows OpenAI's format: an assistant message with weight 0 gets no labels. Other programs have
+other keys for it, which are read as a weight.
 """
 
 from __future__ import annotations
 
-import difflib
-import functools
 import json
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from automodel_ckpt.data.tool_turns import CALL, RESULT, InvalidCall, with_tool_calls
 
-log = logging.getLogger(__name__)
-
 _WEIGHT = "weight"
+_TRAINS = ("train", "training", "trainable", "loss", "train_on_turn")
+"""Keys of other programs for whether a message gets labels: true or false."""
+_UNCLEAR = ("mask", "masked", "loss_mask", "loss_weight", "train_detail", "training_detail")
+"""Keys that exclude messages from training, or parts of them, by values that differ between programs."""
+_TEXTS = ("value", "text")
+"""Keys for the content of a message that has no ``content``."""
 _SHAREGPT = {
     "human": "user",
     "user": "user",
@@ -30,12 +32,14 @@ _SHAREGPT = {
     "tool_response": RESULT,
 }
 """ShareGPT's speaker -> role."""
-_ROLES = ("user", "assistant", "system", "developer", "tool", "function", "ipython")
+ROLES = ("user", "assistant", "system", "developer", "tool", "function", "ipython")
 """The roles of usual chat templates."""
-_SIMILAR = 0.8
-"""How similar (difflib) a role is to a usual one if it is probably misspelled: ``usr`` is, ``function_call`` is not."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message for the reasoning before an answer. Chat templates read one of them."""
+CONTENTS = ("content", "tool_calls", "function_call", *REASONING)
+"""Keys of what a message says."""
+KEYS = ("role", "name", "tool_call_id", _WEIGHT, *CONTENTS)
+"""The keys of a message that this module or most chat templates read."""
 
 
 class UnusableSample(Exception):
@@ -53,7 +57,7 @@ def turns_of(conversation: Any) -> list[dict[str, Any]]:
     given = parsed(conversation)
     turns = []
     if isinstance(given, list):
-        turns = [_without_nulls(_in_roles(turn)) for turn in given]
+        turns = [_usual(turn) for turn in given]
         turns = _with_tool_calls(turns)
     are_messages = all(isinstance(turn, dict) and "role" in turn for turn in turns)
     if not turns or not are_messages:
@@ -65,22 +69,7 @@ def turns_of(conversation: Any) -> list[dict[str, Any]]:
     for turn in turns:
         _require_content(turn)
         _require_weight(turn)
-        if turn["role"] not in _ROLES:
-            warn_of_role(str(turn["role"]))
     return turns
-
-
-@functools.cache
-def warn_of_role(role: str) -> None:
-    """Warn once of a *role* that is similar to a usual one. Others are for the chat template to know."""
-    similar = difflib.get_close_matches(role.lower(), _ROLES, n=1, cutoff=_SIMILAR)
-    if similar:
-        log.warning(
-            "a message has the role %r, not %r: the chat template decides what becomes of it, and only messages of "
-            "the role 'assistant' are trained on",
-            role,
-            similar[0],
-        )
 
 
 def _with_tool_calls(turns: list[Any]) -> list[Any]:
@@ -96,8 +85,8 @@ def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:
     Raises :class:`UnusableSample` if one of them is not a list, or if one answer is divided between them.
     """
     _require_lists(prompt, completion)
-    before = [_in_roles(turn) for turn in prompt]
-    after = [_in_roles(turn) for turn in completion]
+    before = [_usual(turn) for turn in prompt]
+    after = [_usual(turn) for turn in completion]
     if len(after) > len(before) and after[: len(before)] == before:
         # The completion is the whole conversation.
         after = after[len(before) :]
@@ -188,37 +177,64 @@ def _changed(call: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> A
     return change(call)
 
 
-def _without_nulls(turn: Any) -> Any:
-    """Copy a message without null values, which mean that a key is missing; transformers drops them, too."""
+def _usual(turn: Any) -> Any:
+    """Convert a message to the usual keys and roles. A value that is not a message is returned unchanged.
+
+    Null values mean that a key is missing, as in transformers.
+    """
     if not isinstance(turn, dict):
         return turn
     # Only the keys of the message: a null in the arguments of a call is a value.
-    return {key: value for key, value in turn.items() if value is not None}
+    turn = {key: value for key, value in turn.items() if value is not None}
+    if "role" not in turn and "from" in turn:
+        speaker = turn.pop("from")
+        if speaker not in _SHAREGPT:
+            raise UnusableSample(
+                "unknown speaker of a message",
+                f"from: {speaker!r}",
+                f"use one of {', '.join(_SHAREGPT)}; or write the conversation with role and content",
+            )
+        turn = {"role": speaker, **turn}
+    role = turn.get("role")
+    if isinstance(role, str):
+        turn["role"] = _SHAREGPT.get(role, role)
+    found = next((key for key in _TEXTS if key in turn), None)
+    if found is not None and turn.keys().isdisjoint(("content", "tool_calls", "function_call")):
+        turn["content"] = turn.pop(found)
+    return _weighted(turn)
 
 
-def _in_roles(turn: Any) -> Any:
-    """Convert a message in ShareGPT's format; any other value is returned unchanged."""
-    if not isinstance(turn, dict) or "role" in turn or "from" not in turn:
-        return turn
-    speaker = turn["from"]
-    if speaker not in _SHAREGPT:
+def _weighted(turn: dict[str, Any]) -> dict[str, Any]:
+    """Replace the keys of other programs that exclude a message from training by a weight."""
+    unclear = next((key for key in _UNCLEAR if key in turn), None)
+    if unclear is not None:
         raise UnusableSample(
-            "unknown speaker of a message",
-            f"from: {speaker!r}",
-            f"use one of {', '.join(_SHAREGPT)}; or write the conversation with role and content",
+            "a message has a key whose meaning differs between programs",
+            f"{unclear}: {turn[unclear]!r}"[:80],
+            "use weight 0 for assistant messages to exclude from training, and remove this key",
         )
-    converted = {"role": _SHAREGPT[speaker]}
-    if "value" in turn:
-        converted["content"] = turn["value"]
-    for key, value in turn.items():
-        if key not in ("from", "value"):
-            converted[key] = value
-    return converted
+    for key in _TRAINS:
+        if key not in turn:
+            continue
+        value = turn.pop(key)
+        if value not in (0, 1):
+            raise UnusableSample(
+                "a message's key for training is neither true nor false",
+                f"{key}: {value!r}"[:80],
+                "use false for assistant messages to exclude from training",
+            )
+        if turn.setdefault(_WEIGHT, int(value)) != value:
+            raise UnusableSample(
+                "a message's weight and its key for training differ",
+                f"{_WEIGHT}: {turn[_WEIGHT]!r}, {key}: {value!r}",
+                "remove one of them",
+            )
+    return turn
 
 
 def _require_content(turn: dict[str, Any]) -> None:
     # Templates write nothing for such a message, or the word None, which the model would be trained on.
-    if turn.keys() <= {"role", "name", _WEIGHT}:
+    if turn.keys().isdisjoint((*CONTENTS, "tool_call_id")):
         raise UnusableSample(
             "a message has no content",
             repr(turn)[:80],

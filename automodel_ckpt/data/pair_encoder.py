@@ -18,7 +18,7 @@ from automodel_ckpt.data.fields import names_in
 from automodel_ckpt.data.messages import prompt_and_completion
 from automodel_ckpt.data.rows import Rows
 from automodel_ckpt.data.template_choice import template_of
-from automodel_ckpt.data.tokenized import TokenizedSample
+from automodel_ckpt.data.tokenized import REPEATED_PROMPT, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,8 @@ class PairEncoder:
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             start = prompt.strip()
             if start and completion.lstrip().startswith(start):
-                samples[number] = samples[number]._replace(repeats=True)
+                notes = (*samples[number].notes, REPEATED_PROMPT)
+                samples[number] = samples[number]._replace(notes=notes)
         return samples
 
     @cached_property

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from automodel_ckpt.data.tokenized import (
     TokenizedDataset,
     TokenizedSample,
     known_numbers,
+    save_notes,
     save_numbers,
 )
 from automodel_ckpt.data.truncation import Truncation, longest_with_labels
@@ -52,6 +54,7 @@ class Part(NamedTuple):
     used: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     numbers: list[float]
+    notes: Counter[str]
 
 
 def prepare(
@@ -76,7 +79,8 @@ def prepare(
     labelled = _Column("labelled", np.dtype(np.bool_), directory)
     used, lengths = [], []
     numbers: list[float] = []
-    counts = np.zeros(4, dtype=np.int64)
+    counts = np.zeros(3, dtype=np.int64)
+    notes: Counter[str] = Counter()
     with tokens, ends, labelled, _progress(rows.path, num_rows) as show:
         for part in parts:
             ends.append(part.ends + tokens.size)
@@ -86,15 +90,19 @@ def prepare(
             used.append(part.used)
             lengths.append(part.lengths)
             numbers += part.numbers
+            notes += part.notes
             show(part.num_rows)
     report()
     policy.require_short(np.concatenate(used), np.concatenate(lengths), rows.place)
     if directory is not None:
         np.save(directory / "counts.npy", counts)
         save_numbers(directory, known_numbers(numbers))
+        save_notes(directory, notes)
         return None
     known = known_numbers(numbers)
-    return kind(tokens.array(), ends.array(), labelled.array(), counts, known)
+    dataset = kind(tokens.array(), ends.array(), labelled.array(), counts, known)
+    dataset.notes = notes
+    return dataset
 
 
 def _encoded_parts(
@@ -151,7 +159,6 @@ def _encode_range(
         truncation.num_cut,
         truncation.num_left_out,
         truncation.num_empty,
-        truncation.num_repeated,
     )
     sizes = [len(sample.tokens) for sample in remaining]
     return Part(
@@ -165,6 +172,7 @@ def _encode_range(
         used=np.array(used, dtype=np.int64),
         lengths=np.array(lengths, dtype=np.int64),
         numbers=[sample.number for sample in remaining],
+        notes=truncation.notes,
     )
 
 

@@ -19,7 +19,7 @@ from automodel_ckpt.data.record_stream import RecordStream
 from automodel_ckpt.data.rows import OneRow
 from automodel_ckpt.data.sampler import derive_seed, permutation
 from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.tokenized import TokenizedSample, warn_of_repeated_prompts
+from automodel_ckpt.data.tokenized import TokenizedSample, warn_of_notes
 from automodel_ckpt.data.truncation import UNLIMITED, Truncation
 from automodel_ckpt.errors import RecipeError
 
@@ -145,15 +145,18 @@ class RowStream(IterableDataset[Row]):
                 self.source.path,
                 policy.num_empty,
             )
+        warn_of_notes(
+            f"{self.source.path}, as far as this rank read it", policy.notes, policy.num_used
+        )
         if policy.num_cut or policy.num_left_out:
             log.warning(
                 "%s: of the samples that this rank prepared, %d were truncated to seq_length %d, "
                 "%d more have no label left",
                 *(self.source.path, policy.num_cut, policy.seq_length, policy.num_left_out),
             )
-        warn_of_repeated_prompts(self.source.path, policy.num_repeated, policy.num_used)
         policy.num_cut = policy.num_left_out = policy.num_empty = 0
-        policy.num_repeated = policy.num_used = 0
+        policy.num_used = 0
+        policy.notes.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {

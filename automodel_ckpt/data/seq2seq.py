@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.arguments import require_choice, require_tokenizer
 from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator
-from automodel_ckpt.data.fast_encoding import encode_all
+from automodel_ckpt.data.fast_encoding import encode_all, truncation_on_the_right
 from automodel_ckpt.data.fields import names_in
 from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, Row, RowStream, with_labels
 from automodel_ckpt.data.rows import Rows
@@ -203,14 +203,16 @@ class SourceTargetEncoder:
         return ids + self._end
 
     def _truncated(self, source: str, target: str) -> tuple[list[int], list[int]]:
-        """The tokens of both texts within their limits, truncated as the tokenizer does it."""
+        """The tokens of both texts within their limits; the tokenizer's special tokens remain."""
         options = {"truncation": True, "max_length": self.seq_length}
-        source_ids = list(self.tokenizer(source, verbose=False, **options)["input_ids"])
+        with truncation_on_the_right(self.tokenizer):
+            source_ids = list(self.tokenizer(source, verbose=False, **options)["input_ids"])
         [whole] = self._tokenized_targets([target])
         # The tokens that _as_target adds or removes count, too.
         num_more = len(self._as_target(whole)) - len(whole)
         limit = min(self.target_length, UNLIMITED - 1) - num_more
-        [target_ids] = self._tokenized_targets([target], truncation=True, max_length=limit)
+        with truncation_on_the_right(self.tokenizer):
+            [target_ids] = self._tokenized_targets([target], truncation=True, max_length=limit)
         return source_ids, self._as_target(target_ids)
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.arguments import require_choice, require_tokenizer
 from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator
-from automodel_ckpt.data.fast_encoding import encode_all
+from automodel_ckpt.data.fast_encoding import encode_all, truncation_on_the_right
 from automodel_ckpt.data.fields import names_in
 from automodel_ckpt.data.joint_pairs import JointEncoder
 from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
@@ -193,7 +193,8 @@ class EmbeddingEncoder:
                 hint="increase dataset.seq_length, set dataset.truncation: right, or remove this row",
             )
         # The tokenizer keeps its special tokens at the end.
-        return list(self._tokenizer(text, truncation=True, max_length=limit)["input_ids"])
+        with truncation_on_the_right(self._tokenizer):
+            return list(self._tokenizer(text, truncation=True, max_length=limit)["input_ids"])
 
 
 @dataclass(frozen=True, slots=True)

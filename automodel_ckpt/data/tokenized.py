@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -16,19 +18,28 @@ from automodel_ckpt.data.arguments import at_most
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.length_summary import LengthSummary
 from automodel_ckpt.data.sample_arrays import SampleArrays
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import RecipeError, printable
 from automodel_ckpt.units import counted
 
 log = logging.getLogger(__name__)
 
 _NUMBERS = "numbers.npy"
+_NOTES = "notes.json"
+_NUM_NOTES = 10
+"""Number of notes that are shown."""
+REPEATED_PROMPT = (
+    "an answer that begins with the text of its prompt, which is then there twice, the second time with labels: remove "
+    "it from the data, or set each field of answers to a template, such as completion_field: "
+    "'{{ completion[prompt|length:] }}'"
+)
+"""A note: an answer that repeats its prompt."""
 
 
 class TokenizedSample(NamedTuple):
     """The tokens of a sample, whether each token has a label, and whether an answer in the sample has no text.
 
     *number* is a number that the row has beside its text, such as a margin; NaN: it has none. *is_cut*: the builder has
-    already truncated a part of it. *repeats*: its answer begins with its prompt.
+    already truncated a part of it. *notes* are what a user should know about it, in words.
     """
 
     tokens: list[int]
@@ -36,7 +47,7 @@ class TokenizedSample(NamedTuple):
     is_empty: bool = False
     number: float = math.nan
     is_cut: bool = False
-    repeats: bool = False
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def whole(cls, tokens: list[int]) -> TokenizedSample:
@@ -66,6 +77,8 @@ class TokenizedDataset(SampleArrays):
     """What an item is called in the log."""
     template: str | None = None
     """How conversations were rendered, in words; None for other samples."""
+    notes: Mapping[str, int] = MappingProxyType({})
+    """What a user should know about samples, in words -> number of such samples."""
     identity: str | None = None
     """A digest that changes with the samples; None if unknown."""
 
@@ -91,12 +104,10 @@ class TokenizedDataset(SampleArrays):
         num_cut: int = 0,
         num_left_out: int = 0,
         num_empty: int = 0,
-        num_repeated: int = 0,
     ) -> Self:
         """Make a data set of *samples*.
 
-        *num_cut* of them were truncated, *num_empty* have an empty completion, and the answers of *num_repeated* begin
-        with their prompt; *num_left_out* more were skipped.
+        *num_cut* of them were truncated and *num_empty* have an empty completion; *num_left_out* more were skipped.
         """
         all_tokens = chain.from_iterable(sample.tokens for sample in samples)
         all_labelled = chain.from_iterable(sample.labelled for sample in samples)
@@ -104,7 +115,7 @@ class TokenizedDataset(SampleArrays):
         tokens = np.fromiter(all_tokens, dtype=np.int32)
         labelled = np.fromiter(all_labelled, dtype=np.bool_)
         ends = np.cumsum(lengths, dtype=np.int64)
-        counts = np.array([num_cut, num_left_out, num_empty, num_repeated], dtype=np.int64)
+        counts = np.array([num_cut, num_left_out, num_empty], dtype=np.int64)
         numbers = known_numbers([sample.number for sample in samples])
         return cls(tokens, ends, labelled, counts, numbers)
 
@@ -115,19 +126,25 @@ class TokenizedDataset(SampleArrays):
         if (directory / _NUMBERS).exists():
             numbers = np.load(directory / _NUMBERS)
         tokens, ends, labelled, counts = cls.mapped_arrays(directory)
-        return cls(tokens, ends, labelled, counts, numbers)
+        dataset = cls(tokens, ends, labelled, counts, numbers)
+        if (directory / _NOTES).exists():
+            dataset.notes = json.loads((directory / _NOTES).read_text("utf-8"))
+        return dataset
 
     def save(self, directory: Path) -> None:
         """Write the arrays as ``.npy`` files into an existing directory."""
         super().save(directory)
         save_numbers(directory, self.numbers)
+        save_notes(directory, self.notes)
 
     def first(self, max_samples: int | None) -> Self:
         """Return a data set of the first *max_samples* items (None: all), which shares the arrays."""
         num_samples = at_most(max_samples, len(self)) * self.group_size
         # The counts remain those of all samples: report them before.
         ends = self.ends[:num_samples]
-        return type(self)(self.tokens, ends, self.labelled, self.counts, self.numbers)
+        first = type(self)(self.tokens, ends, self.labelled, self.counts, self.numbers)
+        first.notes = self.notes
+        return first
 
     @property
     def summary(self) -> LengthSummary:
@@ -169,8 +186,7 @@ class TokenizedDataset(SampleArrays):
 
         *what* is the name of the data in the log.
         """
-        cut, left_out, empty, repeated = self.counts.tolist()
-        warn_of_repeated_prompts(what, repeated, len(self))
+        cut, left_out, empty = self.counts.tolist()
         if empty:
             log.warning(
                 "%s: %d of %d %ss have an empty completion: only the end token is trained on",
@@ -179,6 +195,7 @@ class TokenizedDataset(SampleArrays):
                 len(self),
                 self.noun,
             )
+        warn_of_notes(what, self.notes, len(self))
         parts = []
         if cut:
             were = "was" if cut == 1 else "were"
@@ -208,21 +225,34 @@ class TokenizedDataset(SampleArrays):
         log.info("%s: %s", what, self.summary)
 
 
-def warn_of_repeated_prompts(what: str, num_repeated: int, num_samples: int) -> None:
-    """Log a warning if at least half of the answers begin with their prompt: a few, such as Hello, do so by chance."""
-    if num_repeated and 2 * num_repeated >= num_samples:
-        log.warning(
-            "%s: %d of %d answers begin with the text of their prompt, which the samples then have twice, the second "
-            "time with labels: remove it from the data, or set each field of answers to a template, such as "
-            "completion_field: '{{ completion[prompt|length:] }}'",
-            *(what, num_repeated, num_samples),
-        )
-
-
 def known_numbers(numbers: Sequence[float]) -> npt.NDArray[np.float64] | None:
     """Return the *numbers* of samples as an array; None if all are NaN."""
     array = np.array(numbers, dtype=np.float64)
     return None if np.isnan(array).all() else array
+
+
+def note_lines(notes: Mapping[str, int], num_samples: int) -> list[str]:
+    """State how many of *num_samples* samples have each of the *notes*, the most frequent first."""
+    lines = []
+    for note, number in sorted(notes.items(), key=lambda item: -item[1])[:_NUM_NOTES]:
+        # A few answers, such as Hello, begin with their prompt by chance.
+        if note == REPEATED_PROMPT and 2 * number < num_samples:
+            continue
+        have = "has" if number == 1 else "have"
+        lines.append(f"{counted(number, 'sample')} {have} {printable(note)}")
+    return lines
+
+
+def warn_of_notes(what: str, notes: Mapping[str, int], num_samples: int) -> None:
+    """Log a warning for each of the *notes* about *num_samples* samples of *what*."""
+    for line in note_lines(notes, num_samples):
+        log.warning("%s: %s", what, line)
+
+
+def save_notes(directory: Path, notes: Mapping[str, int]) -> None:
+    """Write the *notes* of samples beside their tokens, if there are any."""
+    if notes:
+        (directory / _NOTES).write_text(json.dumps(notes), encoding="utf-8")
 
 
 def save_numbers(directory: Path, numbers: npt.NDArray[np.float64] | None) -> None:

@@ -51,14 +51,35 @@ _BY_DIGEST = {
     "44f815868bf02fa458dd2f741a338046f4bf45f398eb6d067766726b9d96cce3": _Shipped(
         "GLM-4.5", "glm_4_moe.jinja"
     ),
+    "56a1447ad31926fdc21fb07e56e5642bd9c850c4f52d8c8af7bbe5f079a84f5f": _Shipped(
+        "DeepSeek-R1-Distill", "deepseek_v3.jinja", "keeps_thinking"
+    ),
     "9aeb7eac68ad87bba7567e9d4597ff203e5609f1b427d9e823437d0142cc61bf": _Shipped(
-        "Gemma 4", "gemma_4.jinja"
+        "DiffusionGemma", "gemma_4.jinja"
+    ),
+    "33204f1acb5bd0002713e16a593847f24ceeafe711ed88bda2a352dc996a3373": _Shipped(
+        "Gemma 4", "gemma_4.jinja", "answers_in_turn"
+    ),
+    "781d10940fbc44be40064b5d43a056fc486c84ceaa55538226368b57314132bf": _Shipped(
+        "Gemma 4", "gemma_4.jinja", "answers_in_turn"
+    ),
+    "2f1b4d75d067bae3fe44e676721c7f077d243bc007156cb9c2f8b5836613d082": _Shipped(
+        "Gemma 4", "gemma_4.jinja", "answers_in_turn"
+    ),
+    "603a42db292c25278e9b23d94c7abbe77453f13e26a053c43c5c2f900b4136f7": _Shipped(
+        "Gemma 4", "gemma_4.jinja", "answers_in_turn"
+    ),
+    "43b2c64fbd2b556fd7569f1eebd9311b7ef9ccfd2dfd66acf62f6d911859fa5c": _Shipped(
+        "Gemma 4", "gemma_4.jinja", "answers_in_turn"
     ),
     "43a92aacc2e169bb37055e4d8b0df31edfdc8657d8c387fcf98254cb246e626a": _Shipped(
         "Nemotron 3", "nemotron_3.jinja"
     ),
     "3b74d76d8b903752e764cae114ae8ae2f24cd260466cf672570c745219573d28": _Shipped(
         "Nemotron 3", "nemotron_3.jinja"
+    ),
+    "58933db77d3099b4f78c55a38347a72e1ea05b97d6bd8f38775303dc0194e0a9": _Shipped(
+        "Nemotron 3.5", "nemotron_3.jinja", "is_ultra"
     ),
     "82753bef5cedc4932c1ed509b5c9a12be680fd86d1adb65bc3f7398d11c8eebc": _Shipped(
         "Nemotron 3 Ultra", "nemotron_3.jinja", "is_ultra"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from automodel_ckpt.data.arguments import require_choice
-from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.tokenized import REPEATED_PROMPT, TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
 POLICIES = ("error", "right", "skip", "history")
@@ -25,8 +26,7 @@ class Truncation:
 
     ``error`` rejects them, ``right`` truncates them, and ``skip`` skips them, as does ``history``, with which the
     builder removes old messages before. Counts the truncated samples, the samples that were skipped
-    because they are too long or no label remained, the samples with an empty completion, and those whose answer begins
-    with its prompt.
+    because they are too long or no label remained, the samples with an empty completion, and their *notes*.
     """
 
     policy: str
@@ -34,8 +34,8 @@ class Truncation:
     num_cut: int = field(default=0, init=False)
     num_left_out: int = field(default=0, init=False)
     num_empty: int = field(default=0, init=False)
-    num_repeated: int = field(default=0, init=False)
     num_used: int = field(default=0, init=False)
+    notes: Counter[str] = field(default_factory=Counter, init=False)
 
     @classmethod
     def of(cls, policy: str, seq_length: int | None) -> Truncation:
@@ -80,7 +80,6 @@ class Truncation:
             self.num_left_out += 1
             return None
         self.num_empty += sample.is_empty
-        self.num_repeated += sample.repeats
         if len(sample.tokens) <= self.seq_length:
             return sample
         self.num_cut += 1
@@ -97,6 +96,11 @@ class Truncation:
         """
         counted = Truncation(self.policy, self.seq_length)
         remaining = []
+        notes = {note for sample in samples for note in sample.notes}
+        if not all(REPEATED_PROMPT in sample.notes for sample in samples):
+            # One of two answers may begin with the prompt by chance.
+            notes.discard(REPEATED_PROMPT)
+        self.notes.update(notes)
         for sample in samples:
             truncated = counted.apply(sample, where)
             if truncated is None:
@@ -105,7 +109,6 @@ class Truncation:
             remaining.append(truncated)
         self.num_cut += counted.num_cut > 0
         self.num_empty += counted.num_empty > 0
-        self.num_repeated += counted.num_repeated == len(samples)
         self.num_used += 1
         return remaining
 
@@ -129,9 +132,7 @@ class Truncation:
         remaining = []
         for number, group in enumerate(groups):
             remaining += self.apply_to_group(group, partial(where, number))
-        return kind.of(
-            remaining, self.num_cut, self.num_left_out, self.num_empty, self.num_repeated
-        )
+        return kind.of(remaining, self.num_cut, self.num_left_out, self.num_empty)
 
     def require_short(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from automodel_ckpt.bounded_templates import bound_chat_templates, template_errors
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.config_values import context_length
 from automodel_ckpt.models.error_texts import naming_files
@@ -85,12 +86,18 @@ def inputs_of(
     """Return the model's inputs for *prompt*, on *device*: ``input_ids`` [1, T] and others.
 
     Text is tokenized as it is; messages are rendered by the chat template, up to the answer of the assistant. Raises
-    :class:`RecipeError` if there are no tokens.
+    :class:`RecipeError` if there are no tokens, and if the template fails.
     """
     if isinstance(prompt, str):
         tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
         encoded = tokenizer(prompt, return_tensors="pt")
     else:
+        bound_chat_templates()
+        # Separately, because a processor also reads images, which is no error of the template.
+        with template_errors(str(getattr(preprocessor, "name_or_path", "") or "the chat template")):
+            preprocessor.apply_chat_template(
+                list(prompt), add_generation_prompt=True, tokenize=False
+            )
         encoded = preprocessor.apply_chat_template(
             list(prompt),
             add_generation_prompt=True,

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.bounded_templates import bound_chat_templates, template_errors
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.quiet_loggers import quiet
 
@@ -154,7 +155,7 @@ def run_tasks(
 
 
 def _adapter(before_forward: Callable[[], None]) -> Any:
-    """The library's class of transformers models, which calls *before_forward*."""
+    """The library's class of transformers models, which calls *before_forward* and limits chat templates."""
     from lm_eval.models.huggingface import HFLM
 
     class Adapter(HFLM):  # type: ignore[misc]
@@ -165,6 +166,11 @@ def _adapter(before_forward: Callable[[], None]) -> Any:
         def _model_generate(self, *arguments: Any, **options: Any) -> Any:
             before_forward()
             return super()._model_generate(*arguments, **options)
+
+        def apply_chat_template(self, *arguments: Any, **options: Any) -> Any:
+            bound_chat_templates()
+            with template_errors("the tokenizer's chat template"):
+                return super().apply_chat_template(*arguments, **options)
 
     return Adapter
 
@@ -194,7 +200,7 @@ def _reporting(where: str, tasks: str) -> Iterator[None]:
     """Raise :class:`RecipeError` for any failure of the library, of a task file, or of the data of a task."""
     try:
         yield
-    except Interrupted:
+    except (Interrupted, RecipeError):
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]

@@ -273,7 +273,7 @@ def test_transformers_still_has_no_setting_for_the_environment_of_chat_templates
     assert "jinja_env = ImmutableSandboxedEnvironment(" in source, "the patch has no effect"
     parameters = inspect.signature(rendering.render_jinja_template).parameters
     settings = [name for name in parameters if "env" in name]
-    assert not settings, f"use {settings} instead of the patch in data/templates.py"
+    assert not settings, f"use {settings} instead of the patch in bounded_templates.py"
 
 
 def test_torch_still_raises_the_death_of_a_worker_in_a_signal_handler_unless_it_is_set_already() -> (

@@ -160,11 +160,11 @@ def test_answers_that_begin_with_their_prompt_are_counted(
     for _ in range(2):  # also if the samples come from the cache
         caplog.clear()
         shown(capsys, directory, *words, *sizes, num="9")
-        assert "3 of 4 answers begin with the text of their prompt" in caplog.text
+        assert "3 samples have an answer that begins with the text of its prompt" in caplog.text
     templates = [f"--dataset.{field}_field={{{{ {field}[prompt|length:] }}}}" for field in fields]
     caplog.clear()
     text = shown(capsys, directory, *words, *sizes, *templates, num="9")
-    assert "begin with the text" not in caplog.text
+    assert "begins with the text" not in caplog.text
     assert text.count("Question") == 3 * len(fields)
 
 
@@ -237,3 +237,40 @@ def test_texts_of_pairs_have_the_number_of_their_row(
             "other",
             "other",
         ]
+
+
+def test_what_a_user_should_know_about_conversations_is_shown(
+    capsys: Capture, directory: Path, tmp_path: Path
+) -> None:
+    answer = "{% generation %}{{ m.content }}{% endgeneration %}<eot>"
+    template = "{% for m in messages %}{{ m.role }}: " + answer + "{% endfor %}"
+    (tmp_path / "t.jinja").write_text(template)
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "human", "content": "a <eot> b"},
+                    {"role": "gpt", "content": "wrong", "train": False},
+                    {"role": "human", "content": "again"},
+                    {"role": "gpt", "content": "right", "score": 1},
+                ]
+            }
+        )
+        + "\n"
+    )
+    words = ["--dataset.path", f"{tmp_path}/rows.jsonl"]
+    template_words = ["--dataset.chat_template", f"{tmp_path}/t.jinja"]
+    recipe = str(directory / "recipe.yaml")
+    assert main(["--show-samples", "1", recipe, *words, *template_words]) == EXIT_DONE
+    printed = capsys.readouterr()
+    assert ">>>right<<<" in printed.out
+    assert ">>>wrong" not in printed.out
+    for note in (
+        "special tokens in the text of messages",
+        "no label on the end of the assistant's turn",
+        "messages with the key 'score', which is not read",
+    ):
+        assert f"warning    1 sample has {note}" in printed.out
+    as_text = ["--dataset.special_tokens_as_text"]
+    assert main(["--show-samples", "1", recipe, *words, *as_text]) == EXIT_DONE
+    assert "special tokens" not in capsys.readouterr().out

@@ -33,10 +33,12 @@ MAY_IMPORT = {
     "python_child": set(),
     "socket_paths": {"errors"},
     "store_url": {"errors", "user_cache"},
+    "bounded_templates": {"errors"},
     "config": {"errors", "user_code", "store_url", "hub_access"},
     "distributed": {"errors"},
     "models": {
         "errors",
+        "bounded_templates",
         "hub_access",
         "units",
         "git_lfs",
@@ -51,6 +53,7 @@ MAY_IMPORT = {
     },
     "data": {
         "errors",
+        "bounded_templates",
         "units",
         "user_code",
         "user_cache",

@@ -90,5 +90,6 @@ def _summary_lines(data: DataSummary) -> Iterator[str]:
         rows.append(("packs", data.packs))
     if data.template:
         rows.append(("template", f"the assistant's tokens are found by {data.template}"))
+    rows += [("warning", note) for note in data.notes]
     for title, text in rows:
         yield f"{title:10} {text}"

@@ -10,7 +10,7 @@ import pytest
 
 from automodel_ckpt.data.chat import messages
 from automodel_ckpt.data.function_calls import schemas, xlam
-from automodel_ckpt.data.messages import UnusableSample, turns_of, warn_of_role
+from automodel_ckpt.data.messages import UnusableSample, turns_of
 from automodel_ckpt.errors import RecipeError
 from tests.unit.data.toys import labeled, write
 
@@ -210,14 +210,3 @@ def test_a_row_in_another_format_is_an_error_with_its_line(
     path = write(tmp_path, XLAM, XLAM | change)
     with pytest.raises(RecipeError, match=rf"{what}[\s\S]*rows.jsonl:2"):
         xlam(tokenizer, path, chat_template=TEMPLATE)
-
-
-def test_a_role_that_is_probably_misspelled_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_role.cache_clear()
-    for role in ("usr", "usr", "Assistant", "critic", "environment", "user"):
-        turns_of([{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}])
-    texts = [record.getMessage().partition(":")[0] for record in caplog.records]
-    assert texts == [
-        "a message has the role 'usr', not 'user'",
-        "a message has the role 'Assistant', not 'assistant'",
-    ]

@@ -84,6 +84,175 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_reason(
         messages(tokenizer, path, chat_template=REWRITING)
 
 
+FORGETFUL = """{%- for m in messages %}{% if m.role == 'assistant' %}<s>assistant
+{{ m.content.split('</think>')[-1].strip() }}{% for c in m.tool_calls or [] %}call {{ c | tojson }}{% endfor %}</s>
+{% else %}<s>{{ m.role }}
+{{ m.content }}</s>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<s>assistant
+<think>
+{% endif %}"""
+"""As DeepSeek-R1-Distill's and Nemotron's: it drops thinking, and prompts with the beginning of it."""
+CALL = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {}}}
+
+
+@pytest.mark.parametrize("learn", ["all", "last"])
+def test_a_template_that_drops_thinking_is_trained_on_as_it_writes_the_conversation(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, learn: Any
+) -> None:
+    talk = [
+        TALK[1],
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfour"},
+        TALK[3],
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "3", "tool_call_id": "call00000"},
+        TALK[4],
+    ]
+    path = write(tmp_path, {"messages": talk})
+    sample = messages(tokenizer, path, chat_template=FORGETFUL, learn=learn)[0]
+    expected = ["four</s>\n", f"call {json.dumps(CALL)}</s>\n", "because</s>\n"]
+    assert labeled(tokenizer, sample) == (expected if learn == "all" else expected[-1:])
+    assert "1 sample has text or reasoning that the chat template does not write" in caplog.text
+    assert "1 sample has assistant turns that the chat template writes in another" in caplog.text
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_conversation_may_begin_with_the_assistant(
+    tokenizer: Any, tmp_path: Path, template: str
+) -> None:
+    path = write(tmp_path, {"messages": TALK[2:]})
+    sample = messages(tokenizer, path, chat_template=template)[0]
+    texts = [text.strip() for text in labeled(tokenizer, sample)]
+    assert texts == ["four</s>", "because</s>"]
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ({"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "four"}),
+        ({"role": "human", "content": "2 + 2"}, {"role": "gpt", "content": "four"}),
+        ({"role": "user", "value": "2 + 2"}, {"role": "assistant", "value": "four"}),
+        ({"role": "user", "text": "2 + 2"}, {"role": "assistant", "text": "four"}),
+        ({"from": "human", "text": "2 + 2"}, {"from": "assistant", "content": "four"}),
+        ({"role": "user", "content": None, "text": "2 + 2"}, {"from": "gpt", "value": "four"}),
+    ],
+)
+@pytest.mark.parametrize("builder", [messages, prompt_completion])
+def test_usual_names_of_roles_and_texts_are_read(
+    tokenizer: Any, tmp_path: Path, builder: Any, question: Any, answer: Any
+) -> None:
+    row = {"messages": [question, answer], "prompt": [question], "completion": [answer]}
+    usual = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "four"}]
+    expected = {"messages": usual, "prompt": usual[:1], "completion": usual[1:]}
+    path = write(tmp_path, row, expected)
+    first, second = builder(tokenizer, path, chat_template=PLAIN)
+    assert first == second
+    assert labeled(tokenizer, first) == ["four</s>\n"]
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss"])
+@pytest.mark.parametrize("value", [False, 0])
+def test_a_turn_that_another_program_excludes_has_no_label(
+    tokenizer: Any, tmp_path: Path, key: str, value: Any
+) -> None:
+    talk = [{**TALK[1], key: value}, {**TALK[2], key: value}, TALK[3], {**TALK[4], key: True}]
+    path = write(tmp_path, {"messages": talk})
+    for template in (PLAIN, MARKED):
+        sample = messages(tokenizer, path, chat_template=template)[0]
+        assert [text.strip() for text in labeled(tokenizer, sample)] == ["because</s>"]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"train_detail": [{"begin_offset": 0, "train": True}]}, "differs between programs"),
+        ({"mask": True}, "differs between programs"),
+        ({"loss": "no"}, "neither true nor false"),
+        ({"train": True, "weight": 0}, "differ"),
+        ({"message": "four", "content": None}, "a message has no content"),
+    ],
+)
+def test_a_message_that_can_be_misunderstood_is_an_error(
+    tokenizer: Any, tmp_path: Path, change: dict[str, Any], what: str
+) -> None:
+    path = write(tmp_path, {"messages": [TALK[1], TALK[2] | change]})
+    with pytest.raises(RecipeError, match=rf"{what}[\s\S]*rows.jsonl:1[\s\S]*hint:"):
+        messages(tokenizer, path, chat_template=PLAIN)
+
+
+CALLING = {"role": "assistant", "content": "a look", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    ("talk", "template", "note"),
+    [
+        ([TALK[1], TALK[2] | {"mood": 1}], PLAIN, "messages with the key 'mood'"),
+        ([{"role": "usr", "content": "x"}, TALK[2]], PLAIN, "messages with the role 'usr'"),
+        ([TALK[1], TALK[2] | {"reasoning_content": "hm"}], PLAIN, "text or reasoning that"),
+        (
+            [TALK[1], CALLING],
+            PLAIN.replace("if m.content ", "if not m.tool_calls "),
+            "text or reasoning that",
+        ),
+        ([{"role": "user", "content": "a </s> b"}, TALK[2]], PLAIN, "special tokens in the text"),
+        ([TALK[1], {"role": "assistant", "content": "a</s>b"}], MARKED, "special tokens in"),
+        (
+            TALK[1:3],
+            MARKED.replace("</s>{% endgeneration %}", "{% endgeneration %}</s>"),
+            "no label on the end of the assistant's turn",
+        ),
+        (TALK, PLAIN, None),
+        (TALK, MARKED, None),
+    ],
+)
+def test_what_a_user_should_know_about_conversations_is_counted(
+    tokenizer: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    talk: Any,
+    template: str,
+    note: str | None,
+) -> None:
+    path = write(tmp_path, {"messages": talk}, {"messages": talk})
+    for _ in range(2):  # made, and read from the cache
+        caplog.clear()
+        messages(tokenizer, path, chat_template=template)
+        warnings = [
+            record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+        ]
+        assert len(warnings) == (note is not None), warnings
+        if note is not None:
+            assert f"rows.jsonl: 2 samples have {note}" in warnings[0]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_special_tokens_in_messages_can_be_encoded_as_text(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str
+) -> None:
+    talk = [{"role": "user", "content": "a </s> b<s>"}, {"role": "assistant", "content": "x</s>y"}]
+    path = write(tmp_path, {"messages": talk})
+    as_tokens = messages(tokenizer, path, chat_template=template)[0]
+    caplog.clear()
+    as_text = messages(tokenizer, path, chat_template=template, special_tokens_as_text=True)[0]
+    end, start = tokenizer.convert_tokens_to_ids(["</s>", "<s>"])
+    assert (as_tokens["input_ids"].count(end), as_tokens["input_ids"].count(start)) == (4, 3)
+    assert (as_text["input_ids"].count(end), as_text["input_ids"].count(start)) == (2, 2)
+    assert tokenizer.decode(as_text["input_ids"]) == tokenizer.decode(as_tokens["input_ids"])
+    assert [text.strip() for text in labeled(tokenizer, as_text)] == ["x</s>y</s>"]
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_rows_with_tools_get_the_template_for_tools(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(400)
+    plain = PLAIN.partition("{% endif %}")[2]
+    tokenizer.chat_template = {"default": plain, "tool_use": PLAIN}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    rows = [{"messages": TALK, "tools": [tool]}, {"messages": TALK, "tools": []}]
+    with_tools, without = messages(tokenizer, write(tmp_path, *rows))
+    assert tokenizer.decode(with_tools["input_ids"]).startswith("<s>tools")
+    assert tokenizer.decode(without["input_ids"]).startswith("<s>system")
+    assert labeled(tokenizer, with_tools) == labeled(tokenizer, without)
+
+
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_a_conversation_without_the_assistant_is_refused_with_its_number(
     tokenizer: Any, tmp_path: Path, template: str
@@ -187,7 +356,6 @@ def test_long_conversations_are_refused_cut_or_left_out_with_counts(
         ({"messages": "hello"}, "this is not JSON"),
         ({"messages": []}, "this is not a conversation"),
         ({"messages": [{"content": "hello"}]}, "this is not a conversation"),
-        ({"messages": TALK[2:]}, "the first message must not be the assistant's"),
         (
             {"messages": [*TALK[1:2], {"role": "assistant", "content": None}]},
             "a message has no content",
@@ -327,8 +495,8 @@ def test_a_template_that_writes_the_date_is_told_of(
 
 
 def test_an_assistant_under_another_name_is_told_of(tokenizer: Any, tmp_path: Path) -> None:
-    path = write(tmp_path, {"messages": [TALK[1], {"role": "gpt", "content": "four"}]})
-    with pytest.raises(RecipeError, match=r"user, gpt\n  hint:   .*the role assistant"):
+    path = write(tmp_path, {"messages": [TALK[1], {"role": "actor", "content": "four"}]})
+    with pytest.raises(RecipeError, match=r"user, actor\n  hint:   .*the role assistant"):
         messages(tokenizer, path, chat_template=PLAIN)
 
 

@@ -61,9 +61,11 @@ def test_texts_have_the_special_tokens_of_the_tokenizer(tmp_path: Path, tokenize
     ]
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
 def test_pairs_have_types_and_keep_special_tokens_when_truncated(
-    tmp_path: Path, tokenizer: Any
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
+    monkeypatch.setattr(tokenizer, "truncation_side", side)
     path = file_of(tmp_path, ROWS)
     found = texts(tokenizer, LABELS, path, seq_length=6, pair_field="other", truncation="right")
     assert [sample["input_ids"] for sample in found] == [[1, 4, 5, 2, 7, 2], [1, 5, 2, 4, 4, 2]]

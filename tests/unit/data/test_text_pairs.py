@@ -66,11 +66,14 @@ def test_a_stream_has_the_same_samples(data: str) -> None:
     assert [stream.prepare(row) for row in stream] == [dataset[0], dataset[1]]
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
 def test_each_text_is_truncated_with_its_special_tokens(
-    data: str, caplog: pytest.LogCaptureFixture
+    data: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
+    monkeypatch.setattr(TOKENIZER, "truncation_side", side)
     dataset: Any = text_pairs(TOKENIZER, data, seq_length=4)
     assert texts_of(dataset[1])[1] == "[CLS] ku sa [SEP]"
+    assert TOKENIZER.truncation_side == side, "exports contain it"
     assert "1 of 2 samples was truncated" in caplog.text
     # A truncated text leaves no trace in the tokenizer, whose digest is part of the state of a run.
     before = text_pairs(TOKENIZER, data).identity

@@ -179,7 +179,16 @@ EXPECTED: list[tuple[str, str, list[dict[str, Any]], str]] = [
         + "⟦<|channel|>final<|message|>!<|return|>⟧",
     ),
     (
-        "Gemma 4",
+        "DeepSeek-R1-Distill",
+        "thinking",
+        THINKING,
+        (
+            "<s><｜User｜>Hi<｜Assistant｜>⟦<think>\nhm\n</think>\n\nHello<｜end▁of▁sentence｜>⟧"
+            "<｜User｜>Bye<｜Assistant｜>⟦<think>\nok\n</think>\n\nSee you<｜end▁of▁sentence｜>⟧"
+        ),
+    ),
+    (
+        "DiffusionGemma",
         "a call and thinking",
         [
             SYSTEM,
@@ -192,6 +201,22 @@ EXPECTED: list[tuple[str, str, list[dict[str, Any]], str]] = [
             "<s><|turn>system\nBe brief.<turn|>\n<|turn>user\n1+2?<turn|>\n<|turn>model\n"
             '⟦<|tool_call>call:add{a:1,b:[2]}<tool_call|>⟧<|tool_response>response:add{value:<|"|>3<|"|>}'
             "<tool_response|><|turn>model\n⟦It is 3.<turn|>\n⟧<|turn>user\nOk<turn|>\n<|turn>model\n⟦!<turn|>\n⟧"
+        ),
+    ),
+    (
+        "Gemma 4",
+        "a call and thinking",
+        [
+            SYSTEM,
+            *CALLS[:3],
+            assistant("It is 3.", reasoning_content="done"),
+            user("Ok"),
+            assistant("!"),
+        ],
+        (
+            "<s><|turn>system\nBe brief.<turn|>\n<|turn>user\n1+2?<turn|>\n<|turn>model\n"
+            '⟦<|tool_call>call:add{a:1,b:[2]}<tool_call|>⟧<|tool_response>response:add{value:<|"|>3<|"|>}'
+            "<tool_response|>⟦It is 3.<turn|>\n⟧<|turn>user\nOk<turn|>\n<|turn>model\n⟦!<turn|>\n⟧"
         ),
     ),
     (
@@ -344,8 +369,12 @@ def test_a_known_template_is_replaced_by_its_digest_and_the_log_reports_it(
     ]
     assert [run for run in runs if run] == expected
     assert known.chat_template == OWN + "\n", "the tokenizer, and so the export, keeps its own"
-    with pytest.raises(RecipeError, match="differently when more messages follow"):
-        messages(known, str(path), chat_template="original")
+    caplog.clear()
+    messages(known, str(path), chat_template="original")
+    assert "1 sample has text or reasoning that the chat template does not write" in caplog.text
+    assert (
+        "1 sample has assistant turns that the chat template writes in another way" in caplog.text
+    )
 
 
 def test_only_a_known_template_has_a_training_template() -> None:
@@ -399,8 +428,12 @@ def pairs() -> list[Path]:
         for path in sorted(directory.glob("*.jinja"))
         if path.with_stem(f"{path.stem}_training").exists()
     ]
+    # That of R1-Distill also writes reasoning_content and ends calls, which TRL's does not.
+    models = (None, "DeepSeek-R1-Distill")
     return [
-        path for path in found if model_of(select_template(path.read_text(encoding="utf-8"), None))
+        path
+        for path in found
+        if model_of(select_template(path.read_text(encoding="utf-8"), None)) not in models
     ]
 
 
