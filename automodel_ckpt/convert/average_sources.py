@@ -15,8 +15,8 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.model_files import (
-    MAX_SIDE_BYTES,
     ADAPTER_SIDE_FILES,
+    MAX_SIDE_BYTES,
     read_files,
 )
 from automodel_ckpt.checkpoint.sources.opening import MODEL
