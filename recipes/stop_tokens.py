@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -121,19 +122,22 @@ def _ends_of(dataset: Any, tokenizer: Any) -> set[int]:
         return _ends_of_template(renderer, tokenizer)
     if not isinstance(dataset, TokenizedDataset) or not len(dataset.ends):
         return set()
-    ends = set()
+    found: Counter[int] = Counter()
     added = _special(tokenizer)
     for number in np.linspace(0, len(dataset.ends) - 1, _NUM_EXAMINED, dtype=np.int64):
         span = dataset.span(number)
         tokens, labelled = dataset.tokens[span].tolist(), dataset.labelled[span]
         last = len(tokens) - 1
-        while (
-            last > 0 and tokens[last] not in added and not tokenizer.decode([tokens[last]]).strip()
-        ):
+        while last > 0 and _is_blank(tokens[last], tokenizer, added):
             last -= 1
         if last >= 0 and labelled[last] and tokens[last] in added:
-            ends.add(tokens[last])
-    return ends
+            found[tokens[last]] += 1
+    # A sample that was truncated can end with any token.
+    return {end for end, count in found.items() if count >= _NUM_EXAMINED / 10}
+
+
+def _is_blank(token: int, tokenizer: Any, added: set[int]) -> bool:
+    return token not in added and not tokenizer.decode([token]).strip()
 
 
 def _ends_of_template(renderer: ChatRenderer, tokenizer: Any) -> set[int]:

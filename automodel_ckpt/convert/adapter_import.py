@@ -20,7 +20,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export.adapter_record import base_revision
 from automodel_ckpt.checkpoint.slices import Tensor
-from automodel_ckpt.checkpoint.sources.model_files import TOKENIZER_FILES, read_files
+from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.base_copies import check_copies, check_same
 from automodel_ckpt.convert.layer_patterns import matches_layer
@@ -211,7 +211,7 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
         tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
         check_copies(directory, weights, copies, model.base, base_names)
     _check_tensors(directory, tensors, model)
-    files = {**model.files, **read_files(directory, TOKENIZER_FILES)}
+    files = {**model.files, **read_files(directory, ADAPTER_SIDE_FILES)}
     return replace(model, files=files)
 
 

@@ -15,8 +15,8 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.model_files import (
+    ADAPTER_SIDE_FILES,
     MAX_SIDE_BYTES,
-    TOKENIZER_FILES,
     read_files,
 )
 from automodel_ckpt.checkpoint.sources.opening import MODEL
@@ -149,7 +149,7 @@ def side_files_and_notes(opened: Sequence[Weights]) -> tuple[dict[str, bytes], l
     adapters = [_adapter_files(weights_in.path) for weights_in in opened]
     if any(adapters):
         _check_adapters(opened, adapters)
-        tokenizer = read_files(_metadata_directory(first.path), TOKENIZER_FILES)
+        tokenizer = read_files(_metadata_directory(first.path), ADAPTER_SIDE_FILES)
         note = (
             "the factors of the adapters are averaged, which is not the average of their products"
         )

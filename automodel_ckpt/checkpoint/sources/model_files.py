@@ -57,6 +57,8 @@ EMBEDDING_FILES = (
 CODE_FILES = ("*.py",)
 MODEL_FILES = (*CODE_FILES, "LICENSE*", "NOTICE*", "USE_POLICY*")
 GENERATION_CONFIG = "generation_config.json"
+ADAPTER_SIDE_FILES = (*TOKENIZER_FILES, GENERATION_CONFIG)
+"""The files next to an adapter that its merged model gets."""
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 _SIDE_FILES = (
