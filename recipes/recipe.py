@@ -697,7 +697,7 @@ class Recipe:
             precision=self.trainable.precision,
             origins=self.origins,
             overridden=self.overridden,
-            on_resume=self.config.optimizer.on_resume,
+            optimizer=self.config.optimizer,
         )
         load_checkpoint(parts, source, state)
 

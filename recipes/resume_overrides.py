@@ -17,6 +17,7 @@ from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.config.changes import (
     Change,
+    change_lines,
     changed_keys,
     check_overrides,
     ignored_by_resume,
@@ -48,8 +49,8 @@ def compare_recipes(
     overridden: Collection[str],
     on_resume: str,
     keeps_schedule: bool = False,
-) -> None:
-    """Log which settings changed since *checkpoint* was saved. Called on rank 0.
+) -> list[Change]:
+    """Log and return which settings changed since *checkpoint* was saved. Called on rank 0.
 
     *config_yaml* is the recipe of this run, *precision* the data types that it uses, *origins* where its values come
     from, *overridden* the keys that the command line gives, *on_resume* the setting of that name, *keeps_schedule*
@@ -66,17 +67,15 @@ def compare_recipes(
         )
     saved = saved_recipe(checkpoint / CONFIG)
     if not saved or not config_yaml:
-        return  # imported from another program, or run by a script without a recipe file
+        return []  # imported from another program, or run by a script without a recipe file
     given = {key for key, origin in origins.items() if origin != DEFAULT}
     changes = changed_keys(saved, recipe_of(config_yaml), given)
     ignored = ignored_by_resume(changes, manifest.saved, on_resume, keeps_schedule=keeps_schedule)
     check_overrides(ignored, overridden, checkpoint)
-    lines = []
-    for change in changes:
-        note = " (not applied: the checkpoint has it)" if change in ignored else ""
-        lines.append(f"{change}{note}")
-    if lines:
+    if changes:
+        lines = change_lines(changes, ignored)
         log.warning("settings changed since %s was saved:%s", checkpoint.name, first_lines(lines))
+    return changes
 
 
 def log_omitted_state(recipe: object, untracked: Collection[str]) -> None:
@@ -99,7 +98,7 @@ class RecipeOptions:
     """The recipe's options of an optimizer and its *schedule* (None: a constant rate), to compare with a checkpoint's.
 
     Create it before a checkpoint is loaded into both. With *from_recipe*, the recipe's options replace the saved ones.
-    *overridden* are the keys of the recipe that the command line gives.
+    *overridden* are the keys that the command line gives, *section* is the recipe's section ``optimizer``.
     """
 
     def __init__(
@@ -109,7 +108,11 @@ class RecipeOptions:
         *,
         from_recipe: bool = False,
         overridden: Collection[str] = (),
+        section: object = None,
     ) -> None:
+        self.kept: dict[str, Any] = {}
+        """The options of the section that continue as saved, by dotted key of the recipe; set by :meth:`compare`."""
+        self._section = section
         self._optimizer = optimizer
         self._schedule = schedule
         self._from_recipe = from_recipe
@@ -178,6 +181,7 @@ class RecipeOptions:
                 else:
                     self._check_override(name, [loaded[name]], [new])
                     log.warning(_KEPT, name, "", loaded[name], new)
+                    self._note_kept(name, [loaded[name]], [new])
             options = of_recipe if self._from_recipe else loaded
             optimizer.set_state_options(**options)
             if loaded != of_recipe:
@@ -197,6 +201,13 @@ class RecipeOptions:
                     self._check_override(name, saved[name], new[name])
                 saved_text, new_text = _as_text(saved[name]), _as_text(new[name])
                 log.warning(_KEPT, name, where, saved_text, new_text)
+                self._note_kept(name, saved[name], new[name])
+
+    def _note_kept(self, name: str, saved: list[Any], new: list[Any]) -> None:
+        """Note that an option of a group is *saved* instead of *new*, if the group has it from the section."""
+        arguments = getattr(self._section, "kwargs", {})
+        if _numbers(getattr(self._section, name, arguments.get(name))) == new:
+            self.kept[f"{OPTIMIZER}.{name}"] = saved[0] if len(saved) == 1 else saved
 
     def _is_by_no_decay(self, name: str, new: list[float]) -> bool:
         """Whether a group has no weight decay because of ``optimizer.no_decay``, not because an override is 0."""
@@ -285,6 +296,8 @@ class RecipeOptions:
                 + _APPLY
             )
             log.warning(message, schedule.base_lrs, self._rates)
+            for saved, new in zip(schedule.base_lrs, self._rates, strict=True):
+                self._note_kept("lr", [saved], [new])
         if isinstance(schedule, LambdaLR):
             # Its rates are a function of the step alone, so they can be computed again.
             follow_schedule(schedule)

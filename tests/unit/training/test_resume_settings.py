@@ -10,6 +10,8 @@ import torch
 
 from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.cli.checks import dry_run
+from automodel_ckpt.cli.ckpt import main as ckpt
+from automodel_ckpt.cli.train import main as ckpt_train
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -26,6 +28,56 @@ def resumed(recipe_file: Path, *overrides: str) -> Recipe:
     finally:
         recipe.close()
     return recipe
+
+
+NAMED = "  name: cosine\n  warmup_steps: 2\n"
+STEP_LR = "  _target_: torch.optim.lr_scheduler.StepLR\n  step_size: 2\n"
+GROUPS = "  lr: 1e-2\n  groups: [{params: ['*.embed_tokens.*'], lr: 1e-3}]\n"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("optimizer.lr=5e-3",),
+        ("optimizer.weight_decay=0.5", "optimizer.betas=[0.8, 0.9]"),
+        ("optimizer.groups.0.lr=1e-4",),
+        ("seed=8", "dataloader.shuffle=false"),
+        ("lr_scheduler.gamma=0.25",),
+        ("init_from.path=RUN/other",),
+    ],
+    ids=lambda given: given[-1].partition("=")[0],
+)
+def test_a_resume_without_the_overrides_of_the_start_records_them_and_accepts_them_again(
+    given: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = training.RECIPE.replace("  lr: 1e-2\n", GROUPS)
+    if given[0].startswith("lr_scheduler"):
+        text = text.replace(NAMED, STEP_LR)
+    run, recipe = tmp_path / "run", training.write_recipe(tmp_path, text)
+    common = [str(recipe), "--step_scheduler.ckpt_every_steps=2"]
+
+    def start(*overrides: str, to: Path = run) -> int:
+        steps = [f"--{each.replace('RUN', str(tmp_path))}" for each in overrides]
+        return ckpt_train([*common, f"--checkpoint.checkpoint_dir={to}", *steps])
+
+    if given[0].startswith("init_from"):
+        assert start("step_scheduler.max_steps=1", to=tmp_path / "other") == 0
+    assert start(*given, "step_scheduler.max_steps=2") == 0
+    capfd.readouterr()
+    assert start("step_scheduler.max_steps=4") == 0
+    log = capfd.readouterr().err
+    assert "not applied: the run keeps" in log
+    follows = given[0].startswith(("optimizer", "lr_scheduler"))
+    assert ("optimizer.on_resume: recipe applies the new value" in log) == follows
+    first, second = (yaml_of(run / f"epoch_0_step_{step}") for step in (2, 4))
+    assert second.replace("max_steps: 4", "max_steps: 2") == first
+    assert ckpt(["diff", str(run / "epoch_0_step_2"), str(run / "epoch_0_step_4")]) == 0
+    assert given[-1].partition("=")[0] not in capfd.readouterr().out
+    assert start(*given, "step_scheduler.max_steps=5") == 0
+
+
+def yaml_of(checkpoint: Path) -> str:
+    return (checkpoint / "config.yaml").read_text()
 
 
 def described_rates(num_steps: int) -> list[float]:
