@@ -110,6 +110,8 @@ class Recipe:
     """Whether samples may share rows without padding, if the model supports it."""
     packs_images: ClassVar[bool] = False
     """Whether the samples of ``packed_sequence`` have images, which :attr:`preprocessor` prepares."""
+    uses_dropout: ClassVar[bool] = True
+    """Whether models are trained with their dropout, if the recipe file does not say."""
     sample_noun: ClassVar[str] = "sample"
     """What an item of the data set is, in the singular: logs and ``ckpt show`` count "pairs" for a "pair"."""
     rows_per_sample: ClassVar[int] = 1
@@ -445,6 +447,9 @@ class Recipe:
             model_config=self.model_config if config is None else None,
             shares_rows=self.shares_rows,
             packs_images=self.packs_images,
+            uses_dropout=self.uses_dropout
+            if self.config.dropout == "auto"
+            else self.config.dropout,
             is_trained=is_trained,
             is_dry_run=self.is_dry_run,
         )
