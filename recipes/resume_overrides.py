@@ -110,9 +110,8 @@ class RecipeOptions:
         overridden: Collection[str] = (),
         section: object = None,
     ) -> None:
-        self.kept: dict[str, Any] = {}
-        """The options of the section that continue as saved, by dotted key of the recipe; set by :meth:`compare`."""
         self._section = section
+        self._of_section: dict[str, list[Any]] = {}
         self._optimizer = optimizer
         self._schedule = schedule
         self._from_recipe = from_recipe
@@ -150,6 +149,24 @@ class RecipeOptions:
         else:
             self._begin_schedule(self._schedule, scheduler)
 
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The options of the section that continue as saved in all its groups, by dotted key of the recipe."""
+        return {
+            f"{OPTIMIZER}.{name}": values[0][0] if len(values[0]) == 1 else values[0]
+            for name, values in self._of_section.items()
+            if values.count(values[0]) == len(values) and values[0] != self._in_section(name)
+        }
+
+    def _in_section(self, name: str) -> list[float]:
+        arguments = getattr(self._section, "kwargs", {})
+        return _numbers(getattr(self._section, name, arguments.get(name)))
+
+    def _note(self, name: str, saved: list[Any], new: list[Any]) -> None:
+        """Note that an option of a group continues as *saved*, if the group would have *new* from the section."""
+        if self._in_section(name) == new:
+            self._of_section.setdefault(name, []).append(saved)
+
     def _present_options(self) -> list[dict[str, list[float]]]:
         """The numbers and switches among the options of each group; the learning rate only if no schedule moves it."""
         ignored = (*self._scheduled_options(), *_IMPLEMENTATION)
@@ -181,7 +198,7 @@ class RecipeOptions:
                 else:
                     self._check_override(name, [loaded[name]], [new])
                     log.warning(_KEPT, name, "", loaded[name], new)
-                    self._note_kept(name, [loaded[name]], [new])
+                    self._note(name, [loaded[name]], [new])
             options = of_recipe if self._from_recipe else loaded
             optimizer.set_state_options(**options)
             if loaded != of_recipe:
@@ -195,19 +212,15 @@ class RecipeOptions:
         for number, (new, saved) in enumerate(pairs):
             where = f" of parameter group {number}" if len(self._options) > 1 else ""
             for name in new:
-                if name in ignored or name not in saved or new[name] == saved[name]:
+                if name in ignored or name not in saved:
+                    continue
+                self._note(name, saved[name], new[name])
+                if new[name] == saved[name]:
                     continue
                 if not self._is_by_no_decay(name, new[name]):
                     self._check_override(name, saved[name], new[name])
                 saved_text, new_text = _as_text(saved[name]), _as_text(new[name])
                 log.warning(_KEPT, name, where, saved_text, new_text)
-                self._note_kept(name, saved[name], new[name])
-
-    def _note_kept(self, name: str, saved: list[Any], new: list[Any]) -> None:
-        """Note that an option of a group is *saved* instead of *new*, if the group has it from the section."""
-        arguments = getattr(self._section, "kwargs", {})
-        if _numbers(getattr(self._section, name, arguments.get(name))) == new:
-            self.kept[f"{OPTIMIZER}.{name}"] = saved[0] if len(saved) == 1 else saved
 
     def _is_by_no_decay(self, name: str, new: list[float]) -> bool:
         """Whether a group has no weight decay because of ``optimizer.no_decay``, not because an override is 0."""
@@ -297,7 +310,7 @@ class RecipeOptions:
             )
             log.warning(message, schedule.base_lrs, self._rates)
             for saved, new in zip(schedule.base_lrs, self._rates, strict=True):
-                self._note_kept("lr", [saved], [new])
+                self._note("lr", [saved], [new])
         if isinstance(schedule, LambdaLR):
             # Its rates are a function of the step alone, so they can be computed again.
             follow_schedule(schedule)
