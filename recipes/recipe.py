@@ -27,6 +27,7 @@ from automodel_ckpt.config.recipe_rules import has_metrics, has_validation
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
+from automodel_ckpt.config.sections.optimizer import LRSchedulerConfig
 from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.data.call_tests import CallTests
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
@@ -485,8 +486,13 @@ class Recipe:
             schedule: LRScheduler = build(section, optimizer=self.optimizer)
             check_schedule(schedule)
             return schedule
+        return self._schedule_by_name(section, self.optimizer)
+
+    def _schedule_by_name(
+        self, section: LRSchedulerConfig, optimizer: Optimizer, *, rounds_up: bool = True
+    ) -> LRScheduler:
         return build_schedule(
-            self.optimizer,
+            optimizer,
             section.name,
             total_steps=self.step_scheduler.planned_steps,
             warmup_steps=section.warmup_steps,
@@ -494,6 +500,8 @@ class Recipe:
             warmup_from=section.warmup_from,
             decay_steps=section.decay_steps,
             kwargs=section.kwargs,
+            warns=rounds_up,
+            rounds_up=rounds_up,
         )
 
     def build_loss_fn(self) -> LossFn:
@@ -697,12 +705,16 @@ class Recipe:
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
         )
+        section, earlier_schedule = self.config.lr_scheduler, None
+        if isinstance(section, LRSchedulerConfig) and section.warmup_ratio:
+            earlier_schedule = partial(self._schedule_by_name, section, rounds_up=False)
         source = RecipeSource(
             config_yaml=self.config_yaml,
             precision=self.trainable.precision,
             origins=self.origins,
             overridden=self.overridden,
             optimizer=self.config.optimizer,
+            earlier_schedule=earlier_schedule,
         )
         load_checkpoint(parts, source, state)
 

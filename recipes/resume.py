@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ class RecipeSource:
     """The dotted keys that the command line gives."""
     optimizer: OptimizerConfig | OptimizerTarget
     """The section ``optimizer``. Its ``on_resume`` is whose options the optimizer gets: checkpoint or recipe."""
+    earlier_schedule: Callable[[Optimizer], LRScheduler] | None = None
+    """Builds the schedule of versions that rounded the warm-up of ``warmup_ratio``; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ def load_checkpoint(parts: RunParts, source: RecipeSource, state: Mapping[str, A
         from_recipe=source.optimizer.on_resume == "recipe",
         overridden=source.overridden,
         section=source.optimizer,
+        earlier_schedule=source.earlier_schedule,
     )
     comparison = _Comparison(source, parts.lr_scheduler)
     resumed = checkpointer.load(state, before_loading=comparison.report)

@@ -117,7 +117,7 @@ class LRSchedulerConfig:
     warmup_steps: Literal["auto"] | int | None = setting(None, AT_LEAST_0_OR_AUTO)
     """Warmup, in optimizer steps; auto: a tenth of the steps of the run, at most 1000."""
     warmup_ratio: float | None = setting(None, FRACTION)
-    """Warmup, as a fraction of all optimizer steps."""
+    """Warmup, as a fraction of all optimizer steps, rounded up."""
     warmup_from: float = setting(0.0, BELOW_1)
     """Rate at which the warmup begins, as a fraction of the full rate."""
     decay_steps: int | None = setting(None, AT_LEAST_1)
