@@ -198,7 +198,7 @@ class Recipe:
     def _build_and_resume(self) -> None:
         check_parallelism(parallelism(self.config.distributed), self.layout)
         if self.layout.in_stages:
-            check_pipeline_extensions(type(self), Recipe, self.objective_class, self.loop_class)
+            check_pipeline_extensions(type(self), self.objective_class, self.loop_class)
         self.check_metric_keys()
         self.check_benchmarks()
         # It takes the lease: a second run of this directory fails before it reads data or weights.
