@@ -9,6 +9,7 @@ from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.saves import Saves
 
+_PACKAGE = "automodel_ckpt."
 _LOOP = "a subclass of TrainingLoop, and name it in loop_class"
 _OBJECTIVE = "a subclass of Objective, and name it in objective_class"
 _SAVES = "a subclass of Saves, and name it in saves_class"
@@ -157,17 +158,14 @@ def check_hidden_methods(recipe: object) -> None:
 
 def check_pipeline_extensions(
     recipe_class: type,
-    base_class: type,
     objective_class: type[Objective],
     loop_class: type[TrainingLoop],
 ) -> None:
-    """Raise :class:`RecipeError` for a loss or a step of a user that a pipeline would not call.
-
-    *base_class* is the class of this package that *recipe_class* derives from.
-    """
+    """Raise :class:`RecipeError` for a loss or a step that a pipeline would not call."""
     own = []
     builder: Any = getattr(recipe_class, "build_objective", None)
-    if builder is not getattr(base_class, "build_objective", None):
+    # What the recipes of this package add to an objective, the last stage applies.
+    if not getattr(builder, "__module__", "").startswith(_PACKAGE):
         own.append(f"{recipe_class.__name__}.build_objective")
     if loop_class.train_step is not TrainingLoop.train_step:
         own.append(f"{loop_class.__name__}.train_step")
@@ -175,7 +173,7 @@ def check_pipeline_extensions(
         own.append(f"{objective_class.__name__}.loss")
     if own:
         hint = "leave pp_size out"
-        if not recipe_class.__module__.startswith("automodel_ckpt."):
+        if not recipe_class.__module__.startswith(_PACKAGE):
             hint += ", or override Objective.row_loss instead, which the last stage calls"
         raise RecipeError(
             "a pipeline computes the loss stage by stage, and this recipe computes it in its own way",

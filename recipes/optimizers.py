@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from automodel_ckpt.recipes.parameter_groups import (
     PlannedGroup,
     Section,
     divided_by_width,
+    inherited,
     plan_groups,
     trained_parameters,
 )
@@ -58,7 +59,8 @@ def build_optimizer(
         groups = divided_by_width(section, groups, width_factor, add_up)
     optimizers, labels = [], list[str]()
     for own, members in _by_optimizer(section, groups):
-        optimizer = _build_one(own, members)
+        shared = inherited(section, own) if isinstance(own, TargetGroup) else {}
+        optimizer = _build_one(own, members, shared)
         check_optimizer(optimizer, takes_own_steps)
         _check_options(optimizer, members)
         optimizers.append(optimizer)
@@ -80,8 +82,11 @@ def _by_optimizer(
 
 
 def _build_one(
-    section: OptimizerConfig | OptimizerTarget | TargetGroup, groups: Sequence[PlannedGroup]
+    section: OptimizerConfig | OptimizerTarget | TargetGroup,
+    groups: Sequence[PlannedGroup],
+    shared: Mapping[str, Any],
 ) -> Any:
+    """Build the optimizer of *section* for *groups*. *shared* are the settings that it has from another section."""
     params: list[Any] = [
         {"params": [each.parameter for each in group.members], **group.options} for group in groups
     ]
@@ -104,7 +109,7 @@ def _build_one(
         _check_matrices(groups)
         # torch's class computes with shards, whose products it rounds before it adds them up.
         section = replace(section, _target_=f"{Muon.__module__}.{Muon.__qualname__}")
-    return build(section, params=params)
+    return build(section, params=params, **shared)
 
 
 def _check_can_be_saved(function: Callable[..., Any], groups: Sequence[PlannedGroup]) -> None:

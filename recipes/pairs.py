@@ -82,6 +82,7 @@ class PairFinetune(LLMFinetune):
     rows_per_sample: ClassVar[int] = 2
     # Each answer has a separate row: the loss needs the probability of each one.
     shares_rows: ClassVar[bool] = False
+    uses_dropout: ClassVar[bool] = False
     unsupported: ClassVar[Sequence[Unsupported]] = OF_ANSWERS
 
     def build_dataset(self, section: Target) -> Any:

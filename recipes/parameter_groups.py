@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.module_tensors import stored_layout, unwrap
 from automodel_ckpt.config.plugins import callable_of
+from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.sections.optimizer import (
     OptimizerConfig,
     OptimizerGroup,
@@ -279,6 +280,39 @@ def divided_by_width(
     return [group for group, size in zip(divided, sizes, strict=True) if size]
 
 
+def inherited(section: Section, group: TargetGroup) -> dict[str, Any]:
+    """Return the settings of *section* that the optimizer of *group* takes and that the group does not set.
+
+    The defaults of betas and eps are left out, because they are AdamW's. A class that has a pair where the section has
+    a number, or the reverse, does not take the setting.
+    """
+    if isinstance(section, OptimizerConfig):
+        usual = OptimizerConfig()
+        settings: dict[str, Any] = {"lr": section.lr, "weight_decay": section.weight_decay}
+        for name in ("betas", "eps"):
+            if getattr(section, name) != getattr(usual, name):
+                settings[name] = getattr(section, name)
+    else:
+        settings = section.kwargs
+        settings = {
+            name: value for name, value in settings.items() if not isinstance(value, Target)
+        }
+    parameters = inspect.signature(callable_of(group)).parameters
+    found = {}
+    for name, value in settings.items():
+        is_open = name in parameters and name not in group.kwargs
+        if is_open and _has_form(value, parameters[name].default):
+            found[name] = value
+    return found
+
+
+def _has_form(value: Any, default: Any) -> bool:
+    """Whether *value* can replace the *default* of a parameter: Adafactor's eps is a pair, AdamW's a number."""
+    if default is None or default is inspect.Parameter.empty:
+        return True
+    return isinstance(default, tuple | list) == isinstance(value, tuple | list)
+
+
 def _rate_and_decay(section: Section, group: PlannedGroup) -> tuple[float, float]:
     """The learning rate and the weight decay of a group before they are scaled."""
     owner = group.section if isinstance(group.section, TargetGroup) else section
@@ -297,6 +331,7 @@ def _rate_and_decay(section: Section, group: PlannedGroup) -> tuple[float, float
             name: parameter.default
             for name, parameter in inspect.signature(function).parameters.items()
         }
-        known = {**defaults, **owner.kwargs}
+        shared = inherited(section, owner) if isinstance(owner, TargetGroup) else {}
+        known = {**defaults, **shared, **owner.kwargs}
     known |= group.options
     return float(known["lr"]), float(known["weight_decay"])

@@ -168,6 +168,7 @@ class PreferenceFinetune(LLMFinetune):
     """Trains a language model in comparison with a frozen reference model. A subclass defines the loss."""
 
     shares_rows: ClassVar[bool] = False
+    uses_dropout: ClassVar[bool] = False
     unsupported: ClassVar[Sequence[Unsupported]] = OF_ANSWERS
     reference: Reference
 

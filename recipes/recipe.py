@@ -28,6 +28,7 @@ from automodel_ckpt.config.recipe_rules import has_metrics, has_validation
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
+from automodel_ckpt.config.sections.optimizer import LRSchedulerConfig
 from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.data.call_tests import CallTests
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
@@ -112,6 +113,8 @@ class Recipe:
     """Whether samples may share rows without padding, if the model supports it."""
     packs_images: ClassVar[bool] = False
     """Whether the samples of ``packed_sequence`` have images, which :attr:`preprocessor` prepares."""
+    uses_dropout: ClassVar[bool] = True
+    """Whether models are trained with their dropout, if the recipe file does not say."""
     sample_noun: ClassVar[str] = "sample"
     """What an item of the data set is, in the singular: logs and ``ckpt show`` count "pairs" for a "pair"."""
     rows_per_sample: ClassVar[int] = 1
@@ -199,7 +202,7 @@ class Recipe:
     def _build_and_resume(self) -> None:
         check_parallelism(parallelism(self.config.distributed), self.layout)
         if self.layout.in_stages:
-            check_pipeline_extensions(type(self), Recipe, self.objective_class, self.loop_class)
+            check_pipeline_extensions(type(self), self.objective_class, self.loop_class)
         self.check_metric_keys()
         self.check_benchmarks()
         # It takes the lease: a second run of this directory fails before it reads data or weights.
@@ -450,6 +453,9 @@ class Recipe:
             model_config=self.model_config if config is None else None,
             shares_rows=self.shares_rows,
             packs_images=self.packs_images,
+            uses_dropout=self.uses_dropout
+            if self.config.dropout == "auto"
+            else self.config.dropout,
             is_trained=is_trained,
             is_dry_run=self.is_dry_run,
         )
@@ -485,8 +491,13 @@ class Recipe:
             schedule: LRScheduler = build(section, optimizer=self.optimizer)
             check_schedule(schedule)
             return schedule
+        return self._schedule_by_name(section, self.optimizer)
+
+    def _schedule_by_name(
+        self, section: LRSchedulerConfig, optimizer: Optimizer, *, rounds_up: bool = True
+    ) -> LRScheduler:
         return build_schedule(
-            self.optimizer,
+            optimizer,
             section.name,
             total_steps=self.step_scheduler.planned_steps,
             warmup_steps=section.warmup_steps,
@@ -494,6 +505,8 @@ class Recipe:
             warmup_from=section.warmup_from,
             decay_steps=section.decay_steps,
             kwargs=section.kwargs,
+            warns=rounds_up,
+            rounds_up=rounds_up,
         )
 
     def build_loss_fn(self) -> LossFn:
@@ -710,12 +723,16 @@ class Recipe:
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
         )
+        section, earlier_schedule = self.config.lr_scheduler, None
+        if isinstance(section, LRSchedulerConfig) and section.warmup_ratio:
+            earlier_schedule = partial(self._schedule_by_name, section, rounds_up=False)
         source = RecipeSource(
             config_yaml=self.config_yaml,
             precision=self.trainable.precision,
             origins=self.origins,
             overridden=self.overridden,
-            on_resume=self.config.optimizer.on_resume,
+            optimizer=self.config.optimizer,
+            earlier_schedule=earlier_schedule,
         )
         load_checkpoint(parts, source, state)
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from automodel_ckpt.checkpoint import Checkpointer, Manifest, Resumed
+from automodel_ckpt.checkpoint.layout import CONFIG
+from automodel_ckpt.config.changes import Change, effective_recipe, ignored_by_resume
+from automodel_ckpt.config.sections.optimizer import OptimizerConfig, OptimizerTarget
 from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.recipes.cadence import steps_per_epoch
 from automodel_ckpt.recipes.imported_run import continue_imported_run
@@ -39,8 +41,10 @@ class RecipeSource:
     """Where each value comes from, by dotted key."""
     overridden: Collection[str]
     """The dotted keys that the command line gives."""
-    on_resume: str
-    """``optimizer.on_resume``: whose options the optimizer gets, those of the checkpoint or of the recipe."""
+    optimizer: OptimizerConfig | OptimizerTarget
+    """The section ``optimizer``. Its ``on_resume`` is whose options the optimizer gets: checkpoint or recipe."""
+    earlier_schedule: Callable[[Optimizer], LRScheduler] | None = None
+    """Builds the schedule of versions that rounded the warm-up of ``warmup_ratio``; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +74,13 @@ def load_checkpoint(parts: RunParts, source: RecipeSource, state: Mapping[str, A
     recipe_options = RecipeOptions(
         parts.optimizer,
         parts.lr_scheduler,
-        from_recipe=source.on_resume == "recipe",
+        from_recipe=source.optimizer.on_resume == "recipe",
         overridden=source.overridden,
+        section=source.optimizer,
+        earlier_schedule=source.earlier_schedule,
     )
-    resumed = checkpointer.load(
-        state, before_loading=_reporting_changes(source, parts.lr_scheduler)
-    )
+    comparison = _Comparison(source, parts.lr_scheduler)
+    resumed = checkpointer.load(state, before_loading=comparison.report)
     parts.saves.resumed = resumed
     if parts.memory is not None:
         _start_memory(parts.memory, parts, resumed)
@@ -84,6 +89,7 @@ def load_checkpoint(parts: RunParts, source: RecipeSource, state: Mapping[str, A
         _continue_from(parts, resumed)
         # After the load: an earlier resume may have kept options that no recipe shows.
         recipe_options.compare(scheduler, resumed.loaded, resumed.path)
+        parts.saves.recipe_yaml = comparison.effective_recipe(resumed, recipe_options.kept)
     parts.saves.check_space(state, steps_per_epoch(parts.dataloader))
     if not scheduler.is_finished():
         checkpointer.prepare(state)
@@ -92,21 +98,41 @@ def load_checkpoint(parts: RunParts, source: RecipeSource, state: Mapping[str, A
     parts.saves.make_missing_export()
 
 
-def _reporting_changes(
-    source: RecipeSource, schedule: LRScheduler | None
-) -> Callable[[Path, Manifest], None]:
-    """What reports the differences between the recipe of a checkpoint and *source* before the checkpoint is loaded."""
-    # The rates of LambdaLR are computed again with the recipe's function.
-    keeps_schedule = schedule is not None and not isinstance(schedule, LambdaLR)
-    return partial(
-        compare_recipes,
-        config_yaml=source.config_yaml,
-        precision=source.precision,
-        origins=source.origins,
-        overridden=source.overridden,
-        on_resume=source.on_resume,
-        keeps_schedule=keeps_schedule,
-    )
+class _Comparison:
+    """Compares the recipe of a checkpoint with *source*. *schedule* is the LR schedule of this run, if there is one."""
+
+    def __init__(self, source: RecipeSource, schedule: LRScheduler | None) -> None:
+        self._source = source
+        # The rates of LambdaLR are computed again with the recipe's function.
+        self._keeps_schedule = schedule is not None and not isinstance(schedule, LambdaLR)
+        self._changes: list[Change] = []
+
+    def report(self, path: Path, manifest: Manifest) -> None:
+        """Log the differences before the checkpoint in *path* is loaded. Called on rank 0."""
+        self._changes = compare_recipes(
+            path,
+            manifest,
+            config_yaml=self._source.config_yaml,
+            precision=self._source.precision,
+            origins=self._source.origins,
+            overridden=self._source.overridden,
+            on_resume=self._source.optimizer.on_resume,
+            keeps_schedule=self._keeps_schedule,
+        )
+
+    def effective_recipe(self, resumed: Resumed, options: Mapping[str, Any]) -> str:
+        """Return the recipe with the values that the run uses; on rank 0, which saves it.
+
+        *options* are the values of optimizer options that continue as saved, by dotted key.
+        """
+        on_resume = self._source.optimizer.on_resume
+        # Not what the checkpoint has: state that was not loaded begins with the recipe's values.
+        kept = ignored_by_resume(
+            self._changes, resumed.loaded, on_resume, keeps_schedule=self._keeps_schedule
+        )
+        if not self._source.config_yaml or not (kept or options):
+            return self._source.config_yaml
+        return effective_recipe(self._source.config_yaml, resumed.path / CONFIG, kept, options)
 
 
 def _start_memory(memory: MemorySaves, parts: RunParts, resumed: Resumed | None) -> None:

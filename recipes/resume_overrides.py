@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.config.changes import (
     Change,
+    change_lines,
     changed_keys,
     check_overrides,
     ignored_by_resume,
@@ -27,7 +28,12 @@ from automodel_ckpt.config.changes import (
 from automodel_ckpt.config.yaml_tree import DEFAULT
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.optimizers import optimizers_8bit
-from automodel_ckpt.training.lr import current_rate, fast_forward, follow_schedule
+from automodel_ckpt.training.lr import (
+    current_rate,
+    fast_forward,
+    follow_schedule,
+    keep_rounded_warmup,
+)
 from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.units import counted
 
@@ -48,8 +54,8 @@ def compare_recipes(
     overridden: Collection[str],
     on_resume: str,
     keeps_schedule: bool = False,
-) -> None:
-    """Log which settings changed since *checkpoint* was saved. Called on rank 0.
+) -> list[Change]:
+    """Log and return which settings changed since *checkpoint* was saved. Called on rank 0.
 
     *config_yaml* is the recipe of this run, *precision* the data types that it uses, *origins* where its values come
     from, *overridden* the keys that the command line gives, *on_resume* the setting of that name, *keeps_schedule*
@@ -66,17 +72,15 @@ def compare_recipes(
         )
     saved = saved_recipe(checkpoint / CONFIG)
     if not saved or not config_yaml:
-        return  # imported from another program, or run by a script without a recipe file
+        return []  # imported from another program, or run by a script without a recipe file
     given = {key for key, origin in origins.items() if origin != DEFAULT}
     changes = changed_keys(saved, recipe_of(config_yaml), given)
     ignored = ignored_by_resume(changes, manifest.saved, on_resume, keeps_schedule=keeps_schedule)
     check_overrides(ignored, overridden, checkpoint)
-    lines = []
-    for change in changes:
-        note = " (not applied: the checkpoint has it)" if change in ignored else ""
-        lines.append(f"{change}{note}")
-    if lines:
+    if changes:
+        lines = change_lines(changes, ignored)
         log.warning("settings changed since %s was saved:%s", checkpoint.name, first_lines(lines))
+    return changes
 
 
 def log_omitted_state(recipe: object, untracked: Collection[str]) -> None:
@@ -99,7 +103,8 @@ class RecipeOptions:
     """The recipe's options of an optimizer and its *schedule* (None: a constant rate), to compare with a checkpoint's.
 
     Create it before a checkpoint is loaded into both. With *from_recipe*, the recipe's options replace the saved ones.
-    *overridden* are the keys of the recipe that the command line gives.
+    *overridden* are the keys that the command line gives, *section* is the recipe's section ``optimizer``,
+    *earlier_schedule* builds the schedule that versions before 2026-11-28 had.
     """
 
     def __init__(
@@ -109,7 +114,12 @@ class RecipeOptions:
         *,
         from_recipe: bool = False,
         overridden: Collection[str] = (),
+        section: object = None,
+        earlier_schedule: Callable[[Optimizer], LRScheduler] | None = None,
     ) -> None:
+        self._earlier_schedule = earlier_schedule
+        self._section = section
+        self._of_section: dict[str, list[Any]] = {}
         self._optimizer = optimizer
         self._schedule = schedule
         self._from_recipe = from_recipe
@@ -133,6 +143,8 @@ class RecipeOptions:
         """
         self._checkpoint = checkpoint
         saved_rate = current_rate(self._optimizer)
+        if SCHEDULE in saved:
+            self._keep_earlier_warmup()
         if OPTIMIZER in saved:
             self._compare_state_options()
         if self._from_recipe:
@@ -146,6 +158,31 @@ class RecipeOptions:
             self._follow(self._schedule, scheduler, saved_rate)
         else:
             self._begin_schedule(self._schedule, scheduler)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The options of the section that continue as saved in all its groups, by dotted key of the recipe."""
+        return {
+            f"{OPTIMIZER}.{name}": values[0][0] if len(values[0]) == 1 else values[0]
+            for name, values in self._of_section.items()
+            if values.count(values[0]) == len(values) and values[0] != self._in_section(name)
+        }
+
+    def _in_section(self, name: str) -> list[float]:
+        arguments = getattr(self._section, "kwargs", {})
+        return _numbers(getattr(self._section, name, arguments.get(name)))
+
+    def _note(self, name: str, saved: list[Any], new: list[Any]) -> None:
+        """Note that an option of a group continues as *saved*, if the group would have *new* from the section."""
+        if self._in_section(name) == new:
+            self._of_section.setdefault(name, []).append(saved)
+
+    def _keep_earlier_warmup(self) -> None:
+        schedule, build = self._schedule, self._earlier_schedule
+        if build is None or not isinstance(schedule, LambdaLR):
+            return
+        if keep_rounded_warmup(schedule, build):
+            log.info("the warm-up of warmup_ratio continues as it was, rounded to the nearest step")
 
     def _present_options(self) -> list[dict[str, list[float]]]:
         """The numbers and switches among the options of each group; the learning rate only if no schedule moves it."""
@@ -178,6 +215,7 @@ class RecipeOptions:
                 else:
                     self._check_override(name, [loaded[name]], [new])
                     log.warning(_KEPT, name, "", loaded[name], new)
+                    self._note(name, [loaded[name]], [new])
             options = of_recipe if self._from_recipe else loaded
             optimizer.set_state_options(**options)
             if loaded != of_recipe:
@@ -191,7 +229,10 @@ class RecipeOptions:
         for number, (new, saved) in enumerate(pairs):
             where = f" of parameter group {number}" if len(self._options) > 1 else ""
             for name in new:
-                if name in ignored or name not in saved or new[name] == saved[name]:
+                if name in ignored or name not in saved:
+                    continue
+                self._note(name, saved[name], new[name])
+                if new[name] == saved[name]:
                     continue
                 if not self._is_by_no_decay(name, new[name]):
                     self._check_override(name, saved[name], new[name])
@@ -285,6 +326,8 @@ class RecipeOptions:
                 + _APPLY
             )
             log.warning(message, schedule.base_lrs, self._rates)
+            for saved, new in zip(schedule.base_lrs, self._rates, strict=True):
+                self._note("lr", [saved], [new])
         if isinstance(schedule, LambdaLR):
             # Its rates are a function of the step alone, so they can be computed again.
             follow_schedule(schedule)

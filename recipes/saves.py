@@ -72,6 +72,8 @@ class Saves:
     """The checkpoint that this process resumed from. ``recipes/resume.py`` sets it, and :meth:`roll_back`."""
     memory: MemorySaves | None
     """The section ``checkpoint.memory``, set at the resume; None without it."""
+    recipe_yaml: str
+    """The recipe that checkpoints contain. A resume sets in it the values that it takes from its checkpoint."""
     replica_check: ReplicaCheck | None
     """Compares the replicas of the model before each save (``checkpoint.verify_replicas``), set by the recipe; None
     without it."""
@@ -107,6 +109,7 @@ class Saves:
         self._config = config
         self._section = config.checkpoint
         self._config_yaml = config_yaml
+        self.recipe_yaml = config_yaml
         self._scheduler = scheduler
         self._run_log = run_log
         self.timeline = run_log.timeline
@@ -288,7 +291,7 @@ class Saves:
             state,
             step=scheduler.step,
             epoch=scheduler.epoch,
-            config_yaml=self._config_yaml,
+            config_yaml=self.recipe_yaml,
             losses=losses,
             progress={
                 f"consumed_{self._sample_noun}s": scheduler.consumed_samples,

@@ -37,6 +37,7 @@ from automodel_ckpt.recipes.model.additions import (
     add_fake_quantization,
     choose_router_settings,
     install_mtp,
+    remove_dropout,
 )
 from automodel_ckpt.recipes.model.changes import change_model
 from automodel_ckpt.recipes.model.cuda_graphs import check_cuda_graphs, has_cuda_graphs
@@ -124,6 +125,7 @@ def build_trainable(
     model_config: PreTrainedConfig | None = None,
     shares_rows: bool = False,
     packs_images: bool = False,
+    uses_dropout: bool = True,
     is_trained: bool = True,
     is_dry_run: bool = False,
 ) -> Trainable:
@@ -141,6 +143,7 @@ def build_trainable(
         model_config: What :func:`read_model_config` returned for ``config.model``; None: it is read here.
         shares_rows: Whether samples may share rows without padding, if the model supports it.
         packs_images: Whether the samples of ``packed_sequence`` have images, which *preprocessor* prepares.
+        uses_dropout: Whether the model keeps its dropout in training.
         is_trained: Whether the parameters get gradients, as far as ``model.freeze`` and ``peft`` allow.
         is_dry_run: Whether the model stays on the meta device, complete and without values, to be counted.
 
@@ -165,6 +168,7 @@ def build_trainable(
         model_config=model_config,
         shares_rows=shares_rows,
         packs_images=packs_images,
+        uses_dropout=uses_dropout,
         is_trained=is_trained,
         is_dry_run=is_dry_run,
         keeps_masters=keeps_masters(config),
@@ -179,6 +183,7 @@ def _build(request: ModelRequest) -> Trainable:
     model = changed.deferred.model
     convert_layers(model)
     if request.is_trained:
+        remove_dropout(request, model)
         check_trained_types(model)
         check_separate_memory(model)
         keep_frozen_statistics(model)

@@ -24,7 +24,7 @@ from automodel_ckpt.checkpoint.run.selection import Chooser, FetchedCheckpoint
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.checkpoint.state.loading import Loader
-from automodel_ckpt.checkpoint.state.mismatch import first_lines
+from automodel_ckpt.checkpoint.state.mismatch import first_lines, other_kind_of_run
 from automodel_ckpt.checkpoint.state.model_config import (
     CONFIG,
     ConfigChanges,
@@ -154,6 +154,7 @@ class CheckpointLoader:
             shown = self._run.display_path(path) if fetched is None else fetched.name
             log.info("Loading checkpoint from %s", shown)
         with self._raise_on_all_ranks(f"loading {path.name}", CheckpointUnusable):
+            self._check_kind_of_run(path, manifest)
             if before_loading is not None and self._is_rank0:
                 before_loading(path, manifest)
             started_anew = self._load(path, manifest, state, fetched)
@@ -231,6 +232,19 @@ class CheckpointLoader:
             previous.release()
             if self._is_rank0:
                 self._run.hold()
+
+    def _check_kind_of_run(self, path: Path, manifest: Manifest) -> None:
+        """Raise :class:`CheckpointUnusable` where only one of this run and the checkpoint's run trains adapters."""
+        for name, assets in self._settings.assets.items():
+            if name not in manifest.state:
+                continue
+            directory = layout.state_directory(name)
+            places = (directory, f"{directory}/{layout.HF_METADATA}")
+            has_adapters = any(
+                f"{p}/{layout.AUTOMODEL_PEFT_CONFIG}" in manifest.files for p in places
+            )
+            if has_adapters != isinstance(assets, AdapterAssets):
+                raise other_kind_of_run(path, has_adapters=has_adapters)
 
     def _check_base(self, path: Path, manifest: Manifest) -> None:
         """Raise :class:`CheckpointUnusable` where adapters in the checkpoint belong to another base model."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from automodel_ckpt.config.yaml_tree import leaves, read_file, read_text
+from automodel_ckpt.config.yaml_tree import Node, leaves, lines, node_of, read_file, read_text
 from automodel_ckpt.errors import Problem, RecipeError
 
 NOT_SET = "not set"
@@ -25,6 +26,8 @@ _SCHEDULE = "lr_scheduler."
 _SCHEDULE_CLASS = "lr_scheduler._target_"
 _SCHEDULE_NAME = "lr_scheduler.name"
 _APPLIED_OPTIMIZER_KEYS = ("optimizer.on_resume", _OPTIMIZER_CLASS)
+_OPTIONS = ("optimizer.", "pretrain.base_width")
+"""Keys that set the options of parameter groups, which are part of the optimizer's state."""
 _IN_SECTIONS = ("peft.init", "model.mtp.weights")
 """Ignored keys of sections that can be missing."""
 # The location of a run and its output do not change what it computes.
@@ -54,11 +57,15 @@ class Change:
 
 def saved_recipe(config_yaml: Path) -> dict[str, str]:
     """Map the dotted keys of a saved recipe file to their values as text; empty if it cannot be read."""
+    root = _saved_tree(config_yaml)
+    return dict(leaves(root)) if root else {}
+
+
+def _saved_tree(config_yaml: Path) -> Node | None:
     # A checkpoint is untrusted: a link in it may lead to any file that this user can read.
     if not config_yaml.is_file() or config_yaml.is_symlink():
-        return {}
-    root = read_file(config_yaml, [])
-    return dict(leaves(root)) if root else {}
+        return None
+    return read_file(config_yaml, [])
 
 
 def recipe_of(config_yaml: str) -> dict[str, str]:
@@ -141,9 +148,7 @@ def ignored_by_resume(
     for change in changes:
         if change.key in _IN_SECTIONS and NOT_SET in (change.saved, change.now):
             continue  # the section was added or removed: loading reports the other model
-        is_option = (
-            change.key.startswith("optimizer.") and change.key not in _APPLIED_OPTIMIZER_KEYS
-        )
+        is_option = change.key.startswith(_OPTIONS) and change.key not in _APPLIED_OPTIMIZER_KEYS
         # By prefix, which covers the keys of sections: no other key may begin with one of these
         # names.
         is_schedule = change.key.startswith(_SCHEDULE) and change.key != _SCHEDULE_CLASS
@@ -152,6 +157,56 @@ def ignored_by_resume(
         if change.key.startswith(_IGNORED) or (is_option and keeps_options):
             ignored.append(change)
     return ignored
+
+
+def change_lines(changes: Iterable[Change], ignored: Collection[Change]) -> list[str]:
+    """Describe *changes*, one per line; of those in *ignored*, which value is kept and how to apply the new one."""
+    described = []
+    for change in changes:
+        note = ""
+        if change in ignored:
+            way = "only a new run can change it"
+            if _follows_on_resume(change.key):
+                way = "optimizer.on_resume: recipe applies the new value"
+            note = f" (not applied: the run keeps {change.saved}; {way})"
+        described.append(f"{change}{note}")
+    return described
+
+
+def effective_recipe(
+    config_yaml: str, saved_yaml: Path, kept: Iterable[Change], options: Mapping[str, Any]
+) -> str:
+    """Return the recipe of a resumed run with the values that the run uses.
+
+    Args:
+        config_yaml: The recipe that the run was started with.
+        saved_yaml: The recipe file of the checkpoint.
+        kept: The changes that the resume did not apply.
+        options: The values of optimizer options that continue as saved, by dotted key of the recipe.
+    """
+    now, saved = read_text(config_yaml, "", []), _saved_tree(saved_yaml)
+    for change in kept:
+        assert saved is not None
+        _restore(now, saved, change.key)
+    for key, value in options.items():
+        section, _, name = key.rpartition(".")
+        parent = now.at(section)
+        if parent is not None and isinstance(parent.value, dict) and name in parent.value:
+            parent.value[name] = node_of(value)
+    return "".join(f"{text}\n" for text, _ in lines(now))
+
+
+def _restore(now: Node, saved: Node, key: str) -> None:
+    """Set *key* in *now* to its value in *saved*. A list, or a section that one of them lacks, is set as a whole."""
+    assert isinstance(now.value, dict) and isinstance(saved.value, dict)
+    name, _, rest = key.partition(".")
+    new, old = now.value.get(name), saved.value.get(name)
+    if old is None:
+        now.value.pop(name, None)
+    elif rest and new and isinstance(new.value, dict) and isinstance(old.value, dict):
+        _restore(new, old, rest)
+    else:
+        now.value[name] = old.copy()
 
 
 def has_settings_in_state(schedule: str) -> bool:
@@ -190,7 +245,7 @@ def override_problem(flag: str, changes: Sequence[Change], checkpoint: Path) -> 
         f"{checkpoint} and another --checkpoint.checkpoint_dir)"
     )
     options = ["remove the override", new_run]
-    if flag.partition(".")[0] in ("optimizer", "lr_scheduler"):
+    if _follows_on_resume(changes[0].key):
         options.append("apply it with --optimizer.on_resume recipe")
     if changes[0].key.startswith("init_from"):
         options = ["remove the override", "start a new run in another --checkpoint.checkpoint_dir"]
@@ -205,6 +260,11 @@ def override_problem(flag: str, changes: Sequence[Change], checkpoint: Path) -> 
         "\n          ".join(values),
         "; or ".join(options),
     )
+
+
+def _follows_on_resume(key: str) -> bool:
+    """Whether ``optimizer.on_resume: recipe`` applies a change of *key* to a resumed run."""
+    return key.startswith((*_OPTIONS, _SCHEDULE))
 
 
 def _overlap(flag: str, key: str) -> bool:

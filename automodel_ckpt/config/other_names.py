@@ -138,6 +138,7 @@ _MODEL = {
     ),
     **_same("tf32", "float32_precision", note="high"),
     **_same("neftune_noise_alpha", "model.neftune_alpha"),
+    **_same("disable_dropout", "dropout", note="auto: off in dpo, kto, orpo and reward_model"),
     **_same(
         "freeze_vision_tower freeze_multi_modal_projector freeze_language_model",
         "model.freeze",

@@ -159,6 +159,9 @@ class RecipeConfig:
     """Training recipe: a registered name, package.module.Class, or path/to/file.py:Class."""
     seed: int = setting(42, SEED)
     """Random seed for data order, dropout and weight initialization."""
+    dropout: Literal["auto"] | bool = "auto"
+    """Train with the dropout of the model's config and of peft.dropout; auto: in all recipes but dpo, kto, orpo and
+    reward_model, where dropout is noise in the comparison of answers."""
     model: ModelConfig | Target = field(default_factory=ModelConfig)
     init_from: InitFromConfig | list[InitFromSource] | None = None
     tokenizer: TokenizerConfig | Target | None = field(default_factory=TokenizerConfig)

@@ -1,4 +1,4 @@
-"""What training adds to a model's forward pass: the router's loss, rounded values, noise, and further tokens."""
+"""What training changes in a model's forward pass: router losses, rounded values, noise, further tokens, dropout."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.distributed.agree import sum_over_ranks
 from automodel_ckpt.distributed.context_parallel import ContextParallel
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.dropout import turn_off_dropout
 from automodel_ckpt.models.fake_quantization import FakeQuantization
 from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.loss_head_probe import output_layer
@@ -30,6 +31,19 @@ from automodel_ckpt.recipes.model.sections import balancing_scope
 from automodel_ckpt.training.router_loss import RouterLoss
 
 log = logging.getLogger("automodel_ckpt")
+
+
+def remove_dropout(request: ModelRequest, model: nn.Module) -> None:
+    """Turn off the dropout of *model*, unless the recipe trains with it, and log that there was some."""
+    if request.uses_dropout:
+        return
+    rates = turn_off_dropout(model)
+    if rates:
+        log.info(
+            "dropout is off (%d rates, the largest %g), as in TRL; dropout: true keeps it",
+            len(rates),
+            max(rates),
+        )
 
 
 def choose_router_settings(request: ModelRequest, model: nn.Module) -> RouterSettings | None:

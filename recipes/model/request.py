@@ -35,6 +35,8 @@ class ModelRequest:
     """Whether samples may share rows without padding, if the model supports it."""
     packs_images: bool
     """Whether the samples of ``packed_sequence`` have images."""
+    uses_dropout: bool
+    """Whether a model that is trained keeps its dropout."""
     is_trained: bool
     """Whether parameters get gradients; otherwise the model is frozen and in evaluation mode."""
     is_dry_run: bool

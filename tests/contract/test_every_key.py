@@ -800,6 +800,11 @@ STRAGGLERS = "tests/unit/training/test_stragglers.py::test"
 EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "recipe": Observed(recipe_class, "vlm_finetune"),
     "seed": Observed(batches, "7"),
+    "dropout": Proven(
+        "tests/distributed/test_dpo.py::"
+        "test_preferences_are_learned_without_dropout_unless_the_recipe_wants_it",
+        "true",
+    ),
     "model": Observed(model, f"{{_target_: {__name__}.some_model}}"),
     "model.from_pretrained": Observed(model, "other", PRETRAINED, before="plain", files=pretrained),
     "model.from_config": Observed(model, f"{{{TINY}, vocab_size: 32}}"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from automodel_ckpt import load_recipe
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli.ckpt import main
@@ -95,6 +96,21 @@ def test_what_is_not_transferred_is_reported_on_import_and_on_resume(
     ):
         assert line in caplog.text, line
     assert list(losses_of(run)) == [6]
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+def test_the_recipe_records_the_options_with_which_an_imported_run_continues(
+    name: str, tmp_path: Path, capsys: Capture
+) -> None:
+    run = tmp_path / "run"
+    imported(run, capsys)
+    text = CONTINUED.replace("CONFIG", str(SOURCE)).replace("RUN", str(run))
+    right = next(line for line in text.splitlines() if f" {name}:" in line).split()[1]
+    recipe = write_recipe(tmp_path, text.replace(f" {name}: {right}", f" {name}: 0.5"))
+    train(recipe, "--step_scheduler.max_steps=6")
+    saved = load_recipe(run / "LATEST/config.yaml").config.optimizer
+    assert getattr(saved, name) == float(right)
+    train(recipe, f"--optimizer.{name}={right}", "--step_scheduler.max_steps=7")
 
 
 def test_a_dry_run_names_the_program_and_what_was_not_transferred(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig
+from transformers import AutoModelForCausalLM, BertConfig, GPT2Config
 
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import RecipeError
@@ -65,6 +65,61 @@ def test_losses_and_rewards_are_those_of_trl(
         assert step["pairs"] == 4
         for name in MEASURES:
             assert step[name] == pytest.approx(logged[name], abs=2e-4, rel=2e-4), name
+
+
+JUDGED = "automodel_ckpt.data.kto.judged_completions"
+HALF_LORA = "--peft={r: 2, target_modules: all-linear, init: orthogonal, dropout: 0.5}"
+
+
+def write_gpt2(directory: Path, rate: float) -> None:
+    """Write a base whose layers are modules of torch, and whose attention calls a function."""
+    rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), rate)
+    size = {"vocab_size": 43, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(GPT2Config(**size, **rates, pad_token_id=0))
+    model.save_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "base", "options"),
+    [
+        ("dpo", "gpt2", ()),
+        ("dpo", "llama", (HALF_LORA,)),
+        ("dpo", "gpt2", ("--dpo.precompute=true",)),
+        ("orpo", "gpt2", ()),
+        ("reward_model", "llama", (HALF_LORA,)),
+        ("kto", "gpt2", ()),
+    ],
+)
+def test_preferences_are_learned_without_dropout_unless_the_recipe_wants_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], recipe: str, base: str, options: Any
+) -> None:
+    path = write_run(tmp_path, recipe)
+    if recipe == "kto":
+        rows = [{"prompt": f"w{n}", "completion": f"w{n + 1}", "label": n % 2} for n in range(8)]
+        (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        options = (f"--dataset._target_={JUDGED}", "--step_scheduler.num_epochs=1")
+
+    def trained(name: str, rate: float, *more: str) -> list[float]:
+        rates: tuple[str, ...] = ()
+        if base == "gpt2":
+            write_gpt2(tmp_path / "model", rate)
+        else:
+            rates = (f"--model.config_overrides.attention_dropout={rate}", f"--peft.dropout={rate}")
+        words = (f"--checkpoint.checkpoint_dir={tmp_path / name}", "--step_scheduler.max_steps=2")
+        no_files = "--checkpoint.save_consolidated=false"
+        assert main([str(path), *options, *rates, *words, no_files, *more]) == 0
+        return losses_of(tmp_path / name)
+
+    without = trained("without", 0.0)
+    assert "dropout" not in capfd.readouterr().err
+    assert trained("off", 0.5) == without
+    assert capfd.readouterr().err.count("dropout is off") == 1
+    assert trained("kept", 0.5, "--dropout=true") != without
+    if recipe == "dpo":
+        assert without[0] == pytest.approx(math.log(2), abs=1e-6)
+    written = "".join(file.read_text() for file in (tmp_path / "off").rglob("*config.json"))
+    assert re.search(r"drop(out)?\": 0.5", written)
 
 
 def arguments_of(directory: Path, name: str, *options: str) -> tuple[str, ...]:

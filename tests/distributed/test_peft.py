@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.cli.train import main as ckpt_train
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.recipes.loop import TrainingLoop
 from tests.distributed.test_training import lines_of_steps, run
@@ -241,7 +243,6 @@ def test_another_base_of_the_same_shapes_is_refused_and_a_moved_one_is_not(tmp_p
         (("--peft.alpha_pattern={q_proj: 32}",), "alphas: saved {}, here {'model.layers.0."),
         (("--peft.use_rslora",), "use_rslora: saved False, here True"),
         (("--peft.target_modules=q_proj",), "targets: saved"),
-        (("--peft=null",), "does not match this recipe"),
     ],
 )
 def test_other_adapters_than_those_saved_are_refused(
@@ -250,6 +251,42 @@ def test_other_adapters_than_those_saved_are_refused(
     run = f"--checkpoint.checkpoint_dir={saved_run / 'run'}"
     error = alone(saved_run / "recipe.yaml", run, *overrides)
     assert isinstance(error, CheckpointUnusable) and said in str(error)
+
+
+@pytest.mark.parametrize(
+    ("starts", "value", "hint"),
+    [
+        (
+            ("", "--peft=null"),
+            "it has adapters (peft)",
+            r"ckpt export \S+_2 --merge.*init_from\.path",
+        ),
+        (
+            ("--peft=null", ""),
+            "it has the whole",
+            r"ckpt consolidate \S+_2.*model\.from_pretrained",
+        ),
+    ],
+    ids=["full into lora", "lora into full"],
+)
+def test_a_run_in_the_directory_of_another_kind_of_run_is_told_what_to_do(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    starts: tuple[str, str],
+    value: str,
+    hint: str,
+) -> None:
+    recipe, run = recipe_in(tmp_path), f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
+    common = [str(recipe), run, "--checkpoint.save_consolidated=false"]
+    first, second = ([each] if each else [] for each in starts)
+    assert ckpt_train([*common, *first, "--step_scheduler.max_steps=2"]) == 0
+    capfd.readouterr()
+    # The rate is an override that a resume would refuse for another reason.
+    assert ckpt_train([*common, *second, "--optimizer.lr=0.5"]) == 3
+    text = capfd.readouterr().err
+    assert "belong to another kind of run" in text and value in text
+    assert "another checkpoint.checkpoint_dir" in text and re.search(hint, text)
+    assert "allow_missing_state" not in text
 
 
 @pytest.fixture(scope="module")

@@ -128,3 +128,26 @@ def weights_only(checkpoint: Path, missing: Iterable[str]) -> CheckpointUnusable
         hint=f"start a new run from them: --init_from.path {checkpoint} and another checkpoint.checkpoint_dir; to "
         f"continue in this directory without that state: --checkpoint.allow_missing_state '[{names}]'",
     )
+
+
+def other_kind_of_run(checkpoint: Path, *, has_adapters: bool) -> CheckpointUnusable:
+    """Make the error for a run with adapters that finds a *checkpoint* without them, or the reverse.
+
+    Args:
+        checkpoint: The directory of the checkpoint.
+        has_adapters: Whether the checkpoint has adapters.
+    """
+    value = "it has the whole model; this run trains adapters (peft)"
+    use = f"export it (ckpt consolidate {checkpoint}) and name the result in model.from_pretrained"
+    resume = "without peft"
+    if has_adapters:
+        value = "it has adapters (peft); this run trains the whole model"
+        use = f"merge it (ckpt export {checkpoint} --merge) and name the result in init_from.path"
+        resume = "with the peft section of its config.yaml"
+    return CheckpointUnusable(
+        "the checkpoints in this directory belong to another kind of run",
+        where=str(checkpoint),
+        value=value,
+        hint="start this run in another checkpoint.checkpoint_dir (checkpoint.on_incompatible sibling creates one); "
+        f"to begin with the weights of the checkpoint, {use}; or resume its run {resume}",
+    )

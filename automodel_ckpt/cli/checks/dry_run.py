@@ -13,6 +13,7 @@ from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.checkpoint.run.writable import check_writable
 from automodel_ckpt.cli.terminal import printable, size_text
 from automodel_ckpt.config.changes import (
+    change_lines,
     changed_keys,
     check_overrides,
     has_settings_in_state,
@@ -441,8 +442,7 @@ def _recipe_change_rows(
     if sizes and manifest.world_size != sizes.world:
         ranks = f"{manifest.world_size} -> {sizes.world}"
         lines.append(f"ranks: {ranks} (same global batches; new random states)")
-    for change in changed:
-        lines.append(f"{change} (not applied)" if change in ignored else str(change))
+    lines += change_lines(changed, ignored)
     for number, line in enumerate(lines[:_MAX_LINES]):
         yield ("" if number else "changed"), line
     if len(lines) > _MAX_LINES:

@@ -213,6 +213,9 @@ def muon(section: Section, node: Node) -> None:
     decay = section.peek("weight_decay")
     if decay is not None:
         group["weight_decay"] = decay
+    if section.peek("scalar_eps") is not None:
+        # Otherwise the group would inherit it.
+        group["eps"] = Node("1e-7", AUTOMODEL_DEFAULT)
     if other is not None:
         section.put("lr", other, was="scalar_lr")
     else:

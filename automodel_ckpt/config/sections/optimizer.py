@@ -19,6 +19,9 @@ from automodel_ckpt.config.rules import (
     setting,
 )
 
+_INHERITED = ("lr", "weight_decay", "betas", "eps")
+"""Settings that a group with its own optimizer can get from the section."""
+
 
 @dataclass
 class OptimizerGroup:
@@ -50,7 +53,8 @@ class OptionsGroup:
 
 @dataclass
 class TargetGroup(Target):
-    """Parameters with their own optimizer, such as torch.optim.Muon for matrices."""
+    """Parameters with their own optimizer, such as torch.optim.Muon for matrices. Arguments that it does not set have
+    the values of the optimizer section, if its class takes them."""
 
     # kw_only, because a required field cannot follow the defaults of Target otherwise.
     params: list[str] = field(kw_only=True, metadata={"rules": (NOT_EMPTY,)})
@@ -72,7 +76,7 @@ class OptimizerConfig:
     no_decay: Literal["auto", "none"] | list[str] | None = "auto"
     """Parameters without weight decay: auto (norms and biases), none, or a list of glob patterns."""
     groups: list[OptimizerGroup | TargetGroup] = field(
-        default_factory=list, metadata={"supplied": ("params",)}
+        default_factory=list, metadata={"supplied": ("params", *_INHERITED)}
     )
     """Parameter groups with their own options or optimizer; the first match wins: [{params: ['*.bias'], lr: 1e-5}]."""
     on_resume: Literal["checkpoint", "recipe"] = "checkpoint"
@@ -86,7 +90,7 @@ class OptimizerTarget(Target):
     no_decay: Literal["auto", "none"] | list[str] | None = "auto"
     """Parameters without weight decay: auto (norms and biases; none if _target_ is a function), none, or globs."""
     groups: list[OptionsGroup | TargetGroup] = field(
-        default_factory=list, metadata={"supplied": ("params",)}
+        default_factory=list, metadata={"supplied": ("params", *_INHERITED)}
     )
     """Parameter groups with their own options or optimizer."""
     on_resume: Literal["checkpoint", "recipe"] = "checkpoint"
@@ -113,7 +117,7 @@ class LRSchedulerConfig:
     warmup_steps: Literal["auto"] | int | None = setting(None, AT_LEAST_0_OR_AUTO)
     """Warmup, in optimizer steps; auto: a tenth of the steps of the run, at most 1000."""
     warmup_ratio: float | None = setting(None, FRACTION)
-    """Warmup, as a fraction of all optimizer steps."""
+    """Warmup, as a fraction of all optimizer steps, rounded up."""
     warmup_from: float = setting(0.0, BELOW_1)
     """Rate at which the warmup begins, as a fraction of the full rate."""
     decay_steps: int | None = setting(None, AT_LEAST_1)

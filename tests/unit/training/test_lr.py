@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from automodel_ckpt.config.sections.optimizer import LRSchedulerConfig
 from automodel_ckpt.errors import RecipeError
@@ -92,6 +94,16 @@ def test_the_warm_up_may_be_a_part_of_all_steps_and_the_decay_shorter_than_the_r
         0,
         0,
     ]
+
+
+@pytest.mark.parametrize("ratio", [0.03, 0.05, 0.1, 0.29, 0.3, 1 / 3])
+def test_the_warm_up_of_a_ratio_has_the_steps_of_transformers(ratio: float) -> None:
+    for total in (10, 29, 100, 1001):
+        given: Any = SimpleNamespace(warmup_steps=ratio)
+        count = TrainingArguments.get_warmup_steps(given, total)
+        expected = rates("linear", count + 1, total_steps=total, warmup_steps=count)
+        assert rates("linear", count + 1, total_steps=total, warmup_ratio=ratio) == expected
+        assert expected[count] == 1 > expected[count - 1]
 
 
 @pytest.mark.parametrize(

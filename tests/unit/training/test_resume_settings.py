@@ -10,6 +10,8 @@ import torch
 
 from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.cli.checks import dry_run
+from automodel_ckpt.cli.ckpt import main as ckpt
+from automodel_ckpt.cli.train import main as ckpt_train
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -26,6 +28,91 @@ def resumed(recipe_file: Path, *overrides: str) -> Recipe:
     finally:
         recipe.close()
     return recipe
+
+
+NAMED = "  name: cosine\n  warmup_steps: 2\n"
+STEP_LR = "  _target_: torch.optim.lr_scheduler.StepLR\n  step_size: 2\n"
+GROUPS = "  lr: 1e-2\n  groups: [{params: ['*.embed_tokens.*'], lr: 1e-3}]\n"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("optimizer.lr=5e-3",),
+        ("optimizer.weight_decay=0.5", "optimizer.betas=[0.8, 0.9]"),
+        ("optimizer.groups.0.lr=1e-4",),
+        ("seed=8", "dataloader.shuffle=false"),
+        ("lr_scheduler.gamma=0.25",),
+        ("init_from.path=RUN/other",),
+    ],
+    ids=lambda given: given[-1].partition("=")[0],
+)
+def test_a_resume_without_the_overrides_of_the_start_records_them_and_accepts_them_again(
+    given: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = training.RECIPE.replace("  lr: 1e-2\n", GROUPS)
+    if given[0].startswith("lr_scheduler"):
+        text = text.replace(NAMED, STEP_LR)
+    run, recipe = tmp_path / "run", training.write_recipe(tmp_path, text)
+    common = [str(recipe), "--step_scheduler.ckpt_every_steps=2"]
+
+    def start(*overrides: str, to: Path = run) -> int:
+        steps = [f"--{each.replace('RUN', str(tmp_path))}" for each in overrides]
+        return ckpt_train([*common, f"--checkpoint.checkpoint_dir={to}", *steps])
+
+    if given[0].startswith("init_from"):
+        assert start("step_scheduler.max_steps=1", to=tmp_path / "other") == 0
+    assert start(*given, "step_scheduler.max_steps=2") == 0
+    capfd.readouterr()
+    assert start("step_scheduler.max_steps=4") == 0
+    log = capfd.readouterr().err
+    assert "not applied: the run keeps" in log
+    follows = given[0].startswith(("optimizer", "lr_scheduler"))
+    assert ("optimizer.on_resume: recipe applies the new value" in log) == follows
+    first, second = (yaml_of(run / f"epoch_0_step_{step}") for step in (2, 4))
+    assert second.replace("max_steps: 4", "max_steps: 2") == first
+    assert ckpt(["diff", str(run / "epoch_0_step_2"), str(run / "epoch_0_step_4")]) == 0
+    assert given[-1].partition("=")[0] not in capfd.readouterr().out
+    assert start(*given, "step_scheduler.max_steps=5") == 0
+
+
+RATIO = "--lr_scheduler={%s, warmup_ratio: 0.29}"
+"""Of 12 steps, 3.48 are the warm-up: 4 steps, and 3 in versions before 2026-11-28."""
+
+
+@pytest.mark.parametrize(
+    ("steps", "schedule"),
+    [
+        (2, "name: cosine"),
+        (7, "name: linear, warmup_from: 0.25"),
+        (7, "name: cosine_with_min_lr, kwargs: {min_lr: 1e-3}"),
+    ],
+)
+def test_warmup_ratio_rounds_up_and_a_checkpoint_that_rounded_keeps_its_schedule(
+    steps: int, schedule: str, tmp_path: Path
+) -> None:
+    recipe = training.write_recipe(tmp_path)
+
+    def rates(name: str, *overrides: str) -> list[float]:
+        run = ["--checkpoint.checkpoint_dir", str(tmp_path / name)]
+        no_export = "--checkpoint.save_consolidated=false"
+        assert ckpt_train([str(recipe), *run, no_export, *overrides]) == 0
+        return [step["lr"] for step in training.steps_of(tmp_path / name)]
+
+    ratio = RATIO % schedule
+    earlier, now = (f"--lr_scheduler={{{schedule}, warmup_steps: {count}}}" for count in (3, 4))
+    assert rates("new", ratio) == rates("four", now)
+    # The state of a schedule does not contain how its warm-up was given.
+    rates("old", earlier, "--lr_scheduler.decay_steps=12", f"--step_scheduler.max_steps={steps}")
+    for until in (steps + 1, 12):
+        after = rates(
+            "old", ratio, "--lr_scheduler.decay_steps=12", f"--step_scheduler.max_steps={until}"
+        )
+    assert after == rates("three", earlier)
+
+
+def yaml_of(checkpoint: Path) -> str:
+    return (checkpoint / "config.yaml").read_text()
 
 
 def described_rates(num_steps: int) -> list[float]:
