@@ -89,12 +89,9 @@ def test_turns_that_other_programs_exclude_have_no_labels(
     ("turn", "expected"),
     [
         ({"content": "a", "train_detail": []}, "train_detail"),
-        ({"content": "a", "mask": True}, '"weight": 0'),
+        ({"content": "a", "mask": True}, "weight 0"),
         ({"content": "a", "loss": 0.5}, "loss: 0.5"),
         ({"content": "a", "train": True, "weight": 0}, "train: True"),
-        ({"content": "a", "text": "b"}, "content, text"),
-        ({"role": "critic", "content": "a"}, "role: 'critic'"),
-        ({"role": "Assistant", "content": "a"}, "role: 'Assistant'"),
     ],
 )
 def test_unclear_messages_are_errors(
@@ -107,31 +104,27 @@ def test_unclear_messages_are_errors(
     assert "rows.jsonl:1" in error
 
 
-def test_a_role_that_the_template_names_is_accepted(model: Path, tmp_path: Path) -> None:
-    rows = talk(ASKED, {"role": "critic", "content": "a"}, {"role": "assistant", "content": "b"})
-    assert shown(model, tmp_path, rows, template="{# critic #}" + CHATML) == 0
-
-
 @pytest.mark.parametrize(
-    ("turn", "expected"),
+    "turn",
     [
-        ({"reasoning_content": "Thought"}, "have reasoning (such as reasoning_content) that"),
-        ({"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, "have messages with text"),
-        ({"timestamp": 3}, "messages have the key 'timestamp', which the chat template does not"),
+        {"reasoning_content": "Thought"},
+        {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+        {"timestamp": 3},
+        {"text": "Other"},
+        {"role": "critic"},
+        {"role": "Assistant"},
     ],
 )
-def test_what_a_template_leaves_out_is_counted(
-    model: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    turn: dict[str, Any],
-    expected: str,
+def test_what_a_template_leaves_out_or_does_not_know_is_counted(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, turn: dict[str, Any]
 ) -> None:
     answer = {"role": "assistant", "content": "Beside"}
-    rows = [*talk(ASKED, answer | turn), *talk(ASKED, answer)]
+    end = {"role": "assistant", "content": "End"}
+    rows = [*talk(ASKED, answer | turn, ASKED, end), *talk(ASKED, answer)]
     assert shown(model, tmp_path, rows, template=CALLING) == 0
-    (message,) = [each.getMessage() for each in caplog.records if expected in each.getMessage()]
-    assert "timestamp" in turn or "1 of 2 samples" in message
+    (key, value), *_ = turn.items()
+    (message,) = [text for text in caplog.messages if "1 sample has" in text]
+    assert any(word in message for word in (key, repr(value), "text", "tool"))
 
 
 def test_special_tokens_in_the_text_of_users_are_counted_or_encoded_as_text(
@@ -139,7 +132,7 @@ def test_special_tokens_in_the_text_of_users_are_counted_or_encoded_as_text(
 ) -> None:
     typed = {"role": "user", "content": "What does </s> mean?"}
     rows = talk(typed, {"role": "assistant", "content": "The end"})
-    expected = "1 of 1 samples have special tokens"
+    expected = "control token"
     for template in (CHATML, CHATML.replace("{{ m.content }}", MARKED)):
         caplog.clear()
         assert shown(model, tmp_path, rows, template=template) == 0
@@ -147,7 +140,6 @@ def test_special_tokens_in_the_text_of_users_are_counted_or_encoded_as_text(
         caplog.clear()
         words = ("--dataset.special_tokens_as_text", "true")
         assert shown(model, tmp_path, rows, *words, template=template) == 0
-        assert "samples have" not in caplog.text
         text = capsys.readouterr().out
         assert "What does </s> mean?" in text
         assert ">>>The end" in text
