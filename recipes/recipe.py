@@ -69,7 +69,7 @@ from automodel_ckpt.recipes.precision import resolve_precision
 from automodel_ckpt.recipes.rank_consistency import validate_equal_lengths
 from automodel_ckpt.recipes.remote_weights import Section, with_local_weights
 from automodel_ckpt.recipes.replica_check import ReplicaCheck
-from automodel_ckpt.recipes.resume import RecipeSource, RunParts, load_checkpoint
+from automodel_ckpt.recipes.resume import RecipeSource, RunParts, check_own, load_checkpoint
 from automodel_ckpt.recipes.resume_overrides import log_omitted_state
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.recipes.saves import Saves
@@ -734,6 +734,7 @@ class Recipe:
             optimizer=self.config.optimizer,
             earlier_schedule=earlier_schedule,
         )
+        check_own(self.config.checkpoint.restore_from)
         load_checkpoint(parts, source, state)
 
     def _start_from_weights(self, state: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from automodel_ckpt.checkpoint import Checkpointer, Manifest, Resumed
+from automodel_ckpt.checkpoint import Checkpointer, Manifest, Resumed, layout
 from automodel_ckpt.checkpoint.layout import CONFIG
 from automodel_ckpt.config.changes import Change, effective_recipe, ignored_by_resume
 from automodel_ckpt.config.sections.optimizer import OptimizerConfig, OptimizerTarget
+from automodel_ckpt.convert.sources.registry import detect
 from automodel_ckpt.data.loader import GlobalBatchLoader
+from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.recipes.cadence import steps_per_epoch
 from automodel_ckpt.recipes.imported_run import continue_imported_run
 from automodel_ckpt.recipes.memory_saves import MemorySaves
@@ -96,6 +99,23 @@ def load_checkpoint(parts: RunParts, source: RecipeSource, state: Mapping[str, A
     # Only now is the step known to which the logs are truncated.
     parts.run_log.resume(scheduler, resumed.path.name if resumed is not None else None)
     parts.saves.make_missing_export()
+
+
+def check_own(restore_from: str | None) -> None:
+    """Raise :class:`CheckpointUnusable` if ``checkpoint.restore_from`` is a path with files of another program."""
+    path = Path(restore_from or "").expanduser()
+    is_ours = layout.parse_checkpoint_name(path.name) or os.path.lexists(path / layout.MANIFEST)
+    if restore_from is None or "://" in restore_from or is_ours or not path.is_dir():
+        return
+    known = detect(path)
+    if known is not None:
+        raise CheckpointUnusable(
+            f"this is a checkpoint of another program: {known.name}",
+            where="checkpoint.restore_from",
+            value=str(path),
+            hint="import it (`ckpt import DIRECTORY RUN`, with --training-state to continue its run), and name RUN in "
+            "checkpoint.checkpoint_dir; or start from its weights with init_from.path",
+        )
 
 
 class _Comparison:

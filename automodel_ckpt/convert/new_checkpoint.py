@@ -102,15 +102,6 @@ class NewCheckpoint:
         return _CONFIG in self.side_files
 
     @property
-    def quantization(self) -> str | None:
-        """The method by which config.json says that the weights are quantized; None if they are not."""
-        config = parse_json(self.side_files[_CONFIG]) if self.has_config else {}
-        section = config.get("quantization_config") if isinstance(config, dict) else None
-        if not isinstance(section, dict):
-            return None
-        return str(section.get("quant_method") or "an unknown method")[:80]
-
-    @property
     def is_adapter(self) -> bool:
         """Whether the weights are those of an adapter, a single file that PEFT reads."""
         return layout.ADAPTER_CONFIG in self.side_files

@@ -84,18 +84,6 @@ def test_headers_without_metadata_are_read_as_mlx_writes_them(tmp_path: Path) ->
     assert ckpt_main(["verify", "--deep", str(tmp_path / "out")]) == 0
 
 
-def test_quantized_weights_are_imported_as_such(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_file({"w.qweight": torch.ones(2, dtype=torch.int32)}, tmp_path / "model.safetensors")
-    config = {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert ckpt_main(["import", str(tmp_path), str(tmp_path / "out")]) == 0
-    text = capsys.readouterr().out
-    assert "quantized" in text and "gptq" in text
-    assert "ckpt-train" not in text
-
-
 def test_shards_in_a_subdirectory_are_an_error_with_a_way_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -156,6 +156,18 @@ MISTAKES = {
     "weights of no kind": pretrained(
         r"weights is damaged[\s\S]*base/model.safetensors", **{"model.safetensors": "x"}
     ),
+    "weights of Flax": pretrained(
+        r"cannot be read: a model in Flax[\s\S]*from_flax", **{"flax_model.msgpack": "x"}
+    ),
+    "a checkpoint of another program": Mistake(
+        ("--checkpoint.restore_from=@/trainer/checkpoint-5",),
+        r"another program: transformers Trainer[\s\S]*ckpt import",
+        {
+            "trainer/checkpoint-5/trainer_state.json": "{}",
+            "trainer/checkpoint-5/pytorch_model.bin": "x",
+        },
+        EXIT_UNUSABLE,
+    ),
     "pointers in place of weights": pretrained(
         r"weights is damaged[\s\S]*base/pytorch_model.bin[\s\S]*git lfs pull",
         **{"pytorch_model.bin": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"},

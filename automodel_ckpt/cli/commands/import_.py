@@ -6,7 +6,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +139,6 @@ def _document(planned: NewCheckpoint, dry_run: bool) -> dict[str, Any]:
         "files": [file.name for file in planned.plan.files],
         "side_files": list(planned.side_files),
         "has_config": planned.has_config,
-        "quantization": planned.quantization,
         "training_state": planned.training.contents if planned.training is not None else [],
         "step": planned.name.step,
         "epoch": planned.name.epoch,
@@ -159,7 +158,10 @@ def _lines(planned: NewCheckpoint, *, has_stated_groups: bool) -> Iterator[str]:
     yield coloured(printable(f"{planned.source} -> {planned.target}"), "bold", sys.stdout)
     num_tensors, size = len(planned.weights.tensors), size_text(planned.plan.nbytes)
     checked = "digests verified" if planned.has_digests else "unverified"
-    weights = f"{counted(num_tensors, 'tensor')}, {size}, {checked}: {planned.kind}"
+    kind, settings = planned.kind, _quantization(planned)
+    if settings:
+        kind += f", quantized ({settings['quant_method']})"
+    weights = f"{counted(num_tensors, 'tensor')}, {size}, {checked}: {kind}"
     rows = [("weights", weights), ("other files", _side_files_text(planned))]
     if planned.name_notes:
         rows.append(("names", "; ".join(planned.name_notes)))
@@ -172,13 +174,6 @@ def _lines(planned: NewCheckpoint, *, has_stated_groups: bool) -> Iterator[str]:
             rows += _group_rows(planned)
     elif planned.has_training_state:
         rows.append(("training state", "not imported: add --training-state to continue the run"))
-    if planned.quantization:
-        rows.append(
-            (
-                "quantized",
-                f"by {planned.quantization}: init_from.path does not read these weights",
-            )
-        )
     rows.append(("not included", ", ".join(planned.absent)))
     if planned.left_out:
         rows.append(("not imported", ", ".join(planned.left_out)))
@@ -208,18 +203,45 @@ def _group_rows(planned: NewCheckpoint) -> Iterator[tuple[str, str]]:
 def _start_line(planned: NewCheckpoint) -> str:
     """How to start a run from what was imported, or to continue the imported one."""
     run = shlex.quote(str(planned.run))
-    if planned.quantization:
-        return (
-            "to train, name a model that is not quantized, or the quantized one in model.from_pretrained "
-            "if transformers can train it"
-        )
     if planned.training is not None:
         command = f"ckpt-train RECIPE.yaml --checkpoint.checkpoint_dir {run}"
         if not planned.is_newest:
             command += f" --checkpoint.restore_from {planned.name}"
         return f"to continue the run: {command}"
+    settings = _quantization(planned)
+    if settings:
+        return _start_from_quantized(planned, settings)
     start = run if planned.is_newest else shlex.quote(str(planned.target))
     return f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}"
+
+
+def _quantization(planned: NewCheckpoint) -> dict[str, Any]:
+    """Return ``quantization_config`` in config.json with its ``quant_method``; empty without one."""
+    from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+
+    try:
+        section = parse_json(planned.side_files["config.json"])["quantization_config"]
+        return {**section, "quant_method": str(section["quant_method"])[:100]}
+    except (KeyError, TypeError, ValueError):
+        return {}
+
+
+def _start_from_quantized(planned: NewCheckpoint, settings: Mapping[str, Any]) -> str:
+    """How to train a model whose weights are quantized: init_from reads only those that are not."""
+    from automodel_ckpt.checkpoint.state.quantized_tensors import (
+        UnsupportedQuantization,
+        find_quantized,
+    )
+
+    try:
+        find_quantized(planned.weights.tensors, settings)
+    except UnsupportedQuantization:
+        return (
+            "no run can start from quantized weights of this kind: train the model that they were made from "
+            "(peft.quantize_base quantizes it while it is read)"
+        )
+    source = shlex.quote(str(planned.source))
+    return f"to start from it, dequantized: ckpt-train RECIPE.yaml --model.from_pretrained {source}"
 
 
 def _side_files_text(planned: NewCheckpoint) -> str:

@@ -508,3 +508,26 @@ def test_the_step_is_that_of_the_other_programs_counters(
     assert (report["step"], report["position_from"]) == (step, "stated in the files")
     assert main(["ls", str(copy), "--json"]) == 0
     assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [step]
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("gptq", "no run can start"),
+        ("bitsandbytes", "no run can start"),
+        ("fp8", "--model.from_pretrained {source}"),
+    ],
+)
+def test_quantized_weights_are_called_so_and_the_next_command_works(
+    tmp_path: Path, capsys: Capture, method: str, words: str
+) -> None:
+    source = tmp_path / "source"
+    tensors = {"a.weight": torch.ones(128, 128).to(torch.float8_e4m3fn)}
+    tensors["a.weight_scale_inv"] = torch.ones(1, 1)
+    settings = {"quant_method": method, "weight_block_size": [128, 128]}
+    hugging_face(source, tensors, {"model_type": "x", "quantization_config": settings})
+    assert main(["import", str(source), str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr().out
+    assert f"quantized ({method})" in printed
+    assert words.format(source=source) in printed
+    assert "--init_from.path" not in printed
