@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
+
+_LAYERS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 
 def turn_off_dropout(model: nn.Module) -> list[float]:
@@ -18,7 +26,7 @@ def turn_off_dropout(model: nn.Module) -> list[float]:
     rates = []
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            is_rate = "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
+            is_rate = "drop" in name or (name == "p" and isinstance(module, _LAYERS))
             if is_rate and isinstance(value, float) and value > 0:
                 rates.append(value)
                 setattr(module, name, 0.0)

@@ -51,14 +51,14 @@ def release(version: str) -> tuple[int, ...]:
 def test_the_oldest_constraints_are_the_declared_minimums() -> None:
     extras = project()["optional-dependencies"]
     optional: list[str] = []
-    for extra in ("archive", "compressed-tensors", "gguf", "s3", "vision"):
+    for extra in ("archive", "compressed-tensors", "gguf", "onnx", "s3", "vision"):
         optional += extras[extra]
     declared = minimums(project()["dependencies"] + optional)
     pinned = pins("constraints-oldest.txt")
     oldest = {
         package: version
         for package, version in pinned.items()
-        if package not in TOOLS | {"torchvision"}
+        if package not in TOOLS | {"torchvision", "onnxruntime"}
     }
     assert {package: release(version) for package, version in oldest.items()} == {
         package: release(version) for package, version in declared.items()

@@ -104,7 +104,7 @@ class Launched:
     def _children(self, number: int, kind: str) -> list[int]:
         """The processes of a *kind* that the ranks of a node have started."""
         ranks = self.launchers[number].ranks().values()
-        of_kind = f"{points.MODULES[kind]} import main"
+        of_kind = points.MODULES[kind]
         return [
             process
             for process in self.processes(number)

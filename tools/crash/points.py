@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt import python_child
+
 RANK, WRITER, SENDER, LAUNCHER = "a rank", "a writer", "a sender", "a launcher"
 """The kinds of processes. A sender serves a node's memory to other nodes, and sends them copies."""
 SAVE, RESTART, RESCUE = "save", "restart", "rescue"
@@ -162,10 +164,19 @@ def install(*processes: str) -> None:
     for point, process in PROCESSES.items():
         if process in (processes or (LAUNCHER, RANK)):
             _wrap(point)
-    for process, name in MODULES.items() if not processes else ():
-        module = importlib.import_module(name)
-        start = f"from tools.crash.points import install; install({process!r}); from {name} "
-        module._START = module._START.replace(f"from {name} ", start)  # type: ignore[attr-defined]
+    if not processes:
+        # The child's arguments begin with the name of its module.
+        start = (
+            "import importlib; from tools.crash.points import install_in; install_in(sys.argv[1]); "
+        )
+        python_child._START = python_child._START.replace("import importlib; ", start)
+
+
+def install_in(module: str) -> None:
+    """Wrap the functions of all points in the process that runs *module*, if it has points."""
+    for process, name in MODULES.items():
+        if name == module:
+            install(process)
 
 
 def _wrap(point: Point) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -159,7 +160,13 @@ def unreadable(error: OSError) -> Problem:
 def _matching(directory: Path, patterns: Iterable[str]) -> list[str]:
     """The sorted relative names of the files at the top of *directory* or in known folders that fit a pattern."""
     wanted = tuple(patterns)
-    candidates = list(directory.glob("*"))
+    candidates = []
+    # Not glob(): a directory that cannot be read is not an empty one.
+    with (
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        os.scandir(directory) as entries,
+    ):
+        candidates = [Path(entry.path) for entry in entries]
     for folder in _FOLDERS:
         candidates += directory.glob(folder)
     names = []

@@ -11,15 +11,13 @@ from typing import Any, cast
 import pytest
 
 from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.export.files import _regular_files
+from automodel_ckpt.checkpoint.export.files import _files_below
 from automodel_ckpt.checkpoint.export.publish import check_target, staged
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.memory.save_files import files_below, mark_save
 from automodel_ckpt.checkpoint.memory.survey import _holdings
 from automodel_ckpt.checkpoint.sources.opening import _check_no_unlisted_files
 from automodel_ckpt.checkpoint.verify import unlisted_files, verify_deep
-from automodel_ckpt.convert.merge import _side_files
-from automodel_ckpt.convert.merged_model import Adapter
 from automodel_ckpt.convert.publishing import published_directory
 from automodel_ckpt.durable_io import fsync_directories, walk
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
@@ -49,12 +47,11 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         lambda path: list(walk(path)),
         fsync_directories,
-        lambda path: list(_regular_files(path)),
+        lambda path: list(_files_below(path)),
         check_target,
         lambda path: _check_no_unlisted_files(path, set()),
         lambda path: unlisted_files(path, cast(Manifest, NoFiles())),
         lambda path: list(files_below(path)),
-        lambda path: _side_files(Adapter(path, {}, {}), path, cast(Any, None), cast(Any, None)),
     ],
     ids=[
         "walk",
@@ -64,7 +61,6 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> None:
         "source of an export",
         "verification",
         "files in memory",
-        "adapter",
     ],
 )
 def test_a_directory_that_cannot_be_read_is_not_skipped(
