@@ -96,7 +96,8 @@ def _with_template(section: Any) -> Iterator[Target]:
         return
     if section.kwargs.get("chat_template") not in CHOICES:
         yield section
-    for source in (section.kwargs.get("sources") or {}).values():
+    sources = section.kwargs.get("sources")
+    for source in sources.values() if isinstance(sources, Mapping) else ():
         yield from _with_template(source)
 
 

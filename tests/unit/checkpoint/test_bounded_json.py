@@ -206,6 +206,7 @@ def test_files_that_others_can_write_are_parsed_by_no_other_parser() -> None:
         "checkpoint/memory/node_process.py",
         "checkpoint/remote/child_process.py",
         "checkpoint/saving/adapter_assets.py",
+        "checkpoint/sources/model_files.py",
         "checkpoint/state/model_config.py",
         "checkpoint/writing/rank_manifest.py",
         "convert/targets/compressed_tensors.py",

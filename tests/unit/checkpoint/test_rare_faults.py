@@ -233,14 +233,14 @@ def test_a_side_file_that_is_too_large_to_be_one(
     side.write_text(json.dumps({"a": 1}))
     manifest = checkpoint / layout.MANIFEST
     manifest.unlink()
-    monkeypatch.setattr(export_files, "_MAX_SIDE_BYTES", 1)
+    monkeypatch.setattr(export_files, "MAX_SIDE_BYTES", 1)
     assert (
         consolidate(
             ["--input-dir", str(checkpoint / "model"), "--output-dir", str(tmp_path / "out")]
         )
         == 3
     )
-    assert "a side file cannot be read" in capsys.readouterr().err
+    assert "a file of the model cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

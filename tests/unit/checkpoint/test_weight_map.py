@@ -47,7 +47,7 @@ def test_a_weight_map_maps_tensors_to_files(tmp_path: Path) -> None:
         ({"weight_map": {"a": 1}}, "has a value that is no name"),
         ({"weight_map": {"a": "../x.safetensors"}}, "outside of its directory"),
         ({"weight_map": {"a": "/x.safetensors"}}, "outside of its directory"),
-        ({"weight_map": {"a": "inner/x.safetensors"}}, "it is in a subdirectory"),
+        ({"weight_map": {"a": "inner/x.safetensors"}}, "a file in a subdirectory"),
         ({"weight_map": {"a": "x\0.safetensors"}}, "NUL"),
         ({"weight_map": {"a": ""}}, "outside of its directory"),
     ],

@@ -90,10 +90,10 @@ def test_a_script_for_slurm_requeues_a_job_that_saved_and_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = written(
-        capsys, "slurm", "--trust=my_pkg", "--checkpoint.restore_from=a 'b' $c", "--seed", "3"
+        capsys, "slurm", "--trust=my_pkg", "--checkpoint.restore_from=a 'b' c", "--seed", "3"
     )
     start = "<srun><--kill-on-bad-exit=0></my env/bin/ckpt-train><My recipe.yaml>"
-    start += "<--trust=my_pkg><--checkpoint.restore_from=a 'b' $c><--seed=3>"
+    start += "<--trust=my_pkg><--checkpoint.restore_from=a 'b' c><--seed=3>"
     assert run_script(tmp_path, text, 75) == (75, [start, "<scontrol><requeue><12345>"])
     for code in (0, 1, 2, 4):
         assert run_script(tmp_path, text, code) == (code, [start])

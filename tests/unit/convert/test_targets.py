@@ -191,8 +191,9 @@ def test_no_target_writes_a_model_with_other_tensors_than_its_class(
     if fault == "missing in a checkpoint":
         llama_checkpoint(source, lost=name)
     else:
+        tokenizer = train_tokenizer(300)
         config = LlamaConfig(
-            vocab_size=40,
+            vocab_size=len(tokenizer),
             hidden_size=16,
             intermediate_size=16,
             num_hidden_layers=2,
@@ -207,6 +208,7 @@ def test_no_target_writes_a_model_with_other_tensors_than_its_class(
             name = "score.weight"
             state[name] = torch.zeros(2, 16)
         model.save_pretrained(source)
+        tokenizer.save_pretrained(source)
         save_file(state, source / "model.safetensors", {"format": "pt"})
     words = [*target.split(), *OPTIONS.get(target, [])]
     assert main(["export", str(source), "--to", *words, "-o", str(tmp_path / "out")]) == 3
