@@ -157,7 +157,7 @@ MISTAKES = {
         r"weights is damaged[\s\S]*base/model.safetensors", **{"model.safetensors": "x"}
     ),
     "weights of Flax": pretrained(
-        r"cannot be read: a model in Flax[\s\S]*from_flax", **{"flax_model.msgpack": "x"}
+        r"has Flax weights, which cannot be trained[\s\S]*from_flax", **{"flax_model.msgpack": "x"}
     ),
     "a checkpoint of another program": Mistake(
         ("--checkpoint.restore_from=@/trainer/checkpoint-5",),
