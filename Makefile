@@ -28,7 +28,7 @@ QUICK_TESTS := tests/unit/config tests/unit/data tests/unit/models tests/unit/di
 # Older versions of transformers load the adapters of classifiers differently.
 QUICK_TESTS += tests/contract/test_classification.py
 # The processors of images in these tests need torchvision with the oldest transformers, and its wheels need torch with CUDA.
-QUICK_TESTS += $(patsubst %,--ignore=%,tests/unit/data/test_vlm.py tests/unit/data/test_audio.py tests/unit/models/test_vision.py tests/unit/models/test_processor.py tests/unit/models/test_image_rows.py)
+QUICK_TESTS += $(patsubst %,--ignore=%,tests/unit/data/builders/test_vlm.py tests/unit/data/builders/test_audio.py tests/unit/models/building/test_vision.py tests/unit/models/building/test_processor.py tests/unit/models/building/test_image_rows.py)
 
 # Each file's tests in one process: those of a module share what its fixtures make. Many tests wait for processes that
 # sleep, hang or time out, so that four processes keep two cores busy.
@@ -131,7 +131,7 @@ $(TRITON)/.ready: $(STAMP)
 	@touch $@
 
 kernels: $(TRITON)/.ready  ## the Triton kernels, interpreted on the CPU and compiled for GPUs: a minute
-	@TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/models/test_loss_kernels.py tests/unit/models/test_gate_kernels.py tests/unit/models/test_rotary_kernels.py tests/unit/training/test_adamw_kernel.py tests/unit/training/test_adam8bit_kernel.py
+	@TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/models/loss/test_loss_kernels.py tests/unit/models/layers/test_gate_kernels.py tests/unit/models/layers/test_rotary_kernels.py tests/unit/train/optim/test_adamw_kernel.py tests/unit/train/optim/test_adam8bit_kernel.py
 
 # Without $(STAMP): the machine may have no network (tools/gpu/README.md).
 gpu:  ## tests and measurements on one GPU, 30 minutes; a part alone: make gpu PART=lora
@@ -149,7 +149,7 @@ $(TORCHAO)/.ready: $(STAMP)
 
 fp8: $(TORCHAO)/.ready  ## training in FP8 and 8-bit moments with torchao, emulated on the CPU: two minutes
 	@PYTHONPATH=$(TORCHAO) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -W ignore \
-	    tests/distributed/test_fp8.py tests/unit/training/test_adam8bit.py tests/unit/training/test_param_groups.py
+	    tests/distributed/models/test_fp8.py tests/unit/train/optim/test_adam8bit.py tests/unit/train/train/test_param_groups.py
 
 $(HARNESS)/.ready: $(STAMP)
 	@$(BIN)/python -m venv $(HARNESS)
@@ -179,14 +179,14 @@ harness: $(HARNESS)/.ready  ## `ckpt eval` and `evaluation.harness` with lm-eval
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, failures with checkpoints in memory, and what others keep: about two hours
 	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "kill-node-files --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
 	    "signals --points 120" "goodput --points 150" "goodput-nodes --points 150" "node-disks --points 60" "remote --points 600" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
-	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/test_background.py || failed=1; exit $${failed:-0}
+	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/jobs/test_background.py || failed=1; exit $${failed:-0}
 
 bench-remote: $(STAMP)  ## uploads to an object store beside s3fs's put, and what they cost training: five minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_remote $(BENCH_ARGS)
 
 remote-points: $(STAMP)  ## kill and fault at every request of uploads to stores and to the Hub: half an hour
 	@REMOTE_POINTS=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --timeout 3600 \
-	    tests/unit/hub/test_kills.py tests/unit/checkpoint/test_remote.py tests/unit/checkpoint/test_remote_writers.py
+	    tests/unit/hub/test_kills.py tests/unit/checkpoint/remote/test_remote.py tests/unit/checkpoint/remote/test_remote_writers.py
 
 remote-stores: $(STAMP)  ## remote checkpoints on Azurite and an emulator of Google Cloud Storage: two minutes, npm and 500 MB in .stores
 	@$(BIN)/python -m tools.remote_stores
@@ -199,14 +199,14 @@ reference: $(STAMP)  ## write docs/reference from the code
 
 reshard: $(STAMP)  ## every layout of 1, 2 and 4 ranks loads what every other saved, in each format; 3000 random layouts: ten minutes
 	@RESHARD=full RESHARD_LAYOUTS=3000 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --timeout 1800 \
-	    tests/distributed/test_reshard.py tests/distributed/test_planner.py
+	    tests/distributed/resume/test_reshard.py tests/distributed/saves/test_planner.py
 
 random-recipes: $(STAMP)  ## recipes with random options: trained, stopped, resumed on as many ranks and others, exported: two hours
 	@$(BIN)/python -m tools.random_recipes $(RECIPES_ARGS)
 
 trees: $(STAMP)  ## every kind of training in every format and layout, on one rank and two: files and resumes; all image families: ten minutes
 	@AUTOMODEL_CKPT_ALL_TREES=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --timeout 1800 \
-	    tests/contract/test_trees.py tests/distributed/test_vlm.py
+	    tests/contract/repository/test_trees.py tests/distributed/kinds/test_vlm.py
 
 families: $(STAMP)  ## mixed precision beside plain torch, for each causal and seq2seq model of transformers: a quarter of an hour
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.compare_families

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.base.former_names import keep_former_names
+
 if TYPE_CHECKING:
     from automodel_ckpt.api import TrainingResult, load_recipe, train
     from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
@@ -31,6 +33,8 @@ _HOMES = {
     "load_recipe": "automodel_ckpt.api",
     "train": "automodel_ckpt.api",
 }
+
+keep_former_names()
 
 
 def __getattr__(name: str) -> Any:

@@ -22,12 +22,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.base.socket_paths import short_temporary_directory
 from automodel_ckpt.config import load
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import Override
-from automodel_ckpt.config.yaml_tree import OVERRIDES, node_of
+from automodel_ckpt.config.tree.yaml_tree import OVERRIDES, node_of
 from automodel_ckpt.errors import RecipeError, Stopped
-from automodel_ckpt.socket_paths import short_temporary_directory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -120,9 +120,9 @@ def train(
     Raises the errors of :mod:`automodel_ckpt.errors`: :class:`~automodel_ckpt.errors.RecipeError` before training,
     ``CheckpointUnusable`` and ``SaveFailed`` as the command line reports them.
     """
-    from automodel_ckpt.config.prepare import prepare
-    from automodel_ckpt.config.trust import Trust
-    from automodel_ckpt.distributed.hang_action import ending_processes
+    from automodel_ckpt.config.callables.prepare import prepare
+    from automodel_ckpt.config.callables.trust import Trust
+    from automodel_ckpt.parallel.ranks.hang_action import ending_processes
 
     if isinstance(trust, str):
         # It is a sequence, too: of its characters.
@@ -162,8 +162,8 @@ def train(
 def _keep_memory(loaded: LoadedRecipe) -> None:
     """Copy the newest checkpoint in memory to disk after a failure, unless torchrun restarts the ranks."""
     from automodel_ckpt.checkpoint.memory.keeping import keep_on_disk
-    from automodel_ckpt.config.urls import with_local_directory
-    from automodel_ckpt.distributed.hang_action import has_restarts_left
+    from automodel_ckpt.config.tree.urls import with_local_directory
+    from automodel_ckpt.parallel.ranks.hang_action import has_restarts_left
 
     section = getattr(getattr(loaded.config, "checkpoint", None), "memory", None)
     if section is None or has_restarts_left(os.environ):
@@ -176,8 +176,8 @@ def _keep_memory(loaded: LoadedRecipe) -> None:
 
 def _result(run: Any, is_stopped: bool) -> TrainingResult:
     """Describe a run of a recipe that is derived from Recipe, before it is closed."""
-    from automodel_ckpt.checkpoint.layout import CONSOLIDATED, state_directory
-    from automodel_ckpt.checkpoint.module_tensors import unwrap
+    from automodel_ckpt.checkpoint.files.layout import CONSOLIDATED, state_directory
+    from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 
     newest = run.saves.last_save or run.saves.resumed
     export = getattr(newest, "export", None)
@@ -200,7 +200,7 @@ def _stopping_after_a_step() -> Iterator[None]:
 
     Has no effect outside of the main thread, where Python does not allow handlers.
     """
-    from automodel_ckpt.distributed.stop import stop_request
+    from automodel_ckpt.parallel.ranks.stop import stop_request
 
     request = stop_request()
     if threading.current_thread() is not threading.main_thread():

@@ -1,7 +1,8 @@
 """Knowledge distillation: a student learns the distributions that a teacher predicts, and the labels.
 
 The loss of a label is ``(1 - kd_ratio) * cross_entropy + kd_ratio * temperature**2 * divergence`` (section
-``distill``). It is computed in chunks of positions (:mod:`automodel_ckpt.models.fused_distillation`), so that neither
+``distill``). It is computed in chunks of positions (:mod:`automodel_ckpt.models.loss.fused_distillation`), so that
+neither
 the student's nor the teacher's logits of a micro-batch are in memory at the same time. With ``top_k``, the teacher's
 logits are computed before training and read from a cache, and later starts do not load the teacher.
 """
@@ -16,10 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.config.kinds.distill import DistillConfig
-from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.mixture import for_each_source
-from automodel_ckpt.data.teacher_targets import (
+from automodel_ckpt.data.samples.teacher_targets import (
     LOG_PROBS,
     REST,
     TOKENIZED,
@@ -29,18 +31,17 @@ from automodel_ckpt.data.teacher_targets import (
     TargetedDataset,
 )
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.distillation_targets import (
+from automodel_ckpt.loss.causal import labelled_positions
+from automodel_ckpt.models.loss.distillation_targets import (
     DistillationWeights,
     TeacherTargets,
     TopTargets,
 )
-from automodel_ckpt.models.fused_distillation import Distillation
-from automodel_ckpt.models.token_hits import TokenHits
+from automodel_ckpt.models.loss.fused_distillation import Distillation
+from automodel_ckpt.models.loss.token_hits import TokenHits
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.objective import Objective, Tensors
-from automodel_ckpt.recipes.recipe import Recipe
-from automodel_ckpt.recipes.records import LossSum
-from automodel_ckpt.recipes.teacher import (
+from automodel_ckpt.train.build.objective import Objective, Tensors
+from automodel_ckpt.train.kinds.teacher import (
     Order,
     PretrainedTeacher,
     Teacher,
@@ -52,10 +53,10 @@ from automodel_ckpt.recipes.teacher import (
     teacher_config,
     with_numbered_labels,
 )
-from automodel_ckpt.recipes.teacher_cache import TeacherCaches, check_countable
-from automodel_ckpt.recipes.unsupported import Unsupported
-from automodel_ckpt.training.loss import labelled_positions
-from automodel_ckpt.units import counted
+from automodel_ckpt.train.kinds.teacher_cache import TeacherCaches, check_countable
+from automodel_ckpt.train.recipe import Recipe
+from automodel_ckpt.train.unsupported import Unsupported
+from automodel_ckpt.train.values.records import LossSum
 
 log = logging.getLogger("automodel_ckpt")
 

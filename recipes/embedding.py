@@ -15,14 +15,18 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoModel, PreTrainedConfig
 
+from automodel_ckpt.base.rng import StatefulRNG
+from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
-from automodel_ckpt.config.plugins import build
-from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.text_pairs import PairCollator
 from automodel_ckpt.errors import Problem
-from automodel_ckpt.models.attention_direction import attend_both_ways
-from automodel_ckpt.models.pooling import hidden_states_of, pool
-from automodel_ckpt.recipes.embedding_checks import (
+from automodel_ckpt.loss.contrastive import contrastive_losses, ranks_of
+from automodel_ckpt.models.attention.attention_direction import attend_both_ways
+from automodel_ckpt.models.loss.pooling import hidden_states_of, pool
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.train.build.objective import Objective, Tensors
+from automodel_ckpt.train.kinds.embedding_checks import (
     UNSUPPORTED,
     check_architecture,
     check_attention,
@@ -31,21 +35,17 @@ from automodel_ckpt.recipes.embedding_checks import (
     warn_of_other_pooling,
     with_backbone,
 )
-from automodel_ckpt.recipes.embedding_files import sentence_transformers_files
-from automodel_ckpt.recipes.embedding_pairs import (
+from automodel_ckpt.train.kinds.embedding_files import sentence_transformers_files
+from automodel_ckpt.train.kinds.embedding_pairs import (
     PairsOverRanks,
     Parts,
     num_pairs_of,
     own_candidates,
     parts_of,
 )
-from automodel_ckpt.recipes.evaluation import EvaluationSums
-from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.objective import Objective, Tensors
-from automodel_ckpt.recipes.records import BatchSize, LossSum
-from automodel_ckpt.recipes.unsupported import Unsupported
-from automodel_ckpt.training.contrastive import contrastive_losses, ranks_of
-from automodel_ckpt.training.rng import StatefulRNG
+from automodel_ckpt.train.measure.evaluation import EvaluationSums
+from automodel_ckpt.train.unsupported import Unsupported
+from automodel_ckpt.train.values.records import BatchSize, LossSum
 
 _RANKED_TOGETHER = 512
 """The number of queries of this rank that are ranked together among all documents of a validation set."""

@@ -16,17 +16,17 @@ import torch
 
 from automodel_ckpt.config.kinds.kto import KTOConfig
 from automodel_ckpt.data.kto import DESIRABLE, MISMATCHED, KTOCollator
-from automodel_ckpt.distributed.agree import sum_over_ranks
 from automodel_ckpt.errors import Problem
-from automodel_ckpt.recipes.evaluation import EvaluationTotals
-from automodel_ckpt.recipes.objective import Objective, Tensors
+from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
 from automodel_ckpt.recipes.preference import (
     PreferenceFinetune,
     PreferenceObjective,
     evaluation_pass,
     has_labels,
 )
-from automodel_ckpt.recipes.records import BatchSize, LossSum
+from automodel_ckpt.train.build.objective import Objective, Tensors
+from automodel_ckpt.train.measure.evaluation import EvaluationTotals
+from automodel_ckpt.train.values.records import BatchSize, LossSum
 
 _ROW_TENSORS = ("input_ids", "attention_mask", "labels")
 

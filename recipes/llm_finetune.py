@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a causal language model.
 
 :meth:`LLMFinetune.build` creates the attributes. Everything that is not specific to language models, from the process
-groups to the training loop, is in :class:`~automodel_ckpt.recipes.recipe.Recipe`. To train something else as well,
+groups to the training loop, is in :class:`~automodel_ckpt.train.recipe.Recipe`. To train something else as well,
 derive a class from this one and give it another attribute in ``build``: it is saved and restored with the rest.
 """
 
@@ -14,31 +14,31 @@ from typing import Any, ClassVar
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_ckpt.config.plugins import build, build_function
-from automodel_ckpt.config.rules import Target
+from automodel_ckpt.base.git_lfs import LFS_HINT
+from automodel_ckpt.base.hub_access import explained
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.config.callables.plugins import build, build_function
+from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.data.batches.packing import PackedDataset
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.mixture import for_each_source
-from automodel_ckpt.data.packing import PackedDataset
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.git_lfs import LFS_HINT
-from automodel_ckpt.hub_access import explained
-from automodel_ckpt.models.error_texts import first_line
-from automodel_ckpt.models.repository import (
+from automodel_ckpt.models.inspect.error_texts import first_line
+from automodel_ckpt.models.inspect.repository import (
     asks_for_code,
     code_not_trusted,
     damaged_config,
     from_library_first,
     lfs_pointer,
 )
-from automodel_ckpt.recipes.model.sections import row_multiple
-from automodel_ckpt.recipes.preprocessors import (
+from automodel_ckpt.train.build.preprocessors import (
     absent_tokenizer,
     check_vocabulary_file,
     find_preprocessor,
 )
-from automodel_ckpt.recipes.recipe import Recipe
-from automodel_ckpt.recipes.repository import preprocessor_options
-from automodel_ckpt.units import counted
+from automodel_ckpt.train.build.repository import preprocessor_options
+from automodel_ckpt.train.model.sections import row_multiple
+from automodel_ckpt.train.recipe import Recipe
 
 log = logging.getLogger("automodel_ckpt")
 

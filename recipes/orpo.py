@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from automodel_ckpt.config.kinds.orpo import ORPOConfig
-from automodel_ckpt.recipes.objective import Objective, Tensors
+from automodel_ckpt.loss.causal import IGNORE_INDEX
 from automodel_ckpt.recipes.pairs import PairFinetune, PairObjective, label_counts
-from automodel_ckpt.recipes.records import LossSum
-from automodel_ckpt.training.loss import IGNORE_INDEX
+from automodel_ckpt.train.build.objective import Objective, Tensors
+from automodel_ckpt.train.values.records import LossSum
 
 _LOG_HALF = -0.6931471805599453
 

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.preference import NUMBERS, PreferenceCollator, require_pairs
+from automodel_ckpt.loss.causal import IGNORE_INDEX
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.objective import Tensors
 from automodel_ckpt.recipes.preference import OF_ANSWERS, PreferenceObjective, has_labels
-from automodel_ckpt.recipes.records import BatchSize, LossSum
-from automodel_ckpt.recipes.unsupported import Unsupported
-from automodel_ckpt.training.loss import IGNORE_INDEX
+from automodel_ckpt.train.build.objective import Tensors
+from automodel_ckpt.train.unsupported import Unsupported
+from automodel_ckpt.train.values.records import BatchSize, LossSum
 
 
 class PairObjective(PreferenceObjective):

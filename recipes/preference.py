@@ -1,7 +1,8 @@
 """Shared code of recipes that train on preferences: log-probabilities of answers, and the reference model.
 
 The reference is the model that the trained one is compared with: by default the one that training starts from. It is a
-second :class:`~automodel_ckpt.recipes.trainable.Trainable`. With adapters, it is the base with the adapters disabled.
+second :class:`~automodel_ckpt.train.model.trainable.Trainable`. With adapters, it is the base with the adapters
+disabled.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.sections.model import ModelConfig
-from automodel_ckpt.distributed.parallelize import reshard
+from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import Problem
-from automodel_ckpt.models.adapter import without_adapters
-from automodel_ckpt.models.forward import logits_of
-from automodel_ckpt.models.loss_head_probe import head_without_adapters
-from automodel_ckpt.models.position_losses import PositionLosses
-from automodel_ckpt.models.repository import check_revision
-from automodel_ckpt.recipes.init_from import start_from
-from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.model.sections import naming_keys
-from automodel_ckpt.recipes.objective import Objective, Tensors
-from automodel_ckpt.recipes.trainable import Trainable
-from automodel_ckpt.recipes.unsupported import Unsupported
-from automodel_ckpt.training.loss import (
+from automodel_ckpt.loss.causal import (
     IGNORE_INDEX,
     WHOLE,
     in_numpy,
     labelled_positions,
     shift_labels,
 )
+from automodel_ckpt.models.inspect.forward import logits_of
+from automodel_ckpt.models.inspect.repository import check_revision
+from automodel_ckpt.models.layers.adapter import without_adapters
+from automodel_ckpt.models.loss.loss_head_probe import head_without_adapters
+from automodel_ckpt.models.loss.position_losses import PositionLosses
+from automodel_ckpt.parallel.parallelize import reshard
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.train.build.init_from import start_from
+from automodel_ckpt.train.build.objective import Objective, Tensors
+from automodel_ckpt.train.model.sections import naming_keys
+from automodel_ckpt.train.model.trainable import Trainable
+from automodel_ckpt.train.unsupported import Unsupported
 
 log = logging.getLogger("automodel_ckpt")
 

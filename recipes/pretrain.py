@@ -14,24 +14,24 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.kinds.pretrain import PretrainConfig
-from automodel_ckpt.config.plugins import build
-from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.data.document_rows import DocumentRows, RowRules
-from automodel_ckpt.data.loader import GlobalBatchLoader
+from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.data.batches.document_rows import DocumentRows, RowRules
+from automodel_ckpt.data.batches.loader import GlobalBatchLoader
+from automodel_ckpt.data.batches.mixture_stream import IndexedStream, MixtureStream
+from automodel_ckpt.data.batches.packed_stream import PackedStream
+from automodel_ckpt.data.batches.packing import check_has_length
 from automodel_ckpt.data.mixture import for_each_source
-from automodel_ckpt.data.mixture_stream import IndexedStream, MixtureStream
-from automodel_ckpt.data.packed_stream import PackedStream
-from automodel_ckpt.data.packing import check_has_length
-from automodel_ckpt.data.row_stream import RowStream
+from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.z_loss import ZLoss
+from automodel_ckpt.models.loss.z_loss import ZLoss
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.objective import Objective
-from automodel_ckpt.recipes.trainable import Trainable
-from automodel_ckpt.recipes.width import factor_of, scale_initial_values
-from automodel_ckpt.units import counted
+from automodel_ckpt.train.build.objective import Objective
+from automodel_ckpt.train.build.width import factor_of, scale_initial_values
+from automodel_ckpt.train.model.trainable import Trainable
 
 log = logging.getLogger("automodel_ckpt")
 

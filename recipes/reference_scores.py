@@ -19,24 +19,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
-from automodel_ckpt.checkpoint.module_tensors import unwrap
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.state.fill_modules import local_part
-from automodel_ckpt.data.loader import GlobalBatchLoader
-from automodel_ckpt.data.preference_rows import CHOSEN, REJECTED
-from automodel_ckpt.data.reference_scores import (
+from automodel_ckpt.checkpoint.state.module_tensors import unwrap
+from automodel_ckpt.data.batches.loader import GlobalBatchLoader
+from automodel_ckpt.data.batches.sampler import rank_part
+from automodel_ckpt.data.pairs.preference_rows import CHOSEN, REJECTED
+from automodel_ckpt.data.pairs.reference_scores import (
     ScoredPairs,
     Scores,
     read_scores,
     scores_file,
     write_scores,
 )
-from automodel_ckpt.data.sampler import rank_part
-from automodel_ckpt.distributed.agree import broadcast_object, gather_objects
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.parallel.ranks.agree import broadcast_object, gather_objects
 from automodel_ckpt.recipes.pairs import PairObjective
 from automodel_ckpt.recipes.preference import PreferenceFinetune, Reference
-from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -13,13 +13,15 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
+from automodel_ckpt.config.callables.plugins import build, build_function
 from automodel_ckpt.config.kinds.reranker import RerankerConfig
-from automodel_ckpt.config.plugins import build, build_function
-from automodel_ckpt.config.rules import Target
-from automodel_ckpt.data.joint_pairs import ScoreCollator, check_negatives, has_types
+from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.data.pairs.joint_pairs import ScoreCollator, check_negatives, has_types
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.attention_direction import attend_both_ways
-from automodel_ckpt.models.forward import forward_parameters
+from automodel_ckpt.loss.causal import IGNORE_INDEX
+from automodel_ckpt.loss.listwise import listwise_losses
+from automodel_ckpt.models.attention.attention_direction import attend_both_ways
+from automodel_ckpt.models.inspect.forward import forward_parameters
 from automodel_ckpt.models.task_head import (
     SEQUENCE_CLASSIFICATION,
     padding_of,
@@ -27,18 +29,16 @@ from automodel_ckpt.models.task_head import (
     set_labels,
     set_padding,
 )
-from automodel_ckpt.recipes.embedding_checks import (
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.train.build.objective import Objective, Tensors
+from automodel_ckpt.train.kinds.embedding_checks import (
     check_attention,
     check_attention_setting,
     data_sections,
 )
-from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.model.sections import row_multiple
-from automodel_ckpt.recipes.objective import Objective, Tensors
-from automodel_ckpt.recipes.records import BatchSize, LossSum
-from automodel_ckpt.recipes.unsupported import Unsupported
-from automodel_ckpt.training.listwise import listwise_losses
-from automodel_ckpt.training.loss import IGNORE_INDEX
+from automodel_ckpt.train.model.sections import row_multiple
+from automodel_ckpt.train.unsupported import Unsupported
+from automodel_ckpt.train.values.records import BatchSize, LossSum
 
 _LABEL = "LABEL_0"
 """The name that transformers gives to a single label."""

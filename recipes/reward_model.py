@@ -23,11 +23,11 @@ from automodel_ckpt.models.task_head import (
     set_labels,
     set_padding,
 )
-from automodel_ckpt.recipes.objective import Objective, Tensors
 from automodel_ckpt.recipes.pairs import PairFinetune, PairObjective
 from automodel_ckpt.recipes.preference import OF_ANSWERS
-from automodel_ckpt.recipes.records import LossSum
-from automodel_ckpt.recipes.unsupported import Unsupported
+from automodel_ckpt.train.build.objective import Objective, Tensors
+from automodel_ckpt.train.unsupported import Unsupported
+from automodel_ckpt.train.values.records import LossSum
 
 _LABEL = "LABEL_0"
 """The name that transformers gives to a single label."""

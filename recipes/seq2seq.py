@@ -14,19 +14,19 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
 
-from automodel_ckpt.config.plugins import build, build_function
-from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.callables.plugins import build, build_function
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.seq2seq import SourceTargetCollator
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.recipes.decoder_inputs import shifted, start_token
+from automodel_ckpt.loss.causal import in_numpy
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.objective import Objective, Tensors
-from automodel_ckpt.recipes.seq2seq_checks import check_forward, check_shift
-from automodel_ckpt.recipes.trainable import Trainable
-from automodel_ckpt.recipes.unsupported import Unsupported
-from automodel_ckpt.training.loss import in_numpy
+from automodel_ckpt.train.build.decoder_inputs import shifted, start_token
+from automodel_ckpt.train.build.objective import Objective, Tensors
+from automodel_ckpt.train.kinds.seq2seq_checks import check_forward, check_shift
+from automodel_ckpt.train.model.trainable import Trainable
+from automodel_ckpt.train.unsupported import Unsupported
 
 _NO_PARTS = "the rows of the encoder and of the decoder cannot be divided among ranks"
 

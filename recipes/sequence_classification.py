@@ -18,15 +18,17 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
+from automodel_ckpt.config.callables.plugins import build, build_function
 from automodel_ckpt.config.kinds.classification import ClassificationConfig
-from automodel_ckpt.config.plugins import build, build_function
-from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.classification import LabelCollator
-from automodel_ckpt.data.labels import Labels
-from automodel_ckpt.data.loader import GlobalBatchLoader
+from automodel_ckpt.data.samples.labels import Labels
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.forward import forward_parameters
+from automodel_ckpt.loss.causal import IGNORE_INDEX, in_numpy
+from automodel_ckpt.loss.label_measures import f1_scores, pearson
+from automodel_ckpt.models.inspect.forward import forward_parameters
 from automodel_ckpt.models.task_head import (
     SEQUENCE_CLASSIFICATION,
     padding_of,
@@ -34,14 +36,12 @@ from automodel_ckpt.models.task_head import (
     set_labels,
     set_padding,
 )
-from automodel_ckpt.recipes.evaluation import EvaluationTotals
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.model.sections import row_multiple
-from automodel_ckpt.recipes.objective import Objective, Tensors
-from automodel_ckpt.recipes.records import BatchSize, LossSum
-from automodel_ckpt.recipes.unsupported import Unsupported
-from automodel_ckpt.training.label_measures import f1_scores, pearson
-from automodel_ckpt.training.loss import IGNORE_INDEX, in_numpy
+from automodel_ckpt.train.build.objective import Objective, Tensors
+from automodel_ckpt.train.measure.evaluation import EvaluationTotals
+from automodel_ckpt.train.model.sections import row_multiple
+from automodel_ckpt.train.unsupported import Unsupported
+from automodel_ckpt.train.values.records import BatchSize, LossSum
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -5,13 +5,13 @@ Student and teacher get the same tokens and pixels, which the processor of the s
 
 from __future__ import annotations
 
-from automodel_ckpt.data.image_targets import image_samples
-from automodel_ckpt.data.teacher_targets import SampleKind
+from automodel_ckpt.data.media.image_targets import image_samples
+from automodel_ckpt.data.samples.teacher_targets import SampleKind
 from automodel_ckpt.errors import Problem
 from automodel_ckpt.recipes.distill import DistillationRecipe
-from automodel_ckpt.recipes.teacher import PretrainedTeacher
-from automodel_ckpt.recipes.teacher_images import check_images
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
+from automodel_ckpt.train.kinds.teacher import PretrainedTeacher
+from automodel_ckpt.train.kinds.teacher_images import check_images
 
 
 class VLMDistill(DistillationRecipe, VLMFinetune):

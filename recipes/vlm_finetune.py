@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a model of images, audio and text on conversations.
 
 :meth:`VLMFinetune.build` creates the attributes. Everything that is not specific to vision-language models, from the
-process groups to the training loop, is in :class:`~automodel_ckpt.recipes.recipe.Recipe`.
+process groups to the training loop, is in :class:`~automodel_ckpt.train.recipe.Recipe`.
 
 Needs the packages of the extra ``vision``. Without torchvision images are prepared with Pillow, and a processor's part
 for videos is left out (:mod:`automodel_ckpt.models.processor`).
@@ -13,29 +13,29 @@ import logging
 from functools import partial
 from typing import Any, ClassVar
 
-from automodel_ckpt.config.plugins import build, build_function
-from automodel_ckpt.config.rules import Target
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.config.callables.plugins import build, build_function
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.image_collate import ImageTextCollator
-from automodel_ckpt.data.image_packing import PackCollator, PackedImages, measure
-from automodel_ckpt.data.media import AUDIO, media_of_data, usual_media
+from automodel_ckpt.data.media.image_packing import PackCollator, PackedImages, measure
+from automodel_ckpt.data.media.media import AUDIO, media_of_data, usual_media
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.multimodal_class import AutoMultimodalModel
-from automodel_ckpt.models.vision import image_token_ids
-from automodel_ckpt.recipes.loop import TrainingLoop
-from automodel_ckpt.recipes.model.sections import row_multiple
-from automodel_ckpt.recipes.preprocessors import check_vocabulary_file, find_preprocessor
-from automodel_ckpt.recipes.processors import (
+from automodel_ckpt.models.inspect.multimodal_class import AutoMultimodalModel
+from automodel_ckpt.models.inspect.vision import image_token_ids
+from automodel_ckpt.train.build.preprocessors import check_vocabulary_file, find_preprocessor
+from automodel_ckpt.train.build.processors import (
     AUTO_PROCESSOR,
     ProcessorSource,
     check_processor,
     processor_of_target,
     read_from,
 )
-from automodel_ckpt.recipes.recipe import Recipe
-from automodel_ckpt.recipes.repository import preprocessor_options
-from automodel_ckpt.units import counted
+from automodel_ckpt.train.build.repository import preprocessor_options
+from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.train.model.sections import row_multiple
+from automodel_ckpt.train.recipe import Recipe
 
 log = logging.getLogger("automodel_ckpt")
 

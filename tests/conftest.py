@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import huge_pages
 from tests.support.bytecode import write_bytecode
-from tests.support.command_server import CommandServer
 from tests.support.logging_state import kept_logging, reset_logging
+from tests.support.models import huge_pages
+from tests.support.servers.command_server import CommandServer
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """The signals for which a training installs handlers."""
 RECORDED = (
-    ("automodel_ckpt.config.trust", "_trusts_remote_code"),
-    ("automodel_ckpt.training.start_time", "_noted"),
+    ("automodel_ckpt.config.callables.trust", "_trusts_remote_code"),
+    ("automodel_ckpt.logs.start_time", "_noted"),
 )
 """What a command records for its process: modules and names."""
 # A shell script starts background commands with SIGINT ignored, and each process of the tests would inherit that.
@@ -103,7 +103,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # Thousands of collected tests stay until the end: a full collection of garbage need not visit them.
     gc.freeze()
     # Ranks and other processes that tests fork must not collect what earlier tests left in cycles.
-    importlib.import_module("automodel_ckpt.forks").freeze_in_forked_processes()
+    importlib.import_module("automodel_ckpt.base.forks").freeze_in_forked_processes()
     if IS_WORKER:
         huge_pages.collapse()
     torch = sys.modules.get("torch")
@@ -151,7 +151,7 @@ def _forget_commands() -> None:
     errors = sys.modules.get("automodel_ckpt.errors")
     if errors is not None:
         errors._references.clear()
-    stop = sys.modules.get("automodel_ckpt.distributed.stop")
+    stop = sys.modules.get("automodel_ckpt.parallel.ranks.stop")
     if stop is None:
         return
     request = stop.stop_request()

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.config.automodel.notices import Notice
+from automodel_ckpt.config.callables.target_checks import check_targets
+from automodel_ckpt.config.callables.trust import Trust
+from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
-from automodel_ckpt.config.sections.model import ModelConfig
-from automodel_ckpt.config.target_checks import check_targets
-from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.errors import AutomodelError, Problem
 from automodel_ckpt.models.config_reading import load_model_config
 

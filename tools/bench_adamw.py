@@ -5,10 +5,10 @@
 The tensors are the matrices of Llama 8B with 7 of its 32 layers, in float32: 2.1e9 parameters, 33 GB. The bytes of an
 update are 28 per parameter: parameter, gradient and two moments are read, all but the gradient written. torch's kernel
 also writes the gradient if it divides it. After a measurement, put the fastest block, number of warps and cache policy
-into automodel_ckpt/training/adamw_kernel.py. A dry run uses small tensors on the CPU, with TRITON_INTERPRET=1.
+into automodel_ckpt/optim/adamw_kernel.py. A dry run uses small tensors on the CPU, with TRITON_INTERPRET=1.
 
 With 8-bit moments, whole steps of AdamW8bit are compared: in compiled chunks, and by its kernel with several sizes of
-blocks (automodel_ckpt/training/adam8bit_kernel.py). Weights are in float32, then in bfloat16 with further bits.
+blocks (automodel_ckpt/optim/adam8bit_kernel.py). Weights are in float32, then in bfloat16 with further bits.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from automodel_ckpt.training import adam8bit
-from automodel_ckpt.training.adam8bit import AdamW8bit
-from automodel_ckpt.training.optim import LEAST_ELEMENTS
+from automodel_ckpt.optim import adam8bit
+from automodel_ckpt.optim.adam8bit import AdamW8bit
+from automodel_ckpt.optim.build import LEAST_ELEMENTS
 
 CANDIDATES = (
     (2048, 4, "evict_first"),
@@ -180,7 +180,7 @@ def compare(shapes: list[tuple[int, ...]], device: str, rounds: int) -> dict[str
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         print("without Triton's interpreter, only torch's kernel")
         return figures
-    from automodel_ckpt.training import adamw_kernel
+    from automodel_ckpt.optim import adamw_kernel
 
     ours: Kernel = adamw_kernel.update
     for candidate in CANDIDATES:
@@ -249,7 +249,7 @@ def compare_8_bit(
             figures[name] = measured(name, nbytes, optimizer.step, device, rounds)
         if not has_kernel:
             continue
-        from automodel_ckpt.training import adam8bit_kernel
+        from automodel_ckpt.optim import adam8bit_kernel
 
         for block, num_warps in CANDIDATES_8_BIT:
             name = f"{kind}, block {block}, {num_warps} warps"

@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from automodel_ckpt.convert.average import prepare, run_average
-from automodel_ckpt.convert.average_options import AverageOptions
+from automodel_ckpt.convert.merging.average import prepare, run_average
+from automodel_ckpt.convert.merging.average_options import AverageOptions
 from tools.bench_rounds import (
     Group,
     Row,
@@ -32,8 +32,8 @@ from tools.bench_sources import write_source
 _SETUP = """
 import sys
 from pathlib import Path
-from automodel_ckpt.convert.average import prepare, run_average
-from automodel_ckpt.convert.average_options import AverageOptions
+from automodel_ckpt.convert.merging.average import prepare, run_average
+from automodel_ckpt.convert.merging.average_options import AverageOptions
 """
 _CODE = (
     "run_average(prepare([Path(p) for p in sys.argv[1:3]], Path(sys.argv[3]), AverageOptions()))"

@@ -42,7 +42,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, Manifest, discover
-from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.checkpoint.parts.verify import verify
 from tools import bench_consolidate
 from tools.bench_memory import growth
 from tools.bench_report import as_text, write_page, write_plot

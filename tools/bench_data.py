@@ -72,8 +72,8 @@ def write_data(directory: Path, num_tokens: int) -> None:
 
 def measure(source: str, num_workers: int, directory: Path, seconds: float) -> float:
     """Return the tokens per second of the batches of *source* over about *seconds*."""
+    from automodel_ckpt.data.batches.loader import GlobalBatchLoader
     from automodel_ckpt.data.collate import PadCollator
-    from automodel_ckpt.data.loader import GlobalBatchLoader
 
     loader = GlobalBatchLoader(
         _dataset(source, directory),
@@ -99,10 +99,10 @@ def measure(source: str, num_workers: int, directory: Path, seconds: float) -> f
 
 
 def _dataset(source: str, directory: Path) -> Any:
-    from automodel_ckpt.data.document_rows import DocumentRows, RowRules
+    from automodel_ckpt.data.batches.document_rows import DocumentRows, RowRules
+    from automodel_ckpt.data.batches.packed_stream import PackedStream
+    from automodel_ckpt.data.batches.packing import PackedDataset
     from automodel_ckpt.data.mixture import mixture
-    from automodel_ckpt.data.packed_stream import PackedStream
-    from automodel_ckpt.data.packing import PackedDataset
     from automodel_ckpt.data.python_docs import train_tokenizer
     from automodel_ckpt.data.text import text
     from automodel_ckpt.data.token_files import nanogpt

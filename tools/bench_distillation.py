@@ -31,13 +31,13 @@ def measure(way: str, vocabulary: int, hidden: int, teacher: int, tokens: int) -
     import torch
     import torch.nn.functional as F
 
-    from automodel_ckpt.models.distillation_targets import (
+    from automodel_ckpt.models.loss.distillation_targets import (
         DistillationWeights,
         LogitTargets,
         TopTargets,
     )
-    from automodel_ckpt.models.fused_distillation import Distillation
-    from automodel_ckpt.models.loss_head import LossHead
+    from automodel_ckpt.models.loss.fused_distillation import Distillation
+    from automodel_ckpt.models.loss.loss_head import LossHead
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

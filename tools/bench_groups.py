@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from automodel_ckpt.distributed.agree import gather_objects, sum_over_ranks
+from automodel_ckpt.parallel.ranks.agree import gather_objects, sum_over_ranks
 from tools.bench_report import write_block
 from tools.bench_rounds import machine
 

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from automodel_ckpt.durable_io import fsync_directory, fsync_file
+from automodel_ckpt.base.durable_io import fsync_directory, fsync_file
 from tools.bench_import_kinds import KINDS, Kind, write_config
 from tools.bench_report import write_block
 from tools.bench_rounds import machine_text

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from automodel_ckpt.convert.archives import pack
+from automodel_ckpt.convert.formats.nemo.archives import pack
 
 _ROWS = 4096
 _COLUMNS = 4096

@@ -118,7 +118,7 @@ def _launched(
 
 def waste(size: str) -> float:
     """The part of packs that stays empty, of docstrings."""
-    from automodel_ckpt.data.packing import PackedDataset
+    from automodel_ckpt.data.batches.packing import PackedDataset
 
     return PackedDataset(dataset_of(SIZES[size], "docstrings"), PACK).waste
 

@@ -28,8 +28,8 @@ def measure(way: str, labelled: float, vocabulary: int, hidden: int, tokens: int
     """Seconds of one step after a small one to warm up, and the peak of memory (MB) above that before it."""
     import torch
 
-    from automodel_ckpt.models.loss_head import LossHead
-    from automodel_ckpt.training.loss import labelled_positions, next_token_loss
+    from automodel_ckpt.loss.causal import labelled_positions, next_token_loss
+    from automodel_ckpt.models.loss.loss_head import LossHead
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

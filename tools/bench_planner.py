@@ -33,30 +33,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.collector import collector_paused
-from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.collector import collector_paused
+from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.ownership import node_identity
 from automodel_ckpt.checkpoint.formats import safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.description import LocalBoxes
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.options import CheckpointOptions
-from automodel_ckpt.checkpoint.saving.agreement import shares_of_all, summarize
-from automodel_ckpt.checkpoint.saving.planner import Planner
-from automodel_ckpt.checkpoint.saving.publisher import Publisher
-from automodel_ckpt.checkpoint.saving.save import Proposal, Save
-from automodel_ckpt.checkpoint.saving.settings import SaveSettings
-from automodel_ckpt.checkpoint.slices import Tensor
-from automodel_ckpt.checkpoint.writing.jobs import Chunk, Job, SharedFileJob, _add_entry
-from automodel_ckpt.checkpoint.writing.rank_manifest import (
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, Job, SharedFileJob, _add_entry
+from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
     WrittenRange,
     finalize,
     merge_trees,
     read_rank_manifests,
 )
+from automodel_ckpt.checkpoint.options import CheckpointOptions
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.saving.agreement import shares_of_all, summarize
+from automodel_ckpt.checkpoint.saving.planner import Planner
+from automodel_ckpt.checkpoint.saving.publisher import Publisher
+from automodel_ckpt.checkpoint.saving.save import Proposal, Save
+from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from tools.bench_report import write_block
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -36,14 +36,15 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from automodel_ckpt.checkpoint.remote import multipart, push
+from automodel_ckpt.checkpoint.remote import push
 from automodel_ckpt.checkpoint.remote.child_process import Child
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.store import Store
 from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK, Job
-from tests.support import tiny
-from tests.support.object_store import object_store
+from automodel_ckpt.checkpoint.store import multipart
+from automodel_ckpt.checkpoint.store.store import Store
+from tests.support.models import tiny
+from tests.support.servers.object_store import object_store
 from tools.bench_rounds import machine, parse_size
 from tools.s3_sink import s3_sink
 

@@ -19,7 +19,7 @@ from unittest import mock
 
 from automodel_ckpt.checkpoint.export import output as export_output
 from automodel_ckpt.checkpoint.files import durable_file
-from automodel_ckpt.checkpoint.writing import shared_file
+from automodel_ckpt.checkpoint.jobs import shared_file
 
 ROOT = Path(__file__).parents[1]
 _WIDTH = 2048

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
-from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, StateRecord, Tree
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.shard_header import Entry, shard_header
 from tools.bench_rounds import llama_shapes
 

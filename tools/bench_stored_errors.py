@@ -3,7 +3,8 @@
     python -m tools.bench_stored_errors [--tokens 4096 8192] [--dry-run]
 
 The layer trains: 128,256 tokens, hidden states of 4,096 elements, bfloat16. The first row sums up the weight's gradient
-in float32; the others store the gradients of logits (models/head_gradients.py). A row has the columns of a block, the
+in float32; the others store the gradients of logits (models/loss/head_gradients.py). A row has the columns of a block,
+the
 logits of a chunk, milliseconds, bytes and their share of full logits. 20 seconds on an H200. A dry run has small
 sizes, and runs on the CPU, where errors are stored for this comparison only.
 """
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from automodel_ckpt.models import fused_cross_entropy, head_gradients
-from automodel_ckpt.models.fused_cross_entropy import linear_cross_entropy
+from automodel_ckpt.models.loss import fused_cross_entropy, head_gradients
+from automodel_ckpt.models.loss.fused_cross_entropy import linear_cross_entropy
 from tools.bench_loss_kernels import median_seconds
 
 COLUMNS = (2048, 4096, 8192, 16_384)

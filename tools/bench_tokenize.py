@@ -89,12 +89,12 @@ def _prepare(way: str, kind: str, tokenizer: Any, data: Path, cache: Path) -> No
 def _prepare_lists(kind: str, tokenizer: Any, data: Path, cache: Path) -> None:
     """Tokenize all rows as Python lists, in this process, and save the result."""
     from automodel_ckpt.data import chat
-    from automodel_ckpt.data.chat_renderer import ChatRenderer
-    from automodel_ckpt.data.chat_template import ChatTemplate
-    from automodel_ckpt.data.conversation_changes import ConversationChanges
-    from automodel_ckpt.data.encoder import Encoder
-    from automodel_ckpt.data.source import Source
-    from automodel_ckpt.data.truncation import Truncation
+    from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
+    from automodel_ckpt.data.conversations.chat_template import ChatTemplate
+    from automodel_ckpt.data.conversations.conversation_changes import ConversationChanges
+    from automodel_ckpt.data.rows.source import Source
+    from automodel_ckpt.data.samples.encoder import Encoder
+    from automodel_ckpt.data.samples.truncation import Truncation
 
     class Calling(Encoder):
         def _encode(self, texts: Sequence[str]) -> list[list[int]]:

@@ -30,12 +30,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from automodel_ckpt.distributed.group_types import check_gathered_types
-from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.mesh_sizes import Sizes
-from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
-from automodel_ckpt.models.converted_layers import convert_layers
-from automodel_ckpt.models.float32_parts import constants_in, float32_names
+from automodel_ckpt.models.inspect.converted_layers import convert_layers
+from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import Sizes
+from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
+from automodel_ckpt.parallel.ranks.group_types import check_gathered_types
 
 BFLOAT16 = torch.bfloat16
 VOCABULARY, TOKENS, STEPS, RATE = 128, 16, 4, 0.5

@@ -186,8 +186,8 @@ def _batches(size: Size, data: str, rank: int = 0, num_ranks: int = 1) -> Iterat
     """Padded to the longest, as a DataLoader of one's own gives them, in the order in which ours trains on them."""
     from torch.utils.data import DataLoader
 
+    from automodel_ckpt.data.batches.sampler import permutation
     from automodel_ckpt.data.collate import PadCollator
-    from automodel_ckpt.data.sampler import permutation
 
     dataset, together = dataset_of(size, data), size.batch * num_ranks
     for epoch in range(1000):
@@ -258,7 +258,7 @@ def ours(steps: Steps, size: Size, data: str = "blocks", packed: bool = False) -
 
 def timed_loop(steps: Steps) -> Any:
     """The class of a loop that notes its *steps*, and neither validates nor saves."""
-    from automodel_ckpt.recipes.loop import TrainingLoop
+    from automodel_ckpt.train.loop import TrainingLoop
 
     class TimedLoop(TrainingLoop):
         def step(self, batch: Any, control: Any) -> Any:

@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_ckpt.cli.ckpt import parser
-from automodel_ckpt.config import help as help_page
-from automodel_ckpt.config.convert import describe, members, section_type, target_type
 from automodel_ckpt.config.defaults import default_node, default_of
-from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.help import listing as help_page
+from automodel_ckpt.config.help.plugin_help import DATA, builders_of, markdown, other_names_of
 from automodel_ckpt.config.other_names import OTHER_NAMES
-from automodel_ckpt.config.plugin_help import DATA, builders_of, markdown, other_names_of
-from automodel_ckpt.config.rules import MISSING
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.tree.convert import describe, members, section_type, target_type
+from automodel_ckpt.config.tree.flags import LaunchFlags
+from automodel_ckpt.config.tree.rules import MISSING
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"

@@ -22,14 +22,15 @@ import venv
 from collections.abc import Iterator
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout, policy
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.store import Store
+from automodel_ckpt.checkpoint.run import policy
+from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import LeaseLost
-from tests.support import tiny
+from tests.support.models import tiny
 
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / ".stores"

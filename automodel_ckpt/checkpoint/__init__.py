@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.checkpointer import Checkpointer
-    from automodel_ckpt.checkpoint.discovery import discover
-    from automodel_ckpt.checkpoint.hf_assets import HFAssets
+    from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
     from automodel_ckpt.checkpoint.loader import Resumed
-    from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.checkpoint.options import CheckpointOptions
+    from automodel_ckpt.checkpoint.parts.discovery import discover
+    from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.checkpoint.saving.save import SaveReport
 
 __all__ = [
@@ -29,9 +29,9 @@ _HOMES = {
     "Checkpointer": "checkpointer",
     "Resumed": "loader",
     "SaveReport": "saving.save",
-    "HFAssets": "hf_assets",
-    "Manifest": "manifest",
-    "discover": "discovery",
+    "HFAssets": "export.hf_assets",
+    "Manifest": "parts.manifest",
+    "discover": "parts.discovery",
 }
 
 

@@ -27,23 +27,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint import layout, policy
-from automodel_ckpt.checkpoint.arguments import (
-    check_call,
-    check_state,
-    count,
-    path_text,
-    plain_numbers,
-    yaml_text,
-)
-from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
-from automodel_ckpt.checkpoint.collector import collector_paused
-from automodel_ckpt.checkpoint.discovery import classify
+from automodel_ckpt.base.units import size_text
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.collector import collector_paused
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.checkpoint.library_terms import in_library_terms
 from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed, Streamed
-from automodel_ckpt.checkpoint.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.memory.nodes import Nodes
 from automodel_ckpt.checkpoint.node_directories import (
     NodeDirectories,
@@ -51,7 +41,18 @@ from automodel_ckpt.checkpoint.node_directories import (
     open_node_directories,
 )
 from automodel_ckpt.checkpoint.options import CheckpointOptions, Options, validate_options
-from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.parts.arguments import (
+    check_call,
+    check_state,
+    count,
+    path_text,
+    plain_numbers,
+    yaml_text,
+)
+from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.parts.discovery import classify
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
+from automodel_ckpt.checkpoint.run import policy, resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.generation import NOTE
 from automodel_ckpt.checkpoint.run.writable import OPENING
@@ -64,9 +65,8 @@ from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.saving.sync_save import SyncSaves
 from automodel_ckpt.checkpoint.transfers import Transfers, with_local_directory
-from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError, SaveFailed
-from automodel_ckpt.units import size_text
+from automodel_ckpt.parallel.ranks import agree
 
 __all__ = ["Checkpointer", "Resumed", "Saving"]
 

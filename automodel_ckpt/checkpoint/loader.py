@@ -12,13 +12,12 @@ from typing import Any, Protocol
 
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
-from automodel_ckpt.checkpoint.discovery import classify
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.options import Options
+from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.parts.discovery import classify
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote.fetch import Fetched
-from automodel_ckpt.checkpoint.remote.ranges import VerifiedRanges
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.selection import Chooser, FetchedCheckpoint
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
@@ -31,6 +30,7 @@ from automodel_ckpt.checkpoint.state.model_config import (
     model_changes,
     require_same_function,
 )
+from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
 
 log = logging.getLogger("automodel_ckpt")

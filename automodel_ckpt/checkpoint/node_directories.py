@@ -20,11 +20,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
-from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.base.durable_io import replace_file
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.checkpoint.memory.nodes import Nodes, nodes_of_ranks
 from automodel_ckpt.checkpoint.memory.save_files import (
     EARLIER_LOGS,
@@ -33,6 +31,11 @@ from automodel_ckpt.checkpoint.memory.save_files import (
 )
 from automodel_ckpt.checkpoint.memory.survey import CheckpointOnNodes, survey
 from automodel_ckpt.checkpoint.options import Options
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.parts.failures import as_failure
+from automodel_ckpt.checkpoint.parts.manifest import Summary
+from automodel_ckpt.checkpoint.parts.verify import Level
 from automodel_ckpt.checkpoint.remote.fetch import remove_fetched
 from automodel_ckpt.checkpoint.remote.pull import LOGS
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
@@ -43,11 +46,9 @@ from automodel_ckpt.checkpoint.run.shared_storage import (
     ranks_without_storage,
 )
 from automodel_ckpt.checkpoint.transfers import is_scratch_directory
-from automodel_ckpt.checkpoint.verify import Level
-from automodel_ckpt.distributed import agree
-from automodel_ckpt.distributed.node_address import own_address
-from automodel_ckpt.durable_io import replace_file
 from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.parallel.ranks import agree
+from automodel_ckpt.parallel.ranks.node_address import own_address
 
 log = logging.getLogger("automodel_ckpt")
 

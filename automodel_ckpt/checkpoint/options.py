@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
-from automodel_ckpt.checkpoint import policy
-from automodel_ckpt.checkpoint.verify import Level
+from automodel_ckpt.checkpoint.parts.verify import Level
+from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.errors import RecipeError
 
 ModelFormat = Literal["safetensors", "torch_save"]

@@ -14,18 +14,18 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
-from automodel_ckpt.checkpoint.manifest import Summary
+from automodel_ckpt.base.store_url import check_url, is_url, scratch_directory, with_remote
 from automodel_ckpt.checkpoint.memory.nodes import Nodes, Waiting
 from automodel_ckpt.checkpoint.options import Options, RemoteStorage
+from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.remote.background import PartUploads, Uploads, check_remote
 from automodel_ckpt.checkpoint.remote.fetch import Fetched, Fetcher, own_name, remove_fetched
 from automodel_ckpt.checkpoint.remote.pending import clear_links
 from automodel_ckpt.checkpoint.remote.uploader import LINK
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
-from automodel_ckpt.store_url import check_url, is_url, scratch_directory, with_remote
+from automodel_ckpt.parallel.ranks import agree
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -16,33 +16,23 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from automodel_ckpt import __version__
-from automodel_ckpt.cli.arguments import resolve_paths
 from automodel_ckpt.cli.commands import (
-    archive,
-    average,
-    chat,
     completion,
     diff,
     env,
-    eval_,
-    export,
-    generate,
     goodput,
-    hub,
-    import_,
     ls,
-    pack,
     pin,
     plot,
     prune,
-    push,
     show,
     track,
     verify,
 )
-from automodel_ckpt.cli.paths import check_working_directory
-from automodel_ckpt.cli.remote import reject_urls
-from automodel_ckpt.cli.terminal import (
+from automodel_ckpt.cli.common.arguments import resolve_paths
+from automodel_ckpt.cli.common.paths import check_working_directory
+from automodel_ckpt.cli.common.remote import reject_urls
+from automodel_ckpt.cli.common.terminal import (
     leave_reader,
     naming_output,
     occupy_standard_streams,
@@ -50,6 +40,18 @@ from automodel_ckpt.cli.terminal import (
     print_error,
     problem_json,
     require_utf8,
+)
+from automodel_ckpt.cli.models import (
+    archive,
+    average,
+    chat,
+    eval_,
+    export,
+    generate,
+    hub,
+    import_,
+    pack,
+    push,
 )
 from automodel_ckpt.errors import (
     EXIT_DONE,

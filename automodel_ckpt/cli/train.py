@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import automodel_ckpt
+from automodel_ckpt.base.socket_paths import short_temporary_directory
+from automodel_ckpt.base.user_code import reporting_user_failures
 from automodel_ckpt.cli.checks.device_memory import device_memory
 from automodel_ckpt.cli.checks.finished_run import finished_text
 from automodel_ckpt.cli.checks.rank_counts import (
@@ -18,10 +20,10 @@ from automodel_ckpt.cli.checks.rank_counts import (
     mesh_sizes,
 )
 from automodel_ckpt.cli.checks.selftest import check_selftest_options, selftest
-from automodel_ckpt.cli.example_recipes import copy_example, example_lines
-from automodel_ckpt.cli.launch.limits import raise_file_limit
-from automodel_ckpt.cli.paths import check_working_directory
-from automodel_ckpt.cli.terminal import (
+from automodel_ckpt.cli.cluster.options import LauncherOptions, launcher_options
+from automodel_ckpt.cli.common.example_recipes import copy_example, example_lines
+from automodel_ckpt.cli.common.paths import check_working_directory
+from automodel_ckpt.cli.common.terminal import (
     hiding_values,
     leave_reader,
     naming_output,
@@ -30,14 +32,12 @@ from automodel_ckpt.cli.terminal import (
     print_error,
     require_utf8,
 )
-from automodel_ckpt.cli.write_launcher.options import LauncherOptions, launcher_options
+from automodel_ckpt.cli.launch.limits import raise_file_limit
 from automodel_ckpt.config.automodel.notices import report_lines
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
-from automodel_ckpt.socket_paths import short_temporary_directory
-from automodel_ckpt.user_code import reporting_user_failures
 
 SUFFIXES = (".yaml", ".yml")
 PRINTING_MODES = {
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(line: CommandLine) -> int:
     """Execute a parsed command line. Raises :class:`RecipeError` with all problems of it and of the recipe."""
     if "help" in line.modes:
-        from automodel_ckpt.config.help import help_text, topic_text
+        from automodel_ckpt.config.help.listing import help_text, topic_text
 
         topic = line.modes["help"]
         print(topic_text(*topic) if topic else help_text(), end="")
@@ -101,7 +101,7 @@ def run(line: CommandLine) -> int:
     elif "list" in line.modes:
         print("\n".join(example_lines()))
     elif "schema" in line.modes:
-        from automodel_ckpt.config.json_schema import schema_text
+        from automodel_ckpt.config.help.json_schema import schema_text
 
         print(schema_text(), end="")
     elif "copy" in line.modes:
@@ -154,8 +154,8 @@ def _run_recipe(line: CommandLine) -> int:
     if "dry_run" in line.modes:
         return _dry_run(loaded, line, ranks, device_bytes, finished)
     from automodel_ckpt.cli.launch.launcher import launch
-    from automodel_ckpt.config.prepare import prepare
-    from automodel_ckpt.config.trust import Trust
+    from automodel_ckpt.config.callables.prepare import prepare
+    from automodel_ckpt.config.callables.trust import Trust
 
     trust = Trust(line.flags.trust)
     return launch(loaded, line.flags, lambda: prepare(loaded, trust))
@@ -172,10 +172,10 @@ def _dry_run(
 
     Raises :class:`RecipeError` for what the run would reject before training.
     """
+    from automodel_ckpt.base.hub_access import without_token
     from automodel_ckpt.cli.checks.dry_run import report
-    from automodel_ckpt.config.prepare import prepare
-    from automodel_ckpt.config.trust import Trust
-    from automodel_ckpt.hub_access import without_token
+    from automodel_ckpt.config.callables.prepare import prepare
+    from automodel_ckpt.config.callables.trust import Trust
 
     with hiding_values(), without_token():
         loaded, recipe_class = prepare(loaded, Trust(line.flags.trust))
@@ -188,7 +188,7 @@ def _dry_run(
 
 def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions) -> int:
     """Write the script or manifest of ``--write-launcher``. Raises :class:`RecipeError`."""
-    from automodel_ckpt.cli.write_launcher.write import check_flags, write_launcher
+    from automodel_ckpt.cli.cluster.write import check_flags, write_launcher
 
     check_flags(line.flags)
     num_ranks = int(line.flags.nnodes) * int(line.flags.nproc_per_node)
@@ -200,8 +200,8 @@ def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOp
 def _show_samples(loaded: LoadedRecipe, line: CommandLine) -> int:
     """Print samples as they are trained. Raises :class:`RecipeError`."""
     from automodel_ckpt.cli.checks.show_samples import report
-    from automodel_ckpt.config.prepare import prepare
-    from automodel_ckpt.config.trust import Trust
+    from automodel_ckpt.config.callables.prepare import prepare
+    from automodel_ckpt.config.callables.trust import Trust
 
     (text,) = line.modes["show_samples"]
     if not re.fullmatch(r"[0-9]{1,6}", text):
@@ -223,10 +223,10 @@ def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
 
     def check(root: Node) -> list[Problem]:
         from automodel_ckpt.cli.checks.data_files import missing_data_files
-        from automodel_ckpt.config.sent_values import sent_problems
-        from automodel_ckpt.config.target_names import untrusted_names
-        from automodel_ckpt.config.trust import Trust
-        from automodel_ckpt.config.urls import missing_libraries
+        from automodel_ckpt.config.callables.sent_values import sent_problems
+        from automodel_ckpt.config.callables.target_names import untrusted_names
+        from automodel_ckpt.config.callables.trust import Trust
+        from automodel_ckpt.config.tree.urls import missing_libraries
 
         trust = Trust(line.flags.trust)
         return [
@@ -243,10 +243,10 @@ def _observed(
     line: CommandLine, loaded: LoadedRecipe, notes: Path, stop_after: int | None
 ) -> tuple[LoadedRecipe, type]:
     """Prepare the recipe with a class that records its samples and states. Raises :class:`RecipeError`."""
-    from automodel_ckpt.config.prepare import prepare
-    from automodel_ckpt.config.trust import Trust
-    from automodel_ckpt.recipes.recipe import Recipe
-    from automodel_ckpt.recipes.selftest_probe import observed
+    from automodel_ckpt.config.callables.prepare import prepare
+    from automodel_ckpt.config.callables.trust import Trust
+    from automodel_ckpt.train.recipe import Recipe
+    from automodel_ckpt.train.selftest_probe import observed
 
     loaded, recipe = prepare(loaded, Trust(line.flags.trust))
     if not issubclass(recipe, Recipe):
@@ -254,7 +254,7 @@ def _observed(
             "the selftest requires a recipe derived from Recipe",
             where="--selftest-resume",
             value=f"{recipe.__module__}.{recipe.__qualname__}",
-            hint="derive the recipe from automodel_ckpt.recipes.recipe.Recipe",
+            hint="derive the recipe from automodel_ckpt.train.recipe.Recipe",
         )
     return loaded, observed(recipe, notes, stop_after=stop_after)
 

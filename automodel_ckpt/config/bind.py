@@ -10,8 +10,19 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from automodel_ckpt.config import extends
-from automodel_ckpt.config.convert import (
+from automodel_ckpt.config.defaults import default_node, default_of, is_changed
+from automodel_ckpt.config.other_names import OTHER_NAMES
+from automodel_ckpt.config.schema_keys import (
+    closest,
+    has_hints,
+    hints_of,
+    is_number,
+    join,
+    keys_of,
+    names_in,
+)
+from automodel_ckpt.config.tree import extends
+from automodel_ckpt.config.tree.convert import (
     choices,
     describe,
     find,
@@ -23,25 +34,14 @@ from automodel_ckpt.config.convert import (
     typed,
     untyped,
 )
-from automodel_ckpt.config.defaults import default_node, default_of, is_changed
-from automodel_ckpt.config.other_names import OTHER_NAMES
-from automodel_ckpt.config.references import (
+from automodel_ckpt.config.tree.references import (
     KEY_REFERENCE,
     ReferenceFailed,
     is_reference,
     resolve,
 )
-from automodel_ckpt.config.rules import MISSING, Condition, Relation, Target
-from automodel_ckpt.config.schema_keys import (
-    closest,
-    has_hints,
-    hints_of,
-    is_number,
-    join,
-    keys_of,
-    names_in,
-)
-from automodel_ckpt.config.yaml_tree import DEFAULT, NULL_WORDS, Node, node_of, read_text
+from automodel_ckpt.config.tree.rules import MISSING, Condition, Relation, Target
+from automodel_ckpt.config.tree.yaml_tree import DEFAULT, NULL_WORDS, Node, node_of, read_text
 from automodel_ckpt.errors import Problem
 
 _LISTS = (list, tuple, set, Sequence, Iterable)

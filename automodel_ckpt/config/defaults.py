@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from automodel_ckpt.config.convert import choices, members
-from automodel_ckpt.config.rules import MISSING, Target
-from automodel_ckpt.config.yaml_tree import Node, node_of
+from automodel_ckpt.config.tree.convert import choices, members
+from automodel_ckpt.config.tree.rules import MISSING, Target
+from automodel_ckpt.config.tree.yaml_tree import Node, node_of
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:

@@ -9,27 +9,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.base.former_names import current_name
 from automodel_ckpt.config import automodel
 from automodel_ckpt.config.automodel.convert import converted_text
 from automodel_ckpt.config.automodel.notices import Notice
 from automodel_ckpt.config.bind import Binder
-from automodel_ckpt.config.builders import builder_problems, needs_import
-from automodel_ckpt.config.canonical_yaml import canonical_tree
-from automodel_ckpt.config.extends import (
+from automodel_ckpt.config.callables.builders import builder_problems, needs_import
+from automodel_ckpt.config.overrides import Override, graft
+from automodel_ckpt.config.registry import is_name, is_own, registered
+from automodel_ckpt.config.sample_kinds import sample_problems
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import closest, join
+from automodel_ckpt.config.tree.canonical_yaml import canonical_tree
+from automodel_ckpt.config.tree.extends import (
     directory_of,
     is_extended,
     read_with_bases,
     without_content,
 )
-from automodel_ckpt.config.key_references import resolve_keys
-from automodel_ckpt.config.overrides import Override, graft
-from automodel_ckpt.config.references import is_reference
-from automodel_ckpt.config.registry import is_name, is_own, registered
-from automodel_ckpt.config.sample_kinds import sample_problems
-from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import closest, join
-from automodel_ckpt.config.urls import shell_variables, url_problems
-from automodel_ckpt.config.yaml_tree import Node, is_stream, lines
+from automodel_ckpt.config.tree.key_references import resolve_keys
+from automodel_ckpt.config.tree.references import is_reference
+from automodel_ckpt.config.tree.urls import shell_variables, url_problems
+from automodel_ckpt.config.tree.yaml_tree import Node, is_stream, lines
 from automodel_ckpt.errors import Problem, RecipeError
 
 _KINDS_ELSEWHERE = {
@@ -177,6 +178,7 @@ def bind_recipe(
     root = parsed.copy()
     for override in overrides:
         graft(root, override, found)
+    _rename_targets(root)
     translation = automodel.translate(root)
     if translation is not None:
         root = translation.root
@@ -210,6 +212,14 @@ def bind_recipe(
     return LoadedRecipe(
         config, path, tree, parsed, tuple(overrides), tuple(in_plugins), notices, translated
     )
+
+
+def _rename_targets(node: Node) -> None:
+    """Replace former names of this package's classes, which recipes and saved configurations have."""
+    if isinstance(node.value, str):
+        node.value = current_name(node.value)
+    for _, child in node.children():
+        _rename_targets(child)
 
 
 def _shown(problems: Iterable[Problem], path: Path) -> list[Problem]:

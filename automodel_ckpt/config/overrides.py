@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from automodel_ckpt.config.bind import Binder
-from automodel_ckpt.config.convert import FALSE_WORDS, TRUE_WORDS, members
-from automodel_ckpt.config.flags import LaunchFlags
-from automodel_ckpt.config.key_references import default_at
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import (
@@ -21,7 +18,10 @@ from automodel_ckpt.config.schema_keys import (
     is_number,
     with_underscores,
 )
-from automodel_ckpt.config.yaml_tree import NULL_WORDS, Node, read_text
+from automodel_ckpt.config.tree.convert import FALSE_WORDS, TRUE_WORDS, members
+from automodel_ckpt.config.tree.flags import LaunchFlags
+from automodel_ckpt.config.tree.key_references import default_at
+from automodel_ckpt.config.tree.yaml_tree import NULL_WORDS, Node, read_text
 from automodel_ckpt.errors import Problem
 
 MODES = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from automodel_ckpt.config.keys.evaluation import has_benchmarks
+from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.registry import is_own
-from automodel_ckpt.config.rules import Condition, Relation
-from automodel_ckpt.config.sections.evaluation import has_benchmarks
-from automodel_ckpt.config.sections.model import ModelConfig
+from automodel_ckpt.config.tree.rules import Condition, Relation
 
 KIND_SECTIONS: dict[str, tuple[str, ...]] = {
     "classification": ("sequence_classification",),

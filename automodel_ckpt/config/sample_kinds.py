@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from automodel_ckpt.config.references import is_reference
 from automodel_ckpt.config.registry import own_name
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import join
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.references import is_reference
+from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 
 _PACKAGE = "automodel_ckpt.data."

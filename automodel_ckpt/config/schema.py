@@ -12,6 +12,47 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from automodel_ckpt.config.keys.checkpoint import (
+    CheckpointConfig,
+    MemoryConfig,
+    RemoteConfig,
+)
+from automodel_ckpt.config.keys.data import SET_NAMES, DataloaderConfig, PackedSequenceConfig
+from automodel_ckpt.config.keys.distributed import (
+    DistributedConfig,
+    MeshSizes,
+)
+from automodel_ckpt.config.keys.evaluation import EvaluationConfig, GenerationConfig
+from automodel_ckpt.config.keys.hub import HubConfig
+from automodel_ckpt.config.keys.init_from import InitFromConfig, InitFromSource
+from automodel_ckpt.config.keys.low_precision import Fp8Config, QatConfig
+from automodel_ckpt.config.keys.model import (
+    CompileConfig,
+    ModelConfig,
+    MtpConfig,
+)
+from automodel_ckpt.config.keys.monitoring import (
+    HangsConfig,
+    LoggingConfig,
+    ProfileConfig,
+    ThroughputConfig,
+)
+from automodel_ckpt.config.keys.optimizer import (
+    EmaConfig,
+    LRSchedulerConfig,
+    OptimizerConfig,
+    OptimizerGroup,
+    OptimizerTarget,
+    OptionsGroup,
+    TargetGroup,
+)
+from automodel_ckpt.config.keys.peft import PeftConfig
+from automodel_ckpt.config.keys.preprocessor import ProcessorConfig, TokenizerConfig
+from automodel_ckpt.config.keys.step_scheduler import (
+    EarlyStoppingConfig,
+    OnSpikeConfig,
+    StepSchedulerConfig,
+)
 from automodel_ckpt.config.kinds.classification import ClassificationConfig
 from automodel_ckpt.config.kinds.distill import DistillConfig
 from automodel_ckpt.config.kinds.dpo import DPOConfig
@@ -22,7 +63,7 @@ from automodel_ckpt.config.kinds.pretrain import PretrainConfig
 from automodel_ckpt.config.kinds.reranker import RerankerConfig
 from automodel_ckpt.config.kinds.reward_model import RewardModelConfig
 from automodel_ckpt.config.recipe_rules import CONDITIONS, RELATIONS
-from automodel_ckpt.config.rules import (
+from automodel_ckpt.config.tree.rules import (
     AT_LEAST_0,
     AT_LEAST_1,
     AT_LEAST_1_OR_AUTO,
@@ -42,47 +83,6 @@ from automodel_ckpt.config.rules import (
     Rule,
     Target,
     setting,
-)
-from automodel_ckpt.config.sections.checkpoint import (
-    CheckpointConfig,
-    MemoryConfig,
-    RemoteConfig,
-)
-from automodel_ckpt.config.sections.data import SET_NAMES, DataloaderConfig, PackedSequenceConfig
-from automodel_ckpt.config.sections.distributed import (
-    DistributedConfig,
-    MeshSizes,
-)
-from automodel_ckpt.config.sections.evaluation import EvaluationConfig, GenerationConfig
-from automodel_ckpt.config.sections.hub import HubConfig
-from automodel_ckpt.config.sections.init_from import InitFromConfig, InitFromSource
-from automodel_ckpt.config.sections.low_precision import Fp8Config, QatConfig
-from automodel_ckpt.config.sections.model import (
-    CompileConfig,
-    ModelConfig,
-    MtpConfig,
-)
-from automodel_ckpt.config.sections.monitoring import (
-    HangsConfig,
-    LoggingConfig,
-    ProfileConfig,
-    ThroughputConfig,
-)
-from automodel_ckpt.config.sections.optimizer import (
-    EmaConfig,
-    LRSchedulerConfig,
-    OptimizerConfig,
-    OptimizerGroup,
-    OptimizerTarget,
-    OptionsGroup,
-    TargetGroup,
-)
-from automodel_ckpt.config.sections.peft import PeftConfig
-from automodel_ckpt.config.sections.preprocessor import ProcessorConfig, TokenizerConfig
-from automodel_ckpt.config.sections.step_scheduler import (
-    EarlyStoppingConfig,
-    OnSpikeConfig,
-    StepSchedulerConfig,
 )
 
 __all__ = [

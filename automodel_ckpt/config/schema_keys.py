@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from automodel_ckpt.config.convert import is_text_only, members, section_type, target_type
+from automodel_ckpt.config.tree.convert import is_text_only, members, section_type, target_type
 
 
 def hints_of(section: Any) -> dict[str, Any]:

@@ -5,9 +5,9 @@ The functions are in ``plugins.py``, ``prepare.py`` and ``target_checks.py``, wh
 
 from __future__ import annotations
 
-from automodel_ckpt.config.plugins import build, build_function, callable_of
-from automodel_ckpt.config.prepare import PreparedRecipe, prepare, resolve_recipe
-from automodel_ckpt.config.target_checks import check_targets
+from automodel_ckpt.config.callables.plugins import build, build_function, callable_of
+from automodel_ckpt.config.callables.prepare import PreparedRecipe, prepare, resolve_recipe
+from automodel_ckpt.config.callables.target_checks import check_targets
 
 __all__ = [
     "PreparedRecipe",

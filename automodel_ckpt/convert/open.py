@@ -2,7 +2,8 @@
 
 :func:`open_source` describes one model for ``export``, ``diff`` and ``gguf``. :func:`open_weights` describes weights to
 start from, for ``init_from`` and ``ckpt import``: it also accepts run directories, pointers, single files, and symbolic
-links as in the Hub's cache. Both return slices (``checkpoint/slices.py``), so that a rank reads only what it needs.
+links as in the Hub's cache. Both return slices (``checkpoint/parts/slices.py``), so that a rank reads only what it
+needs.
 
 Checkpoints of this program have a manifest. Any other directory or file is opened by the first format in
 ``sources/registry.py`` that recognizes it. Only manifests, headers and metadata are read.
@@ -17,11 +18,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.export_manifest import ExportManifest
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.slices import contiguous_slices
+from automodel_ckpt.checkpoint.parts.verify import Level, verify
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.slices import contiguous_slices
 from automodel_ckpt.checkpoint.sources.opening import (
     MODEL,
     check_finished,
@@ -31,7 +33,11 @@ from automodel_ckpt.checkpoint.sources.opening import (
     without_averages,
 )
 from automodel_ckpt.checkpoint.sources.source import Source, Tensors, unusable
-from automodel_ckpt.checkpoint.verify import Level, verify
+from automodel_ckpt.convert.formats.files import names_in
+from automodel_ckpt.convert.formats.format import Format
+from automodel_ckpt.convert.formats.registry import DCP, detect
+from automodel_ckpt.convert.formats.torch.dcp import DATA_SUFFIX
+from automodel_ckpt.convert.imports.source_files import check_links_of_weights
 from automodel_ckpt.convert.names.conversion import (
     conversion_in,
     has_megatron_names,
@@ -42,11 +48,6 @@ from automodel_ckpt.convert.names.torchtitan import (
     required_torchtitan_conversion,
     torchtitan_conversion,
 )
-from automodel_ckpt.convert.source_files import check_links_of_weights
-from automodel_ckpt.convert.sources.dcp import DATA_SUFFIX
-from automodel_ckpt.convert.sources.files import names_in
-from automodel_ckpt.convert.sources.format import Format
-from automodel_ckpt.convert.sources.registry import DCP, detect
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 log = logging.getLogger("automodel_ckpt")

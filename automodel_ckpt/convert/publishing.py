@@ -12,11 +12,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.commit import make_run_directory
-from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.base.durable_io import fsync_directories, fsync_directory, fsync_file, walk
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.ownership import is_abandoned, owned, owner_digits
-from automodel_ckpt.durable_io import fsync_directories, fsync_directory, fsync_file, walk
+from automodel_ckpt.checkpoint.parts.commit import make_run_directory
 from automodel_ckpt.errors import SaveFailed, os_problem, writing_hint
 
 

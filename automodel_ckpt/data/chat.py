@@ -10,17 +10,17 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.arguments import require_choice
-from automodel_ckpt.data.chat_template import ChatTemplate
-from automodel_ckpt.data.conversation_changes import ConversationChanges
-from automodel_ckpt.data.messages import UnusableSample, is_empty
-from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
-from automodel_ckpt.data.rows import Rows
-from automodel_ckpt.data.samples import samples_of
-from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.template_choice import template_of
-from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.truncation import Truncation
+from automodel_ckpt.data.conversations.chat_template import ChatTemplate
+from automodel_ckpt.data.conversations.conversation_changes import ConversationChanges
+from automodel_ckpt.data.conversations.messages import UnusableSample, is_empty
+from automodel_ckpt.data.conversations.template_choice import template_of
+from automodel_ckpt.data.rows.arguments import require_choice
+from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.samples.samples import samples_of
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def messages(
     The field ``conversations`` is read if there is no field ``messages``. An answer with ``"weight": 0`` has no labels.
     Templates that support only text get the text of contents that are lists of text parts; those that require objects
     get the arguments of ``tool_calls`` as objects. Messages with the roles ``tool_call`` and ``tool_response`` are
-    converted (:func:`~automodel_ckpt.data.tool_turns.with_tool_calls`).
+    converted (:func:`~automodel_ckpt.data.conversations.tool_turns.with_tool_calls`).
 
     Raises :class:`RecipeError` with the location of a sample that is not a conversation, that the template cannot
     render, whose tools it omits, whose answers cannot be located in the template's output, or that has no label.

@@ -19,21 +19,21 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.arguments import at_most, require_choice, require_tokenizer
-from automodel_ckpt.data.chat_template import ChatTemplate
-from automodel_ckpt.data.fast_encoding import truncation_on_the_right
-from automodel_ckpt.data.fields import names_in
-from automodel_ckpt.data.label_values import LabelValues, Reading, reading_of
-from automodel_ckpt.data.labels import Labels
-from automodel_ckpt.data.length_summary import LengthSummary
-from automodel_ckpt.data.messages import UnusableSample, turns_of
-from automodel_ckpt.data.python_library import library_digest, library_docstrings
-from automodel_ckpt.data.rows import RowRange, Rows
-from automodel_ckpt.data.sample_arrays import SampleArrays
-from automodel_ckpt.data.samples import identity, stored
-from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.template_choice import template_of
-from automodel_ckpt.data.truncation import Truncation
+from automodel_ckpt.data.conversations.chat_template import ChatTemplate
+from automodel_ckpt.data.conversations.messages import UnusableSample, turns_of
+from automodel_ckpt.data.conversations.template_choice import template_of
+from automodel_ckpt.data.rows.arguments import at_most, require_choice, require_tokenizer
+from automodel_ckpt.data.rows.fields import names_in
+from automodel_ckpt.data.rows.rows import RowRange, Rows
+from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.samples.fast_encoding import truncation_on_the_right
+from automodel_ckpt.data.samples.label_values import LabelValues, Reading, reading_of
+from automodel_ckpt.data.samples.labels import Labels
+from automodel_ckpt.data.samples.length_summary import LengthSummary
+from automodel_ckpt.data.samples.python_library import library_digest, library_docstrings
+from automodel_ckpt.data.samples.sample_arrays import SampleArrays
+from automodel_ckpt.data.samples.samples import identity, stored
+from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class LabeledTexts(SampleArrays):
 
     A sample is ``{"input_ids": list[int], "targets": list[float]}``, for pairs of texts of some encoders with
     ``token_type_ids``. The samples are concatenated: sample i is ``tokens[ends[i - 1]:ends[i]]``. *types* is empty or
-    as long as *tokens*; *targets* is [samples, numbers] (:meth:`~automodel_ckpt.data.labels.Labels.targets`).
+    as long as *tokens*; *targets* is [samples, numbers] (:meth:`~automodel_ckpt.data.samples.labels.Labels.targets`).
     *num_cut* [1] is the number of truncated samples.
     """
 

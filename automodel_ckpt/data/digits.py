@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from transformers import LlavaProcessor
 
-from automodel_ckpt.data.arguments import at_most, require_choice
-from automodel_ckpt.data.image_conversations import ImageChatTemplate, ImageText, image_text
-from automodel_ckpt.data.images import pillow
-from automodel_ckpt.data.messages import UnusableSample
+from automodel_ckpt.data.conversations.messages import UnusableSample
+from automodel_ckpt.data.media.image_conversations import ImageChatTemplate, ImageText, image_text
+from automodel_ckpt.data.media.images import pillow
 from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.data.rows.arguments import at_most, require_choice
 from automodel_ckpt.errors import RecipeError
 
 QUESTION = "Which digit is this?"

@@ -14,16 +14,16 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.chat import conversations_of
-from automodel_ckpt.data.chat_template import ChatTemplate
-from automodel_ckpt.data.messages import UnusableSample, parsed, turns_of
-from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
-from automodel_ckpt.data.rows import Rows
-from automodel_ckpt.data.samples import samples_of
-from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.template_choice import template_of
-from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.tool_turns import CALL
-from automodel_ckpt.data.truncation import Truncation
+from automodel_ckpt.data.conversations.chat_template import ChatTemplate
+from automodel_ckpt.data.conversations.messages import UnusableSample, parsed, turns_of
+from automodel_ckpt.data.conversations.template_choice import template_of
+from automodel_ckpt.data.conversations.tool_turns import CALL
+from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.samples.samples import samples_of
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.truncation import Truncation
 
 _TYPES = {
     "str": "string",

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.encoder import Encoder
-from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
-from automodel_ckpt.data.rows import Rows
-from automodel_ckpt.data.samples import samples_of
-from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.truncation import Truncation
+from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.samples.encoder import Encoder
+from automodel_ckpt.data.samples.samples import samples_of
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from automodel_ckpt.bounded_templates import bound_chat_templates
-from automodel_ckpt.data.audio_limit import AudioLimit
+from automodel_ckpt.base.bounded_templates import bound_chat_templates
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.collate import IGNORE_INDEX
-from automodel_ckpt.data.image_conversations import ImageText
-from automodel_ckpt.data.images import pillow
-from automodel_ckpt.data.media import (
+from automodel_ckpt.data.media.audio_limit import AudioLimit
+from automodel_ckpt.data.media.image_conversations import ImageText
+from automodel_ckpt.data.media.images import pillow
+from automodel_ckpt.data.media.media import (
     AUDIO,
     IMAGE,
     Media,
@@ -27,9 +29,7 @@ from automodel_ckpt.data.media import (
     sampling_rate_of,
     usual_media,
 )
-from automodel_ckpt.data.packing import IS_TOKEN
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.units import counted
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _REJECTIONS = (ValueError, TypeError, IndexError, KeyError, StopIteration)
 
 
 class ImageTextCollator:
-    """Converts :class:`~automodel_ckpt.data.image_conversations.ImageText` samples to tensors with a processor.
+    """Converts :class:`~automodel_ckpt.data.media.image_conversations.ImageText` samples to tensors with a processor.
 
     ``input_ids``, ``attention_mask`` and ``labels`` have the shape [samples, length] and are padded on the right. The
     shapes of other tensors depend on the model. Labels are on the assistant's text, never on *image_token_ids*, the
@@ -442,5 +442,5 @@ def check_conversation(sample: object) -> None:
         where="dataset",
         value=found,
         hint="use a builder such as automodel_ckpt.data.vlm.conversations, which also reads conversations without "
-        "images; return automodel_ckpt.data.image_conversations.ImageText; or set dataloader.collate_fn",
+        "images; return automodel_ckpt.data.media.image_conversations.ImageText; or set dataloader.collate_fn",
     )

@@ -9,18 +9,18 @@ from typing import Any, Literal, cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from automodel_ckpt.data.batches.micro_batches import Collate
 from automodel_ckpt.data.collate import IGNORE_INDEX
-from automodel_ckpt.data.micro_batches import Collate
-from automodel_ckpt.data.pair_encoder import PairEncoder
+from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
+from automodel_ckpt.data.pairs.preference_rows import CHOSEN, REJECTED
 from automodel_ckpt.data.preference import PreferenceDataset
 from automodel_ckpt.data.preference import pairs as preference_pairs
-from automodel_ckpt.data.preference_rows import CHOSEN, REJECTED
-from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, Row, RowStream, with_labels
-from automodel_ckpt.data.rows import Rows
-from automodel_ckpt.data.samples import samples_of
-from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.truncation import Truncation
+from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, Row, RowStream, with_labels
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.samples.samples import samples_of
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 DESIRABLE = "is_desirable"

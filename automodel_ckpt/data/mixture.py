@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from automodel_ckpt.data.mixture_stream import IndexedStream, MixtureStream
-from automodel_ckpt.data.sampler import derive_seed, permutation
-from automodel_ckpt.data.stream_batches import restores_exactly
+from automodel_ckpt.data.batches.mixture_stream import IndexedStream, MixtureStream
+from automodel_ckpt.data.batches.sampler import derive_seed, permutation
+from automodel_ckpt.data.batches.stream_batches import restores_exactly
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def mixture(
     ends when the first source would repeat a sample; the others continue there in the next epoch. With a larger number,
     sources repeat. Logs how many samples of each source an epoch has. With ``packed_sequence``, each source is packed
     separately, and a pack counts as its samples. Some or all sources may be streams; then *weights* are needed
-    (:class:`~automodel_ckpt.data.mixture_stream.MixtureStream`).
+    (:class:`~automodel_ckpt.data.batches.mixture_stream.MixtureStream`).
 
     Raises :class:`RecipeError` for empty sources, and for weights that do not fit.
     """

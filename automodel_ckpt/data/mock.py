@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from automodel_ckpt.data.sampler import derive_seed
+from automodel_ckpt.data.batches.sampler import derive_seed
 from automodel_ckpt.errors import RecipeError
 
 _MIN_LENGTH = 2

@@ -7,15 +7,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from automodel_ckpt.data.arguments import at_most
-from automodel_ckpt.data.image_conversations import (
+from automodel_ckpt.data.conversations.messages import UnusableSample
+from automodel_ckpt.data.media.image_conversations import (
     ImageChatTemplate,
     ImageOptions,
     ImageText,
     image_text,
 )
-from automodel_ckpt.data.images import pillow
-from automodel_ckpt.data.messages import UnusableSample
+from automodel_ckpt.data.media.images import pillow
+from automodel_ckpt.data.rows.arguments import at_most
 from automodel_ckpt.errors import RecipeError
 
 _WORDS = ("the", "red", "square", "under", "a", "small", "circle", "shows", "many", "dark", "lines")

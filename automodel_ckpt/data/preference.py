@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.micro_batches import Collate
-from automodel_ckpt.data.pair_encoder import PairEncoder
-from automodel_ckpt.data.preference_rows import (
+from automodel_ckpt.data.batches.micro_batches import Collate
+from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
+from automodel_ckpt.data.pairs.preference_rows import (
     CHOSEN,
     PROMPT,
     REJECTED,
@@ -19,11 +19,11 @@ from automodel_ckpt.data.preference_rows import (
     PreferenceEncoder,
     PreferenceFields,
 )
-from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, Row, RowStream, with_labels
-from automodel_ckpt.data.samples import samples_of
-from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.tokenized import TokenizedDataset
-from automodel_ckpt.data.truncation import Truncation
+from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, Row, RowStream, with_labels
+from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.samples.samples import samples_of
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset
+from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 MARGIN = "margin"

@@ -26,27 +26,27 @@ import tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from automodel_ckpt.checkpoint.sources.model_files import save_preprocessor
-from automodel_ckpt.data.arguments import require_choice
-from automodel_ckpt.data.cache import cached
-from automodel_ckpt.data.encoder import Encoder, blocks
 from automodel_ckpt.data.kto import SplitPairs
 from automodel_ckpt.data.preference import PreferenceDataset
-from automodel_ckpt.data.python_library import (
+from automodel_ckpt.data.rows.arguments import require_choice
+from automodel_ckpt.data.rows.cache import cached
+from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.samples.encoder import Encoder, blocks
+from automodel_ckpt.data.samples.python_library import (
     DocstringPair,
     library_digest,
     library_directory,
     library_pairs,
     of_split,
 )
-from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
-from automodel_ckpt.data.samples import identity, prepared
+from automodel_ckpt.data.samples.samples import identity, prepared
+from automodel_ckpt.data.samples.token_arrays import TokenDocuments, TokenWindows
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset
+from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.data.seq2seq import SourceTargetDataset, SourceTargetStream, source_target
 from automodel_ckpt.data.text import text
 from automodel_ckpt.data.text_pairs import TextTruncation, encoder_of
-from automodel_ckpt.data.token_arrays import TokenDocuments, TokenWindows
 from automodel_ckpt.data.token_files import nanogpt
-from automodel_ckpt.data.tokenized import TokenizedDataset
-from automodel_ckpt.data.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)

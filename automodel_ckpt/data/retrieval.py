@@ -16,16 +16,16 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.retrieval_sources import (
+from automodel_ckpt.data.pairs.retrieval_sources import (
     WHERE,
     Corpus,
     RowTable,
     open_source,
 )
-from automodel_ckpt.data.rows import Rows
-from automodel_ckpt.data.samples import samples_of_rows
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.samples.samples import samples_of_rows
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.data.text_pairs import PairReader, TextTruncation, encoder_of
-from automodel_ckpt.data.tokenized import TokenizedDataset
 from automodel_ckpt.errors import RecipeError
 
 _FIELDS = ("query", "positive", "negatives")

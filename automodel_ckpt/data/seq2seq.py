@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.arguments import require_choice, require_tokenizer
 from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator
-from automodel_ckpt.data.fast_encoding import encode_all, truncation_on_the_right
-from automodel_ckpt.data.fields import names_in
-from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, Row, RowStream, with_labels
-from automodel_ckpt.data.rows import Rows
-from automodel_ckpt.data.samples import samples_of
-from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.truncation import UNLIMITED, Truncation
+from automodel_ckpt.data.rows.arguments import require_choice, require_tokenizer
+from automodel_ckpt.data.rows.fields import names_in
+from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, Row, RowStream, with_labels
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.samples.fast_encoding import encode_all, truncation_on_the_right
+from automodel_ckpt.data.samples.samples import samples_of
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.truncation import UNLIMITED, Truncation
 from automodel_ckpt.errors import RecipeError
 
 

@@ -6,15 +6,15 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.chat_pairs import chat_pairs, pair_template
-from automodel_ckpt.data.encoder import Encoder
-from automodel_ckpt.data.fields import names_in
-from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
-from automodel_ckpt.data.rows import Rows
-from automodel_ckpt.data.samples import samples_of
-from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.truncation import Truncation
+from automodel_ckpt.data.pairs.chat_pairs import chat_pairs, pair_template
+from automodel_ckpt.data.rows.fields import names_in
+from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.samples.encoder import Encoder
+from automodel_ckpt.data.samples.samples import samples_of
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 PROMPT = "Context: {{ context | trim }}\nQuestion: {{ question | trim }}\nAnswer:"

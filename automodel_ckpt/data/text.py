@@ -1,7 +1,8 @@
 """Builders for documents, and for prompts with completions, from data files, directories or the Hugging Face Hub.
 
-Samples are tokenized once and cached under a digest of the rows (:class:`~automodel_ckpt.data.source.Source`), or with
-``streaming`` tokenized during training (:func:`~automodel_ckpt.data.samples.samples_of`).
+Samples are tokenized once and cached under a digest of the rows (:class:`~automodel_ckpt.data.rows.source.Source`), or
+with
+``streaming`` tokenized during training (:func:`~automodel_ckpt.data.samples.samples.samples_of`).
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.arguments import require_choice
-from automodel_ckpt.data.encoder import Encoder
-from automodel_ckpt.data.fields import names_in
-from automodel_ckpt.data.pair_encoder import PairEncoder
-from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
-from automodel_ckpt.data.rows import Rows
-from automodel_ckpt.data.samples import samples_of
-from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.truncation import Truncation
+from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
+from automodel_ckpt.data.rows.arguments import require_choice
+from automodel_ckpt.data.rows.fields import names_in
+from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.samples.encoder import Encoder
+from automodel_ckpt.data.samples.samples import samples_of
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.truncation import Truncation
 
 
 def text(

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.arguments import at_most, require_choice
-from automodel_ckpt.data.files import is_pattern
-from automodel_ckpt.data.megatron_tokens import MegatronIndex, read_index
-from automodel_ckpt.data.nanogpt_tokens import raw_tokens, read_header
-from automodel_ckpt.data.token_arrays import TokenArray, TokenDocuments, TokenWindows
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.data.rows.arguments import at_most, require_choice
+from automodel_ckpt.data.rows.files import is_pattern
+from automodel_ckpt.data.samples.megatron_tokens import MegatronIndex, read_index
+from automodel_ckpt.data.samples.nanogpt_tokens import raw_tokens, read_header
+from automodel_ckpt.data.samples.token_arrays import TokenArray, TokenDocuments, TokenWindows
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.units import counted
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ def megatron(
 
     With *documents*, a sample is a document instead, of at most *seq_length* tokens (null: any number).
 
-    The files are validated and memory-mapped; :class:`~automodel_ckpt.data.token_arrays.TokenWindows` describes the
+    The files are validated and memory-mapped; :class:`~automodel_ckpt.data.samples.token_arrays.TokenWindows`
+    describes the
     samples. Without *documents*, a sample contains that of Megatron with the sequence length *seq_length* - 1, its
     labels included. For several files with weights, use :func:`~automodel_ckpt.data.mixture.mixture`. Raises
     :class:`RecipeError` for invalid files.
@@ -88,7 +89,8 @@ def nanogpt(
     is one (``tokenizer: null`` for none). With *documents*, a sample is a document instead, of at most *seq_length*
     tokens (null: any number): it begins with *bos_token*, or it ends with *eos_token*.
 
-    The files are memory-mapped; :class:`~automodel_ckpt.data.token_arrays.TokenWindows` describes the samples. Raises
+    The files are memory-mapped; :class:`~automodel_ckpt.data.samples.token_arrays.TokenWindows` describes the samples.
+    Raises
     :class:`RecipeError` for invalid files.
     """
     num_bytes = {"uint16": 2, "uint32": 4}[dtype]

@@ -1,7 +1,7 @@
 """Builders of data sets with images or audio: conversations, questions about images in columns, and transcripts.
 
 All of them read local files, directories, or data sets of the Hub, and return
-:class:`~automodel_ckpt.data.image_conversations.ImageConversations`.
+:class:`~automodel_ckpt.data.media.image_conversations.ImageConversations`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from automodel_ckpt.data.arguments import require_choice
-from automodel_ckpt.data.content_parts import parts_of
-from automodel_ckpt.data.image_answers import AnswerColumns
-from automodel_ckpt.data.image_conversations import ImageConversations, ImageOptions, RowContent
-from automodel_ckpt.data.media import AUDIO, IMAGE, MEDIA, Media, media_of, usual_media
-from automodel_ckpt.data.messages import UnusableSample, turns_of
-from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.transcripts import TranscriptColumns, usable_rows
+from automodel_ckpt.data.conversations.content_parts import parts_of
+from automodel_ckpt.data.conversations.messages import UnusableSample, turns_of
+from automodel_ckpt.data.media.image_answers import AnswerColumns
+from automodel_ckpt.data.media.image_conversations import (
+    ImageConversations,
+    ImageOptions,
+    RowContent,
+)
+from automodel_ckpt.data.media.media import AUDIO, IMAGE, MEDIA, Media, media_of, usual_media
+from automodel_ckpt.data.media.transcripts import TranscriptColumns, usable_rows
+from automodel_ckpt.data.rows.arguments import require_choice
+from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.errors import RecipeError
 
 _NUM_INSPECTED = 100

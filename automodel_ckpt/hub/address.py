@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from automodel_ckpt.base.hub_access import is_repo_name, is_revision_name
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.hub_access import is_repo_name, is_revision_name
 
 PREFIX = "hub:"
 MAIN = "main"

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import (
     NUM_END_ATTEMPTS,
     Child,
@@ -16,7 +17,7 @@ from automodel_ckpt.checkpoint.remote.child_process import (
     Status,
 )
 from automodel_ckpt.checkpoint.remote.pending import clear_links, link, pending, step_of, unlink
-from automodel_ckpt.config.sections.hub import HubConfig
+from automodel_ckpt.config.keys.hub import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from automodel_ckpt.hub.client import has_token
 from automodel_ckpt.hub.job import LINK, LOCK, STATUS, Job

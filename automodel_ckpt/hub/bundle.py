@@ -15,18 +15,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.digests import digest_of
-from automodel_ckpt.checkpoint.export_manifest import ExportManifest
+from automodel_ckpt.base.durable_io import walk
+from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.durable_file import file_record, part_digests
 from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
 from automodel_ckpt.checkpoint.files.safe_open import model_file, read_model_file, read_safely
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.sources.model_files import unreadable
-from automodel_ckpt.checkpoint.verify import verify
-from automodel_ckpt.durable_io import walk
 from automodel_ckpt.errors import CheckpointUnusable
 
 README = "README.md"

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt import __version__
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.base.units import measure_text
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.errors import printable
 from automodel_ckpt.hub.bundle import README, Bundle
 from automodel_ckpt.hub.facts import Facts, facts_of
 from automodel_ckpt.hub.push import CURVES
 from automodel_ckpt.hub.snippets import snippet
-from automodel_ckpt.report.charts import charts_of
-from automodel_ckpt.report.svg import document
-from automodel_ckpt.units import measure_text
+from automodel_ckpt.logs.charts import charts_of
+from automodel_ckpt.logs.svg import document
 
 _PIPELINES = {
     "vlm_finetune": "image-text-to-text",

@@ -9,10 +9,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from automodel_ckpt.base.hub_access import chain_of, explain
+from automodel_ckpt.base.hub_retries import quiet_retries
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 from automodel_ckpt.hub.address import HubAddress
-from automodel_ckpt.hub_access import chain_of, explain
-from automodel_ckpt.hub_retries import quiet_retries
 
 _TIMEOUT_SECONDS = 30.0
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.base.hub_access import cached_commit, is_hub_name
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run.late_validations import recall
-from automodel_ckpt.config.changes import saved_recipe
+from automodel_ckpt.config.help.changes import saved_recipe
 from automodel_ckpt.errors import AutomodelError
 from automodel_ckpt.hub.bundle import Bundle
-from automodel_ckpt.hub_access import cached_commit, is_hub_name
-from automodel_ckpt.report.history import BENCHMARK, VALIDATED, History, Series, read_history
+from automodel_ckpt.logs.history import BENCHMARK, VALIDATED, History, Series, read_history
 
 _UNSET = frozenset({"null", "[]", "{}", "''", "", "auto", "false"})
 _DATA = re.compile(

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
+from automodel_ckpt.base.durable_io import fsync_directories, fsync_directory
+from automodel_ckpt.base.hub_access import chain_of
+from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.ownership import owned
-from automodel_ckpt.durable_io import fsync_directories, fsync_directory
 from automodel_ckpt.errors import (
     NOT_ALLOWED,
     AutomodelError,
@@ -27,7 +28,6 @@ from automodel_ckpt.errors import (
 from automodel_ckpt.hub.address import HubAddress
 from automodel_ckpt.hub.client import client, reporting
 from automodel_ckpt.hub.listing import Listed, differs, listed
-from automodel_ckpt.hub_access import chain_of
 
 Log = Callable[[str], None]
 _LIBRARY_CACHE = ".cache"

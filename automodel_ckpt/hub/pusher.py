@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, print_line, serve
 from automodel_ckpt.checkpoint.remote.pending import pending, step_of, unlink
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from automodel_ckpt.checkpoint.layout import ADAPTER_MODEL_CONFIG
+from automodel_ckpt.checkpoint.files.layout import ADAPTER_MODEL_CONFIG
 from automodel_ckpt.hub.bundle import Bundle
 
 _CLASSES = {

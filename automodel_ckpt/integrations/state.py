@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.training.rng import StatefulRNG
+from automodel_ckpt.base.rng import StatefulRNG
 
 
 class DeferredRandomState:

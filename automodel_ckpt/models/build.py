@@ -19,21 +19,21 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from automodel_ckpt.base.git_lfs import LFS_HINT
+from automodel_ckpt.base.hub_access import explained
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.git_lfs import LFS_HINT
-from automodel_ckpt.hub_access import explained
-from automodel_ckpt.models.error_texts import first_line
-from automodel_ckpt.models.quantize import cast_to, dequantized
-from automodel_ckpt.models.quiet_loggers import quiet
-from automodel_ckpt.models.repository import (
+from automodel_ckpt.models.inspect.error_texts import first_line
+from automodel_ckpt.models.inspect.quiet_loggers import quiet
+from automodel_ckpt.models.inspect.repository import (
     RepositoryOptions,
     base_directory,
     importing_code,
     lfs_pointer,
     model_needs_code,
 )
+from automodel_ckpt.models.inspect.tied_weights import note_untied
+from automodel_ckpt.models.quantize import cast_to, dequantized
 from automodel_ckpt.models.task_head import head_differences
-from automodel_ckpt.models.tied_weights import note_untied
 from automodel_ckpt.models.weight_matching import Verdict
 
 log = logging.getLogger("automodel_ckpt")

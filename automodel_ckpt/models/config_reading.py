@@ -13,14 +13,14 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from automodel_ckpt.base.hub_access import explained
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.config_checks import check_sizes
 from automodel_ckpt.models.config_overrides import merged_config
-from automodel_ckpt.models.error_texts import did_you_mean, first_line
-from automodel_ckpt.models.model_files import reject_other_weights, require_local
-from automodel_ckpt.models.multimodal_class import thinker_of
-from automodel_ckpt.models.repository import (
+from automodel_ckpt.models.inspect.error_texts import did_you_mean, first_line
+from automodel_ckpt.models.inspect.model_files import reject_other_weights, require_local
+from automodel_ckpt.models.inspect.multimodal_class import thinker_of
+from automodel_ckpt.models.inspect.repository import (
     RepositoryOptions,
     check_code,
     check_revision,
@@ -30,7 +30,7 @@ from automodel_ckpt.models.repository import (
     model_needs_code,
     not_a_directory,
 )
-from automodel_ckpt.models.vision import image_settings
+from automodel_ckpt.models.inspect.vision import image_settings
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OLDER_ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")

@@ -13,11 +13,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from automodel_ckpt.base.durable_io import fsync_directory, fsync_file
 from automodel_ckpt.checkpoint.sources.model_files import CODE_FILES, read_files, save_preprocessor
-from automodel_ckpt.durable_io import fsync_directory, fsync_file
 from automodel_ckpt.errors import RecipeError, os_problem
 from automodel_ckpt.models.build import build_model
-from automodel_ckpt.models.repository import RepositoryOptions, code_directory, damaged_config
+from automodel_ckpt.models.inspect.repository import (
+    RepositoryOptions,
+    code_directory,
+    damaged_config,
+)
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.forward import attention_of
+from automodel_ckpt.models.inspect.forward import attention_of
 
 
 def check_complete(model: object) -> None:

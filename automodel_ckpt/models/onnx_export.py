@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.models.error_texts import first_line
-from automodel_ckpt.models.signature import model_class
+from automodel_ckpt.models.inspect.error_texts import first_line
+from automodel_ckpt.models.inspect.signature import model_class
 
 _HINT = "export Hugging Face files (--to hf), and convert them with the optimum library"
 _INPUTS = ("input_ids", "attention_mask")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from automodel_ckpt.models.forward import model_without_adapters
+from automodel_ckpt.models.inspect.forward import model_without_adapters
 from automodel_ckpt.models.stage_division import (
     Decoder,
     find_decoder,

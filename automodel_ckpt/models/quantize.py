@@ -14,9 +14,9 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.float32_parts import float32_names
-from automodel_ckpt.units import counted
+from automodel_ckpt.models.inspect.float32_parts import float32_names
 
 log = logging.getLogger("automodel_ckpt")
 

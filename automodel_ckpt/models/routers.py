@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.forward import side_effect_free
+from automodel_ckpt.models.inspect.forward import side_effect_free
 
 WHERE = "model.router_aux_loss"
 _OFF = "set model.router_aux_loss: false to train without it"

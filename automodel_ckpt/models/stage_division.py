@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.forward import (
+from automodel_ckpt.models.inspect.forward import (
     class_and_message,
     forward_parameters,
     model_without_adapters,

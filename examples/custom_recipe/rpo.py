@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from automodel_ckpt.config.rules import FINITE, setting
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.tree.rules import FINITE, setting
 from automodel_ckpt.recipes.dpo import DPO, DPOFinetune
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from tests.support.command_server import CommandServer
+from tests.support.servers.command_server import CommandServer
 
 _COLUMNS = (
     "nemo_automodel.components.datasets.llm.column_mapped_text_instruction_dataset."

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.cli.checks.rank_counts import check_node_counts
-from automodel_ckpt.cli.example_recipes import examples
+from automodel_ckpt.cli.common.example_recipes import examples
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import keys_of
+from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE, RecipeError
 from tests.support.measure import seconds_of_children
 

@@ -17,20 +17,20 @@ import pytest
 import torch
 
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.config.callables.target_checks import check_targets
+from automodel_ckpt.config.callables.trust import Trust
+from automodel_ckpt.config.keys.evaluation import HarnessConfig
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.sections.evaluation import HarnessConfig
-from automodel_ckpt.config.target_checks import check_targets
-from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.errors import RecipeError, Stopped
-from automodel_ckpt.models.harness import HarnessTasks, TaskMetric
-from automodel_ckpt.recipes.benchmarks import tasks_of
+from automodel_ckpt.logs.charts import charts_of
+from automodel_ckpt.logs.follow import values_of
+from automodel_ckpt.logs.history import read_history
+from automodel_ckpt.models.measure.harness import HarnessTasks, TaskMetric
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.report.charts import charts_of
-from automodel_ckpt.report.follow import values_of
-from automodel_ckpt.report.history import read_history
+from automodel_ckpt.train.measure.benchmarks import tasks_of
 from tests.support import ranks
-from tests.support.training import (
+from tests.support.runs.training import (
     EXPORT,
     RECIPE,
     VALIDATION,
@@ -74,9 +74,9 @@ def run_stand_in(
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("automodel_ckpt.recipes.benchmarks.run_tasks", run_stand_in)
+    monkeypatch.setattr("automodel_ckpt.train.measure.benchmarks.run_tasks", run_stand_in)
     for name in ("require_harness", "check_tasks", "check_data"):
-        monkeypatch.setattr(f"automodel_ckpt.recipes.benchmarks.{name}", lambda *given: None)
+        monkeypatch.setattr(f"automodel_ckpt.train.measure.benchmarks.{name}", lambda *given: None)
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ def test_a_stop_ends_them_between_two_forward_passes_and_the_next_start_makes_up
         recipe.stop_request.requested = 15
         before_forward()
 
-    monkeypatch.setattr("automodel_ckpt.recipes.benchmarks.run_tasks", stop_in_second)
+    monkeypatch.setattr("automodel_ckpt.train.measure.benchmarks.run_tasks", stop_in_second)
     try:
         recipe.setup()
         with pytest.raises(Stopped, match="after step 2, which is saved"):
@@ -169,7 +169,7 @@ def test_a_stop_ends_them_between_two_forward_passes_and_the_next_start_makes_up
     finally:
         recipe.stop_request.requested = None
         recipe.close()
-    monkeypatch.setattr("automodel_ckpt.recipes.benchmarks.run_tasks", run_stand_in)
+    monkeypatch.setattr("automodel_ckpt.train.measure.benchmarks.run_tasks", run_stand_in)
     trained(tmp_path, "stopped", text, *BEST)
     assert benchmarks_of(tmp_path / "stopped") == benchmarks_of(tmp_path / "whole")
     targets = [os.readlink(tmp_path / name / "LOWEST_VAL") for name in ("stopped", "whole")]
@@ -206,7 +206,7 @@ def test_the_library_must_be_installed_and_task_files_be_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = write_recipe(tmp_path, RECIPE + HARNESS)
-    monkeypatch.setattr("automodel_ckpt.models.harness.find_spec", lambda name: None)
+    monkeypatch.setattr("automodel_ckpt.models.measure.harness.find_spec", lambda name: None)
     run = build(recipe, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
     with pytest.raises(RecipeError, match=r"pip install 'automodel_ckpt\[eval\]'"):
         run.setup()

@@ -30,7 +30,7 @@ from automodel_ckpt.cli.train import main
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.hub.bundle import Bundle
 from automodel_ckpt.hub.snippets import snippet
-from tests.support.command_server import CommandServer
+from tests.support.servers.command_server import CommandServer
 
 LABELS = ("json", "tarfile", "zipfile")
 RECIPE = """\

@@ -15,17 +15,17 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.config.keys.evaluation import GenerationConfig
 from automodel_ckpt.config.load import load_recipe
-from automodel_ckpt.config.sections.evaluation import GenerationConfig
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.generation import Completion
-from automodel_ckpt.recipes import completions as recipe_completions
-from automodel_ckpt.recipes.completions import Completions
-from automodel_ckpt.recipes.trainable import Trainable
-from automodel_ckpt.training.rng import StatefulRNG
-from tests.support.command_server import CommandServer
-from tests.support.stand_ins import LLAMA_CHAT, write_model
+from automodel_ckpt.models.measure.generation import Completion
+from automodel_ckpt.train.measure import completions as recipe_completions
+from automodel_ckpt.train.measure.completions import Completions
+from automodel_ckpt.train.model.trainable import Trainable
+from tests.support.models.stand_ins import LLAMA_CHAT, write_model
+from tests.support.servers.command_server import CommandServer
 
 PROMPTS = ["What is two plus one?", "Hello"]
 RECIPE = """\

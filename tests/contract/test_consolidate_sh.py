@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate_script
-from tests.support.shards import checkpoint_in
+from tests.support.models.shards import checkpoint_in
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = """

@@ -15,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_ckpt.cli.checks.device_memory import parse_size
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.train import main
+from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
+from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
-from automodel_ckpt.config.sections.step_scheduler import StepSchedulerConfig
-from automodel_ckpt.recipes.disk_use import kept_at_once, still_to_come
-from tests.support.command_server import CommandServer
-from tests.support.mtp import FAMILIES
+from automodel_ckpt.train.values.disk_use import kept_at_once, still_to_come
+from tests.support.models.mtp import FAMILIES
+from tests.support.servers.command_server import CommandServer
 from tools.null_cuda.forecasts import CASES, write_recipe
 
 RECIPE = """

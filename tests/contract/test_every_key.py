@@ -36,53 +36,54 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.cli.checks.rank_counts import mesh_sizes
 from automodel_ckpt.cli.launch import launcher
-from automodel_ckpt.config.convert import find, members, section_type
+from automodel_ckpt.config.callables.prepare import resolve_recipe
+from automodel_ckpt.config.callables.target_checks import check_targets
+from automodel_ckpt.config.callables.trust import Trust
 from automodel_ckpt.config.defaults import unused_without_checkpoints
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.prepare import resolve_recipe
-from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import hints_of
-from automodel_ckpt.config.target_checks import check_targets
-from automodel_ckpt.config.trust import Trust
+from automodel_ckpt.config.tree.convert import find, members, section_type
+from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.text_pairs import PairCollator
-from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
-from automodel_ckpt.distributed.pipeline import Pipeline, StageTensorSpec
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.hub.background import Pushes
-from automodel_ckpt.models.fake_quantization import FakeQuantization
-from automodel_ckpt.recipes.cadence import cadence_of
+from automodel_ckpt.models.layers.fake_quantization import FakeQuantization
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import Sizes, choose_strategy
+from automodel_ckpt.parallel.pipeline import Pipeline, StageTensorSpec
+from automodel_ckpt.parallel.precision import float32_precision
 from automodel_ckpt.recipes.distill import Distill, weights_of
 from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
-from automodel_ckpt.recipes.embedding_pairs import PairsOverRanks
-from automodel_ckpt.recipes.exports import check_export
-from automodel_ckpt.recipes.forecast.activations import num_in_progress
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.loop import TrainingLoop
-from automodel_ckpt.recipes.model.adapters import adapt, quantization
-from automodel_ckpt.recipes.model.deferred_model import DeferredModel
-from automodel_ckpt.recipes.model.model_config import read_model_config
-from automodel_ckpt.recipes.model.sections import row_multiple
-from automodel_ckpt.recipes.model.sharding import shard
-from automodel_ckpt.recipes.objective import Objective
-from automodel_ckpt.recipes.precision import float32_precision
-from automodel_ckpt.recipes.records import Control, StepResult
-from automodel_ckpt.recipes.run_log import RunLog, build_profiler
 from automodel_ckpt.recipes.sequence_classification import SequenceClassification
-from automodel_ckpt.recipes.teacher import teacher_model
-from automodel_ckpt.recipes.throughput import Throughput
-from automodel_ckpt.recipes.trainable import Trainable
-from automodel_ckpt.training.cadence import total_steps
-from automodel_ckpt.training.rng import StatefulRNG
-from automodel_ckpt.training.step_scheduler import StepScheduler
-from tests.support import ranks, tiny
-from tests.support.steps import launched_step
-from tests.unit.checkpoint.test_background import AdapterFiles
+from automodel_ckpt.train.build.objective import Objective
+from automodel_ckpt.train.counters.cadence import total_steps
+from automodel_ckpt.train.counters.step_scheduler import StepScheduler
+from automodel_ckpt.train.forecast.activations import num_in_progress
+from automodel_ckpt.train.kinds.embedding_pairs import PairsOverRanks
+from automodel_ckpt.train.kinds.teacher import teacher_model
+from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.train.measure.cadence import cadence_of
+from automodel_ckpt.train.model.adapters import adapt, quantization
+from automodel_ckpt.train.model.deferred_model import DeferredModel
+from automodel_ckpt.train.model.model_config import read_model_config
+from automodel_ckpt.train.model.sections import row_multiple
+from automodel_ckpt.train.model.sharding import shard
+from automodel_ckpt.train.model.trainable import Trainable
+from automodel_ckpt.train.saves.exports import check_export
+from automodel_ckpt.train.values.records import Control, StepResult
+from automodel_ckpt.train.values.run_log import RunLog, build_profiler
+from automodel_ckpt.train.values.throughput import Throughput
+from tests.support import ranks
+from tests.support.models import tiny
+from tests.support.runs.steps import launched_step
+from tests.unit.checkpoint.jobs.test_background import AdapterFiles
 
 ROOT = Path(__file__).parents[2]
 TINY = "model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 2"
@@ -737,23 +738,25 @@ VALIDATED = (f"--validation_dataset={{_target_: {__name__}.samples}}",)
 VALIDATED_OFTEN = (*VALIDATED, "--step_scheduler.val_every_steps=1")
 EARLY = (*VALIDATED_OFTEN, "--step_scheduler.early_stopping={}")
 KEEP = ("--checkpoint.keep_last=1", *VALIDATED)
-FP8_RUN = "tests/distributed/test_fp8.py::test_a_sharded_run_resumes_exactly_and_its_export_loads"
+FP8_RUN = (
+    "tests/distributed/models/test_fp8.py::test_a_sharded_run_resumes_exactly_and_its_export_loads"
+)
 QAT = "--qat={}"
 PROFILE = "--profile={}"
 DISTILLED = ("--recipe=distill", "--distill.teacher.from_pretrained=teacher")
-REVISIONS = "tests/unit/training/test_hub_commits.py::test_names_are_read_at_their_revisions"
-DISTILLS = "tests/distributed/test_distill.py::"
+REVISIONS = "tests/unit/train/train/test_hub_commits.py::test_names_are_read_at_their_revisions"
+DISTILLS = "tests/distributed/kinds/test_distill.py::"
 COMPLETIONS = (
     "tests/contract/test_completions.py::test_every_key_of_generation_changes_the_completions"
 )
-KTO_RUN = "tests/distributed/test_kto.py::test_ten_steps_are_those_of_trl"
-KTO_REFERENCE = "tests/distributed/test_kto.py::test_a_named_reference_is_another_model"
-REWARD_RUN = "tests/distributed/test_reward_model.py::test_ten_steps_are_those_of_trl"
+KTO_RUN = "tests/distributed/kinds/test_kto.py::test_ten_steps_are_those_of_trl"
+KTO_REFERENCE = "tests/distributed/kinds/test_kto.py::test_a_named_reference_is_another_model"
+REWARD_RUN = "tests/distributed/kinds/test_reward_model.py::test_ten_steps_are_those_of_trl"
 RERANKER_RUN = (
-    "tests/unit/training/test_reranker.py::"
+    "tests/unit/train/train/test_reranker.py::"
     "test_the_loss_is_that_of_choosing_the_first_document_and_exports_have_its_scores"
 )
-DPO = "tests/distributed/test_dpo.py::"
+DPO = "tests/distributed/kinds/test_dpo.py::"
 DPO_RUN = DPO + "test_losses_and_rewards_are_those_of_trl"
 HARNESS = "tests/contract/test_benchmarks.py::"
 HARNESS_RUN = HARNESS + "test_they_select_the_best_checkpoint_and_end_the_run"
@@ -764,13 +767,13 @@ CALLS_RUN = (
 CALLS_KEYS = "tests/contract/test_tool_calls.py::test_each_key_selects_the_turns_and_their_prompts"
 HARNESS_KEYS = HARNESS + "test_each_key_reaches_the_library"
 EMBEDDING = ("--recipe=embedding", f"--dataset={{_target_: {__name__}.pairs}}")
-EMA = "tests/distributed/test_weight_average.py::"
+EMA = "tests/distributed/models/test_weight_average.py::"
 EMA_STEPS = (
     EMA + "test_steps_that_change_no_weight_do_not_count_and_a_norm_on_the_device_is_not_read"
 )
 EMA_RUN = EMA + "test_ten_steps_and_the_export_are_bit_equal_to_plain_pytorch"
 QAT_RUN = (
-    "tests/distributed/test_qat.py::"
+    "tests/distributed/models/test_qat.py::"
     "test_a_run_is_the_same_on_more_ranks_resumes_exactly_and_begins_to_round_when_asked"
 )
 ADAPTED = ("--peft={}", "--peft.base_dir=base")
@@ -779,29 +782,29 @@ GROUP = ("--optimizer.groups=[{params: [bias], lr: 0.5}]",)
 COMPILED = ("--compile.enabled", "--compile.backend=eager")
 SCHEDULE = ("--lr_scheduler={name: cosine}",)
 MTP_FILES = (
-    "tests/distributed/test_mtp.py::"
+    "tests/distributed/kinds/test_mtp.py::"
     "test_files_have_the_layers_under_the_familys_names_and_are_read_again_bit_by_bit"
 )
 MTP_LOSSES = (
-    "tests/distributed/test_mtp.py::"
+    "tests/distributed/kinds/test_mtp.py::"
     "test_losses_and_gradients_are_those_of_plain_pytorch_for_one_sample_after_another"
 )
-TRAINING = "tests/distributed/test_training.py::"
-START = "tests/distributed/test_init_from.py::"
+TRAINING = "tests/distributed/kinds/test_training.py::"
+START = "tests/distributed/resume/test_init_from.py::"
 SOURCES = START + "test_several_sources_fill_their_modules_and_a_later_one_replaces_an_earlier_one"
 
-PRETRAIN = "tests/unit/training/test_pretrain_losses.py::test_the_losses_of_ten_steps_are_those_of_a_plain_loop"
+PRETRAIN = "tests/unit/train/parts/test_pretrain_losses.py::test_the_losses_of_ten_steps_are_those_of_a_plain_loop"
 CLASSIFIES = (
     "--recipe=sequence_classification",
     "--model.config_overrides={pad_token_id: 0}",
 )
-HANGS = "tests/unit/training/test_hang_watch.py::test"
-STRAGGLERS = "tests/unit/training/test_stragglers.py::test"
+HANGS = "tests/unit/train/parts/test_hang_watch.py::test"
+STRAGGLERS = "tests/unit/train/train/test_stragglers.py::test"
 EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "recipe": Observed(recipe_class, "vlm_finetune"),
     "seed": Observed(batches, "7"),
     "dropout": Proven(
-        "tests/distributed/test_dpo.py::"
+        "tests/distributed/kinds/test_dpo.py::"
         "test_preferences_are_learned_without_dropout_unless_the_recipe_wants_it",
         "true",
     ),
@@ -824,11 +827,11 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "model.activation_checkpointing": Observed(model, "true"),
     "model.vocab_size": Observed(model, "40"),
     "model.neftune_alpha": Proven(
-        "tests/distributed/test_neftune.py::test_a_killed_run_draws_the_same_noise_and_validation_has_none",
+        "tests/distributed/models/test_neftune.py::test_a_killed_run_draws_the_same_noise_and_validation_has_none",
         "5",
     ),
     "model.router_aux_loss": Proven(
-        "tests/distributed/test_router_loss.py::test_it_can_be_left_out_or_computed_for_each_micro_batch_and_no_pipeline_drops_it",
+        "tests/distributed/parallel/test_router_loss.py::test_it_can_be_left_out_or_computed_for_each_micro_batch_and_no_pipeline_drops_it",
         "micro_batch",
     ),
     "model.mtp": Proven(MTP_FILES, "{}"),
@@ -836,7 +839,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "model.mtp.num_depths": Proven(MTP_LOSSES, "2"),
     "model.mtp.repeat_layer": Proven(MTP_LOSSES, "true"),
     "model.mtp.weights": Proven(
-        "tests/distributed/test_mtp.py::"
+        "tests/distributed/kinds/test_mtp.py::"
         "test_a_base_without_the_layers_is_an_error_unless_new_ones_are_wanted",
         "new",
     ),
@@ -884,11 +887,11 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "tokenizer.revision": Proven(REVISIONS, "v2"),
     "processor.revision": Proven(REVISIONS, "v2"),
     "processor.kwargs": Proven(
-        "tests/distributed/test_vlm.py::test_settings_of_the_processor_are_those_of_the_recipe",
+        "tests/distributed/kinds/test_vlm.py::test_settings_of_the_processor_are_those_of_the_recipe",
         "{do_convert_rgb: true}",
     ),
     "processor.from_pretrained": Proven(
-        "tests/distributed/test_vlm.py::test_the_vocabulary_of_fresh_weights_is_the_recipes",
+        "tests/distributed/kinds/test_vlm.py::test_the_vocabulary_of_fresh_weights_is_the_recipes",
         "processor",
     ),
     "kto": Proven(KTO_RUN, "{}"),
@@ -920,7 +923,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "embedding": Observed(contrastive, "{temperature: 0.5}", EMBEDDING),
     "embedding.pooling": Observed(contrastive, "last", EMBEDDING),
     "embedding.attention": Proven(
-        "tests/unit/training/test_embedding.py::test_recomputed_activations_have_the_same_attention",
+        "tests/unit/train/optim/test_embedding.py::test_recomputed_activations_have_the_same_attention",
         "bidirectional",
     ),
     "embedding.normalize": Observed(contrastive, "false", EMBEDDING),
@@ -1012,17 +1015,17 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "qat.start_step": Observed(rounding, "3", (QAT,)),
     "fp8": Proven(FP8_RUN, "{emulate: true}"),
     "fp8.recipe": Proven(
-        "tests/distributed/test_fp8.py::"
+        "tests/distributed/models/test_fp8.py::"
         "test_a_converted_model_has_the_same_state_and_about_the_same_logits",
         "rowwise",
     ),
     "fp8.exclude": Proven(
-        "tests/distributed/test_fp8.py::"
+        "tests/distributed/models/test_fp8.py::"
         "test_layers_of_the_decoder_with_suitable_widths_are_converted",
         "['*.down_proj']",
     ),
     "fp8.emulate": Proven(
-        "tests/distributed/test_fp8.py::"
+        "tests/distributed/models/test_fp8.py::"
         "test_a_device_without_fp8_is_an_error_unless_it_is_emulated",
         "true",
     ),
@@ -1041,7 +1044,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "peft.dropout": Observed(adapters, "0.1", ADAPTED),
     "peft.target_modules": Observed(adapters, "[q_proj]", ADAPTED),
     "peft.target_parameters": Proven(
-        "tests/distributed/test_expert_adapters.py::test_adapters_on_experts_alone_need_no_layers",
+        "tests/distributed/parallel/test_expert_adapters.py::test_adapters_on_experts_alone_need_no_layers",
         "['*.experts.*']",
     ),
     "peft.exclude_modules": Observed(adapters, "[q_proj]", ADAPTED),
@@ -1068,7 +1071,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "distributed.dp_replicate_size": Observed(sizes, "2"),
     "distributed.tp_size": Observed(sizes, "2"),
     "distributed.tp_plan": Proven(
-        "tests/distributed/test_strategies.py::test_a_plan_by_hand_trains_as_no_plan_does",
+        "tests/distributed/parallel/test_strategies.py::test_a_plan_by_hand_trains_as_no_plan_does",
         f"{{_target_: {__name__}.some_model}}",
     ),
     "distributed.sequence_parallel": Observed(parts_of_rows, "true", ("--distributed.tp_size=2",)),
@@ -1081,7 +1084,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     ),
     "distributed.cp_size": Observed(sizes, "2"),
     "distributed.ep_size": Proven(
-        "tests/distributed/test_expert_parallel.py::"
+        "tests/distributed/parallel/test_expert_parallel.py::"
         "test_a_run_logs_what_one_rank_does_and_resumes_exactly_on_any_ranks",
         "2",
     ),
@@ -1089,18 +1092,18 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         TRAINING + "test_what_is_wrong_with_the_recipe_is_refused_before_training", "gloo"
     ),
     "distributed.timeout_minutes": Proven(
-        "tests/distributed/test_signals.py::"
+        "tests/distributed/faults/test_signals.py::"
         "test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_in_vain",
         "5",
     ),
     "distributed.reshard_after_forward": Observed(joined, "false", SHARDED),
     "distributed.cpu_offload": Proven(
-        "tests/distributed/test_strategies.py::"
+        "tests/distributed/parallel/test_strategies.py::"
         "test_what_the_model_or_the_machine_cannot_do_is_refused_before_weights_are_made",
         "true",
     ),
     "distributed.defer_gradient_sync": Proven(
-        "tests/distributed/test_accumulation.py::test_gradients_are_reduced_as_often_as_the_recipe_asks",
+        "tests/distributed/parallel/test_accumulation.py::test_gradients_are_reduced_as_often_as_the_recipe_asks",
         "true",
     ),
     "distributed.mixed_precision": Observed(joined, "bfloat16", SHARDED),
@@ -1122,11 +1125,11 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "pretrain.split_documents": Proven(PRETRAIN, "true"),
     "pretrain.attend_across_documents": Proven(PRETRAIN, "true"),
     "pretrain.z_loss": Proven(
-        "tests/distributed/test_pretrain.py::test_the_z_loss_is_a_metric_and_part_of_the_gradient",
+        "tests/distributed/kinds/test_pretrain.py::test_the_z_loss_is_a_metric_and_part_of_the_gradient",
         "1e-4",
     ),
     "pretrain.base_width": Proven(
-        "tests/distributed/test_pretrain.py::test_rates_and_initial_values_by_width", "64"
+        "tests/distributed/kinds/test_pretrain.py::test_rates_and_initial_values_by_width", "64"
     ),
     "optimizer": Observed(updated, "{_target_: torch.optim.SGD, lr: 0.1}"),
     "optimizer.lr": Observed(updated, "0.1"),
@@ -1136,7 +1139,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "optimizer.no_decay": Observed(updated, "none", ("--optimizer.weight_decay=0.5",)),
     "optimizer.groups": Observed(updated, "[{params: [bias], lr: 0.5}]"),
     "optimizer.on_resume": Proven(
-        "tests/unit/training/test_resume_settings.py::test_a_resume_applies_rejects_or_reports_what_its_recipe_changed",
+        "tests/unit/train/parts/test_resume_settings.py::test_a_resume_applies_rejects_or_reports_what_its_recipe_changed",
         "recipe",
     ),
     "optimizer.groups.0.params": Observed(updated, "[weight]", GROUP, before="[bias]"),
@@ -1163,7 +1166,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "compile.fullgraph": Observed(compiled, "true", COMPILED),
     "compile.dynamic": Observed(compiled, "true", COMPILED),
     "compile.row_widths": Proven(
-        "tests/distributed/test_compile.py::test_rows_of_few_widths_have_the_same_losses_and_few_graphs",
+        "tests/distributed/models/test_compile.py::test_rows_of_few_widths_have_the_same_losses_and_few_graphs",
         "4",
     ),
     "deterministic": Observed(joined, "true"),
@@ -1215,21 +1218,21 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "checkpoint.save_consolidated": Observed(saved, "false"),
     "checkpoint.is_async": Observed(saved, "true"),
     "checkpoint.incremental": Proven(
-        "tests/unit/checkpoint/test_incremental.py::test_nothing_is_shared_if_that_is_switched_off",
+        "tests/unit/checkpoint/jobs/test_incremental.py::test_nothing_is_shared_if_that_is_switched_off",
         "false",
     ),
     "checkpoint.files_per_node": Proven(
-        "tests/distributed/test_files_per_node.py::"
+        "tests/distributed/saves/test_files_per_node.py::"
         "test_the_ranks_of_a_node_share_files_of_which_every_byte_is_checked",
         "2",
     ),
     "checkpoint.export_best": Proven(
-        "tests/distributed/test_save_failures.py::"
+        "tests/distributed/saves/test_save_failures.py::"
         "test_export_best_exports_what_lowest_val_points_to_and_a_killed_final_export_is_made_up_for",
         "true",
     ),
     "checkpoint.average_last": Proven(
-        "tests/distributed/test_save_failures.py::"
+        "tests/distributed/saves/test_save_failures.py::"
         "test_average_last_averages_the_newest_checkpoints_and_a_finished_run_makes_up_for_it",
         "3",
     ),
@@ -1242,7 +1245,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "checkpoint.keep_every_steps": Observed(saved_often, "2", KEEP),
     "checkpoint.keep_steps": Observed(saved_often, "[3]", KEEP),
     "checkpoint.on_save_failure": Proven(
-        "tests/distributed/test_save_failures.py::test_with_continue_training_goes_on_and_the_exit_code_tells",
+        "tests/distributed/saves/test_save_failures.py::test_with_continue_training_goes_on_and_the_exit_code_tells",
         "continue",
     ),
     "checkpoint.verify": Observed(loaded_damaged, "none"),
@@ -1250,7 +1253,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         loaded_with_more, "[counter]", default_is_rejected=True
     ),
     "checkpoint.allow_changed_model": Proven(
-        "tests/unit/checkpoint/test_model_config.py::test_a_resume_with_another_model_of_the_same_shapes_is_rejected_unless_it_is_allowed",
+        "tests/unit/checkpoint/state/test_model_config.py::test_a_resume_with_another_model_of_the_same_shapes_is_rejected_unless_it_is_allowed",
         "true",
     ),
     "hub": Observed(pushes, "{repo: org/name}"),
@@ -1269,12 +1272,12 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "checkpoint.remote.url": Observed(uploads, "file:///tmp/b", (REMOTE,)),
     "checkpoint.remote.options": Observed(uploads, "{anon: true}", (REMOTE,)),
     "checkpoint.remote.required": Proven(
-        "tests/unit/checkpoint/test_remote.py::"
+        "tests/unit/checkpoint/remote/test_remote.py::"
         "test_the_end_of_a_run_waits_for_a_store_that_is_required",
         "true",
     ),
     "checkpoint.remote.wait_after_signal_seconds": Proven(
-        "tests/unit/checkpoint/test_remote.py::"
+        "tests/unit/checkpoint/remote/test_remote.py::"
         "test_the_time_for_uploads_after_a_signal_begins_with_the_signal",
         "5",
     ),
@@ -1294,7 +1297,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "checkpoint.remote.max_mb_per_second": Observed(uploads, "2", (REMOTE,)),
     "checkpoint.remote.num_threads": Observed(uploads, "2", (REMOTE,)),
     "checkpoint.verify_replicas": Proven(
-        "tests/distributed/test_replica_check.py::"
+        "tests/distributed/faults/test_replica_check.py::"
         "test_a_run_ends_before_it_saves_replicas_that_differ",
         "true",
     ),
@@ -1302,11 +1305,12 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "checkpoint.memory.every_steps": Observed(copied_to_memory, "7", (MEMORY,)),
     "checkpoint.memory.directory": Observed(copied_to_memory, "/tmp", (MEMORY,)),
     "checkpoint.memory.replicas": Proven(
-        "tests/distributed/test_memory_nodes.py::test_nodes_that_are_lost_absent_or_slow",
+        "tests/distributed/resume/test_memory_nodes.py::test_nodes_that_are_lost_absent_or_slow",
         "0",
     ),
     "checkpoint.memory.max_mb_per_second": Proven(
-        "tests/distributed/test_memory_nodes.py::test_nodes_that_are_lost_absent_or_slow", "50"
+        "tests/distributed/resume/test_memory_nodes.py::test_nodes_that_are_lost_absent_or_slow",
+        "50",
     ),
     "checkpoint.on_incompatible": Observed(
         loaded_into_another_model, "sibling", default_is_rejected=True

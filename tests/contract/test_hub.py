@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.command_server import CommandServer
-from tests.support.hub_server import TOKEN, HubServer, hub_server
+from tests.support.servers.command_server import CommandServer
+from tests.support.servers.hub_server import TOKEN, HubServer, hub_server
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,7 +109,7 @@ def test_models_are_uploaded_while_they_train_and_loaded_by_their_name(
     repository = server.add("org/base", {"config.json": b"{}"})
     repository.commit("v1", base, "weights")
     environment = server.environment(str(tmp_path / "home"))
-    train = ("python", "-m", "tests.support.hub_command", "ckpt-train")
+    train = ("python", "-m", "tests.support.servers.hub_command", "ckpt-train")
     here = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
     commit = repository.branches["v1"]
     for name, text in (("full", FULL), ("lora", LORA)):

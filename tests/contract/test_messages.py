@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.cli.train import main
-from tests.support.stand_ins import LLAMA_CHAT, write_model
+from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 
 Capture = pytest.CaptureFixture[str]
 CHATML = (

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import EXIT_UNUSABLE, EXIT_USAGE
 from tests.support import ranks
-from tests.support.command_server import CommandServer
-from tests.support.stand_ins import write_model
+from tests.support.models.stand_ins import write_model
+from tests.support.servers.command_server import CommandServer
 
 SECRET = "-----BEGIN PRIVATE KEY-----"
 OWN_TEMPLATE = (
@@ -217,7 +217,7 @@ def test_a_directory_without_a_tokenizer_is_reported_as_such(
 def test_files_that_may_not_be_read_are_not_called_missing(place: Path, name: str) -> None:
     (place / "base" / name).chmod(0)
     # Imported before the user changes, who may not read them.
-    importlib.import_module("automodel_ckpt.cli.generation.loading")
+    importlib.import_module("automodel_ckpt.cli.models.loading")
 
     def as_nobody(*words: str) -> str:
         os.chdir(place)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from automodel_ckpt.cli.ckpt import main as ckpt_main
 from automodel_ckpt.cli.train import main as train_main
-from tests.support.stand_ins import LLAMA_CHAT, write_model
+from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 
 OTHERS = {
     "model.pt2": "torch.export",

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.command_server import CommandServer
-from tests.support.remote_code import make_remote_model
+from tests.support.models.remote_code import make_remote_model
+from tests.support.servers.command_server import CommandServer
 
 RECIPE = """\
 seed: 3

@@ -11,9 +11,9 @@ from automodel_ckpt.cli.checks import show_samples
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE, RecipeError
-from automodel_ckpt.recipes.sample_preview import PreviewSample, Span
-from tests.support import pair_recipes
-from tests.support.stand_ins import LLAMA_CHAT, write_model
+from automodel_ckpt.train.sample_preview import PreviewSample, Span
+from tests.support.models.stand_ins import LLAMA_CHAT, write_model
+from tests.support.runs import pair_recipes
 
 Capture = pytest.CaptureFixture[str]
 RECIPE = """\

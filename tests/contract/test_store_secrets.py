@@ -11,12 +11,12 @@ import pytest
 from werkzeug.wrappers import Request, Response
 
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.store import Store, StoreError
+from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.train import main as train
-from tests.support.hub_server import hub_server, using
-from tests.support.object_store import object_store
-from tests.support.stand_ins import LLAMA_CHAT, write_model
+from tests.support.models.stand_ins import LLAMA_CHAT, write_model
+from tests.support.servers.hub_server import hub_server, using
+from tests.support.servers.object_store import object_store
 
 SECRETS = ("Key-In-The-Environment", "secret-in-the-environment", "token-in-the-environment")
 WORD = "secret-word"

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from automodel_ckpt.data.call_tests import CallTests
+from automodel_ckpt.data.conversations.call_tests import CallTests
 from automodel_ckpt.errors import RecipeError, Stopped
-from automodel_ckpt.models.generation import Completion
-from automodel_ckpt.recipes import tool_calls
-from automodel_ckpt.report.history import read_history
+from automodel_ckpt.logs.history import read_history
+from automodel_ckpt.models.measure.generation import Completion
+from automodel_ckpt.train.measure import tool_calls
 from tests.contract.test_benchmarks import lines_of, stand_in  # noqa: F401
 from tests.support import ranks
-from tests.support.stand_ins import CALLS_CHAT, write_model
-from tests.support.training import build, train
+from tests.support.models.stand_ins import CALLS_CHAT, write_model
+from tests.support.runs.training import build, train
 
 RECIPE = """\
 recipe: llm_finetune

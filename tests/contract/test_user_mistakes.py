@@ -19,7 +19,7 @@ from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.errors import EXIT_SAVE_FAILED, EXIT_UNUSABLE, EXIT_USAGE, describe
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.support import ranks
-from tests.support.training import RECIPE, Recipe, build
+from tests.support.runs.training import RECIPE, Recipe, build
 
 DIGITS = Path(__file__).parents[2] / "examples/vlm_finetune/tiny_digits.yaml"
 LLAMA = {
@@ -67,13 +67,14 @@ def talks(template: str, said: str, **files: bytes | str) -> Mistake:
 
 def rows(kind: str, said: str, *more: str) -> Mistake:
     return Mistake(
-        (f"--dataset={{_target_: tests.support.training_parts.samples, kind: {kind}}}", *more), said
+        (f"--dataset={{_target_: tests.support.runs.training_parts.samples, kind: {kind}}}", *more),
+        said,
     )
 
 
 def part(section: str, name: str, said: str) -> Mistake:
     return Mistake(
-        (f"--{section}={{_target_: tests.support.training_parts.part, name: {name}}}",), said
+        (f"--{section}={{_target_: tests.support.runs.training_parts.part, name: {name}}}",), said
     )
 
 
@@ -302,7 +303,7 @@ MISTAKES = {
         "attention_mask", r"already padded", "--packed_sequence.size=16"
     ),
     "a dictionary of data sets": Mistake(
-        ("--dataset={_target_: tests.support.training_parts.splits}",),
+        ("--dataset={_target_: tests.support.runs.training_parts.splits}",),
         r"a mapping of several data sets[\s\S]*value:  train",
     ),
     "a loss for other things": Mistake(
@@ -324,7 +325,7 @@ MISTAKES = {
         "has to be the sum over the labels",
     ),
     "a mean of a user's own": Mistake(
-        ("--loss_fn={_target_: tests.support.training_parts.mean_loss}",),
+        ("--loss_fn={_target_: tests.support.runs.training_parts.mean_loss}",),
         r"the loss is a mean[\s\S]*training_parts.mean_loss: ([\d.]+) for \d+ labels, \1[\s\S]*return the sum",
     ),
     "a base that cannot be written": Mistake(

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.durable_io import fsync_directory
-from tests.support import networks
-from tests.support.command_server import CommandServer, Starting
+from automodel_ckpt.base.durable_io import fsync_directory
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts import commit
+from tests.support.servers import networks
+from tests.support.servers.command_server import CommandServer, Starting
 from tools.crash import (
     endurance,
     faults,
@@ -362,7 +363,7 @@ def test_a_run_on_two_nodes_ends_as_if_undisturbed_and_leaves_nothing(tmp_path: 
 
 ENDED = """
 import os, signal
-from tests.support.nodes import begun_nodes
+from tests.support.servers.nodes import begun_nodes
 from tools.crash.sigterm import end_in_order_on_sigterm
 end_in_order_on_sigterm()
 with begun_nodes(("10.77.45.1",)) as (node,):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_server import CommandServer, Starting
+from tests.support.servers.command_server import CommandServer, Starting
 from tools.random_recipes import check as checking
 from tools.random_recipes.check import check, differences
 from tools.random_recipes.draw import EXAMPLES, KINDS, STEPS, Recipe, draw

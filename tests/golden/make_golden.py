@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.manifest_file import FORMAT_VERSION
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.jobs import rank_manifest
+from automodel_ckpt.checkpoint.parts.manifest_file import FORMAT_VERSION
 from automodel_ckpt.checkpoint.saving import publisher
 from automodel_ckpt.checkpoint.saving.environment import environment
-from automodel_ckpt.checkpoint.writing import rank_manifest
-from tests.support import ranks, tiny
+from tests.support import ranks
+from tests.support.models import tiny
 
 FORMATS = ("safetensors", "torch_save")
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Manifest
-from automodel_ckpt.checkpoint.manifest_file import FORMAT_VERSION
-from automodel_ckpt.checkpoint.verify import verify, verify_deep
+from automodel_ckpt.checkpoint.parts.manifest_file import FORMAT_VERSION
+from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from automodel_ckpt.cli.ckpt import main
 from tests.golden.make_golden import golden_state
-from tests.support import tiny
+from tests.support.models import tiny
 
 HERE = Path(__file__).parent
 GOLDEN = sorted(path.name for path in HERE.glob("v*_*"))

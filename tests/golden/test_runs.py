@@ -12,7 +12,7 @@ import pytest
 from automodel_ckpt.cli.ckpt import main
 from tests.golden.make_runs import KEPT_STEP, RUNS
 from tests.support import ranks
-from tests.support.training import train
+from tests.support.runs.training import train
 
 HERE = Path(__file__).parent / "runs"
 OVERRIDES = {name: overrides for name, (_, _, overrides) in RUNS.items()}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from automodel_ckpt.training import adam8bit
-from automodel_ckpt.training.adam8bit import AdamW8bit, joined
+from automodel_ckpt.optim import adam8bit
+from automodel_ckpt.optim.adam8bit import AdamW8bit, joined
 from tests.support.gpu import DEVICE, HAS_GPU, needs_gpu
 
 RATE = 1e-3
@@ -96,7 +96,7 @@ def test_weights_are_those_of_the_cpu(
 
 @needs_kernel
 def test_other_settings_do_not_compile_again_and_no_step_waits(updated: list[int]) -> None:
-    from automodel_ckpt.training import adam8bit_kernel
+    from automodel_ckpt.optim import adam8bit_kernel
 
     def num_compiled() -> int:
         caches = getattr(adam8bit_kernel._update, "device_caches", {})

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from automodel_ckpt.training import optim
-from automodel_ckpt.training.optim import FusedAdamW
+from automodel_ckpt.optim import build as optim
+from automodel_ckpt.optim.build import FusedAdamW
 from tests.support.gpu import only_gpu
 
 pytest.importorskip("triton")
@@ -65,7 +65,7 @@ def steps(optimizer: Any, divisor: float | None, numbers: range) -> None:
 
 def num_compiled() -> int:
     """How often the kernel was compiled; 0 if it is interpreted."""
-    from automodel_ckpt.training import adamw_kernel
+    from automodel_ckpt.optim import adamw_kernel
 
     caches = getattr(adamw_kernel._update, "device_caches", {})
     return sum(len(cache[0]) for cache in caches.values())

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Manifest, discover
-from automodel_ckpt.checkpoint.verify import verify
-from tests.support import tiny
+from automodel_ckpt.checkpoint.parts.verify import verify
 from tests.support.gpu import HAS_GPU, needs_gpu, only_gpu
+from tests.support.models import tiny
 
 RECIPE = Path(__file__).parents[2] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
 LORA = ("--peft.r", "4", "--peft.base_dir", "BASE")

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from automodel_ckpt.models.fused_adapters import fuse_adapters
-from automodel_ckpt.models.fused_gates import fuse_gates
-from automodel_ckpt.models.fused_norms import fuse_norms
-from automodel_ckpt.models.fused_rotary import fuse_rotary_embeddings
+from automodel_ckpt.models.layers.fused_adapters import fuse_adapters
+from automodel_ckpt.models.layers.fused_gates import fuse_gates
+from automodel_ckpt.models.layers.fused_norms import fuse_norms
+from automodel_ckpt.models.layers.fused_rotary import fuse_rotary_embeddings
 from tests.support.gpu import DEVICE, needs_gpu
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -94,7 +94,7 @@ def test_queries_and_keys_are_rotated_by_a_kernel(
     model_type: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    from automodel_ckpt.models import rotary_kernels
+    from automodel_ckpt.models.layers import rotary_kernels
 
     num_calls = [0]
 
@@ -143,7 +143,8 @@ def test_rows_of_other_lengths_need_no_other_kernels(monkeypatch: pytest.MonkeyP
     """A compilation takes longer than a step. Triton has kernels of other numbers for those that 16 divides."""
     import triton
 
-    from automodel_ckpt.models import gate_kernels, loss_kernels, rotary_kernels
+    from automodel_ckpt.models.layers import gate_kernels, rotary_kernels
+    from automodel_ckpt.models.loss import loss_kernels
 
     def compute(length: int) -> None:
         heads = torch.ones(1, length, 3, 48, device=DEVICE).transpose(1, 2)

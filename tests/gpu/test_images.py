@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.command_server import CommandServer
 from tests.support.gpu import DEVICE, needs_gpu
+from tests.support.servers.command_server import CommandServer
 from tools.bench_rounds import ROOT
 from tools.gpu import plain
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.models.attention import attention_by_pairs
-from automodel_ckpt.models.document_kernels import installed_kernels
-from automodel_ckpt.models.documents import Documents
-from automodel_ckpt.models.fused_cross_entropy import linear_cross_entropy
-from automodel_ckpt.models.kernel_choice import KERNELS
-from automodel_ckpt.models.kernel_request import Request
-from automodel_ckpt.models.loss_inputs import IDENTITY, LogitTransform
+from automodel_ckpt.models.attention.by_document import attention_by_pairs
+from automodel_ckpt.models.attention.document_kernels import installed_kernels
+from automodel_ckpt.models.attention.documents import Documents
+from automodel_ckpt.models.attention.kernel_request import Request
+from automodel_ckpt.models.loss.fused_cross_entropy import linear_cross_entropy
+from automodel_ckpt.models.loss.kernel_choice import KERNELS
+from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform
 from tests.support.gpu import HAS_GPU, both_devices, only_gpu
 from tools.bench_loss_kernels import compare, preferring
 

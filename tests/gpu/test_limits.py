@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.errors import DeviceMemoryError
-from tests.support.command_server import CommandServer
 from tests.support.gpu import DEVICE, HAS_GPU, needs_gpu, only_gpu
+from tests.support.servers.command_server import CommandServer
 from tools.gpu import ours, plain
 from tools.gpu.shapes import LLAMA_1B, Work, write_base
 

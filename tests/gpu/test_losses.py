@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.data.packing import PackedDataset
-from tests.support.command_server import CommandServer
+from automodel_ckpt.data.batches.packing import PackedDataset
 from tests.support.gpu import DEVICE, needs_gpu, only_gpu
+from tests.support.servers.command_server import CommandServer
 from tools.gpu import ours, plain
 
 PACK = 96

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import test_one_rank as on_one_rank
+from tests.distributed.parallel import test_one_rank as on_one_rank
 from tests.support.gpu import only_gpu
 
 

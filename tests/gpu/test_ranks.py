@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.distributed.mesh import device_type
+from automodel_ckpt.parallel.mesh import device_type
 from tests.gpu.test_losses import base_of, reference
-from tests.support.command_server import CommandServer
 from tests.support.gpu import ALL_ON_CPU
+from tests.support.servers.command_server import CommandServer
 from tools.gpu import ours, plain
 
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from tests.gpu.test_images import losses
-from tests.support.command_server import CommandServer
 from tests.support.gpu import DEVICE, needs_gpu
+from tests.support.servers.command_server import CommandServer
 from tools.bench_rounds import ROOT
 from tools.gpu import plain
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from automodel_ckpt.checkpoint.formats import read_ahead, reading
 from automodel_ckpt.checkpoint.formats.reading import read_tree
-from automodel_ckpt.checkpoint.manifest import Tree
+from automodel_ckpt.checkpoint.parts.manifest import Tree
 from automodel_ckpt.convert.open import open_weights
 from tests.support.gpu import both_devices
 

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.convert.checkpoint_archive import reading
-from tests.support.shards import checkpoint_in
-
-from . import sandbox
+from tests.hostile.harness import sandbox
+from tests.support.models.shards import checkpoint_in
 
 zstandard = pytest.importorskip("zstandard", reason="the extra [archive] is not installed")
 

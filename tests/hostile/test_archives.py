@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 # Imported here: the sandbox reports the files that Python writes when a command imports it for the first time.
-import automodel_ckpt.convert.archives  # noqa: F401
+import automodel_ckpt.convert.formats.nemo.archives  # noqa: F401
 from automodel_ckpt.cli import ckpt
+from tests.hostile.harness import bombs, sandbox
 
-from . import bombs, sandbox
 from .test_torch_files import NAMES as TORCH_FILES
 from .test_torch_files import content
 

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.config import allowlist
-from automodel_ckpt.config.trust import Rejected, Trust, check_name
+from automodel_ckpt.config.callables import allowlist
+from automodel_ckpt.config.callables.trust import Rejected, Trust, check_name
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.errors import EXIT_USAGE
-
-from . import bombs, gadgets, sandbox
+from tests.hostile.harness import bombs, gadgets, sandbox
 
 KNOWN = (
     "transformers.exporters.utils.import_dotted_path",
@@ -31,7 +30,7 @@ KNOWN = (
     "peft.utils.save_and_load.torch_load",
     "datasets.load.import_main_class",
     "datasets.Dataset.from_generator",
-    "automodel_ckpt.durable_io.remove",
+    "automodel_ckpt.base.durable_io.remove",
     "os.system",
 )
 SAMPLE = (

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.gguf.header import read_gguf_header
+from automodel_ckpt.convert.formats.gguf.header import read_gguf_header
 from automodel_ckpt.errors import CheckpointUnusable
-
-from . import bombs, sandbox
+from tests.hostile.harness import bombs, sandbox
 
 U32, STRING, ARRAY = 4, 8, 9
 HUGE = 2**63 - 1

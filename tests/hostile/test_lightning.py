@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.files.torch_archive_reading import archive_ranges
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import archive_ranges
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.sources.registry import detect
+from automodel_ckpt.convert.formats.registry import detect
 from automodel_ckpt.errors import CheckpointUnusable
+from tests.hostile.harness import bombs, sandbox
 
-from . import bombs, sandbox
 from .test_torch_files import NAMES, content
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "lightning"

@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.logging_state import kept_logging
-
-from . import attacks, bombs, files, sandbox, victim
-from .readers import (
+from tests.hostile.harness import attacks, bombs, files, sandbox, victim
+from tests.hostile.harness.readers import (
     CHECKS,
     EXPORTS,
     GGUF,
@@ -30,7 +28,8 @@ from .readers import (
     form_for,
     prepare,
 )
-from .victim import Attacked
+from tests.hostile.harness.victim import Attacked
+from tests.support.logging_state import kept_logging
 
 attacks.entries()
 # HOSTILE=all (make hostile) runs every attack with every reader, at full size; else each class meets every third of its
@@ -125,8 +124,8 @@ def test_the_matrix_is_complete() -> None:
 
 
 def test_every_kind_of_file_that_a_run_holds_is_attacked() -> None:
-    from tests.contract.test_trees import CASES as TREES
-    from tests.contract.test_trees import expected_tree
+    from tests.contract.repository.test_trees import CASES as TREES
+    from tests.contract.repository.test_trees import expected_tree
 
     held = {
         f"epoch_0_step_20/{path}"

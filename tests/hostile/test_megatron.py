@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from automodel_ckpt.cli import ckpt
+from tests.hostile.harness import bombs, sandbox
 
-from . import bombs, sandbox
 from .test_torch_files import NAMES, content
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "megatron" / "llama"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.cli import ckpt
+from tests.hostile.harness import bombs, sandbox
 
-from . import bombs, sandbox
 from .test_torch_files import NAMES, content
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from automodel_ckpt.bounded_templates import BoundedEnvironment
+from automodel_ckpt.base.bounded_templates import BoundedEnvironment
 from automodel_ckpt.cli import ckpt, train
-from tests.support.stand_ins import LLAMA_CHAT, write_model
+from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 
 Capture = pytest.CaptureFixture[str]
 LOOP = "{% for a in range(90000) %}"

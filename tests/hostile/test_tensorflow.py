@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.sources.tensorflow_index import _masked_crc
-
-from . import bombs, sandbox
+from automodel_ckpt.convert.formats.tensorflow.tensorflow_index import _masked_crc
+from tests.hostile.harness import bombs, sandbox
 
 MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 HEADER = b"\x08\x01\x1a\x02\x08\x01"

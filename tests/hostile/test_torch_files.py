@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from automodel_ckpt.cli import ckpt
-
-from . import bombs, sandbox
+from tests.hostile.harness import bombs, sandbox
 
 _DEEP = 1_000_000
 _STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu"

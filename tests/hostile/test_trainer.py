@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.sources.registry import detect
-from automodel_ckpt.convert.sources.torch_files import read_archive
-from automodel_ckpt.convert.training_state import ModelParameter
+from automodel_ckpt.convert.formats.registry import detect
+from automodel_ckpt.convert.formats.torch.torch_files import read_archive
+from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
 from automodel_ckpt.errors import CheckpointUnusable
+from tests.hostile.harness import bombs, sandbox
 
-from . import bombs, sandbox
 from .test_torch_files import NAMES, content
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "trainer" / "checkpoint-5"

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from automodel_ckpt.checkpoint.files.torch_archive import tensor_archive
 from automodel_ckpt.checkpoint.formats.description import DTYPES
-from automodel_ckpt.checkpoint.tree import Tree
+from automodel_ckpt.checkpoint.parts.tree import Tree
+from automodel_ckpt.checkpoint.pickles.torch_archive import tensor_archive
 
 
 def metadata_by_torch(tree: Tree, paths: dict[str, Any] | None) -> Metadata:

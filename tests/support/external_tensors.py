@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from automodel_ckpt.checkpoint.dtypes import TORCH_NAMES
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.convert.formats.torch.training_state import ModelParameter, OptimizerState
 from automodel_ckpt.convert.open import open_weights
-from automodel_ckpt.convert.training_state import ModelParameter, OptimizerState
 
 
 def values(path: Path, config: Path | None = None) -> dict[str, torch.Tensor]:

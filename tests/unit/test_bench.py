@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.command_server import CommandServer
+from tests.support.servers.command_server import CommandServer
 from tools import (
     bench_adamw,
     bench_loop,
@@ -188,7 +188,7 @@ def test_every_implementation_of_the_loss_is_compared_on_a_device(
 
 
 def test_sizes_of_stored_errors_are_compared_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    from automodel_ckpt.models import fused_cross_entropy, head_gradients
+    from automodel_ckpt.models.loss import fused_cross_entropy, head_gradients
 
     before = fused_cross_entropy.stores_errors, head_gradients.BLOCK_ELEMENTS
     bench_stored_errors.main(["--dry-run"])

@@ -11,9 +11,10 @@ from torch.utils.data import Dataset
 
 from automodel_ckpt.checkpoint.export import copy_engine
 from automodel_ckpt.cli.launch import recipe_import
-from automodel_ckpt.data import row_workers, workers
+from automodel_ckpt.data.batches import workers
+from automodel_ckpt.data.rows import row_workers
 
-FORKS = Path(row_workers.__file__).parents[1] / "forks.py"
+FORKS = Path(row_workers.__file__).parents[2] / "base" / "forks.py"
 
 PROGRAM = """
 import gc, os, runpy, sys

@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from automodel_ckpt.recipes.precision import set_float32_precision
-from tests.support.command_server import CommandServer
+from automodel_ckpt.parallel.precision import set_float32_precision
+from tests.support.servers.command_server import CommandServer
 from tools.bench_report import PAGE
 from tools.bench_rounds import ROOT
 from tools.gpu import goals, machine, plain, shapes, wheels

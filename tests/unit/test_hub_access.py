@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from huggingface_hub import constants, hf_hub_download
 
-from automodel_ckpt import hub_access
+from automodel_ckpt.base import hub_access
+from automodel_ckpt.base.hub_access import cached_commit, check_access, explained, resolve_commit
+from automodel_ckpt.base.hub_retries import quiet_retries
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.hub_access import cached_commit, check_access, explained, resolve_commit
-from automodel_ckpt.hub_retries import quiet_retries
-from tests.support.hub_server import (
+from tests.support.servers.hub_server import (
     TOKEN,
     HubServer,
     Reply,

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_ckpt.config import trust
-from automodel_ckpt.distributed.stop import stop_request
-from automodel_ckpt.hub_retries import quiet_retries
-from automodel_ckpt.training import start_time
+from automodel_ckpt.base.hub_retries import quiet_retries
+from automodel_ckpt.config.callables import trust
+from automodel_ckpt.logs import start_time
+from automodel_ckpt.parallel.ranks.stop import stop_request
 
 
 def _run_a_command() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from automodel_ckpt.kernel_trial import succeeds
+from automodel_ckpt.base.kernel_trial import succeeds
 
 
 def test_a_trial_without_an_exception_succeeds(caplog: pytest.LogCaptureFixture) -> None:

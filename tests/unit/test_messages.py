@@ -18,9 +18,10 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from automodel_ckpt.checkpoint.files import pickle_reader
-from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.pickles import pickle_reader
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.launch.recipe_import import (
     validate_cuda_not_initialized,
@@ -28,27 +29,27 @@ from automodel_ckpt.cli.launch.recipe_import import (
 )
 from automodel_ckpt.cli.train import _observed
 from automodel_ckpt.cli.train import main as train
-from automodel_ckpt.config.convert import _boolean, typed
+from automodel_ckpt.config.callables.prepare import prepare
+from automodel_ckpt.config.callables.trust import Rejected, Trust, resolve
 from automodel_ckpt.config.load import load_recipe
-from automodel_ckpt.config.prepare import prepare
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.trust import Rejected, Trust, resolve
+from automodel_ckpt.config.tree.convert import _boolean, typed
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.data import digits, images, python_docs
+from automodel_ckpt.data import digits, python_docs
+from automodel_ckpt.data.batches.sampler import accumulation_steps
 from automodel_ckpt.data.image_collate import ImageTextCollator
-from automodel_ckpt.data.json_records import _unique
-from automodel_ckpt.data.sampler import accumulation_steps
-from automodel_ckpt.data.source import Source
-from automodel_ckpt.distributed import rendezvous
-from automodel_ckpt.distributed.mesh import _device
-from automodel_ckpt.distributed.tensor_parallel import _tie
+from automodel_ckpt.data.media import images
+from automodel_ckpt.data.rows.json_records import _unique
+from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError, SaveFailed
-from automodel_ckpt.models.activation_memory import checkpoint_activations
-from automodel_ckpt.training.metrics import JsonlLog
-from automodel_ckpt.training.tracker_process import require_trackers
-from automodel_ckpt.units import counted
-from tests.support import tiny
-from tests.support.shards import checkpoint_in
+from automodel_ckpt.logs.metrics import JsonlLog
+from automodel_ckpt.logs.tracker_process import require_trackers
+from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
+from automodel_ckpt.parallel.mesh import _device
+from automodel_ckpt.parallel.ranks import rendezvous
+from automodel_ckpt.parallel.tensor_parallel import _tie
+from tests.support.models import tiny
+from tests.support.models.shards import checkpoint_in
 
 Patch = pytest.MonkeyPatch
 
@@ -323,7 +324,7 @@ def test_a_section_of_a_custom_recipe_may_check_itself(tmp_path: Path) -> None:
 def test_only_recipes_with_steps_of_ours_can_be_tried_for_their_resume(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("automodel_ckpt.config.prepare.prepare", lambda *_: (None, dict))
+    monkeypatch.setattr("automodel_ckpt.config.callables.prepare.prepare", lambda *_: (None, dict))
     line: Any = SimpleNamespace(flags=SimpleNamespace(trust=()))
     loaded: Any = None
     refused(lambda: _observed(line, loaded, tmp_path, None), "derived from Recipe")

@@ -16,13 +16,13 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from automodel_ckpt.convert.gguf.architectures import Architecture
-from automodel_ckpt.convert.gguf.pre_tokenizers import (
+from automodel_ckpt.convert.formats.gguf.architectures import Architecture
+from automodel_ckpt.convert.formats.gguf.pre_tokenizers import (
     BYTES_AND_WORDS,
     PRE_TOKENIZERS,
     SINGLE_DIGITS,
 )
-from automodel_ckpt.convert.gguf.sentencepiece import SPACE
+from automodel_ckpt.convert.formats.gguf.sentencepiece import SPACE
 
 _UNKNOWN, _BOS, _EOS, _PAD = "<unk>", "<s>", "</s>", "<pad>"
 _MARKER = "<|marker|>"

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.hf_assets import HFAssets
+from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.convert.targets.gguf import export_gguf
 from automodel_ckpt.data.python_docs import train_tokenizer
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from automodel_ckpt.checkpoint import Manifest, layout
+from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint.files import layout
 from tools.crash import inspect
 from tools.crash.record import Record
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.errors import SaveFailed
 from tools.crash import inspect, jobs
 from tools.crash.jobs import Run

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import Manifest, layout
+from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.slices import runs_in_file
-from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.slices import runs_in_file
+from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 from tools.crash import inspect, jobs
 from tools.crash.jobs import Run

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import xxhash
 
-from automodel_ckpt.checkpoint import Manifest, layout
-from automodel_ckpt.checkpoint.layout import LOCK_FILE
+from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
+from automodel_ckpt.checkpoint.parts.verify import unlisted_files, verify
 from automodel_ckpt.checkpoint.run.late_validations import recall
-from automodel_ckpt.checkpoint.verify import unlisted_files, verify
 from automodel_ckpt.errors import CheckpointUnusable
 
 

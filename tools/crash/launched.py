@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.support.nodes import Node
+from tests.support.servers.nodes import Node
 from tools.crash import endurance, inspect, losses, points
 from tools.crash.torchrun import Torchrun
 from tools.crash.trainer import Mark, Trainer

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.remote.run import OWNER
-from tests.support.nodes import SHARED_MEMORY
+from tests.support.servers.nodes import SHARED_MEMORY
 from tools.crash import inspect, node_failures
 from tools.crash.launched import ALL_RANKS, ENVIRONMENT, NODE, NODE_SILENTLY, OnNodes, enter_node
 from tools.crash.points import LAUNCHER, RANK, WRITER

@@ -1,6 +1,7 @@
 """What failures cost a training on two nodes with checkpoints in memory, and whether it ends as if there were none.
 
-The nodes are network namespaces of this machine, each with its own /dev/shm (:mod:`tests.support.nodes`). A run is hit
+The nodes are network namespaces of this machine, each with its own /dev/shm (:mod:`tests.support.servers.nodes`). A
+run is hit
 again and again (:mod:`tools.crash.strikes`): a rank is killed, all ranks of a node, a writer, a process that sends
 copies to the other node, a launcher, or a node is lost with its memory, with or without its connections being reset.
 """
@@ -14,8 +15,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.support.networks import NoNamespacesError
-from tests.support.nodes import Node, begun_nodes
+from tests.support.servers.networks import NoNamespacesError
+from tests.support.servers.nodes import Node, begun_nodes
 from tools.crash import signals
 from tools.crash.launched import ALL_RANKS, NODE, NODE_SILENTLY, Launched, OnNodes
 from tools.crash.points import LAUNCHER, RANK, RESCUE, RESTART, SAVE, SENDER, WRITER, points_in

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt import python_child
+from automodel_ckpt.base import python_child
 
 RANK, WRITER, SENDER, LAUNCHER = "a rank", "a writer", "a sender", "a launcher"
 """The kinds of processes. A sender serves a node's memory to other nodes, and sends them copies."""
@@ -25,7 +25,7 @@ SAVE, RESTART, RESCUE = "save", "restart", "rescue"
 """When a point is reached: in each save to memory, in a restart, or when no restart follows a failure."""
 NODE = "a node"
 MODULES = {
-    WRITER: "automodel_ckpt.checkpoint.writing.writer",
+    WRITER: "automodel_ckpt.checkpoint.jobs.writer",
     SENDER: "automodel_ckpt.checkpoint.memory.node_process",
 }
 """What the processes that are no fork of the launcher run."""

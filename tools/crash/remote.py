@@ -1,6 +1,7 @@
 """Campaign `remote`: uploads, publications, removals and downloads of checkpoints in a store, killed at any request.
 
-The store is moto behind the proxy of tests/support/fault_proxy.py, which counts requests. ``before``: the process is
+The store is moto behind the proxy of tests/support/servers/fault_proxy.py, which counts requests. ``before``: the
+process is
 killed, and the request does not reach the store. ``after``: the store carries it out. ``any``: at a random instant.
 ``fault``: no kill; this request and some after it fail, are reset, or lose their reply. Afterwards, all objects are
 read past the proxy and judged, a fresh start on an empty disk downloads what it finds, and a restart completes the
@@ -25,19 +26,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.remote.pending import step_of
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import SUPERSEDED, RemoteRun
-from automodel_ckpt.checkpoint.remote.store import Store
 from automodel_ckpt.checkpoint.remote.uploader import LINK
-from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import AutomodelError
-from tests.support import tiny
-from tests.support.fault_proxy import Fault, FaultProxy, ProxyRequest
-from tests.support.object_store import BUCKET, ObjectStore, faulty_store
+from tests.support.models import tiny
+from tests.support.servers.fault_proxy import Fault, FaultProxy, ProxyRequest
+from tests.support.servers.object_store import BUCKET, ObjectStore, faulty_store
 from tools.crash import remote_jobs
 from tools.crash.record import Record
 from tools.crash.remote_jobs import METRIC, URL, Job
@@ -207,7 +208,7 @@ def bench() -> Iterator[Bench]:
             prefix="crash-remote-", ignore_cleanup_errors=True
         ) as directory,
         mock.patch("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 256),
-        mock.patch("automodel_ckpt.checkpoint.remote.multipart.PART_BYTES", remote_jobs.PART_BYTES),
+        mock.patch("automodel_ckpt.checkpoint.store.multipart.PART_BYTES", remote_jobs.PART_BYTES),
         faulty_store() as (store, proxy),
     ):
         yield Bench(store, proxy, Path(directory))

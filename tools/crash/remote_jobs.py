@@ -15,12 +15,13 @@ import aiobotocore.session  # type: ignore[import-untyped]
 import s3fs.core  # type: ignore[import-untyped]
 
 from automodel_ckpt.checkpoint.options import RemoteStorage
-from automodel_ckpt.checkpoint.remote import child_process, multipart, uploader
+from automodel_ckpt.checkpoint.remote import child_process, uploader
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.store import Store
+from automodel_ckpt.checkpoint.store import multipart
+from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import AutomodelError
-from tests.support import tiny
+from tests.support.models import tiny
 
 PART_BYTES = 8 << 10
 """The largest file of a tiny checkpoint has five parts of this size."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files import layout
 from tools.crash import endurance, inspect
 from tools.crash.record import Record
 from tools.crash.trainer import Mark, Trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from automodel_ckpt.checkpoint.formats import read_ahead, reading
-from automodel_ckpt.checkpoint.writing import checksums, jobs
+from automodel_ckpt.checkpoint.jobs import checksums, jobs
 
 _NUM_THREADS = 3
 _BLOCK_BYTES = 256

@@ -72,11 +72,11 @@ def train(recipe: Mapping[str, Any], directory: Path, *flags: str) -> int:
 
 def forecast_bytes(directory: Path) -> int:
     """The memory that ``--dry-run`` forecasts on this machine for the recipe that :func:`train` wrote."""
+    from automodel_ckpt.config.callables.prepare import prepare
+    from automodel_ckpt.config.callables.trust import Trust
     from automodel_ckpt.config.load import load_recipe
-    from automodel_ckpt.config.prepare import prepare
-    from automodel_ckpt.config.trust import Trust
-    from automodel_ckpt.distributed.mesh_sizes import Sizes
-    from automodel_ckpt.recipes.forecast.plan import plan
+    from automodel_ckpt.parallel.mesh_sizes import Sizes
+    from automodel_ckpt.train.forecast.plan import plan
 
     loaded = load_recipe(str(directory / "recipe.yaml"), [], problems=[])
     loaded, recipe_class = prepare(loaded, Trust(["tools"]))

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from automodel_ckpt.data.loader import GlobalBatch
+from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.loop import TrainingLoop
-from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune, VLMLoop
-from automodel_ckpt.training.cadence import Due
+from automodel_ckpt.train.counters.cadence import Due
+from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.train.values.records import Control
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.convert.sources.registry import detect
+from automodel_ckpt.convert.formats.registry import detect
 from tests.support.external_tensors import moments, no_parameters, values
 from tools.clients.environments import TORCH, Environment
 from tools.interop.losses import losses_check

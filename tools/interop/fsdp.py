@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.training_state import ModelParameter, Parameters
+from automodel_ckpt.convert.formats.torch.training_state import ModelParameter, Parameters
 from tools.clients.environments import TORCH, Environment
 from tools.interop.losses import losses_check, tensors_check
 from tools.interop.program import Check, Program, Workplace

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.support.continued import losses_of
+from tests.support.runs.continued import losses_of
 from tools.clients.environments import TORCH, Environment
 from tools.interop.program import Check, Program, Workplace
 

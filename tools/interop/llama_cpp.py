@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.convert.gguf.pre_tokenizers import PRE_TOKENIZERS
+from automodel_ckpt.convert.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.targets.gguf import export_gguf
 from tools.clients.environments import Environment

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.convert.sources.registry import detect_run
-from automodel_ckpt.convert.training_state import Parameters
-from tests.support.continued import SHARDED, continued_losses
+from automodel_ckpt.convert.formats.registry import detect_run
+from automodel_ckpt.convert.formats.torch.training_state import Parameters
 from tests.support.external_tensors import moments, no_parameters, values
+from tests.support.runs.continued import SHARDED, continued_losses
 from tools.interop.program import Check, Workplace
 
 _TOLERANCE = 1e-5

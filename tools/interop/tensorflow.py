@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from automodel_ckpt.checkpoint.tensors.stored import whole
-from automodel_ckpt.convert.sources.registry import detect
+from automodel_ckpt.convert.formats.registry import detect
 from tools.clients.environments import Environment
 from tools.interop.program import Check, Program, Workplace
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.continued import ADAPTER, CONTINUED, losses_of
+from tests.support.runs.continued import ADAPTER, CONTINUED, losses_of
 from tools.clients.environments import TORCH, Environment
 from tools.interop.program import Check, Program, Workplace
 

@@ -3,7 +3,7 @@
 python -m tools.mutants                          # 40 mutations of each package: about an hour and a half on two cores
 python -m tools.mutants checkpoint --sample 100  # one package
 python -m tools.mutants --seed 2                 # another sample
-python -m tools.mutants --only automodel_ckpt/checkpoint/commit.py
+python -m tools.mutants --only automodel_ckpt/checkpoint/parts/commit.py
 
 Every mutation is tried against the tests that execute its line, in a copy of the repository. A mutation is *killed* if
 a test fails, *timed out* if the tests do not end within the limit (counted as killed, and listed: on a busy machine the

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.command_server import CommandServer
-from tests.support.networks import LINK, ip, nodes_at, processes_of
-from tests.support.tiny_model import tiny_llama
+from tests.support.models.tiny_model import tiny_llama
+from tests.support.servers.command_server import CommandServer
+from tests.support.servers.networks import LINK, ip, nodes_at, processes_of
 
 ROOT = Path(__file__).parents[2]
 NUM_NODES, RANKS_PER_NODE = 4, 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from automodel_ckpt.cli.train import main
-from tests.support.networks import enter_network
+from tests.support.servers.networks import enter_network
 
 if __name__ == "__main__":
     enter_network(sys.argv[1])

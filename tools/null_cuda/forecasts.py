@@ -125,7 +125,7 @@ SMALL = {
     "dataset": _data("text.prompt_completion", seq_length=128),
     "step_scheduler": {"global_batch_size": 4, "local_batch_size": 1},
 }
-# So few labels per micro-batch that the output layer keeps the gradients of logits (models/head_gradients.py).
+# So few labels per micro-batch that the output layer keeps the gradients of logits (models/loss/head_gradients.py).
 ONE_ROW = {"step_scheduler": {"global_batch_size": 1, "local_batch_size": 1}}
 ROW_BY_ROW = {"step_scheduler": {"global_batch_size": 4, "local_batch_size": 1}}
 DEPTHS = _model("qwen3_5_text", head_dim=64, layer_types=["full_attention"] * 8)
@@ -279,9 +279,9 @@ CASES = {
     ),
     "t5": Case({**SOURCES, "model": {"from_config": T5}}),
     "t5 fsdp2": Case({**SOURCES, "model": {"from_config": T5}}, 2),
-    "adam8bit": Case({"optimizer": {"_target_": "automodel_ckpt.training.adam8bit.AdamW8bit"}}),
+    "adam8bit": Case({"optimizer": {"_target_": "automodel_ckpt.optim.adam8bit.AdamW8bit"}}),
     "adam8bit fsdp2": Case(
-        {"optimizer": {"_target_": "automodel_ckpt.training.adam8bit.AdamW8bit"}}, 2
+        {"optimizer": {"_target_": "automodel_ckpt.optim.adam8bit.AdamW8bit"}}, 2
     ),
     "muon fsdp2": Case(
         {

@@ -57,7 +57,7 @@ WARM_UP, STEPS = 10, 100
 
 def accept_documents() -> None:
     """Let attention be limited to each sample, which the program probes with numbers that no kernel computes."""
-    from automodel_ckpt.models import attention
+    from automodel_ckpt.models.attention import by_document as attention
 
     probed: Any = attention._logits
     names = vars(attention)

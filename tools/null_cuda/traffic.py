@@ -90,7 +90,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def counted(program: str, num_layers: int) -> dict[str, int]:
     """Bytes of a step by operator. Runs a few steps in this process."""
-    from automodel_ckpt.models import gate_kernels, rotary_kernels
+    from automodel_ckpt.models.layers import gate_kernels, rotary_kernels
 
     mode = Traffic()
     mode.count_calls(gate_kernels, "product", "gradients")

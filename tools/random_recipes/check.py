@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from tools.random_recipes.draw import MOST_RANKS, STEPS, Recipe, store_of
 
 TIMEOUT_SECONDS = 600

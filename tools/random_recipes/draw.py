@@ -15,12 +15,12 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from automodel_ckpt.cli.checks.rank_counts import check_ranks
+from automodel_ckpt.config.callables.prepare import resolve_recipe
+from automodel_ckpt.config.callables.trust import Trust
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.prepare import resolve_recipe
-from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.recipes.unsupported import unsupported_keys
+from automodel_ckpt.train.unsupported import unsupported_keys
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 6
@@ -454,7 +454,7 @@ _SCHEDULES = (
     {"name": "cosine_with_restarts", "kwargs": {"num_cycles": 2}},
 )
 _OPTIMIZERS = ("SGD", "Adafactor", "RMSprop", "Adam", "NAdam", "Adagrad")
-_ADAMW_8BIT = "automodel_ckpt.training.adam8bit.AdamW8bit"
+_ADAMW_8BIT = "automodel_ckpt.optim.adam8bit.AdamW8bit"
 _GROUPS = (
     [{"params": ["*layers.0.*"], "lr": 0.0005}],
     [{"params": ["hidden_matrices"], "_target_": "torch.optim.Muon", "lr": 0.02}],

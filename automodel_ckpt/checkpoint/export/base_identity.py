@@ -20,8 +20,8 @@ from typing import Any
 
 import xxhash
 
-from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.errors import RecipeError, os_problem

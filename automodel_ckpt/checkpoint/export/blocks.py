@@ -14,7 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, OutputFile
-from automodel_ckpt.checkpoint.slices import Box, Slice, contiguous_slices, flat_index, nbytes_of
+from automodel_ckpt.checkpoint.parts.slices import (
+    Box,
+    Slice,
+    contiguous_slices,
+    flat_index,
+    nbytes_of,
+)
 
 BLOCK_BYTES = 2 << 20
 

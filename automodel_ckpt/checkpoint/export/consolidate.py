@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.blocks import shares
 from automodel_ckpt.checkpoint.export.copy_engine import Digested, Workers, copy
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import (
     cast_lines,
     side_files,
@@ -34,21 +34,21 @@ from automodel_ckpt.checkpoint.export.output import create_output
 from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export.publish import Check, check_target, resolved_target, staged
 from automodel_ckpt.checkpoint.export.script import consolidate_script
-from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.slices import Slice
+from automodel_ckpt.checkpoint.parts.slices import Slice
+from automodel_ckpt.checkpoint.parts.verify import Level, verify
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.opening import open_checkpoint
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.errors import (
     AutomodelError,
     CheckpointUnusable,
     Problem,
     RecipeError,
 )
-from automodel_ckpt.units import counted
 
 __all__ = ["ConsolidationReport", "consolidate", "consolidate_script"]
 

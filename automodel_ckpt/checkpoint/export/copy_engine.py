@@ -19,8 +19,7 @@ from typing import Any
 
 import xxhash
 
-from automodel_ckpt.checkpoint.digests import digest_from
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.base.forks import freeze_in_forked_processes
 from automodel_ckpt.checkpoint.export.blocks import (
     BLOCK_BYTES,
     Block,
@@ -31,11 +30,12 @@ from automodel_ckpt.checkpoint.export.blocks import (
 )
 from automodel_ckpt.checkpoint.export.input import Inputs
 from automodel_ckpt.checkpoint.export.output import Clonable, Output
+from automodel_ckpt.checkpoint.files.digests import digest_from
 from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, block_of
-from automodel_ckpt.checkpoint.slices import Slice, intersection, row_major_boxes
-from automodel_ckpt.checkpoint.threads import started_pool
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.threads import started_pool
+from automodel_ckpt.checkpoint.parts.slices import Slice, intersection, row_major_boxes
 from automodel_ckpt.errors import SaveFailed
-from automodel_ckpt.forks import freeze_in_forked_processes
 
 # A block can be read from up to four times its bytes: F64 cast to BF16.
 _SCRATCH_BYTES = 4 * BLOCK_BYTES

@@ -11,20 +11,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS, TORCH_NAMES, main_dtype
+from automodel_ckpt.base.durable_io import walk
+from automodel_ckpt.base.units import counted, counted_are
 from automodel_ckpt.checkpoint.export.copy_engine import Digested
 from automodel_ckpt.checkpoint.export.older_config import with_older_keys
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, Plan, quantized_in_base
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS, TORCH_NAMES, main_dtype
 from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.files.safe_open import read_model_file
+from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
 from automodel_ckpt.checkpoint.sources.model_files import MAX_SIDE_BYTES, is_side_file, unreadable
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.durable_io import walk
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.units import counted, counted_are
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 

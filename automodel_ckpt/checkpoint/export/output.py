@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from automodel_ckpt.base.durable_io import naming, write_all
 from automodel_ckpt.checkpoint.files.direct import (
     DIRECT_FROM_BYTES,
     SECTOR_BYTES,
     bypass_page_cache,
 )
 from automodel_ckpt.checkpoint.files.durable_file import preallocate
-from automodel_ckpt.durable_io import naming, write_all
 
 # FICLONERANGE of linux/fs.h: descriptor and start of the source, length, start in the target.
 _CLONE = 0x4020940D

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS, ORDINARY_FLOATS
+from automodel_ckpt.base.units import counted_are
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
-from automodel_ckpt.checkpoint.slices import Tensor, nbytes_of
+from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.units import counted_are
 
 MAX_FILE_BYTES = 5_000_000_000
 _CAST_NAMES = {

@@ -14,11 +14,12 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.export_leftovers import Log, clear_leftovers
-from automodel_ckpt.checkpoint.export_manifest import ExportManifest
+from automodel_ckpt.base.durable_io import fsync_directories, fsync_directory, walk
+from automodel_ckpt.checkpoint.export.export_leftovers import Log, clear_leftovers
+from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
-from automodel_ckpt.durable_io import fsync_directories, fsync_directory, walk
+from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem, writing_hint
 
 Check = Callable[[], None]

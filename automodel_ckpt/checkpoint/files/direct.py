@@ -15,8 +15,8 @@ import os
 from concurrent.futures import Future
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.threads import CallingThread, started_pool
-from automodel_ckpt.durable_io import write_all
+from automodel_ckpt.base.durable_io import write_all
+from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
 
 BLOCK_BYTES = 4 << 20
 SECTOR_BYTES = 4096

@@ -12,14 +12,14 @@ from types import TracebackType
 
 import xxhash
 
-from automodel_ckpt.checkpoint.digests import FileRecord, digest_from
+from automodel_ckpt.base.durable_io import naming, write_all
+from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_from
 from automodel_ckpt.checkpoint.files.direct import (
     BLOCK_BYTES,
     DIRECT_FROM_BYTES,
     METER,
     DirectStream,
 )
-from automodel_ckpt.durable_io import naming, write_all
 
 _READ_BYTES = 8 << 20
 _SMALL_BYTES = 64 << 10

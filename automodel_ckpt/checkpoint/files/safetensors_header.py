@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.base.git_lfs import LFS_HINT, POINTER
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.slices import nbytes_of
-from automodel_ckpt.checkpoint.tiling import shape_fault
+from automodel_ckpt.checkpoint.parts.slices import nbytes_of
+from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.git_lfs import LFS_HINT, POINTER
 
 # The safetensors library's own limit; a file with more would not load anywhere.
 MAX_HEADER_BYTES = 100_000_000

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.sharding import RegularSlices, Sharding, smallest_split
-from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.sharding import RegularSlices, Sharding, smallest_split
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, nbytes_of
 from automodel_ckpt.errors import SaveFailed
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from automodel_ckpt.checkpoint.digests import digest_of
-from automodel_ckpt.checkpoint.dtypes import TORCH_NAMES
-from automodel_ckpt.checkpoint.sharding import smallest_split
-from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
+from automodel_ckpt.checkpoint.parts.sharding import smallest_split
+from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor, nbytes_of
 
 DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in TORCH_NAMES.items()}
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}

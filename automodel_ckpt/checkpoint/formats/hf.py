@@ -9,17 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.export.plan import MAX_FILE_BYTES, OutputFile, plan_files
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.formats.safetensors import values_job
 from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout, positioned
-from automodel_ckpt.checkpoint.sharding import Position, RegularSlices
-from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, flat_index, is_one_run, nbytes_of
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, Job, SharedFileJob
+from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices
+from automodel_ckpt.checkpoint.parts.slices import (
+    Box,
+    Slice,
+    Tensor,
+    flat_index,
+    is_one_run,
+    nbytes_of,
+)
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.opening import FINISHED
-from automodel_ckpt.checkpoint.writing.jobs import Chunk, Job, SharedFileJob
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 NAME = FINISHED

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.sharding import RegularSlices
-from automodel_ckpt.checkpoint.slices import Box, Tensor, flat_index, nbytes_of
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
+from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, flat_index, nbytes_of
 from automodel_ckpt.checkpoint.sources.shard_header import Entry, shard_header
 
 

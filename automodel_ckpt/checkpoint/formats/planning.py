@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from automodel_ckpt.checkpoint.files.pickle_values import saved
 from automodel_ckpt.checkpoint.formats.assignment import Assignment, Share, assign
 from automodel_ckpt.checkpoint.formats.description import (
     DTYPE_CODES,
@@ -25,10 +24,11 @@ from automodel_ckpt.checkpoint.formats.description import (
     irregular_slices,
     local_tensor,
 )
-from automodel_ckpt.checkpoint.sharding import RegularSlices
-from automodel_ckpt.checkpoint.slices import Slice, Tensor
-from automodel_ckpt.checkpoint.tensor_bytes import blocks_of, flat_bytes, gathered, raw_bytes
-from automodel_ckpt.checkpoint.writing.jobs import Blocks
+from automodel_ckpt.checkpoint.jobs.jobs import Blocks
+from automodel_ckpt.checkpoint.jobs.tensor_bytes import blocks_of, flat_bytes, gathered, raw_bytes
+from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 
 __all__ = ["DTYPES", "DTYPE_CODES", "Fetch", "TreePlan", "located"]
 

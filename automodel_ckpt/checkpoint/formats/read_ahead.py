@@ -15,10 +15,10 @@ from typing import Protocol
 
 import torch
 
-from automodel_ckpt.checkpoint.slices import Box
-from automodel_ckpt.checkpoint.tensor_bytes import page_locked
+from automodel_ckpt.checkpoint.files.threads import Pool, cores_of_rank, started_pool
+from automodel_ckpt.checkpoint.jobs.tensor_bytes import page_locked
+from automodel_ckpt.checkpoint.parts.slices import Box
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
-from automodel_ckpt.checkpoint.threads import Pool, cores_of_rank, started_pool
 
 BLOCK_BYTES = 4 << 20
 """Most bytes of a block that go through memory of the host."""

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.files import pickle_reader
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.formats.description import (
     DTYPE_CODES,
@@ -34,8 +33,8 @@ from automodel_ckpt.checkpoint.formats.read_ahead import (
     read_all,
     send,
 )
-from automodel_ckpt.checkpoint.manifest import Blob, Tree
-from automodel_ckpt.checkpoint.slices import (
+from automodel_ckpt.checkpoint.parts.manifest import Blob, Tree
+from automodel_ckpt.checkpoint.parts.slices import (
     Box,
     Run,
     Slice,
@@ -44,6 +43,7 @@ from automodel_ckpt.checkpoint.slices import (
     nbytes_of,
     overlap,
 )
+from automodel_ckpt.checkpoint.pickles import pickle_reader
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
 from automodel_ckpt.checkpoint.tensors.float_cast import storage_dtype
 from automodel_ckpt.checkpoint.tensors.strided import map_slice

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.formats.joined import joined_files
 from automodel_ckpt.checkpoint.formats.planning import TreePlan, located
 from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout, ordered
-from automodel_ckpt.checkpoint.manifest import Blob
-from automodel_ckpt.checkpoint.sharding import RegularSlices, Sharding
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.jobs.file_groups import FileGroups
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob, Job, SharedFileJob
+from automodel_ckpt.checkpoint.parts.manifest import Blob
+from automodel_ckpt.checkpoint.parts.sharding import RegularSlices, Sharding
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.shard_header import Entry, shard_header
-from automodel_ckpt.checkpoint.writing.file_groups import FileGroups
-from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob, Job, SharedFileJob
 
 NAME = "safetensors"
 _TRAINED = "model"

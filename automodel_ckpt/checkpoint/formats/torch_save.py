@@ -14,23 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.files.dcp_metadata import (
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES
+from automodel_ckpt.checkpoint.formats.planning import DTYPES, TreePlan, located
+from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout, ordered
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
+from automodel_ckpt.checkpoint.parts.manifest import Blob, Tree
+from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
+from automodel_ckpt.checkpoint.parts.slice_columns import BoxesOf, columns_of
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
     DcpChunk,
     DcpLocation,
     DcpMetadata,
     Extents,
     Items,
 )
-from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES
-from automodel_ckpt.checkpoint.files.torch_archive import tensor_archive
-from automodel_ckpt.checkpoint.formats.planning import DTYPES, TreePlan, located
-from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout, ordered
-from automodel_ckpt.checkpoint.manifest import Blob, Tree
-from automodel_ckpt.checkpoint.sharding import RegularSlices
-from automodel_ckpt.checkpoint.slice_columns import BoxesOf, columns_of
-from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
-from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
+from automodel_ckpt.checkpoint.pickles.torch_archive import tensor_archive
 
 NAME = "torch_save"
 

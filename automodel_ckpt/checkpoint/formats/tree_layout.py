@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from automodel_ckpt.checkpoint.sharding import Position, RegularSlices
-from automodel_ckpt.checkpoint.slices import Tensor
-from automodel_ckpt.checkpoint.writing.rank_manifest import RankTree
+from automodel_ckpt.checkpoint.jobs.rank_manifest import RankTree
+from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 
 
 @dataclass(frozen=True, slots=True)

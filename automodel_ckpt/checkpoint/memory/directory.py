@@ -20,14 +20,14 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.base.durable_io import replace_file
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.json_values import text
 from automodel_ckpt.checkpoint.files.ownership import file_system_at, untouched_seconds
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.json_values import text
-from automodel_ckpt.checkpoint.manifest import Summary
+from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run.lease import Lease
-from automodel_ckpt.durable_io import replace_file
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
 
 log = logging.getLogger("automodel_ckpt")

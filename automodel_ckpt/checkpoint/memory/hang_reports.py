@@ -1,7 +1,7 @@
 """Reports on hangs of a run whose nodes share no storage: each node sends its files to all others.
 
 When a step hangs, the ranks exchange their states through files in the run directory
-(:mod:`automodel_ckpt.distributed.hangs`). The processes of the nodes copy them, since ranks may be suspended or hold
+(:mod:`automodel_ckpt.parallel.ranks.hangs`). The processes of the nodes copy them, since ranks may be suspended or hold
 the GIL. Imports no torch.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.memory.requests import Address, NodeFailed
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.failures import REPAIR, RESUME
 from automodel_ckpt.checkpoint.memory.directory import memory_of, remove_memory
 from automodel_ckpt.checkpoint.memory.rescue import copy_to_disk
+from automodel_ckpt.checkpoint.parts.failures import REPAIR, RESUME
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.errors import AutomodelError, RecipeError, describe, os_problem
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from automodel_ckpt.checkpoint.manifest import Summary
+from automodel_ckpt.base.python_child import start_python
 from automodel_ckpt.checkpoint.memory.hang_reports import ReportSender
 from automodel_ckpt.checkpoint.memory.node_server import NodeServer
 from automodel_ckpt.checkpoint.memory.requests import (
@@ -33,9 +33,9 @@ from automodel_ckpt.checkpoint.memory.requests import (
     send_report,
 )
 from automodel_ckpt.checkpoint.memory.save_files import files_below
-from automodel_ckpt.checkpoint.remote.transfer import Throttle
+from automodel_ckpt.checkpoint.parts.manifest import Summary
+from automodel_ckpt.checkpoint.store.transfer import Throttle
 from automodel_ckpt.errors import AutomodelError, os_problem
-from automodel_ckpt.python_child import start_python
 
 log = logging.getLogger("automodel_ckpt")
 

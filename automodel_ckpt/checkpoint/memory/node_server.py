@@ -18,7 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
-from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.base.durable_io import fsync_directories
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.memory.hang_reports import MAX_BYTES as MAX_REPORT_BYTES
@@ -30,9 +31,9 @@ from automodel_ckpt.checkpoint.memory.save_files import (
     mark_save,
     remove_set_aside,
 )
+from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
-from automodel_ckpt.durable_io import fsync_directories
 
 _MAX_COMMAND_BYTES = 64 << 10
 _BLOCK_BYTES = 1 << 20

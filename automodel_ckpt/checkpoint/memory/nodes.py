@@ -27,14 +27,14 @@ from typing import Any, Protocol
 
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.ownership import file_system_identity, kernel_boot_id
 from automodel_ckpt.checkpoint.memory.node_process import NodeProcess
 from automodel_ckpt.checkpoint.memory.requests import Address, NodeFailed, listens
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
-from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError
+from automodel_ckpt.parallel.ranks import agree
 
 log = logging.getLogger("automodel_ckpt")
 

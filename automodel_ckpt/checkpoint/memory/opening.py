@@ -16,8 +16,8 @@ from automodel_ckpt.checkpoint.memory.directory import (
     make_directory,
 )
 from automodel_ckpt.checkpoint.memory.nodes import nodes_of_ranks
-from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.parallel.ranks import agree
 
 Convert = Callable[[Exception], AutomodelError]
 

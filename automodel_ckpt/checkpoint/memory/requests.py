@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.remote.transfer import Throttle
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.store.transfer import Throttle
 from automodel_ckpt.errors import EXIT_INTERNAL, SaveFailed
 
 SILENCE_SECONDS = 60.0

@@ -16,15 +16,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.manifest import Manifest, Summary
+from automodel_ckpt.base.durable_io import fsync_directories, fsync_file
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.memory.directory import MemoryRecord
 from automodel_ckpt.checkpoint.memory.save_files import bring_back, files_below, save_digest
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
+from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
-from automodel_ckpt.checkpoint.verify import verify
-from automodel_ckpt.durable_io import fsync_directories, fsync_file
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
 
 _LEASE_SECONDS = 30.0

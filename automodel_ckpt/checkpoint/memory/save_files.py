@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.base.durable_io import fsync_directory, walk
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.manifest import Summary
-from automodel_ckpt.durable_io import fsync_directory, walk
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.errors import CheckpointUnusable
 
 SAVE = ".save"

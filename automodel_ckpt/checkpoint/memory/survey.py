@@ -18,12 +18,10 @@ from typing import Protocol
 
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.digests import FileRecord
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.durable_file import file_record, part_digests
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
-from automodel_ckpt.checkpoint.manifest import Manifest, Summary
-from automodel_ckpt.checkpoint.manifest_file import MAX_BYTES
 from automodel_ckpt.checkpoint.memory.nodes import Nodes
 from automodel_ckpt.checkpoint.memory.requests import NodeFailed, read_range
 from automodel_ckpt.checkpoint.memory.save_files import (
@@ -35,14 +33,17 @@ from automodel_ckpt.checkpoint.memory.save_files import (
     save_digest,
     set_aside,
 )
-from automodel_ckpt.checkpoint.merkle import has_merkle_digest
-from automodel_ckpt.checkpoint.remote.ranges import REQUEST_BYTES, VerifiedRanges
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
+from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.parts.merkle import has_merkle_digest
+from automodel_ckpt.checkpoint.parts.tree import files_of
+from automodel_ckpt.checkpoint.parts.verify import Level
 from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
-from automodel_ckpt.checkpoint.tree import files_of
-from automodel_ckpt.checkpoint.verify import Level
-from automodel_ckpt.distributed import agree
+from automodel_ckpt.checkpoint.store.ranges import REQUEST_BYTES, VerifiedRanges
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.parallel.ranks import agree
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import commit, layout, policy
-from automodel_ckpt.checkpoint.export_manifest import exports_in
+from automodel_ckpt.base.store_url import check_library, check_options, check_url
+from automodel_ckpt.checkpoint.export.export_manifest import exports_in
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.options import RemoteOptions
-from automodel_ckpt.checkpoint.remote import gone_back
+from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.remote.child_process import (
     NUM_END_ATTEMPTS,
     Child,
@@ -23,10 +24,11 @@ from automodel_ckpt.checkpoint.remote.part_uploader import STATUS as PART_STATUS
 from automodel_ckpt.checkpoint.remote.part_uploader import PartJob
 from automodel_ckpt.checkpoint.remote.pending import link, pending, step_of, unlink
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.store import Store
 from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK, STATUS, Job
+from automodel_ckpt.checkpoint.run import policy
+from automodel_ckpt.checkpoint.store import gone_back
+from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import SaveFailed
-from automodel_ckpt.store_url import check_library, check_options, check_url
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from automodel_ckpt.checkpoint.digests import ContentDigest, digest_of
-from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.merkle import (
+from automodel_ckpt.checkpoint.files.digests import ContentDigest, digest_of
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.merkle import (
     FileSlice,
     digest_fits,
     has_merkle_digest,
     slices_by_file,
     slices_in,
 )
-from automodel_ckpt.checkpoint.remote.ranges import VerifiedRanges
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
 from automodel_ckpt.errors import Problem
 
 _WHAT = "a file of the checkpoint is not what was saved: its digest differs"

@@ -5,17 +5,17 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.export_manifest import (
+from automodel_ckpt.checkpoint.export.export_manifest import (
     ExportManifest,
     complete_exports,
     export_problems,
 )
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
 from automodel_ckpt.checkpoint.remote.push import blocks_of
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.transfer import Throttle
+from automodel_ckpt.checkpoint.store.transfer import Throttle
 from automodel_ckpt.errors import CheckpointUnusable
 
 

@@ -14,20 +14,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout, policy
-from automodel_ckpt.checkpoint.manifest import Manifest, Summary
+from automodel_ckpt.base.store_url import is_url, public
+from automodel_ckpt.base.units import size_text
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.options import RemoteOptions
-from automodel_ckpt.checkpoint.remote.gone_back import GoneBack
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
+from automodel_ckpt.checkpoint.parts.tree import files_of
 from automodel_ckpt.checkpoint.remote.locate import locate_checkpoint, read_manifest
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_files, pull_logs
-from automodel_ckpt.checkpoint.remote.ranges import VerifiedRanges
 from automodel_ckpt.checkpoint.remote.run import RemoteCheckpoint, RemoteRun
-from automodel_ckpt.checkpoint.remote.store import Store, StoreError
-from automodel_ckpt.checkpoint.run import links, resume
-from automodel_ckpt.checkpoint.tree import files_of
+from automodel_ckpt.checkpoint.run import links, policy, resume
+from automodel_ckpt.checkpoint.store.gone_back import GoneBack
+from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
+from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.store_url import is_url, public
-from automodel_ckpt.units import size_text
 
 log = logging.getLogger("automodel_ckpt")
 

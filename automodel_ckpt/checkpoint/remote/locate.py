@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.store import Store
+from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import CheckpointUnusable
 
 _NONE: Mapping[str, Any] = {}

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, serve
 from automodel_ckpt.checkpoint.remote.parts import (
     PartAnswer,
@@ -26,11 +27,10 @@ from automodel_ckpt.checkpoint.remote.parts import (
 )
 from automodel_ckpt.checkpoint.remote.push import only, send_files
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.store import Store, StoreError
-from automodel_ckpt.checkpoint.remote.transfer import Throttle, UploadMemory
 from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.checkpoint.store.store import Store, StoreError
+from automodel_ckpt.checkpoint.store.transfer import Throttle, UploadMemory
 from automodel_ckpt.errors import CheckpointUnusable
 
 STATUS = ".remote-part.json"

@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.digests import FileRecord
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.remote.store import Store
+from automodel_ckpt.checkpoint.files.digests import FileRecord
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import CheckpointUnusable
 
 _POLL_SECONDS = 0.5

@@ -10,7 +10,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files import layout
 
 
 def pending(root: Path, prefix: str) -> list[str]:

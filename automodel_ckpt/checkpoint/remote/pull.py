@@ -11,19 +11,20 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.export_manifest import complete_exports, export_problems
+from automodel_ckpt.base.durable_io import replace_file
+from automodel_ckpt.base.store_url import public
+from automodel_ckpt.base.units import size_text
+from automodel_ckpt.checkpoint.export.export_manifest import complete_exports, export_problems
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.remote.exports import exported_files
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.store import Store
 from automodel_ckpt.checkpoint.run.maintenance import without_optimizer
-from automodel_ckpt.checkpoint.verify import verify
-from automodel_ckpt.durable_io import replace_file
+from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
-from automodel_ckpt.store_url import public
-from automodel_ckpt.units import size_text
 
 LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG, layout.TIMELINE_LOG)
 """The logs of a run that are uploaded with each checkpoint."""

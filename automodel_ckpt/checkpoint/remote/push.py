@@ -8,12 +8,15 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.digests import FileRecord
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.manifest_file import MAX_BYTES
-from automodel_ckpt.checkpoint.remote.multipart import (
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.parts.verify import verify
+from automodel_ckpt.checkpoint.remote.parts import OtherNodes, files_here
+from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.store.multipart import (
     PART_BYTES,
     abort_uploads,
     has_digest,
@@ -21,11 +24,8 @@ from automodel_ckpt.checkpoint.remote.multipart import (
     upload_in_one_request,
     upload_in_parts,
 )
-from automodel_ckpt.checkpoint.remote.parts import OtherNodes, files_here
-from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.store import BLOCK_BYTES, StoreError
-from automodel_ckpt.checkpoint.remote.transfer import Throttle, UploadMemory
-from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.checkpoint.store.store import BLOCK_BYTES, StoreError
+from automodel_ckpt.checkpoint.store.transfer import Throttle, UploadMemory
 from automodel_ckpt.errors import CheckpointUnusable
 
 NUM_THREADS = 8

@@ -22,16 +22,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout, policy
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.manifest import Manifest, Summary
-from automodel_ckpt.checkpoint.remote.multipart import (
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
+from automodel_ckpt.checkpoint.run import policy
+from automodel_ckpt.checkpoint.store.multipart import (
     abort_uploads,
     unfinished_bytes,
     unfinished_directories,
     upload_begun,
 )
-from automodel_ckpt.checkpoint.remote.store import Store, StoreError
+from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost
 
 SUPERSEDED = "SUPERSEDED"

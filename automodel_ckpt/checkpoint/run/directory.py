@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import commit, layout, policy
-from automodel_ckpt.checkpoint.export_leftovers import clear_checkpoint
-from automodel_ckpt.checkpoint.failures import NEXT_SAVE
-from automodel_ckpt.checkpoint.run import late_validations, links, resume
+from automodel_ckpt.checkpoint.export.export_leftovers import clear_checkpoint
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.failures import NEXT_SAVE
+from automodel_ckpt.checkpoint.run import late_validations, links, policy, resume
 from automodel_ckpt.checkpoint.run.lease import RUN_HINT, Lease
 from automodel_ckpt.checkpoint.run.lock_file import HeldByThisProcess
 from automodel_ckpt.checkpoint.run.writable import check_links, check_outside_checkpoints

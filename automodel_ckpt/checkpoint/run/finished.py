@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import automodel_ckpt
-from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.base.durable_io import replace_file
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.verify import Level, verify
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
-from automodel_ckpt.checkpoint.verify import Level, verify
-from automodel_ckpt.durable_io import replace_file
 from automodel_ckpt.errors import CheckpointUnusable
 
 _MAX_BYTES = 1 << 16

@@ -16,11 +16,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.base.durable_io import replace_file
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.manifest import Summary
-from automodel_ckpt.durable_io import replace_file
+from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.errors import CheckpointUnusable
 
 NOTE = "generation"

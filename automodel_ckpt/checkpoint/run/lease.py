@@ -24,13 +24,13 @@ import uuid
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.file_system import file_system_of
+from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.files.ownership import (
     file_system_identity,
     kernel_boot_id,
     lock,
     pid_namespace,
 )
-from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.run.lock_file import (
     Holder,
     has_ended,

@@ -14,8 +14,9 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.durable_io import fsync_directory
+from automodel_ckpt.base.durable_io import fsync_directory
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.errors import os_problem
 
 log = logging.getLogger("automodel_ckpt")

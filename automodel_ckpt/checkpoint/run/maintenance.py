@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import commit, layout, policy
-from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest
-from automodel_ckpt.checkpoint.run import links, resume
+from automodel_ckpt.base.durable_io import fsync_directory, walk
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest
+from automodel_ckpt.checkpoint.parts.verify import verify
+from automodel_ckpt.checkpoint.run import links, policy, resume
 from automodel_ckpt.checkpoint.run.shared_files import freed_bytes
-from automodel_ckpt.checkpoint.verify import verify
-from automodel_ckpt.durable_io import fsync_directory, walk
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 

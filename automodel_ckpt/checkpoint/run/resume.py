@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import commit, layout, policy
-from automodel_ckpt.checkpoint.manifest import Summary
-from automodel_ckpt.checkpoint.run import late_validations
+from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import Summary
+from automodel_ckpt.checkpoint.run import late_validations, policy
 from automodel_ckpt.errors import CheckpointUnusable, Problem
-from automodel_ckpt.store_url import is_url
 
 Known = dict[str, tuple[tuple[int, int, int], policy.Record]]
 """A cache of records by name, each with the :func:`stamp` that the checkpoint had when it was read."""

@@ -10,15 +10,15 @@ from typing import Protocol
 
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.collective_errors import gather_or_raise, raise_on_all_ranks
-from automodel_ckpt.checkpoint.failures import as_failure
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, raise_on_all_ranks
+from automodel_ckpt.checkpoint.parts.failures import as_failure
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.verify import Level, verify
 from automodel_ckpt.checkpoint.run import resume, verification_results
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.verify import Level, verify
-from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import CheckpointUnusable, Problem
+from automodel_ckpt.parallel.ranks import agree
 
 log = logging.getLogger("automodel_ckpt")
 

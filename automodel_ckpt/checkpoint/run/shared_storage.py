@@ -10,10 +10,10 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.file_system import file_system_of
-from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.parallel.ranks import agree
 
 _PATIENCE_SECONDS = 5.0
 """Network file systems may show a file that another node created only after a few seconds."""

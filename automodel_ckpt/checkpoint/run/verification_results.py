@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.base.durable_io import replace_file
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.durable_io import replace_file
 
 # The file is not trusted, and JSON takes many times its size once parsed.
 _MAX_BYTES = 1 << 22

@@ -6,9 +6,9 @@ import errno
 import os
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dangling import dangling_link
+from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.errors import RecipeError
 
 OPENING = "opening checkpoint.checkpoint_dir"

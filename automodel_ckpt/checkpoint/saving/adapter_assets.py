@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export.adapter_record import FORMAT_VERSION, read_peft_record
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity
-from automodel_ckpt.checkpoint.hf_assets import HFAssets, TensorSpec
+from automodel_ckpt.checkpoint.export.hf_assets import HFAssets, TensorSpec
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS, BaseMaps
 from automodel_ckpt.errors import CheckpointUnusable
 

@@ -19,14 +19,14 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.checkpoint.collective_errors import gather_or_raise
-from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.files.layout import BUFFERS
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.description import Mesh, TreeDescription
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.layout import BUFFERS
+from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise
 from automodel_ckpt.checkpoint.state.storable import check_safe
-from automodel_ckpt.distributed import agree
+from automodel_ckpt.parallel.ranks import agree
 
 log = logging.getLogger("automodel_ckpt")
 

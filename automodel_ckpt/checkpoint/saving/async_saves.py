@@ -17,29 +17,29 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.collective_errors import gather_or_raise, raise_on_all_ranks
-from automodel_ckpt.checkpoint.discovery import Item, classify
+from automodel_ckpt.checkpoint.export.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.export.next_steps import try_command
-from automodel_ckpt.checkpoint.export_leftovers import clear_leftovers
-from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats.assignment import Share
-from automodel_ckpt.checkpoint.manifest import Tree
+from automodel_ckpt.checkpoint.jobs.jobs import Job
+from automodel_ckpt.checkpoint.jobs.rank_manifest import (
+    RankManifest,
+    merge_tree,
+    rank_manifest_paths,
+    read_rank_manifests,
+)
+from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, raise_on_all_ranks
+from automodel_ckpt.checkpoint.parts.discovery import Item, classify
+from automodel_ckpt.checkpoint.parts.failures import as_failure
+from automodel_ckpt.checkpoint.parts.manifest import Tree
 from automodel_ckpt.checkpoint.saving.background import Background, Cancelled, SaveTask
 from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
 from automodel_ckpt.checkpoint.saving.plan_reuse import PlanReuse
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.publisher import Publisher
 from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SaveReport
-from automodel_ckpt.checkpoint.writing.jobs import Job
-from automodel_ckpt.checkpoint.writing.rank_manifest import (
-    RankManifest,
-    merge_tree,
-    rank_manifest_paths,
-    read_rank_manifests,
-)
-from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
+from automodel_ckpt.parallel.ranks import agree
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import torch
 
-from automodel_ckpt.checkpoint.failures import as_failure
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
+from automodel_ckpt.checkpoint.jobs.reuse import Previous
+from automodel_ckpt.checkpoint.jobs.writer import Command, Export, Finalize, Write, Writer
+from automodel_ckpt.checkpoint.parts.failures import as_failure
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory, MemoryLayout
 from automodel_ckpt.checkpoint.saving.page_lock import PageLock
-from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
-from automodel_ckpt.checkpoint.writing.reuse import Previous
-from automodel_ckpt.checkpoint.writing.writer import Command, Export, Finalize, Write, Writer
 from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
 
 _END_SECONDS = 10.0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.module_tensors import untrained_names
+from automodel_ckpt.base.units import size_text
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.jobs.reuse import ReusableFiles
+from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.saving.forecast import (
     Forecast,
     forecast_bytes,
@@ -15,9 +16,8 @@ from automodel_ckpt.checkpoint.saving.forecast import (
     free_bytes,
 )
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
-from automodel_ckpt.checkpoint.writing.reuse import ReusableFiles
+from automodel_ckpt.checkpoint.state.module_tensors import untrained_names
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
-from automodel_ckpt.units import size_text
 
 
 class DiskSpace:

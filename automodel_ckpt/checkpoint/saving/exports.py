@@ -13,14 +13,14 @@ from typing import TypeVar
 
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.collective_errors import gather_or_raise, raise_on_all_ranks
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.checkpoint.saving.inline_export import export_from_memory
 from automodel_ckpt.checkpoint.saving.save import Save, SaveReport
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
+from automodel_ckpt.parallel.ranks import agree
 
 log = logging.getLogger("automodel_ckpt")
 

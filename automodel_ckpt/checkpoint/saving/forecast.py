@@ -18,14 +18,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.manifest_file import MAX_BYTES
-from automodel_ckpt.checkpoint.module_tensors import module_state, stored_layout
-from automodel_ckpt.checkpoint.slice_table import MIN_TABLE_ROWS
+from automodel_ckpt.base.units import size_text
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.discovery import Item
+from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.parts.slice_table import MIN_TABLE_ROWS
+from automodel_ckpt.checkpoint.state.module_tensors import module_state, stored_layout
 from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.units import size_text
 
 # Per slice: its entry in the manifest, and that in a shard's header or in DCP's .metadata.
 _ENTRY_BYTES = {"module": 380, "optimizer": 850}

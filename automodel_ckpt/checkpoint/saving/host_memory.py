@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
+from automodel_ckpt.checkpoint.files.threads import cores_of_rank, started_pool
 from automodel_ckpt.checkpoint.formats.planning import Fetch
-from automodel_ckpt.checkpoint.manifest import Blob
+from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Data, FileJob, Job, Span, with_data
+from automodel_ckpt.checkpoint.parts.manifest import Blob
 from automodel_ckpt.checkpoint.saving.page_lock import PageLock
-from automodel_ckpt.checkpoint.threads import cores_of_rank, started_pool
-from automodel_ckpt.checkpoint.writing.jobs import Blocks, Data, FileJob, Job, Span, with_data
 
 PAGE_BYTES = 4096
 _MADV_POPULATE_WRITE = 23  # Linux 5.14

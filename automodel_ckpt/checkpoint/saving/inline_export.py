@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export.copy_engine import Digested
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import (
     cast_lines,
     side_files,
@@ -24,18 +24,18 @@ from automodel_ckpt.checkpoint.export.files import (
 )
 from automodel_ckpt.checkpoint.export.plan import Plan, counted_casts
 from automodel_ckpt.checkpoint.export.publish import Check, check_target, staged
-from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.durable_file import range_digest
 from automodel_ckpt.checkpoint.formats import hf
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.manifest import Tree
+from automodel_ckpt.checkpoint.jobs.jobs import run_all
+from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest, merge_tree
+from automodel_ckpt.checkpoint.parts.manifest import Tree
+from automodel_ckpt.checkpoint.parts.slices import Tensor, contiguous_slices
 from automodel_ckpt.checkpoint.saving.side_files import Assets
-from automodel_ckpt.checkpoint.slices import Tensor, contiguous_slices
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps, maps_of
 from automodel_ckpt.checkpoint.sources.opening import open_checkpoint
-from automodel_ckpt.checkpoint.writing.jobs import run_all
-from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, merge_tree
-from automodel_ckpt.distributed import agree
+from automodel_ckpt.parallel.ranks import agree
 
 RaiseOnAllRanks = Callable[[], contextlib.AbstractContextManager[object]]
 

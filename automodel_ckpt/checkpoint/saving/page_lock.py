@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from automodel_ckpt.units import size_text
+from automodel_ckpt.base.units import size_text
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -15,9 +15,11 @@ from typing import Any, Protocol
 
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint.discovery import classify
-from automodel_ckpt.checkpoint.failures import as_failure
-from automodel_ckpt.checkpoint.files.pickle_values import saved
+from automodel_ckpt.checkpoint.jobs.jobs import FileJob
+from automodel_ckpt.checkpoint.jobs.reuse import Previous
+from automodel_ckpt.checkpoint.parts.discovery import classify
+from automodel_ckpt.checkpoint.parts.failures import as_failure
+from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 from automodel_ckpt.checkpoint.saving.agreement import digest_of_all, present_digests
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
 from automodel_ckpt.checkpoint.saving.planner import Planner
@@ -29,10 +31,8 @@ from automodel_ckpt.checkpoint.state.optimizer_state import (
     has_digests_of_own,
 )
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values
-from automodel_ckpt.checkpoint.writing.jobs import FileJob
-from automodel_ckpt.checkpoint.writing.reuse import Previous
-from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError
+from automodel_ckpt.parallel.ranks import agree
 
 
 class Values(Protocol):

@@ -18,15 +18,18 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.discovery import Item, classify
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.ownership import node_identity
-from automodel_ckpt.checkpoint.files.pickle_values import saved
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.manifest import NOT_SAVED, StateRecord
-from automodel_ckpt.checkpoint.module_tensors import module_state, stored_layout, untrained_names
+from automodel_ckpt.checkpoint.jobs.file_groups import groups_of
+from automodel_ckpt.checkpoint.jobs.jobs import FileJob, Job
+from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
+from automodel_ckpt.checkpoint.jobs.reuse import Previous, links_are_supported
+from automodel_ckpt.checkpoint.parts.discovery import Item, classify
+from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, StateRecord
+from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 from automodel_ckpt.checkpoint.saving.agreement import (
     ReplicaWarnings,
     replicated_digests,
@@ -38,6 +41,11 @@ from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SavePlan
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.state.module_tensors import (
+    module_state,
+    stored_layout,
+    untrained_names,
+)
 from automodel_ckpt.checkpoint.state.objects import ObjectPlanner
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree, trained_by_all
 from automodel_ckpt.checkpoint.state.optimizer_state import (
@@ -46,10 +54,6 @@ from automodel_ckpt.checkpoint.state.optimizer_state import (
     locations,
 )
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values, check_storable
-from automodel_ckpt.checkpoint.writing.file_groups import groups_of
-from automodel_ckpt.checkpoint.writing.jobs import FileJob, Job
-from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
-from automodel_ckpt.checkpoint.writing.reuse import Previous, links_are_supported
 from automodel_ckpt.errors import SaveFailed
 
 # Below this size, separate files cost more than they save.

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.digests import FileRecord
-from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.formats import torch_save
-from automodel_ckpt.checkpoint.manifest import Manifest, Tree
+from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
 from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.failures import as_failure
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
+from automodel_ckpt.checkpoint.parts.tree import OBJECTS
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.environment import environment
@@ -22,8 +25,6 @@ from automodel_ckpt.checkpoint.saving.forecast import free_bytes
 from automodel_ckpt.checkpoint.saving.save import Save, SavePlan, SaveReport, json_values
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.checkpoint.saving.side_files import write_finished, write_for_export
-from automodel_ckpt.checkpoint.tree import OBJECTS
-from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
 
 
 class Publisher:

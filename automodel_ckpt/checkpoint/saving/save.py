@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats import hf
 from automodel_ckpt.checkpoint.formats.description import TreeDescription
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout
-from automodel_ckpt.checkpoint.manifest import StateRecord
+from automodel_ckpt.checkpoint.jobs.file_groups import FileGroups
+from automodel_ckpt.checkpoint.jobs.reuse import Previous
+from automodel_ckpt.checkpoint.parts.discovery import Item
+from automodel_ckpt.checkpoint.parts.manifest import StateRecord
 from automodel_ckpt.checkpoint.saving.agreement import TreeSummary
 from automodel_ckpt.checkpoint.saving.staging import Staging
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.writing.file_groups import FileGroups
-from automodel_ckpt.checkpoint.writing.reuse import Previous
 from automodel_ckpt.errors import AutomodelError
 
 

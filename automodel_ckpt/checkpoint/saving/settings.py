@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.jobs.reuse import Previous
 from automodel_ckpt.checkpoint.memory.nodes import Nodes
 from automodel_ckpt.checkpoint.options import ModelFormat, ModelLayout, Options
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.side_files import Assets
-from automodel_ckpt.checkpoint.writing.reuse import Previous
 
 
 class SaveSettings:

@@ -7,19 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.export.files import agreeing_config
 from automodel_ckpt.checkpoint.export.plan import Plan
 from automodel_ckpt.checkpoint.export.script import consolidate_script, no_need_script
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats.hf import FileLayout
+from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
+from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
-from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
 
 _CONFIG = "config.json"
 
 
 class Assets(Protocol):
-    """What an export needs beside the weights (:class:`~automodel_ckpt.checkpoint.hf_assets.HFAssets`)."""
+    """What an export needs beside the weights (:class:`~automodel_ckpt.checkpoint.export.hf_assets.HFAssets`)."""
 
     @property
     def file_index_mapping(self) -> Mapping[str, int]: ...

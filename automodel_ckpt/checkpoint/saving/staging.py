@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import commit
+from automodel_ckpt.checkpoint.parts import commit
 
 
 class Staging:

@@ -10,24 +10,25 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.formats.assignment import Share
-from automodel_ckpt.checkpoint.manifest import Blob
-from automodel_ckpt.checkpoint.memory.nodes import Waiting
-from automodel_ckpt.checkpoint.saving.exports import Exports
-from automodel_ckpt.checkpoint.saving.plan_reuse import PlanReuse
-from automodel_ckpt.checkpoint.saving.planner import Planner
-from automodel_ckpt.checkpoint.saving.publisher import Publisher
-from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SaveReport
-from automodel_ckpt.checkpoint.writing.jobs import Data, FileJob, Job, run_all, with_data
-from automodel_ckpt.checkpoint.writing.rank_manifest import (
+from automodel_ckpt.checkpoint.jobs.jobs import Data, FileJob, Job, run_all, with_data
+from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
     finalize,
     merge_trees,
     read_rank_manifests,
 )
+from automodel_ckpt.checkpoint.memory.nodes import Waiting
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.parts.manifest import Blob
+from automodel_ckpt.checkpoint.saving.exports import Exports
+from automodel_ckpt.checkpoint.saving.plan_reuse import PlanReuse
+from automodel_ckpt.checkpoint.saving.planner import Planner
+from automodel_ckpt.checkpoint.saving.publisher import Publisher
+from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SaveReport
 
 
 class SyncSaves:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.dtypes import dtype_code
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.dtypes import dtype_code
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.slices import counts
+from automodel_ckpt.checkpoint.parts.slices import counts
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 
 FILE_INDEX_MAP = "fqn_to_file_index_mapping.json"

@@ -9,15 +9,15 @@ import dataclasses
 import os
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.base.durable_io import walk
+from automodel_ckpt.base.units import left_out, values_text
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header_safely
-from automodel_ckpt.checkpoint.manifest import Manifest, Tree
-from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
+from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.parts.tree import files_of
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
-from automodel_ckpt.checkpoint.tree import files_of
-from automodel_ckpt.durable_io import walk
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.units import left_out, values_text
 
 MODEL = "model"
 FINISHED = "hf"

@@ -6,12 +6,12 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.digests import FileRecord
+from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.safe_open import begins_with
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
-from automodel_ckpt.checkpoint.manifest import Manifest, Tree
-from automodel_ckpt.checkpoint.merkle import FileSlice, has_merkle_digest, head_fits
-from automodel_ckpt.checkpoint.slices import Slice
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
+from automodel_ckpt.checkpoint.parts.merkle import FileSlice, has_merkle_digest, head_fits
+from automodel_ckpt.checkpoint.parts.slices import Slice
 
 # A sector (files/direct.py): O_DIRECT reads and cloned blocks must begin at one.
 ALIGN = 4096

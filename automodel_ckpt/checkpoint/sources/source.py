@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.export_manifest import ExportManifest
-from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.errors import CheckpointUnusable
 
 

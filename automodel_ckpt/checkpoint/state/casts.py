@@ -6,18 +6,18 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES
 from automodel_ckpt.checkpoint.formats.reading import cast_names
-from automodel_ckpt.checkpoint.manifest import Manifest, Tree
-from automodel_ckpt.checkpoint.module_tensors import (
+from automodel_ckpt.checkpoint.parts.discovery import Item
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
+from automodel_ckpt.checkpoint.state.module_tensors import (
     adapter_keys,
     frozen_names,
     model_state_dict,
     stored_layout,
     unwrap,
 )
-from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint.files.pickle_records import read_records
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
-from automodel_ckpt.checkpoint.files.torch_archive_reading import archive_records
-from automodel_ckpt.checkpoint.manifest import Blob, Manifest, Tree
-from automodel_ckpt.checkpoint.tree import OBJECTS
+from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
+from automodel_ckpt.checkpoint.parts.tree import OBJECTS
+from automodel_ckpt.checkpoint.pickles.pickle_records import read_records
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import archive_records
 
 _MAX_FILE_BYTES = 1 << 20
 # The names of a group's parameters, of which there can be a hundred thousand.

@@ -11,19 +11,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.formats.description import local_tensor
 from automodel_ckpt.checkpoint.formats.planning import DTYPES
 from automodel_ckpt.checkpoint.formats.reading import read_tree
-from automodel_ckpt.checkpoint.manifest import Tree
-from automodel_ckpt.checkpoint.module_tensors import (
+from automodel_ckpt.checkpoint.parts.manifest import Tree
+from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.state.module_loading import set_module_state
+from automodel_ckpt.checkpoint.state.module_tensors import (
     StoredLayout,
     complete_state,
     module_state,
 )
-from automodel_ckpt.checkpoint.slices import Box, Tensor, nbytes_of
-from automodel_ckpt.checkpoint.sources.source import Tensors
-from automodel_ckpt.checkpoint.state.module_loading import set_module_state
 from automodel_ckpt.checkpoint.state.quantized_tensors import QuantizedTensor, dequantized_rows
 from automodel_ckpt.checkpoint.state.stored_rows import read_rows, rows_of
 from automodel_ckpt.errors import CheckpointUnusable

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.formats.description import local_tensor
-from automodel_ckpt.checkpoint.module_tensors import (
+from automodel_ckpt.checkpoint.parts.discovery import Item
+from automodel_ckpt.checkpoint.state.module_tensors import (
     stored_layout,
     stored_names,
     stored_values,

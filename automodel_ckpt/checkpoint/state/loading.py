@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.base.user_code import location_in_user_code
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats.reading import (
     ByteRanges,
     differences,
@@ -18,9 +19,10 @@ from automodel_ckpt.checkpoint.formats.reading import (
     read_tree,
     read_value,
 )
-from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.module_tensors import complete_state, module_state
-from automodel_ckpt.checkpoint.slices import have_same_digests
+from automodel_ckpt.checkpoint.parts.discovery import Item
+from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest, StateRecord, Tree
+from automodel_ckpt.checkpoint.parts.slices import have_same_digests
+from automodel_ckpt.checkpoint.parts.tree import OBJECTS
 from automodel_ckpt.checkpoint.state.casts import Cast, casts_of, log_casts
 from automodel_ckpt.checkpoint.state.mismatch import (
     check_differences,
@@ -29,12 +31,10 @@ from automodel_ckpt.checkpoint.state.mismatch import (
     weights_only,
 )
 from automodel_ckpt.checkpoint.state.module_loading import set_module_state
+from automodel_ckpt.checkpoint.state.module_tensors import complete_state, module_state
 from automodel_ckpt.checkpoint.state.optimizer_loading import OptimizerLoader
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree
-from automodel_ckpt.checkpoint.tree import OBJECTS
 from automodel_ckpt.errors import AutomodelError
-from automodel_ckpt.units import counted
-from automodel_ckpt.user_code import location_in_user_code
 
 log = logging.getLogger("automodel_ckpt")
 

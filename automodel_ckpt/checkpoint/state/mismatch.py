@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES
 from automodel_ckpt.checkpoint.formats.reading import differences
-from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.parts.discovery import Item
+from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest
+from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.state.param_groups import DIVIDED
-from automodel_ckpt.checkpoint.tree import Tree
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.units import counted
 
 _MAX_LINES = 20
 

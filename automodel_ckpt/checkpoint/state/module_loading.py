@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.formats.description import local_tensor
-from automodel_ckpt.checkpoint.module_tensors import (
+from automodel_ckpt.checkpoint.state.module_tensors import (
     StoredLayout,
     adapter_keys,
     model_state_dict,
@@ -31,7 +31,7 @@ def set_module_state(
     strict: bool,
     layout: StoredLayout | None = None,
 ) -> None:
-    """Load a *state* into a *module*: what ``module_state`` (``checkpoint/module_tensors.py``) returned.
+    """Load a *state* into a *module*: what ``module_state`` (``checkpoint/state/module_tensors.py``) returned.
 
     *tied* and *layout* are those of that call. With *strict*, a missing or unknown name is an error of torch.
     Nothing is left to do where the module's own tensors have the values already, because they were read in place.

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.manifest import Blob, StateRecord
-from automodel_ckpt.checkpoint.writing.file_groups import FileGroups
-from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.jobs.file_groups import FileGroups
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
+from automodel_ckpt.checkpoint.parts.discovery import Item
+from automodel_ckpt.checkpoint.parts.manifest import Blob, StateRecord
 
 
 class ObjectPlanner:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.formats.reading import ByteRanges, read_object, read_tree
+from automodel_ckpt.checkpoint.parts.discovery import Item
+from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.state.mismatch import check_differences, unusable
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, trained_by_all
 from automodel_ckpt.checkpoint.state.optimizer_state import (
@@ -31,7 +32,6 @@ from automodel_ckpt.checkpoint.state.param_groups import (
     match_groups,
     other_kind,
 )
-from automodel_ckpt.checkpoint.tree import Tree
 from automodel_ckpt.errors import CheckpointUnusable
 
 log = logging.getLogger("automodel_ckpt")

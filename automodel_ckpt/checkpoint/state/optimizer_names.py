@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
-from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.module_tensors import has_plain_names, unwrap, without_memory
+from automodel_ckpt.checkpoint.parts.discovery import Item
+from automodel_ckpt.checkpoint.state.module_tensors import has_plain_names, unwrap, without_memory
 from automodel_ckpt.checkpoint.state.optimizer_state import FORMS, forms_of
 from automodel_ckpt.errors import RecipeError
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from automodel_ckpt.checkpoint.formats.planning import DTYPES
-from automodel_ckpt.checkpoint.manifest import Tree
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.parts.manifest import Tree
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 

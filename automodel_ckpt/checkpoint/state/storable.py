@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import xxhash
 
-from automodel_ckpt.checkpoint.files.pickle_values import has_counterpart, is_saved
 from automodel_ckpt.checkpoint.formats.description import local_tensor, unstorable_placement
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
-from automodel_ckpt.checkpoint.tensor_bytes import raw_bytes
+from automodel_ckpt.checkpoint.jobs.tensor_bytes import raw_bytes
+from automodel_ckpt.checkpoint.pickles.pickle_values import has_counterpart, is_saved
 from automodel_ckpt.errors import Problem, RecipeError
 
 # Exact types: a subclass needs code to load.

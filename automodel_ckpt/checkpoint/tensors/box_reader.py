@@ -9,9 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, contiguous_slices, intersection
+from automodel_ckpt.checkpoint.parts.slices import (
+    Box,
+    Slice,
+    Tensor,
+    contiguous_slices,
+    intersection,
+)
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.float_cast import Array

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.slices import Tensor, digests_of, have_same_digests
+from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.parts.slices import Tensor, digests_of, have_same_digests
 from automodel_ckpt.checkpoint.tensors.box_reader import INTEGERS, BoxReader, boxes
 from automodel_ckpt.checkpoint.tensors.float32_weights import Float32Reader
 from automodel_ckpt.checkpoint.tensors.integrity import damage_problem

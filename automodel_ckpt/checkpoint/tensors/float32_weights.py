@@ -1,6 +1,6 @@
 """Float32 weights that are stored in two tensors: bfloat16 values, and the further bits in the state of an optimizer.
 
-See ``training/adam8bit.py``, which divides them. Imports no torch, and numpy only to read.
+See ``optim/adam8bit.py``, which divides them. Imports no torch, and numpy only to read.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.checkpoint.layout import FURTHER_BITS
-from automodel_ckpt.checkpoint.slices import Box, Tensor
+from automodel_ckpt.checkpoint.files.layout import FURTHER_BITS
+from automodel_ckpt.checkpoint.parts.slices import Box, Tensor
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.merkle import damaged, slices_by_file
-from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.parts.merkle import damaged, slices_by_file
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 _HINT = "restore the file from another copy; `ckpt verify` reports everything that is damaged"

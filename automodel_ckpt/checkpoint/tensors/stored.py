@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, storage_dtype
 from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 from automodel_ckpt.checkpoint.tensors.strided import map_slice

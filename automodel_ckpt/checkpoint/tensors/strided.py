@@ -11,9 +11,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.slices import Slice, row_major_boxes
+from automodel_ckpt.checkpoint.parts.slices import Slice, row_major_boxes
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, storage_dtype
 
 

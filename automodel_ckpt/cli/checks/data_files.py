@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from automodel_ckpt.config.builders import Plugin, argument, plugins, signature
+from automodel_ckpt.config.callables.builders import Plugin, argument, plugins, signature
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import join
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import Problem, RecipeError
 
 
@@ -25,7 +25,7 @@ def missing_data_files(root: Node) -> Iterator[Problem]:
 
 
 def _problems(plugin: Plugin) -> Iterator[Problem]:
-    from automodel_ckpt.data.source import Source
+    from automodel_ckpt.data.rows.source import Source
 
     path = argument(plugin, "path")
     if path is None:

@@ -8,11 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.base.store_url import is_store_url, is_url, needs_credentials
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.checkpoint.run.writable import check_writable
-from automodel_ckpt.cli.terminal import printable, size_text
-from automodel_ckpt.config.changes import (
+from automodel_ckpt.cli.common.terminal import printable, size_text
+from automodel_ckpt.config.callables.sent_values import values_of
+from automodel_ckpt.config.defaults import unused_without_checkpoints
+from automodel_ckpt.config.help.changes import (
     change_lines,
     changed_keys,
     check_overrides,
@@ -20,26 +24,22 @@ from automodel_ckpt.config.changes import (
     ignored_by_resume,
     saved_recipe,
 )
-from automodel_ckpt.config.defaults import unused_without_checkpoints
-from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.keys.checkpoint import MemoryConfig
 from automodel_ckpt.config.load import LoadedRecipe
-from automodel_ckpt.config.references import is_reference
-from automodel_ckpt.config.sections.checkpoint import MemoryConfig
-from automodel_ckpt.config.sent_values import values_of
-from automodel_ckpt.config.urls import with_local_directory
-from automodel_ckpt.config.yaml_tree import DEFAULT, leaves
-from automodel_ckpt.distributed.mesh_sizes import Sizes
+from automodel_ckpt.config.tree.flags import LaunchFlags
+from automodel_ckpt.config.tree.references import is_reference
+from automodel_ckpt.config.tree.urls import with_local_directory
+from automodel_ckpt.config.tree.yaml_tree import DEFAULT, leaves
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, hide
-from automodel_ckpt.store_url import is_store_url, is_url, needs_credentials
-from automodel_ckpt.units import counted
+from automodel_ckpt.parallel.mesh_sizes import Sizes
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.manifest import Manifest
-    from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
-    from automodel_ckpt.recipes.forecast.memory import Memory
-    from automodel_ckpt.recipes.forecast.micro_batch import MicroBatchShape
-    from automodel_ckpt.recipes.forecast.plan import Plan
-    from automodel_ckpt.recipes.recipe import Recipe
+    from automodel_ckpt.checkpoint.parts.manifest import Manifest
+    from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
+    from automodel_ckpt.train.forecast.memory import Memory
+    from automodel_ckpt.train.forecast.micro_batch import MicroBatchShape
+    from automodel_ckpt.train.forecast.plan import Plan
+    from automodel_ckpt.train.recipe import Recipe
 
 Rows = Iterator[tuple[str, str]]
 """Title and text of each line of the report; lines without a title continue the line before."""
@@ -63,8 +63,8 @@ def report(
     Raises :class:`RecipeError` if the recipe could not train: unreadable data or model, sizes that do not fit, or a
     checkpoint.checkpoint_dir that cannot be written.
     """
-    from automodel_ckpt.recipes.forecast.plan import ForecastDevice, plan
-    from automodel_ckpt.recipes.recipe import Recipe
+    from automodel_ckpt.train.forecast.plan import ForecastDevice, plan
+    from automodel_ckpt.train.recipe import Recipe
 
     loaded = replace(loaded, config=with_local_directory(loaded.config))
     _check_data(loaded)
@@ -227,7 +227,7 @@ def _checkpoints_text(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
     """Describe the size of the checkpoints, *nbytes* each, and whether the disk has enough space."""
     from automodel_ckpt.checkpoint.run.resume import checkpoint_names
     from automodel_ckpt.checkpoint.saving.forecast import free_bytes
-    from automodel_ckpt.recipes.disk_use import kept_at_once, still_to_come
+    from automodel_ckpt.train.values.disk_use import kept_at_once, still_to_come
 
     section = loaded.config.checkpoint
     directory = Path(section.checkpoint_dir)
@@ -272,11 +272,11 @@ def _resume_rows(
     *recipe* is None if it is not one of this package. Raises :class:`CheckpointUnusable` if the start would, because
     the checkpoint has only weights.
     """
-    from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.checkpoint.memory.directory import memory_of
+    from automodel_ckpt.checkpoint.parts.manifest import Manifest
+    from automodel_ckpt.checkpoint.parts.verify import verify
     from automodel_ckpt.checkpoint.remote.fetch import own_name
     from automodel_ckpt.checkpoint.run import resume
-    from automodel_ckpt.checkpoint.verify import verify
 
     section = loaded.config.checkpoint
     root = Path(section.checkpoint_dir).absolute()
@@ -334,7 +334,7 @@ def _restored(
 ) -> tuple[list[tuple[str, str]], bool]:
     """Describe the stores of the run, and whether only a store has the checkpoint that the run would resume from."""
     from automodel_ckpt.checkpoint.remote.fetch import Fetcher
-    from automodel_ckpt.checkpoint.remote.store import StoreError
+    from automodel_ckpt.checkpoint.store.store import StoreError
 
     rows = []
     urls = [section.restore_from or ""]
@@ -366,7 +366,7 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
     the start would.
     """
     from automodel_ckpt.checkpoint import discover
-    from automodel_ckpt.recipes.init_from import inspect_start, paths_of
+    from automodel_ckpt.train.build.init_from import inspect_start, paths_of
 
     section = loaded.config.init_from
     if not section:

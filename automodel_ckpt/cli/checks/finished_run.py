@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 from automodel_ckpt.cli.launch.started_ranks import started_by
-from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.registry import is_own
-from automodel_ckpt.config.urls import with_local_directory
+from automodel_ckpt.config.tree.flags import LaunchFlags
+from automodel_ckpt.config.tree.urls import with_local_directory
 
 
 def finished_text(loaded: LoadedRecipe, flags: LaunchFlags) -> str | None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 
+from automodel_ckpt.cli.common.terminal import print_error
 from automodel_ckpt.cli.launch.started_ranks import started_world_size
-from automodel_ckpt.cli.terminal import print_error
-from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
-from automodel_ckpt.distributed.mesh_sizes import (
+from automodel_ckpt.config.tree.flags import LaunchFlags
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.parallel.mesh_sizes import (
     Sizes,
     choose_strategy,
     require_replicas,
     share_out,
 )
-from automodel_ckpt.errors import RecipeError
 
 
 def known_ranks(flags: LaunchFlags) -> int | None:

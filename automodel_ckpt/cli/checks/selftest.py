@@ -25,10 +25,10 @@ from automodel_ckpt.cli.checks.compare_runs import (
 )
 from automodel_ckpt.cli.launch.node_resources import visible_gpus
 from automodel_ckpt.cli.launch.started_ranks import started_world_size
-from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.config.schema_keys import is_number
+from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, Problem, RecipeError
 
 DEFAULT_STEPS = 6

@@ -74,9 +74,9 @@ def _words(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def _training_words() -> list[str]:
     """Return the flags, modes and recipe keys that ``ckpt-train`` accepts, as options."""
-    from automodel_ckpt.config.flags import LaunchFlags
     from automodel_ckpt.config.overrides import MODES, VERBOSE
     from automodel_ckpt.config.schema import RecipeConfig
+    from automodel_ckpt.config.tree.flags import LaunchFlags
 
     flags = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(LaunchFlags)]
     flags += [f"--{mode.replace('_', '-')}" for mode in MODES]
@@ -85,7 +85,7 @@ def _training_words() -> list[str]:
 
 
 def _keys(section: type[Any], prefix: str) -> Iterator[str]:
-    from automodel_ckpt.config.convert import members, section_type
+    from automodel_ckpt.config.tree.convert import members, section_type
 
     for name, hint in typing.get_type_hints(section).items():
         if typing.get_origin(hint) is typing.ClassVar:

@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.arguments import WHERE
-from automodel_ckpt.cli.paths import whole_checkpoint
-from automodel_ckpt.cli.remote import locate_one, sparse_copy
-from automodel_ckpt.cli.terminal import (
+from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.cli.common.arguments import WHERE
+from automodel_ckpt.cli.common.paths import whole_checkpoint
+from automodel_ckpt.cli.common.remote import locate_one, sparse_copy
+from automodel_ckpt.cli.common.terminal import (
     coloured,
     fitted,
     json_text,
@@ -26,11 +28,9 @@ from automodel_ckpt.cli.terminal import (
     table,
 )
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, Problem, describe
-from automodel_ckpt.store_url import is_url
-from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.checkpoint.sources.source import Source
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 
@@ -123,10 +123,10 @@ def _side_at(place: str, copies: contextlib.ExitStack) -> Side:
 
 def _side(path: Path) -> Side:
     """Read the checkpoint at *path*; of another program's, only the tensors and the recipe, if it has one."""
-    from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.files import layout
+    from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
-    from automodel_ckpt.config.changes import saved_recipe
+    from automodel_ckpt.config.help.changes import saved_recipe
     from automodel_ckpt.convert.open import open_source
 
     has_manifest = os.path.lexists(path / layout.MANIFEST)
@@ -147,11 +147,11 @@ def _side(path: Path) -> Side:
 
 def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
     """Read the checkpoint of this program at *path*, by its *manifest*, which was written at *recorded_at*."""
-    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.files import layout
+    from automodel_ckpt.checkpoint.parts.tree import OBJECTS
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
     from automodel_ckpt.checkpoint.tensors.float32_weights import further_bits_of
-    from automodel_ckpt.checkpoint.tree import OBJECTS
-    from automodel_ckpt.config.changes import saved_recipe
+    from automodel_ckpt.config.help.changes import saved_recipe
 
     tensors = {
         name: tree.tensors for name, tree in manifest.trees.items() if tree.format != OBJECTS
@@ -180,7 +180,7 @@ def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
 
 def _config_of(source: Source) -> dict[str, Any]:
     """The content of config.json of another program's model; empty if there is none that can be read."""
-    from automodel_ckpt.convert.sources.files import read_json
+    from automodel_ckpt.convert.formats.files import read_json
 
     with contextlib.suppress(CheckpointUnusable):
         return read_json(source.config_directory, "config.json", source.export) or {}
@@ -188,7 +188,7 @@ def _config_of(source: Source) -> dict[str, Any]:
 
 
 def _saved_config(path: Path) -> dict[str, Any]:
-    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.state.model_config import saved_config
 
     with contextlib.suppress(CheckpointUnusable):
@@ -288,7 +288,7 @@ def _model_lines(a: Side, b: Side) -> Iterator[str]:
 
 def _changed_outputs(a: Path, b: Path, name: str) -> tuple[str, ...]:
     """Return the changes from A's model config to B's that affect the outputs of the module *name*."""
-    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.state.model_config import config_changes, saved_config
 
     directory = layout.state_directory(name)
@@ -367,14 +367,14 @@ def _learning_rate_lines(a: Side, b: Side, step: int, changed: Collection[str]) 
 
 def _keeps_schedule(side: Side, kind: str) -> bool:
     """Whether a resume with the recipe of *side* keeps the settings of a schedule of that *kind* as saved."""
-    from automodel_ckpt.config.changes import has_settings_in_state
+    from automodel_ckpt.config.help.changes import has_settings_in_state
 
     return has_settings_in_state(kind) and not _applies_recipe(side)
 
 
 def _is_known(kind: str) -> bool:
     """Whether *kind* is a class of torch, or empty: a schedule by its name. A user's function may return any class."""
-    from automodel_ckpt.config.changes import has_settings_in_state
+    from automodel_ckpt.config.help.changes import has_settings_in_state
 
     return not kind or has_settings_in_state(kind)
 
@@ -400,7 +400,7 @@ def _schedule_factor(
     """Build the schedule that the recipe's section describes, and return its factor at *step*."""
     import torch
 
-    from automodel_ckpt.training.lr import build_schedule
+    from automodel_ckpt.optim.lr import build_schedule
 
     numbers: dict[str, float] = {}
     kwargs: dict[str, float] = {}

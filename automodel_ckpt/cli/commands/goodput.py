@@ -9,13 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.paths import run_with_logs
-from automodel_ckpt.cli.terminal import json_text, printable, table
+from automodel_ckpt.base.units import counted, exact_time
+from automodel_ckpt.cli.common.paths import run_with_logs
+from automodel_ckpt.cli.common.terminal import json_text, printable, table
 from automodel_ckpt.errors import EXIT_DONE
-from automodel_ckpt.units import counted, exact_time
 
 if TYPE_CHECKING:
-    from automodel_ckpt.report.goodput import Goodput, Start
+    from automodel_ckpt.logs.goodput import Goodput, Start
 
 _MAX_LINES = 10
 """Starts and slow ranks that are listed; ``--json`` has all."""
@@ -38,7 +38,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt goodput``. Raises :class:`CheckpointUnusable` if the run has no record of its time."""
-    from automodel_ckpt.report.goodput import read_goodput
+    from automodel_ckpt.logs.goodput import read_goodput
 
     directory = run_with_logs(Path(arguments.path))
     found = read_goodput(directory)
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(directory: Path, found: Goodput) -> Iterator[str]:
-    from automodel_ckpt.report.goodput import CATEGORIES, slow_rank_text
+    from automodel_ckpt.logs.goodput import CATEGORIES, slow_rank_text
 
     num_starts = len(found.starts)
     starts = "1 start" if num_starts == 1 else f"{num_starts} starts"

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from automodel_ckpt.cli import external_checkpoints
-from automodel_ckpt.cli.arguments import add_path
-from automodel_ckpt.cli.checkpoint_rows import (
+from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.cli.common import external_checkpoints
+from automodel_ckpt.cli.common.arguments import add_path
+from automodel_ckpt.cli.common.checkpoint_rows import (
     Row,
     RunRow,
     named_rows,
@@ -19,10 +20,16 @@ from automodel_ckpt.cli.checkpoint_rows import (
     run_row,
     single_row,
 )
-from automodel_ckpt.cli.paths import run_directory, runs_below
-from automodel_ckpt.cli.terminal import age_text, coloured, fitted, json_text, printable, size_text
+from automodel_ckpt.cli.common.paths import run_directory, runs_below
+from automodel_ckpt.cli.common.terminal import (
+    age_text,
+    coloured,
+    fitted,
+    json_text,
+    printable,
+    size_text,
+)
 from automodel_ckpt.errors import EXIT_DONE
-from automodel_ckpt.store_url import is_url
 
 _TITLES = (
     "checkpoint",
@@ -97,7 +104,7 @@ def _print_rows(rows: Sequence[Row]) -> None:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.files import layout
 
     if row.damaged:
         complete = "damaged"

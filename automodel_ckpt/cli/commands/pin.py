@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from automodel_ckpt.cli.paths import whole_checkpoint
-from automodel_ckpt.cli.terminal import printable
+from automodel_ckpt.cli.common.paths import whole_checkpoint
+from automodel_ckpt.cli.common.terminal import printable
 from automodel_ckpt.errors import EXIT_DONE
 
 

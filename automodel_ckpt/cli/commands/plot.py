@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.checkpoint.layout import CONFIG
-from automodel_ckpt.cli.entry import ending_on_interrupt
-from automodel_ckpt.cli.paths import run_with_logs
-from automodel_ckpt.cli.terminal import (
+from automodel_ckpt.checkpoint.files.layout import CONFIG
+from automodel_ckpt.cli.common.paths import run_with_logs
+from automodel_ckpt.cli.common.terminal import (
     can_print,
     print_error,
     print_path,
     printable,
     printable_lines,
 )
-from automodel_ckpt.config.changes import differences, saved_recipe
+from automodel_ckpt.cli.entry import ending_on_interrupt
+from automodel_ckpt.config.help.changes import differences, saved_recipe
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError
 
 if TYPE_CHECKING:
-    from automodel_ckpt.report.history import History
+    from automodel_ckpt.logs.history import History
 
 _MAX_DIFFERENCES = 100
 """Keys of recipes in the table of differences, at most."""
@@ -53,7 +53,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt plot``. Raises :class:`CheckpointUnusable` if a path contains no run."""
-    from automodel_ckpt.report.history import read_history
+    from automodel_ckpt.logs.history import read_history
 
     directories = [run_with_logs(Path(path)) for path in arguments.paths]
     runs = []
@@ -90,13 +90,13 @@ def _write(runs: list[History], file: Path) -> None:
     from automodel_ckpt.convert.publishing import published_file
 
     if file.suffix == ".png":
-        from automodel_ckpt.report.picture import picture
+        from automodel_ckpt.logs.picture import picture
 
         # It imports matplotlib.
         with ending_on_interrupt():
             content = picture(runs, file)
     elif file.suffix in (".html", ".htm"):
-        from automodel_ckpt.report.page import page
+        from automodel_ckpt.logs.page import page
 
         text = page(runs, _differences(runs))
         # A name may be no Unicode, and have characters that no browser shows.
@@ -136,8 +136,8 @@ def _recipe_of(run: History) -> dict[str, str]:
 def _lines(run: History) -> Iterator[str]:
     import shutil
 
-    from automodel_ckpt.report.page import summary
-    from automodel_ckpt.report.sparkline import ASCII_BARS, BARS, curve_lines
+    from automodel_ckpt.logs.page import summary
+    from automodel_ckpt.logs.sparkline import ASCII_BARS, BARS, curve_lines
 
     columns_left = shutil.get_terminal_size().columns - _MAX_TEXT_WIDTH
     width = max(10, min(columns_left, 60))

@@ -10,17 +10,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.arguments import add_run, number_at_least, option_flag, without_effect
-from automodel_ckpt.cli.paths import reject_several_runs, run_around
-from automodel_ckpt.cli.remote import locate, reject_url
-from automodel_ckpt.cli.terminal import printable, size_text, table
+from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.base.units import duration
+from automodel_ckpt.cli.common.arguments import (
+    add_run,
+    number_at_least,
+    option_flag,
+    without_effect,
+)
+from automodel_ckpt.cli.common.paths import reject_several_runs, run_around
+from automodel_ckpt.cli.common.remote import locate, reject_url
+from automodel_ckpt.cli.common.terminal import printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
-from automodel_ckpt.store_url import is_url
-from automodel_ckpt.units import duration
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.policy import KeepPolicy
     from automodel_ckpt.checkpoint.remote.run import IncompleteUpload
+    from automodel_ckpt.checkpoint.run.policy import KeepPolicy
 
 _METRIC = "val_loss"
 _MIN_HOURS = 24
@@ -194,7 +199,7 @@ def _reason_to_keep(upload: IncompleteUpload, arguments: argparse.Namespace) -> 
 
 
 def _policy(arguments: argparse.Namespace) -> KeepPolicy:
-    from automodel_ckpt.checkpoint.policy import KeepPolicy
+    from automodel_ckpt.checkpoint.run.policy import KeepPolicy
 
     selects = arguments.superseded or arguments.incomplete
     if arguments.keep_last is None and not selects:
@@ -242,7 +247,7 @@ def _check_steps(steps: Iterable[int], known: set[int]) -> None:
 
 def _check_metric(metric: str, losses: Iterable[Mapping[str, Any]]) -> None:
     """Raise :class:`RecipeError` if no checkpoint has *metric* in its *losses*: no checkpoint would be kept for it."""
-    from automodel_ckpt.checkpoint.policy import metric_of
+    from automodel_ckpt.checkpoint.run.policy import metric_of
 
     names: set[str] = set()
     for each in losses:
@@ -295,7 +300,7 @@ def _nonzero(freed: Mapping[str, int]) -> dict[str, int]:
 
 
 def _optimizer_bytes(checkpoint: Path) -> int:
-    from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.checkpoint.run.maintenance import without_optimizer
 
     manifest = Manifest.read(checkpoint)

@@ -10,9 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli import external_checkpoints
-from automodel_ckpt.cli.arguments import add_path
-from automodel_ckpt.cli.checkpoint_tables import (
+from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.cli.common import external_checkpoints
+from automodel_ckpt.cli.common.arguments import add_path
+from automodel_ckpt.cli.common.checkpoint_tables import (
     damage_in,
     file_lines,
     pairs,
@@ -21,9 +23,9 @@ from automodel_ckpt.cli.checkpoint_tables import (
     tensor_lines,
     totals,
 )
-from automodel_ckpt.cli.paths import whole_checkpoint
-from automodel_ckpt.cli.remote import locate_one, reject_url, sparse_copy
-from automodel_ckpt.cli.terminal import (
+from automodel_ckpt.cli.common.paths import whole_checkpoint
+from automodel_ckpt.cli.common.remote import locate_one, reject_url, sparse_copy
+from automodel_ckpt.cli.common.terminal import (
     age_facts,
     coloured,
     json_text,
@@ -32,11 +34,9 @@ from automodel_ckpt.cli.terminal import (
     size_text,
 )
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, describe
-from automodel_ckpt.store_url import is_url
-from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.manifest import Manifest, Tree
+    from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
 
 _UNSET = frozenset({"null", "[]", "{}"})
 """Values of a recipe that are not counted as set."""
@@ -65,7 +65,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt show``. The exit code is 3 if files cannot be read, or if ``--stats`` finds a damaged tensor."""
-    from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.parts.manifest import Manifest
 
     if is_url(arguments.path):
         return _show_remote(arguments)
@@ -104,11 +104,11 @@ def _show_remote(arguments: argparse.Namespace) -> int:
 
 def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
     """Return the document of ``ckpt show --json`` for a checkpoint of this program."""
-    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.files import layout
+    from automodel_ckpt.checkpoint.parts.tree import OBJECTS
     from automodel_ckpt.checkpoint.run.late_validations import recall
     from automodel_ckpt.checkpoint.state.display import plain_state
-    from automodel_ckpt.checkpoint.tree import OBJECTS
-    from automodel_ckpt.config.changes import saved_recipe
+    from automodel_ckpt.config.help.changes import saved_recipe
 
     if stats:
         _check_sizes(path, manifest)
@@ -138,7 +138,7 @@ def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
 
 def _check_sizes(path: Path, manifest: Manifest) -> None:
     """Raise :class:`CheckpointUnusable` if a file does not have the size in the manifest."""
-    from automodel_ckpt.checkpoint.verify import verify
+    from automodel_ckpt.checkpoint.parts.verify import verify
 
     problems = verify(path, manifest, "size")
     if problems:

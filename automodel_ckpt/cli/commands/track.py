@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.cli.arguments import add_run
-from automodel_ckpt.cli.paths import run_with_logs
-from automodel_ckpt.cli.terminal import printable
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.cli.common.arguments import add_run
+from automodel_ckpt.cli.common.paths import run_with_logs
+from automodel_ckpt.cli.common.terminal import printable
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError, SaveFailed
-from automodel_ckpt.report.trackers import TRACKERS
+from automodel_ckpt.logs.trackers import TRACKERS
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises :class:`RecipeError` if the tracker's library is not installed, or another process uploads the log,
     :class:`CheckpointUnusable` if there is no log, and :class:`SaveFailed` if the tracker failed.
     """
-    from automodel_ckpt.report.follow import Follower, upload_lock
-    from automodel_ckpt.report.history import read_history
+    from automodel_ckpt.logs.follow import Follower, upload_lock
+    from automodel_ckpt.logs.history import read_history
 
     run = run_with_logs(Path(arguments.path))
     last = max(read_history(run).series["loss"].steps, default=0)
@@ -123,7 +123,7 @@ def _collecting_failures(reasons: list[str]) -> Iterator[None]:
 
 def _check_options(tracker: str, options: Mapping[str, Any]) -> None:
     """Raise :class:`RecipeError` for an option that the tracker does not have."""
-    from automodel_ckpt.config.sections.monitoring import tracker_options
+    from automodel_ckpt.config.keys.monitoring import tracker_options
 
     known = tracker_options(tracker) if options else None
     if known is None:
@@ -140,7 +140,7 @@ def _check_options(tracker: str, options: Mapping[str, Any]) -> None:
 
 def _options(words: list[str]) -> dict[str, Any]:
     """Parse the values of ``--option``. Raises :class:`RecipeError` for one without ``=``."""
-    from automodel_ckpt.config.convert import untyped
+    from automodel_ckpt.config.tree.convert import untyped
 
     options = {}
     for word in words:

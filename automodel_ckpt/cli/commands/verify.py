@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.cli.arguments import add_path, number_at_least
-from automodel_ckpt.cli.checkpoint_tables import count
-from automodel_ckpt.cli.paths import run_directory, whole_checkpoint
-from automodel_ckpt.cli.remote import locate, remote_problems
-from automodel_ckpt.cli.terminal import (
+from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.cli.common.arguments import add_path, number_at_least
+from automodel_ckpt.cli.common.checkpoint_tables import count
+from automodel_ckpt.cli.common.paths import run_directory, whole_checkpoint
+from automodel_ckpt.cli.common.remote import locate, remote_problems
+from automodel_ckpt.cli.common.terminal import (
     coloured,
     printable,
     printable_lines,
@@ -23,7 +24,6 @@ from automodel_ckpt.cli.terminal import (
     size_text,
 )
 from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem
-from automodel_ckpt.store_url import is_url
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.run.shared_files import SharedFile
@@ -144,9 +144,9 @@ def _removal(checkpoint: Path) -> Problem:
 
 
 def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
-    from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.checkpoint.manifest import Manifest
-    from automodel_ckpt.checkpoint.verify import verify, verify_deep
+    from automodel_ckpt.checkpoint.files import layout
+    from automodel_ckpt.checkpoint.parts.manifest import Manifest
+    from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 
     try:
         os.lstat(checkpoint / layout.MANIFEST)
@@ -175,22 +175,22 @@ def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
 
 def _exports(target: Path) -> list[Path]:
     """Return the exports in a checkpoint of this program; an external checkpoint has none."""
-    from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.checkpoint.export_manifest import exports_in
+    from automodel_ckpt.checkpoint.export.export_manifest import exports_in
+    from automodel_ckpt.checkpoint.files import layout
 
     return exports_in(target) if os.path.lexists(target / layout.MANIFEST) else []
 
 
 def _export_problems(export: Path, arguments: argparse.Namespace) -> list[Problem]:
-    from automodel_ckpt.checkpoint.export_manifest import export_problems
+    from automodel_ckpt.checkpoint.export.export_manifest import export_problems
 
     return export_problems(export, num_threads=arguments.num_threads)
 
 
 def _is_external(target: Path) -> bool:
     """Whether *target* contains files of another program, without a manifest."""
-    from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.cli.external_checkpoints import is_external
+    from automodel_ckpt.checkpoint.files import layout
+    from automodel_ckpt.cli.common.external_checkpoints import is_external
 
     for manifest in (layout.MANIFEST, layout.EXPORT_MANIFEST):
         if os.path.lexists(target / manifest):
@@ -200,7 +200,7 @@ def _is_external(target: Path) -> bool:
 
 def _record(results: Sequence[Result]) -> None:
     """Record the results in the run directory, where ``ckpt ls`` reads them."""
-    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.run.verification_results import remember
 
     intact = {}
@@ -252,7 +252,7 @@ def _verdict(target: Path, problems: list[Problem]) -> str:
 
 def _shared_files(target: Path) -> list[SharedFile]:
     """Return the files that a checkpoint shares with others of its run; an export shares none."""
-    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.files import layout
     from automodel_ckpt.checkpoint.run.shared_files import shared_files
 
     # Without a manifest, what has the name of a checkpoint can be anything, such as a link to a device.
@@ -276,7 +276,7 @@ def _print_shared(targets: Sequence[Path]) -> None:
 
 def _print_leftovers(targets: Sequence[Path]) -> None:
     """Print the staging directories of exports; they are not damage."""
-    from automodel_ckpt.checkpoint.export_leftovers import leftovers_in
+    from automodel_ckpt.checkpoint.export.export_leftovers import leftovers_in
 
     for target in targets:
         with contextlib.suppress(OSError):

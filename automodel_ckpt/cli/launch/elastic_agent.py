@@ -23,14 +23,14 @@ from automodel_ckpt.cli.launch.process import flush
 from automodel_ckpt.cli.launch.rendezvous_flags import C10D, Rendezvous
 from automodel_ckpt.cli.launch.rendezvous_host import RendezvousHost
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
-from automodel_ckpt.distributed.network import (
+from automodel_ckpt.errors import EXIT_INTERNAL, AutomodelError, Problem, RecipeError, os_problem
+from automodel_ckpt.parallel.ranks.network import (
     address_towards,
     hosts_unknowingly,
     is_known,
     is_loopback,
     is_own_address,
 )
-from automodel_ckpt.errors import EXIT_INTERNAL, AutomodelError, Problem, RecipeError, os_problem
 
 MONITOR_SECONDS = 0.1
 """How often the agent looks at its ranks."""
@@ -125,7 +125,7 @@ def launch_config(
 ) -> Any:
     """Return torch's LaunchConfig for the ranks of this node."""
     api = importlib.import_module("torch.distributed.launcher.api")
-    ours = importlib.import_module("automodel_ckpt.distributed.rendezvous")
+    ours = importlib.import_module("automodel_ckpt.parallel.ranks.rendezvous")
     ours.register_rendezvous()
     host = rendezvous.rdzv_endpoint.rpartition(":")[0].strip("[]")
     configs: dict[str, Any] = {"host": rendezvous_host}
@@ -172,7 +172,7 @@ def rendezvous_failure(rendezvous: Rendezvous, error: Exception) -> FailureRecor
     where = f"rendezvous {rendezvous.rdzv_backend} at {rendezvous.rdzv_endpoint}"
     api = importlib.import_module("torch.distributed.elastic.rendezvous")
     if isinstance(error, (TimeoutError, api.RendezvousTimeoutError)):
-        seconds = importlib.import_module("automodel_ckpt.distributed.rendezvous").JOIN_SECONDS
+        seconds = importlib.import_module("automodel_ckpt.parallel.ranks.rendezvous").JOIN_SECONDS
         what = f"the other nodes did not join again within {seconds / 60:.0f} minutes"
         hint = "run the same command on all nodes to resume from the newest checkpoint"
     elif isinstance(error, api.RendezvousClosedError):

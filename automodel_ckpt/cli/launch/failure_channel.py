@@ -82,7 +82,7 @@ class FailureChannel:
         return found == [True]
 
     def publish_keepalive(self, port: int, token: str) -> bool:
-        """Publish the port on which node 0 accepts the connections of :mod:`automodel_ckpt.distributed.keepalive`.
+        """Publish the port on which node 0 accepts the connections of :mod:`automodel_ckpt.parallel.ranks.keepalive`.
 
         They have to know *token*. Returns False if the store does not answer: rank 0 may serve it later.
         """

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
+from automodel_ckpt.base.units import duration
 from automodel_ckpt.cli.launch.connection_errors import (
     BROKEN_CONNECTION,
     NOT_CONNECTED,
@@ -30,7 +31,6 @@ from automodel_ckpt.errors import (
     describe,
     without_hidden,
 )
-from automodel_ckpt.units import duration
 
 FINAL_CODES = frozenset({EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED, EXIT_STOPPED})
 """Exit codes of failures that a restart cannot fix: the ranks return them, so that the agent does not restart."""

@@ -39,6 +39,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.launch import peer_watch
 from automodel_ckpt.cli.launch.failure_channel import FailureChannel, receive_failure
 from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
@@ -75,12 +76,11 @@ from automodel_ckpt.cli.launch.store_linger import (
 )
 from automodel_ckpt.cli.launch.suspended import kill_suspended_ranks
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass, run_rank
-from automodel_ckpt.distributed import hang_action, peers
-from automodel_ckpt.distributed.process_stacks import StackDump
-from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED
-from automodel_ckpt.training.start_time import note_process_start
-from automodel_ckpt.units import counted
+from automodel_ckpt.logs.start_time import note_process_start
+from automodel_ckpt.parallel.ranks import hang_action, peers
+from automodel_ckpt.parallel.ranks.process_stacks import StackDump
+from automodel_ckpt.parallel.ranks.stop import stop_request
 
 SECONDARY_DELAY_SECONDS = 1.0
 """How long a rank whose failure followed from another one's waits for the agent to notice the other one."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.layout import HANGS
+from automodel_ckpt.checkpoint.files.layout import HANGS
 from automodel_ckpt.cli.launch.elastic_agent import (
     EarlierRunEnds,
     LostOtherNodes,
@@ -47,11 +47,11 @@ from automodel_ckpt.cli.launch.rendezvous_host import RendezvousHost, Rendezvous
 from automodel_ckpt.cli.launch.shared_directory import scratch_directory
 from automodel_ckpt.cli.launch.signal_forwarder import SignalForwarder
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
-from automodel_ckpt.config.flags import LaunchFlags
-from automodel_ckpt.config.urls import with_local_directory
-from automodel_ckpt.distributed.hangs import poll_seconds
-from automodel_ckpt.distributed.stop import StoppedWaiting, stop_request
+from automodel_ckpt.config.tree.flags import LaunchFlags
+from automodel_ckpt.config.tree.urls import with_local_directory
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL
+from automodel_ckpt.parallel.ranks.hangs import poll_seconds
+from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, stop_request
 
 MAX_LAUNCHES = 3
 """How often the ranks of a single node are started if they cannot connect to each other."""
@@ -143,7 +143,7 @@ def _run_agents(
     It also runs them again if those of another node fail after they have ended, and it tries again while the nodes of
     an earlier run leave the rendezvous, as they do if a scheduler starts a node anew before the others have ended.
     """
-    ours = importlib.import_module("automodel_ckpt.distributed.rendezvous")
+    ours = importlib.import_module("automodel_ckpt.parallel.ranks.rendezvous")
     max_restarts = host.max_restarts
     while True:
         config = launch_config(rendezvous, num_ranks, max_restarts, failure_dir, host)

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from automodel_ckpt.distributed import hangs
-from automodel_ckpt.distributed.process_stacks import address_of, report_on
+from automodel_ckpt.parallel.ranks import hangs
+from automodel_ckpt.parallel.ranks.process_stacks import address_of, report_on
 
 
 class HangExaminer:
-    """The part of a launcher in :mod:`automodel_ckpt.distributed.hangs`, for runs on several nodes.
+    """The part of a launcher in :mod:`automodel_ckpt.parallel.ranks.hangs`, for runs on several nodes.
 
     Ranks of other nodes that find a hang write their states to a directory in *root*. If no rank of this node answers
     in time, the launcher writes what it finds out about its ranks.

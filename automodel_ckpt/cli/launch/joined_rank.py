@@ -18,11 +18,11 @@ from automodel_ckpt.cli.launch.memory_rescue import keep_memory_of_rank
 from automodel_ckpt.cli.launch.process import print_message, this_rank, world_size
 from automodel_ckpt.cli.launch.recipe_import import Prepare, configure_torch, import_recipe
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass, run_rank
-from automodel_ckpt.distributed import hang_action
-from automodel_ckpt.distributed.network import can_be_reached, is_known
-from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_STOPPED, AutomodelError, RecipeError, describe
-from automodel_ckpt.training.start_time import note_process_start
+from automodel_ckpt.logs.start_time import note_process_start
+from automodel_ckpt.parallel.ranks import hang_action
+from automodel_ckpt.parallel.ranks.network import can_be_reached, is_known
+from automodel_ckpt.parallel.ranks.stop import stop_request
 
 SECONDARY_DELAY_SECONDS = 1.0
 """How long a rank whose failure followed from another one's waits, so that the other one reports first."""
@@ -102,7 +102,7 @@ def _serve_store() -> Any:
         )
     if os.environ["RANK"] != "0":
         return None
-    joining = importlib.import_module("automodel_ckpt.distributed.joining")
+    joining = importlib.import_module("automodel_ckpt.parallel.ranks.joining")
     return joining.serve_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 

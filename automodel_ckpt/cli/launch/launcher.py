@@ -16,6 +16,7 @@ import os
 import signal
 from collections.abc import Sequence
 
+from automodel_ckpt.cli.common.terminal import forgiving_streams
 from automodel_ckpt.cli.launch.failures import (
     FailureRecord,
     failure_record,
@@ -31,10 +32,9 @@ from automodel_ckpt.cli.launch.rendezvous_flags import choose_rendezvous
 from automodel_ckpt.cli.launch.slurm import slurm_environment
 from automodel_ckpt.cli.launch.started_ranks import remove_leftover_ranks, started_by
 from automodel_ckpt.cli.launch.worker import Loaded, run_rank
-from automodel_ckpt.cli.terminal import forgiving_streams
-from automodel_ckpt.config.flags import LaunchFlags
-from automodel_ckpt.distributed.stop import SIGNALS, StoppedWaiting, stop_request
-from automodel_ckpt.training.start_time import note_process_start
+from automodel_ckpt.config.tree.flags import LaunchFlags
+from automodel_ckpt.logs.start_time import note_process_start
+from automodel_ckpt.parallel.ranks.stop import SIGNALS, StoppedWaiting, stop_request
 
 
 def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:

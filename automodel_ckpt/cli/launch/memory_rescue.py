@@ -9,9 +9,9 @@ from automodel_ckpt.checkpoint.memory.keeping import keep_on_disk
 from automodel_ckpt.cli.launch.failures import SECOND_SIGNAL_CODE
 from automodel_ckpt.cli.launch.process import print_message
 from automodel_ckpt.cli.launch.worker import Loaded
-from automodel_ckpt.config.urls import with_local_directory
-from automodel_ckpt.distributed.hang_action import has_restarts_left
+from automodel_ckpt.config.tree.urls import with_local_directory
 from automodel_ckpt.errors import EXIT_DONE, EXIT_STOPPED
+from automodel_ckpt.parallel.ranks.hang_action import has_restarts_left
 
 
 def keep_memory(loaded: Loaded, code: int, *, by_rank: bool = False) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.base.units import counted_are
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.units import counted_are
 
 
 def cores() -> int:

@@ -27,9 +27,9 @@ from automodel_ckpt.cli.launch.process import exit_now, is_local_rank_0, print_m
 from automodel_ckpt.cli.launch.process_state import has_ended
 from automodel_ckpt.cli.launch.store_linger import hang_grace_seconds, unreachable_grace_seconds
 from automodel_ckpt.cli.launch.suspended import kill_suspended_ranks, suspension_warnings
-from automodel_ckpt.distributed.keepalive import keep_connection, listen, serve_connections
-from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import EXIT_INTERNAL, EXIT_STOPPED
+from automodel_ckpt.parallel.ranks.keepalive import keep_connection, listen, serve_connections
+from automodel_ckpt.parallel.ranks.stop import stop_request
 
 PEER_GRACE_SECONDS = 10.0
 """How long a rank may take to end after another one has failed."""

@@ -13,12 +13,12 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.base.forks import freeze_in_forked_processes
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
 from automodel_ckpt.cli.launch.node_resources import set_allocator
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.forks import freeze_in_forked_processes
-from automodel_ckpt.units import counted
 
 NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 Prepare = Callable[[], tuple[Loaded, RecipeClass]]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from automodel_ckpt.cli.launch.slurm import slurm_number
-from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.schema_keys import is_number
+from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.errors import RecipeError
 
 MASTER_PORT = 29500

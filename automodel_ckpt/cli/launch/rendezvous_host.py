@@ -19,8 +19,8 @@ from automodel_ckpt.cli.launch.hang_examiner import HangExaminer
 from automodel_ckpt.cli.launch.rendezvous_flags import C10D, Rendezvous
 from automodel_ckpt.cli.launch.start_watch import StartWatch
 from automodel_ckpt.cli.launch.suspended import kill_suspended_ranks
-from automodel_ckpt.distributed.network import is_known
 from automodel_ckpt.errors import EXIT_STOPPED
+from automodel_ckpt.parallel.ranks.network import is_known
 
 WAIT_REPORT_SECONDS = 15.0
 """How long the launcher waits for other nodes before it reports that it waits."""
@@ -45,7 +45,7 @@ class RendezvousInterrupted(BaseException):
 
 
 class RendezvousHost:
-    """A launcher's :class:`~automodel_ckpt.distributed.rendezvous.Host`.
+    """A launcher's :class:`~automodel_ckpt.parallel.ranks.rendezvous.Host`.
 
     *failure_dir* is the directory of the ranks; its ``attempt`` is the number of completed rendezvous minus one.
     *examiner* examines ranks that do not respond, None if there is nothing to examine.

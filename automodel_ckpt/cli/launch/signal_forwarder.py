@@ -17,8 +17,8 @@ from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.failures import printed_failure, root_cause
 from automodel_ckpt.cli.launch.process_state import has_ended
 from automodel_ckpt.cli.launch.rendezvous_host import RendezvousHost
-from automodel_ckpt.distributed.stop import SAME_SIGNAL_SECONDS, stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL
+from automodel_ckpt.parallel.ranks.stop import SAME_SIGNAL_SECONDS, stop_request
 
 
 class SignalForwarder:

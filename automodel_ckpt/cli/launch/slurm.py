@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from automodel_ckpt.cli.launch.node_resources import visible_gpus
-from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.errors import RecipeError
 
 

@@ -11,9 +11,9 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 
+from automodel_ckpt.base.units import duration
 from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
-from automodel_ckpt.distributed.process_stacks import address_of, place_in, report_on
-from automodel_ckpt.units import duration
+from automodel_ckpt.parallel.ranks.process_stacks import address_of, place_in, report_on
 
 FIRST_REPORT_SECONDS = 300.0
 """When the first report follows. The time to each further one doubles."""

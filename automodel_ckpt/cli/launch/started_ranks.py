@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 
 from automodel_ckpt.cli.launch.slurm import slurm_tasks
-from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.errors import RecipeError
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from automodel_ckpt.cli.launch.failure_channel import FailureChannel
-from automodel_ckpt.distributed import hang_action
+from automodel_ckpt.parallel.ranks import hang_action
 
 STORE_LINGER_SECONDS = 4.0
 """How long the first node serves the store at most after a failure, so that the other nodes can read the cause."""

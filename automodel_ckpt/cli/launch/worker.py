@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from automodel_ckpt.base.user_code import reporting_user_failures
 from automodel_ckpt.checkpoint.run.lease import release_all
 from automodel_ckpt.cli.launch.failures import (
     FailureRecord,
@@ -19,11 +20,10 @@ from automodel_ckpt.cli.launch.failures import (
 )
 from automodel_ckpt.cli.launch.process import exit_now, this_rank, world_size
 from automodel_ckpt.cli.launch.suspension_time import suspension
-from automodel_ckpt.distributed.network import let_gloo_be_found
-from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest, stop_request
 from automodel_ckpt.errors import EXIT_DONE, EXIT_STOPPED, AutomodelError, RecipeError, Stopped
-from automodel_ckpt.training.progress import Progress
-from automodel_ckpt.user_code import reporting_user_failures
+from automodel_ckpt.logs.progress import Progress
+from automodel_ckpt.parallel.ranks.network import let_gloo_be_found
+from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, StopRequest, stop_request
 
 CLOSE_SECONDS = 5.0
 """How long a failed recipe may take to close: it may wait for ranks that have ended."""

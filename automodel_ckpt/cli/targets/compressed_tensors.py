@@ -29,7 +29,7 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
             value=arguments.scheme,
             hint=f"one of {', '.join(SCHEMES)}",
         )
-    from automodel_ckpt.models.linear_weights import linear_weights
+    from automodel_ckpt.models.inspect.linear_weights import linear_weights
 
     report = export_compressed_tensors(
         source,

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.arguments import without_effect
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.cli.common.arguments import without_effect
+from automodel_ckpt.cli.common.terminal import print_path, size_text
 from automodel_ckpt.cli.targets.target import CAST_DTYPE, NUM_THREADS, Option, Target, log
-from automodel_ckpt.cli.terminal import print_path, size_text
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.export.consolidate import ConsolidationReport
@@ -85,11 +85,11 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
 def _run_merge(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     if arguments.nproc != NPROC.default:
         raise _unused(arguments, NPROC, "hf --merge")
+    from automodel_ckpt.base.user_cache import cache_directory
     from automodel_ckpt.checkpoint.export.next_steps import hf_lines
-    from automodel_ckpt.convert.merge import merge
-    from automodel_ckpt.models.repository import base_directory
-    from automodel_ckpt.models.signature import read_signature
-    from automodel_ckpt.user_cache import cache_directory
+    from automodel_ckpt.convert.merging.merge import merge
+    from automodel_ckpt.models.inspect.repository import base_directory
+    from automodel_ckpt.models.inspect.signature import read_signature
 
     report = merge(
         source,

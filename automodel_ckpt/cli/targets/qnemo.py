@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.cli.arguments import number_at_least
+from automodel_ckpt.cli.common.arguments import number_at_least
 from automodel_ckpt.cli.targets.target import CAST_DTYPE, FORCE, Option, Target, finish, log
 
 TENSOR_PARALLEL = Option(

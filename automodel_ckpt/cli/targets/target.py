@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.terminal import print_path, printable, size_text
-from automodel_ckpt.units import counted
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.cli.common.terminal import print_path, printable, size_text
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.targets.report import ExportReport

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.model_parameters import parameters_in
-from automodel_ckpt.cli.paths import whole_checkpoint
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.cli.common.model_parameters import parameters_in
+from automodel_ckpt.cli.common.paths import whole_checkpoint
 from automodel_ckpt.cli.targets.target import Option, Target, finish, log
-from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.targets.trainer import Intervals
@@ -40,8 +40,8 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
 
 def _intervals(source: Path) -> Intervals:
     """Return the intervals of the recipe in the checkpoint, and the Trainer's defaults for others."""
-    from automodel_ckpt.checkpoint.layout import CONFIG
-    from automodel_ckpt.config.changes import saved_recipe
+    from automodel_ckpt.checkpoint.files.layout import CONFIG
+    from automodel_ckpt.config.help.changes import saved_recipe
     from automodel_ckpt.convert.targets.trainer import Intervals
 
     keys = {

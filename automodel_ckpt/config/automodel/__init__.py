@@ -46,11 +46,11 @@ from automodel_ckpt.config.automodel.unsupported import (
     problem_of_class,
     problem_of_tool,
 )
-from automodel_ckpt.config.builders import signature
-from automodel_ckpt.config.convert import members, section_type
+from automodel_ckpt.config.callables.builders import signature
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import annotation_at, closest, hints_of, join, names_in
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.convert import members, section_type
+from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 
 RECIPES = {

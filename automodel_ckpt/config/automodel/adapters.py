@@ -19,7 +19,7 @@ from automodel_ckpt.config.automodel.rows import (
     switch,
     value_of,
 )
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 FREEZE = (
     ("freeze_vision_tower", ("*vision*", "*visual*", "*image_encoder*"), True),

@@ -17,7 +17,7 @@ from automodel_ckpt.config.automodel.rows import (
     is_true,
     value_of,
 )
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 EMPTY_THINKING = "<|channel>thought\n<channel|>"
 """What AutoModel writes before each answer for Gemma 4: a thinking channel without content."""

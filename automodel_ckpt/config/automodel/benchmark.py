@@ -15,7 +15,7 @@ from automodel_ckpt.config.automodel.rows import (
     apply_rows,
     value_of,
 )
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 CLASS = "BenchmarkingRecipeForNextTokenPrediction"
 _TRACE = "the steps are not traced; the section profile writes a trace"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from automodel_ckpt.config.automodel.notices import Notice, report_lines
 from automodel_ckpt.config.automodel.rows import AUTOMODEL_DEFAULT
 from automodel_ckpt.config.schema_keys import join
-from automodel_ckpt.config.yaml_tree import Node, lines
+from automodel_ckpt.config.tree.yaml_tree import Node, lines
 
 _WIDTH = 60
 

@@ -17,9 +17,9 @@ from automodel_ckpt.config.automodel.rows import (
     is_true,
     value_of,
 )
-from automodel_ckpt.config.convert import FALSE_WORDS
 from automodel_ckpt.config.schema_keys import join
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.convert import FALSE_WORDS
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 _DATA_FILE = re.compile(
     r"\.(jsonl?|ndjson|parquet|arrow|csv|tsv|txt)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE

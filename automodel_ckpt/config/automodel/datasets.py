@@ -36,7 +36,7 @@ from automodel_ckpt.config.automodel.rows import (
 from automodel_ckpt.config.automodel.seq2seq import ROWS as SEQ2SEQ
 from automodel_ckpt.config.automodel.speech import COMMON_VOICE, ENGLISH_MIXTURE, TRANSCRIPTS
 from automodel_ckpt.config.automodel.token_rows import MEGATRON, NANOGPT
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 _DATASETS = "nemo_automodel.components.datasets."
 _OURS = "automodel_ckpt.data."

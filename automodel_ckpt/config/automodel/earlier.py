@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from automodel_ckpt.config.automodel import benchmark, retrieval
 from automodel_ckpt.config.automodel.rows import is_of_automodel, is_true, put
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 _MODELS = re.compile(
     r"(nemo_automodel\.components\.models\.[\w.]+|transformers)\.\w+For(?P<task>CausalLM|ConditionalGeneration)"

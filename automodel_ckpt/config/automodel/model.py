@@ -20,7 +20,7 @@ from automodel_ckpt.config.automodel.rows import (
     take_target,
     value_of,
 )
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 DTYPES = {
     "bf16": "bfloat16",

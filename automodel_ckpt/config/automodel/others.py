@@ -17,7 +17,7 @@ from automodel_ckpt.config.automodel.rows import (
     switch,
     value_of,
 )
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 CHECKPOINT = (
     Key("enabled"),

@@ -16,7 +16,7 @@ from automodel_ckpt.config.automodel.rows import (
     apply_rows,
     is_of_automodel,
 )
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 
 def tokenizer(section: Section) -> None:

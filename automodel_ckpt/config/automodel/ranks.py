@@ -16,8 +16,8 @@ from automodel_ckpt.config.automodel.rows import (
     take_request,
     value_of,
 )
-from automodel_ckpt.config.convert import FALSE_WORDS
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.convert import FALSE_WORDS
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 DIST_ENV = (
     Key("backend", where="distributed.backend", words={"nccl": ""}),

@@ -23,7 +23,7 @@ from automodel_ckpt.config.automodel.rows import (
     is_true,
     value_of,
 )
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 CLASS = "TrainBiEncoderRecipe"
 RERANKER = "TrainCrossEncoderRecipe"

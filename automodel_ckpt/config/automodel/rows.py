@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from automodel_ckpt.config.automodel.notices import Notice
-from automodel_ckpt.config.convert import FALSE_WORDS, TRUE_WORDS, untyped
 from automodel_ckpt.config.schema_keys import join
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.convert import FALSE_WORDS, TRUE_WORDS, untyped
+from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 
 AUTOMODEL_DEFAULT = "default of NeMo AutoModel"

@@ -20,7 +20,7 @@ from automodel_ckpt.config.automodel.rows import (
     is_true,
 )
 from automodel_ckpt.config.schema_keys import join
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 RECIPE = "seq2seq"
 _TEMPLATE = "question: {question}  context: {context}"

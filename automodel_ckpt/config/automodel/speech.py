@@ -21,7 +21,7 @@ from automodel_ckpt.config.automodel.rows import (
     Section,
     Steps,
 )
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 _OURS = "automodel_ckpt.data.vlm.transcripts"
 _ENGLISH_PROMPT = (

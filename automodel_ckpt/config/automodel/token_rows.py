@@ -17,7 +17,7 @@ from automodel_ckpt.config.automodel.rows import (
     Steps,
     is_true,
 )
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 
 def megatron_paths(section: Section) -> None:

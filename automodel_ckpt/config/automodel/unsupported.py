@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from automodel_ckpt.config.automodel.rows import GUIDE, is_of_automodel
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 
 DIFFUSION = "TrainDiffusionRecipe"

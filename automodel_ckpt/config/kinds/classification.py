@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from automodel_ckpt.config.rules import AT_LEAST_1, Relation, Rule
+from automodel_ckpt.config.tree.rules import AT_LEAST_1, Relation, Rule
 
 LABEL_NAMES = Rule(
     lambda names: len(set(names)) == len(names) and all(names),

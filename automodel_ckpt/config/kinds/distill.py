@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from automodel_ckpt.config.rules import (
+from automodel_ckpt.config.tree.rules import (
     AT_LEAST_1,
     FRACTION,
     MISSING,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from automodel_ckpt.config.rules import NOT_EMPTY, POSITIVE, Condition, Rule, setting
+from automodel_ckpt.config.tree.rules import NOT_EMPTY, POSITIVE, Condition, Rule, setting
 
 _BELOW_HALF = Rule(lambda number: 0 <= number < 0.5, "from 0 to below 0.5")
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from automodel_ckpt.config.rules import FINITE, NOT_EMPTY, POSITIVE, Condition, Relation, setting
+from automodel_ckpt.config.tree.rules import (
+    FINITE,
+    NOT_EMPTY,
+    POSITIVE,
+    Condition,
+    Relation,
+    setting,
+)
 
 
 @dataclass

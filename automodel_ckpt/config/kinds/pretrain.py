@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from automodel_ckpt.config.rules import AT_LEAST_1, POSITIVE, setting
+from automodel_ckpt.config.tree.rules import AT_LEAST_1, POSITIVE, setting
 
 
 @dataclass

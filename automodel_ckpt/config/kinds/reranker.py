@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from automodel_ckpt.config.rules import POSITIVE, setting
+from automodel_ckpt.config.tree.rules import POSITIVE, setting
 
 
 @dataclass

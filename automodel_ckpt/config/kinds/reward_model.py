@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from automodel_ckpt.config.rules import FINITE, setting
+from automodel_ckpt.config.tree.rules import FINITE, setting
 
 
 @dataclass

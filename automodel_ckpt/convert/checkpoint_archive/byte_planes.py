@@ -11,11 +11,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.slices import Slice, contiguous_slices
-from automodel_ckpt.convert.tar_reading import TarFault
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.slices import Slice, contiguous_slices
+from automodel_ckpt.convert.formats.nemo.tar_reading import TarFault
 from automodel_ckpt.errors import CheckpointUnusable
 
 # Also the unit of the rearrangement: another value is another format.

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.convert.checkpoint_archive.byte_planes import Base
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 

@@ -9,21 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.digests import FileRecord
-from automodel_ckpt.checkpoint.export_leftovers import Log
-from automodel_ckpt.checkpoint.failures import SAME_COMMAND, as_failure
+from automodel_ckpt.base.durable_io import fsync_file
+from automodel_ckpt.base.units import size_text
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_safely
-from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.manifest_file import MAX_BYTES
-from automodel_ckpt.checkpoint.merkle import has_merkle_digest
-from automodel_ckpt.checkpoint.policy import KeepPolicy
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.failures import SAME_COMMAND, as_failure
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.parts.merkle import has_merkle_digest
+from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import maintenance
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
+from automodel_ckpt.checkpoint.run.policy import KeepPolicy
 from automodel_ckpt.checkpoint.run.writable import check_not_a_file
-from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.convert.checkpoint_archive.byte_planes import (
     BLOCK_BYTES,
     Base,
@@ -44,10 +47,8 @@ from automodel_ckpt.convert.checkpoint_archive.format import (
     parse_index,
     zstandard_library,
 )
-from automodel_ckpt.convert.tar_reading import TarFault, TarMember, TarReader
-from automodel_ckpt.durable_io import fsync_file
+from automodel_ckpt.convert.formats.nemo.tar_reading import TarFault, TarMember, TarReader
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem
-from automodel_ckpt.units import size_text
 
 
 def extract(path: Path, run: Path, *, log: Log) -> list[Path]:

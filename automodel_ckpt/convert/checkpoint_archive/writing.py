@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
-from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.convert.checkpoint_archive.byte_planes import Base, segments_of, transformed
 from automodel_ckpt.convert.checkpoint_archive.format import (
     FORMAT,
@@ -30,8 +30,8 @@ from automodel_ckpt.convert.checkpoint_archive.format import (
     is_unchanged,
     zstandard_library,
 )
+from automodel_ckpt.convert.formats.nemo.tar_writing import TarWriter
 from automodel_ckpt.convert.publishing import published_file
-from automodel_ckpt.convert.tar_writing import TarWriter
 from automodel_ckpt.errors import CheckpointUnusable
 
 _LEVEL = 3

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
 from automodel_ckpt.convert.names.megatron_names import (
@@ -16,9 +18,7 @@ from automodel_ckpt.convert.names.megatron_names import (
     without_prefix,
 )
 from automodel_ckpt.convert.names.registry import converter_of
-from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.units import counted
 
 _CONFIG = "config.json"
 # Tensors that every GPT model of Megatron-Core has, on one of its pipeline stages.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.convert.names.dimensions import Dimensions
 from automodel_ckpt.convert.names.rules import Rule
 from automodel_ckpt.convert.names.slicing import RowRange, join_rows

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.convert.names.slicing import RowRange, join_rows, stack, unstack
 from automodel_ckpt.errors import CheckpointUnusable
 

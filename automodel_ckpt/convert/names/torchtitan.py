@@ -16,16 +16,20 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.convert.formats.files import read_json
+from automodel_ckpt.convert.formats.torch.training_state import (
+    OptimizerState,
+    ParameterGroup,
+    TrainingState,
+)
 from automodel_ckpt.convert.names.converter import Converter, split_tensor
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
 from automodel_ckpt.convert.names.rules import Rule, by_query_group, rename
 from automodel_ckpt.convert.names.slicing import RowRange
-from automodel_ckpt.convert.sources.files import read_json
-from automodel_ckpt.convert.training_state import OptimizerState, ParameterGroup, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.units import counted
 
 _CONFIG = "config.json"
 _TORCHTITAN = "layers.{layer}."

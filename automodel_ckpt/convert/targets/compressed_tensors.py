@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS, ORDINARY_FLOATS
+from automodel_ckpt.base.durable_io import write_all
+from automodel_ckpt.base.units import counted_are
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import cast_lines, side_files
 from automodel_ckpt.checkpoint.export.plan import (
     ExportTensor,
@@ -26,10 +27,11 @@ from automodel_ckpt.checkpoint.export.plan import (
     Plan,
     parse_cast_dtype,
 )
-from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
-from automodel_ckpt.checkpoint.slices import Box, nbytes_of
+from automodel_ckpt.checkpoint.parts.slices import Box, nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader
@@ -41,9 +43,7 @@ from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_files, plan_in_stored_dtypes
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.durable_io import write_all
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.units import counted_are
 
 log_default = logging.getLogger("automodel_ckpt")
 

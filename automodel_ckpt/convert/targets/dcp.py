@@ -11,15 +11,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
-from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.opening import MODEL, is_checkpoint
 from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.convert.formats.torch.run_state import RunState, first_renamed, read_run_state
 from automodel_ckpt.convert.names.torchtitan import TORCHTITAN_LLAMA, required_torchtitan_conversion
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_directory
-from automodel_ckpt.convert.run_state import RunState, first_renamed, read_run_state
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
 from automodel_ckpt.convert.targets.dcp_training_state import add_training_state
 from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below

@@ -9,9 +9,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.files.dcp_metadata import DcpChunk, DcpLocation, DcpMetadata, KeyPath
-from automodel_ckpt.checkpoint.files.torch_archive_writing import (
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
+    DcpChunk,
+    DcpLocation,
+    DcpMetadata,
+    KeyPath,
+)
+from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
     ArchiveTensor,
     write_torch_archive,
 )

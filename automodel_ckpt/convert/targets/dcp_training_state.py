@@ -12,7 +12,7 @@ the parameters, in one of two layouts. With ``dcp.save({"model": ..., "optimizer
 
 from __future__ import annotations
 
-from automodel_ckpt.convert.run_state import RunState
+from automodel_ckpt.convert.formats.torch.run_state import RunState
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
 from automodel_ckpt.convert.targets.torch_file import archive_tensor
 

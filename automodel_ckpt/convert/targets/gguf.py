@@ -18,37 +18,43 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from automodel_ckpt.base.durable_io import replace_file
+from automodel_ckpt.base.units import counted_are
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
+from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.export.files import cast_lines
 from automodel_ckpt.checkpoint.export.next_steps import modelfile_text
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, parse_cast_dtype
-from automodel_ckpt.checkpoint.export_leftovers import Log
-from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.safe_open import read_model_file
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG
 from automodel_ckpt.checkpoint.sources.source import Source, Tensors
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
-from automodel_ckpt.convert.base_copies import difference
-from automodel_ckpt.convert.gguf.kinds import F32, Q8_0, QUANTIZATION_VERSION, WRITABLE, Kind
-from automodel_ckpt.convert.gguf.model import (
+from automodel_ckpt.convert.formats.files import read_json
+from automodel_ckpt.convert.formats.gguf.kinds import (
+    F32,
+    Q8_0,
+    QUANTIZATION_VERSION,
+    WRITABLE,
+    Kind,
+)
+from automodel_ckpt.convert.formats.gguf.model import (
     GgufModel,
     GgufTensor,
     layers_fault,
     name_faults,
     read_model,
 )
-from automodel_ckpt.convert.gguf.positions import rotary_order
-from automodel_ckpt.convert.gguf.tokenizer import convert_tokenizer
-from automodel_ckpt.convert.gguf.values import KeyValue
+from automodel_ckpt.convert.formats.gguf.positions import rotary_order
+from automodel_ckpt.convert.formats.gguf.tokenizer import convert_tokenizer
+from automodel_ckpt.convert.formats.gguf.values import KeyValue
+from automodel_ckpt.convert.imports.base_copies import difference
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_file
-from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.targets.output_paths import file_output
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_digests, plan_in_stored_dtypes
-from automodel_ckpt.durable_io import replace_file
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
-from automodel_ckpt.units import counted_are
 
 log_default = logging.getLogger("automodel_ckpt")
 
@@ -101,7 +107,8 @@ def export_gguf(
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a GGUF file.
 
     *output* defaults to the source's name with ``.gguf``, next to it. Vectors (norms, biases) are written as F32, other
-    tensors as *tensor_type*: a name in ``WRITABLE`` of ``convert/gguf/kinds.py``, in any case, for example ``Q8_0``. By
+    tensors as *tensor_type*: a name in ``WRITABLE`` of ``convert/formats/gguf/kinds.py``, in any case, for example
+    ``Q8_0``. By
     default they have the dtype of the checkpoint, which *cast_dtype* changes to bf16, fp16 or fp32.
 
     Raises :class:`CheckpointUnusable` for a damaged source, and for a model or a tokenizer that GGUF cannot represent;

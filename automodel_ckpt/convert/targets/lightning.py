@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
-from automodel_ckpt.checkpoint.export_leftovers import Log
-from automodel_ckpt.checkpoint.files.torch_archive_writing import ArchiveTensor
+from automodel_ckpt.checkpoint.pickles.torch_archive_writing import ArchiveTensor
 from automodel_ckpt.checkpoint.sources.opening import is_checkpoint
+from automodel_ckpt.convert.formats.torch.run_state import RunState, first_renamed, read_run_state
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.run_state import RunState, first_renamed, read_run_state
 from automodel_ckpt.convert.targets.output_paths import file_output
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_files

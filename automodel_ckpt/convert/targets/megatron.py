@@ -18,18 +18,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import cast_lines, side_files
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, parse_cast_dtype
-from automodel_ckpt.checkpoint.export_leftovers import Log
-from automodel_ckpt.checkpoint.files.torch_archive_writing import (
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
     ArchiveTensor,
     write_torch_archive,
 )
-from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.names.conversion import Conversion, required_conversion
 from automodel_ckpt.convert.names.megatron_names import (
     LOCAL_MLP_NORM,
@@ -38,7 +39,6 @@ from automodel_ckpt.convert.names.megatron_names import (
 )
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_directory
-from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
 from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
 from automodel_ckpt.convert.targets.report import ExportReport

@@ -21,19 +21,24 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
-from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.files.torch_archive_writing import write_torch_archive
+from automodel_ckpt.checkpoint.pickles.torch_archive_writing import write_torch_archive
 from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.convert.formats.nemo.nemo import (
+    ARTIFACT_PREFIX,
+    CONFIG,
+    MAX_CONFIG_BYTES,
+    WEIGHTS,
+)
+from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml
+from automodel_ckpt.convert.formats.nemo.tar_writing import TarWriter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
 from automodel_ckpt.convert.names.registry import converter_of
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.plain_yaml import parse_yaml
 from automodel_ckpt.convert.publishing import published_file
-from automodel_ckpt.convert.sources.nemo import ARTIFACT_PREFIX, CONFIG, MAX_CONFIG_BYTES, WEIGHTS
-from automodel_ckpt.convert.tar_writing import TarWriter
 from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
 from automodel_ckpt.convert.targets.output_paths import file_output
 from automodel_ckpt.convert.targets.report import ExportReport

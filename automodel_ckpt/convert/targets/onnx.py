@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import cast_lines, write_side_files
 from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
-from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.sources.model_files import base_files
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.open import open_source

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from automodel_ckpt.checkpoint.export.plan import Plan, export_names, make_plan
+from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable
 
 _LANGUAGE_MODEL = "ForCausalLM"

@@ -18,21 +18,21 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import cast_lines
 from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
-from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
-from automodel_ckpt.checkpoint.slices import Box, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
 from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
 from automodel_ckpt.checkpoint.tensors.integrity import require_intact
+from automodel_ckpt.convert.formats.nemo.tar_writing import TarWriter
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import HeadsOfRank, Rule, heads_of_rank, rules
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_directory, published_file
-from automodel_ckpt.convert.tar_writing import TarWriter
 from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
 from automodel_ckpt.convert.targets.output_paths import directory_output, file_output, nbytes_below
 from automodel_ckpt.convert.targets.report import ExportReport

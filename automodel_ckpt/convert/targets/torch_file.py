@@ -15,19 +15,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import cast_lines
 from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
-from automodel_ckpt.checkpoint.export_leftovers import Log
-from automodel_ckpt.checkpoint.files.torch_archive_writing import (
+from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
     ArchiveTensor,
     write_torch_archive,
 )
-from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_file
-from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.targets.output_paths import file_output
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_files

@@ -17,21 +17,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.export_leftovers import Log
-from automodel_ckpt.checkpoint.files.torch_archive_writing import write_torch_archive
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.pickles.torch_archive_writing import write_torch_archive
 from automodel_ckpt.checkpoint.sources.opening import MODEL, is_checkpoint
+from automodel_ckpt.convert.formats.torch.run_state import RunState, read_run_state
+from automodel_ckpt.convert.formats.torch.training_state import (
+    ModelParameter,
+    ParameterGroup,
+    Parameters,
+)
+from automodel_ckpt.convert.formats.trainer import OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE
 from automodel_ckpt.convert.publishing import check_directory_target, published_directory
-from automodel_ckpt.convert.run_state import RunState, read_run_state
-from automodel_ckpt.convert.sources.trainer import OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.torch_file import archive_tensor
-from automodel_ckpt.convert.training_state import ModelParameter, ParameterGroup, Parameters
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.units import counted
 
 log_default = logging.getLogger("automodel_ckpt")
 

@@ -13,16 +13,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import cast_lines, side_files
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, parse_cast_dtype
-from automodel_ckpt.checkpoint.export_leftovers import Log
-from automodel_ckpt.checkpoint.slices import Box
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.parts.slices import Box
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
+from automodel_ckpt.convert.formats.nemo.zarr_arrays import DTYPES, load_tensorstore
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_directory
-from automodel_ckpt.convert.sources.zarr_arrays import DTYPES, load_tensorstore
 from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_files, plan_in_stored_dtypes

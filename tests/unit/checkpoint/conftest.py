@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.stored_runs import write_run
+from tests.support.runs.stored_runs import write_run
 
 if TYPE_CHECKING:
-    from tests.support.object_store import ObjectStore
+    from tests.support.servers.object_store import ObjectStore
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +25,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def s3() -> Iterator[ObjectStore]:
     # Its import takes a second, which most tests here do not need.
-    from tests.support.object_store import object_store
+    from tests.support.servers.object_store import object_store
 
     with object_store() as store:
         yield store

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.checkpoint import verify as verify_module
-from automodel_ckpt.cli.arguments import PATHS
+from automodel_ckpt.checkpoint.parts import verify as verify_module
 from automodel_ckpt.cli.ckpt import main, parser
-from automodel_ckpt.cli.terminal import coloured, printable, size_text, table
+from automodel_ckpt.cli.common.arguments import PATHS
+from automodel_ckpt.cli.common.terminal import coloured, printable, size_text, table
 from automodel_ckpt.errors import Problem
 from tests.support.measure import seconds_of_children
-from tests.support.shards import checkpoint_in
+from tests.support.models.shards import checkpoint_in
 
 Capture = pytest.CaptureFixture[str]
 

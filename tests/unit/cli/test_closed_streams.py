@@ -7,7 +7,7 @@ import sys
 
 PROBE = """
 import os, sys
-from automodel_ckpt.cli.terminal import occupy_standard_streams
+from automodel_ckpt.cli.common.terminal import occupy_standard_streams
 occupy_standard_streams()
 file = os.open("/proc/self/status", os.O_RDONLY)
 print("lost")

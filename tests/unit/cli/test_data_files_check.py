@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from automodel_ckpt.cli.checks.data_files import missing_data_files
-from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node
 
 
 def problems(target: str, path: str) -> list[str]:

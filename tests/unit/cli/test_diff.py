@@ -18,16 +18,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
 from automodel_ckpt.checkpoint.tensors import box_reader
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
-from automodel_ckpt.checkpoint.tiling import tiling_fault
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.commands.diff import Side, _schedule_factor, resume_lines
-from automodel_ckpt.training.adam8bit import AdamW8bit, joined
-from tests.support import tiny
-from tests.support.shards import cut, write_checkpoint
-from tests.support.training import RECIPE, train, write_recipe
+from automodel_ckpt.optim.adam8bit import AdamW8bit, joined
+from tests.support.models import tiny
+from tests.support.models.shards import cut, write_checkpoint
+from tests.support.runs.training import RECIPE, train, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 

@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.models.harness import TaskMetric, metrics_of
-from tests.support.stand_ins import LLAMA_CHAT, write_model
+from automodel_ckpt.models.measure.harness import TaskMetric, metrics_of
+from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 
 Capture = pytest.CaptureFixture[str]
 ROWS = [
@@ -128,7 +128,7 @@ def test_the_library_and_names_of_tasks_are_required(
     assert main(["eval", str(model), "--tasks", "a", "--limit", "0"]) == 2
     assert "0 is less than 1" in capsys.readouterr().err
     # Python imports nothing from this name, as if it were not installed.
-    monkeypatch.setattr("automodel_ckpt.models.harness.find_spec", lambda name: None)
+    monkeypatch.setattr("automodel_ckpt.models.measure.harness.find_spec", lambda name: None)
     assert main(["eval", str(model), "--tasks", "hellaswag"]) == 2
     message = capsys.readouterr().err
     assert "lm-evaluation-harness is not installed" in message

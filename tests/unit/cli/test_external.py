@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import CheckpointUnusable
-from tests.support.shards import checkpoint_in
+from tests.support.models.shards import checkpoint_in
 
 Capture = pytest.CaptureFixture[str]
 AUTOMODEL = Path(__file__).parents[2] / "fixtures" / "automodel"

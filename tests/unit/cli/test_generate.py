@@ -18,16 +18,16 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.generation.loading import (
+from automodel_ckpt.cli.models.loading import (
     _check_head,
     _model_of,
     _naming_export,
     _takes_images,
 )
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models import generation
-from automodel_ckpt.models.generation import Sampling
-from tests.support.stand_ins import LLAMA_CHAT, write_model
+from automodel_ckpt.models.measure import generation
+from automodel_ckpt.models.measure.generation import Sampling
+from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 
 Capture = pytest.CaptureFixture[str]
 CONFIG = {"model_type": "llama"}

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt import socket_paths
-from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.base import socket_paths
+from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.cli.common.terminal import naming_output, output_failure, print_path
 from automodel_ckpt.cli.launch.failures import failure_record
-from automodel_ckpt.cli.terminal import naming_output, output_failure, print_path
 from automodel_ckpt.cli.train import main as train
-from automodel_ckpt.config.trust import import_failure
-from automodel_ckpt.distributed.agree import _portable
+from automodel_ckpt.config.callables.trust import import_failure
 from automodel_ckpt.errors import SaveFailed, SystemLimit, describe, limit_error, os_problem
-from tests.support.shards import checkpoint_in
+from automodel_ckpt.parallel.ranks.agree import _portable
+from tests.support.models.shards import checkpoint_in
 
 TOO_MANY = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/data/x")
 RECIPE = Path(__file__).parents[3] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
@@ -207,7 +207,7 @@ def test_a_checkpoint_without_permission_is_unusable_for_commands_that_write(
     def denied(path: Path) -> Path:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr("automodel_ckpt.cli.paths.run_directory", denied)
+    monkeypatch.setattr("automodel_ckpt.cli.common.paths.run_directory", denied)
     assert main(["export", str(tmp_path)]) == 3
     message = capsys.readouterr().err
     assert "cannot be read" in message and "EACCES" in message

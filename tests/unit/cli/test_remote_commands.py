@@ -18,22 +18,23 @@ import pytest
 import torch
 from werkzeug.wrappers import Request, Response
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.digests import digest_of
-from automodel_ckpt.checkpoint.export_manifest import export_problems
-from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.remote import deep_verification, store
+from automodel_ckpt.checkpoint.export.export_manifest import export_problems
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.remote import deep_verification
 from automodel_ckpt.checkpoint.remote import run as remote_run
-from automodel_ckpt.checkpoint.remote.multipart import upload_begun
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.store import Store, StoreError
+from automodel_ckpt.checkpoint.store import store
+from automodel_ckpt.checkpoint.store.multipart import upload_begun
+from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.cli.ckpt import VERBS
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.commands import prune as prune_command
 from automodel_ckpt.cli.commands import verify as verify_command
-from tests.support import tiny
-from tests.support.object_store import ObjectStore, object_store
+from tests.support.models import tiny
+from tests.support.servers.object_store import ObjectStore, object_store
 
 URL = "s3://bucket/run"
 FIRST, SECOND = "epoch_0_step_10", "epoch_0_step_20"
@@ -458,7 +459,7 @@ def test_a_checkpoint_that_is_mounted_read_only_can_be_pushed(
     def read_only(path: Path, *_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code), str(path))
 
-    monkeypatch.setattr("automodel_ckpt.checkpoint.remote.transfer.replace_file", read_only)
+    monkeypatch.setattr("automodel_ckpt.checkpoint.store.transfer.replace_file", read_only)
     monkeypatch.setattr(Path, "unlink", read_only)
     url = f"file://{tmp_path}/store"
     assert ckpt(["push", str(local / FIRST), url]) == 0

@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint.formats.planning import DTYPES
-from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.tensors import box_reader
 from automodel_ckpt.checkpoint.tensors.float_cast import EIGHT_BIT_FLOATS, eight_bit_values
 from automodel_ckpt.checkpoint.tensors.statistics import _Sums, statistics_of
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
-from tests.support import tiny
-from tests.support.shards import checkpoint_in, cut, write_checkpoint
+from tests.support.models import tiny
+from tests.support.models.shards import checkpoint_in, cut, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 AUTOMODEL = Path(__file__).parents[2] / "fixtures" / "automodel"

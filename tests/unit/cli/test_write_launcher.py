@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from automodel_ckpt.cli.example_recipes import EXAMPLES
+from automodel_ckpt.cli.cluster import stop_time
+from automodel_ckpt.cli.common.example_recipes import EXAMPLES
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.cli.write_launcher import stop_time
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE
 
 RECIPE = """\

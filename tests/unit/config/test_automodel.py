@@ -19,9 +19,9 @@ import yaml
 from automodel_ckpt.config.automodel.notices import report_lines
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.rules import Target
-from automodel_ckpt.config.yaml_tree import Node
-from automodel_ckpt.data.fields import FieldTemplate
+from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.config.tree.yaml_tree import Node
+from automodel_ckpt.data.rows.fields import FieldTemplate
 from automodel_ckpt.errors import RecipeError
 from tools import automodel_recipes
 

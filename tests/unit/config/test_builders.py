@@ -8,7 +8,7 @@ import typing
 
 import pytest
 
-from automodel_ckpt.config.builders import signature
+from automodel_ckpt.config.callables.builders import signature
 
 NAMES = [
     "automodel_ckpt.data.text.text",
@@ -28,7 +28,7 @@ NAMES = [
     "torch.optim.AdamW",
     "torch.optim.adamw.AdamW",
     "torch.optim.Muon",
-    "automodel_ckpt.training.adam8bit.AdamW8bit",
+    "automodel_ckpt.optim.adam8bit.AdamW8bit",
     "torch.nn.CrossEntropyLoss",
 ]
 

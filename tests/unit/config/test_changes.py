@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.config.changes import (
+from automodel_ckpt.config.help.changes import (
     changed_keys,
     check_overrides,
     ignored_by_resume,

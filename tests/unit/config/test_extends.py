@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.config import extends
-from automodel_ckpt.config.extends import read_with_bases
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.tree import extends
+from automodel_ckpt.config.tree.extends import read_with_bases
 from automodel_ckpt.errors import RecipeError
-from tests.support.recipes import SMALLEST
+from tests.support.runs.recipes import SMALLEST
 
 BASE = f"""\
 {SMALLEST}\

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from automodel_ckpt.cli.example_recipes import examples
+from automodel_ckpt.cli.common.example_recipes import examples
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.config.json_schema import FILE_NAME, recipe_schema
+from automodel_ckpt.config.help.json_schema import FILE_NAME, recipe_schema
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import keys_of

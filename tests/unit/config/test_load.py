@@ -18,20 +18,20 @@ from omegaconf import OmegaConf
 
 from automodel_ckpt import errors
 from automodel_ckpt.cli.launch.failures import failure_record
-from automodel_ckpt.config.canonical_yaml import canonical_tree
-from automodel_ckpt.config.convert import members, section_type, typed
+from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
+from automodel_ckpt.config.keys.optimizer import OptimizerTarget
+from automodel_ckpt.config.keys.step_scheduler import parse_duration
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import hints_of
-from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
-from automodel_ckpt.config.sections.optimizer import OptimizerTarget
-from automodel_ckpt.config.sections.step_scheduler import parse_duration
-from automodel_ckpt.config.urls import with_local_directory
-from automodel_ckpt.config.yaml_tree import node_of
+from automodel_ckpt.config.tree.canonical_yaml import canonical_tree
+from automodel_ckpt.config.tree.convert import members, section_type, typed
+from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.config.tree.urls import with_local_directory
+from automodel_ckpt.config.tree.yaml_tree import node_of
 from automodel_ckpt.errors import RecipeError
-from tests.support.recipes import SMALLEST
+from tests.support.runs.recipes import SMALLEST
 
 BASE = """\
 model:

@@ -9,12 +9,16 @@ import pytest
 NAMES = {
     "config.schema": "AT_LEAST_1 FINITE FRACTION NOT_EMPTY POSITIVE Rule setting Target "
     "RecipeConfig CheckpointConfig MemoryConfig RemoteConfig OptimizerConfig StepSchedulerConfig",
+    "base.rng": "StatefulRNG",
     "config.rules": "AT_LEAST_0 AT_LEAST_1 FINITE FRACTION Rule setting Target",
     "config.targets": "build build_function callable_of prepare check_targets",
     "recipes.llm_finetune": "LLMFinetune",
     "recipes.vlm_finetune": "VLMFinetune",
     "recipes.dpo": "DPO DPOFinetune",
+    "recipes.base": "FinetuneRecipe",
     "recipes.loop": "TrainingLoop",
+    "train.loop": "TrainingLoop",
+    "training.adam8bit": "AdamW8bit",
     "recipes.objective": "Objective",
     "recipes.recipe": "Recipe",
     "checkpoint": "Checkpointer CheckpointOptions HFAssets Manifest",

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.config import allowlist
-from automodel_ckpt.config.builders import signature
+from automodel_ckpt.config.callables import allowlist
+from automodel_ckpt.config.callables.builders import signature
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import keys_of
 from automodel_ckpt.errors import RecipeError
-from tests.support.recipes import SMALLEST
+from tests.support.runs.recipes import SMALLEST
 
 
 def problem(tmp_path: Path, text: str, *words: str) -> str:

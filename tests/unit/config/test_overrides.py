@@ -8,10 +8,10 @@ import pytest
 
 from automodel_ckpt.cli.train import _recipe_path
 from automodel_ckpt.config.bind import Binder
+from automodel_ckpt.config.keys.optimizer import OptimizerTarget
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.sections.optimizer import OptimizerTarget
 from automodel_ckpt.errors import RecipeError
 
 RECIPE = """\

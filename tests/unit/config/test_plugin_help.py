@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.config.allowlist import PURPOSES
-from automodel_ckpt.config.help import topic_text
-from automodel_ckpt.config.plugin_help import builders_of, markdown, plain
+from automodel_ckpt.config.callables.allowlist import PURPOSES
+from automodel_ckpt.config.help.listing import topic_text
+from automodel_ckpt.config.help.plugin_help import builders_of, markdown, plain
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import keys_of
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE, RecipeError

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.config.allowlist import ALLOWED
-from automodel_ckpt.config.builders import signature
+from automodel_ckpt.config.callables.allowlist import ALLOWED
+from automodel_ckpt.config.callables.builders import signature
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.registry import own_classes, own_name
 from automodel_ckpt.config.sample_kinds import MIXTURE, SAMPLE_KINDS, sample_problems
-from automodel_ckpt.config.yaml_tree import node_of
-from automodel_ckpt.data.rows import BUILDERS_BY_FIELDS, OneRow
+from automodel_ckpt.config.tree.yaml_tree import node_of
+from automodel_ckpt.data.rows.rows import BUILDERS_BY_FIELDS, OneRow
 from automodel_ckpt.errors import Problem, RecipeError
 
 DATA = "automodel_ckpt.data"

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import automodel_ckpt
-from automodel_ckpt.config.allowlist import defaults
+from automodel_ckpt.config.callables.allowlist import defaults
+from automodel_ckpt.config.callables.plugins import build, build_function
+from automodel_ckpt.config.callables.prepare import prepare
+from automodel_ckpt.config.callables.target_checks import check_targets
+from automodel_ckpt.config.callables.target_names import check_names
+from automodel_ckpt.config.callables.trust import Rejected, Trust, resolve
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.plugins import build, build_function
-from automodel_ckpt.config.prepare import prepare
-from automodel_ckpt.config.rules import Target
-from automodel_ckpt.config.target_checks import check_targets
-from automodel_ckpt.config.target_names import check_names
-from automodel_ckpt.config.trust import Rejected, Trust, resolve
+from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import RecipeError
 
 RECIPE = """\
@@ -159,10 +159,10 @@ def test_callables_on_the_list_resolve_without_trust(name: str) -> None:
         "torch.optim.AdamW.__subclasses__",
         "transformers.dynamic_module_utils.get_class_from_dynamic_module",
         "transformers.testing_utils.run_command",
-        "automodel_ckpt.config.prepare.resolve_recipe",
-        "automodel_ckpt.config.trust.resolve",
+        "automodel_ckpt.config.callables.prepare.resolve_recipe",
+        "automodel_ckpt.config.callables.trust.resolve",
         "automodel_ckpt.config.load.Path.unlink",
-        "automodel_ckpt.durable_io.remove",
+        "automodel_ckpt.base.durable_io.remove",
         "transformers.exporters.utils.import_dotted_path",
         "transformers.modeling_utils.load_state_dict",
         "transformers.utils.import_utils.direct_transformers_import",
@@ -261,10 +261,10 @@ GADGETS = {
     "validation_dataset": "{_target_: peft.utils.save_and_load.torch_load, f: evil.bin, weights_only: false}",
     "tokenizer": "{_target_: transformers.modeling_utils.load_state_dict, checkpoint_file: x, weights_only: false}",
     "processor": "{_target_: transformers.trainer_pt_utils.remove_dummy_checkpoint, output_dir: /, filenames: [x]}",
-    "loss_fn": "{_target_: torch.nn.Module.apply, fn: {_target_: automodel_ckpt.config.trust.resolve, name: x}}",
+    "loss_fn": "{_target_: torch.nn.Module.apply, fn: {_target_: automodel_ckpt.config.callables.trust.resolve}}",
     "optimizer": "{_target_: datasets.load.import_main_class, module_path: evil}",
     "model": "{_target_: transformers.utils.import_utils.direct_transformers_import, path: .}",
-    "dataloader.collate_fn": "{_target_: automodel_ckpt.durable_io.remove}",
+    "dataloader.collate_fn": "{_target_: automodel_ckpt.base.durable_io.remove}",
     "distributed.tp_plan": "{_target_: transformers.AutoModel.from_pretrained, pretrained_model_name_or_path: x}",
     "lr_scheduler.kwargs.num_cycles": "{_target_: torch.optim.AdamW}",
 }

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.mesh_sizes import (
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import (
     Sizes,
     choose_strategy,
     require_replicas,
     share_out,
 )
-from automodel_ckpt.distributed.parallelize import Parallelism, check_parallelism
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.parallel.parallelize import Parallelism, check_parallelism
 
 
 def layout(rank: int, sizes: Sizes) -> RankLayout:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from automodel_ckpt.distributed import stop
+from automodel_ckpt.parallel.ranks import stop
 
 TWICE = """
 def twice(first, second):
@@ -24,9 +24,7 @@ def twice(first, second):
 
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
-    script = (
-        "import os, signal, sys, time\nfrom automodel_ckpt.distributed.stop import stop_request\n"
-    )
+    script = "import os, signal, sys, time\nfrom automodel_ckpt.parallel.ranks.stop import stop_request\n"
     script += "stop = stop_request()\nstop.install()\n" + TWICE + textwrap.dedent(body)
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
@@ -122,7 +120,7 @@ def test_a_signal_that_the_thread_hears_late_is_not_a_second_one() -> None:
 def test_a_wait_for_data_is_ended_by_a_signal_and_by_another_ranks(wait: str) -> None:
     done = run(f"""
         import threading
-        from automodel_ckpt.distributed.stop import StoppedWaiting, WAKE
+        from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, WAKE
         signal.signal(WAKE, stop.wake)
         threading.Timer(0.2, stop.interrupt if {wait!r}[0] == "t" else lambda: os.kill(os.getpid(), 15)).start()
         lock = threading.Lock()
@@ -229,7 +227,7 @@ def test_signals_after_the_work_is_done_change_no_exit_code() -> None:
 def test_an_interruption_inside_a_finalizer_is_repeated_outside_and_prints_nothing() -> None:
     done = run("""
         import weakref
-        from automodel_ckpt.distributed.stop import StoppedWaiting
+        from automodel_ckpt.parallel.ranks.stop import StoppedWaiting
 
         class Slow:
             def __del__(self):

@@ -16,11 +16,11 @@ from transformers import (
     MixtralConfig,
 )
 
-from automodel_ckpt.distributed.context_parallel import check_context_parallel
-from automodel_ckpt.distributed.tensor_parallel import apply_plan
-from automodel_ckpt.distributed.tensor_plan import check_heads, check_plan_support, plan_for
 from automodel_ckpt.errors import RecipeError
-from tests.support.parallel import config_of
+from automodel_ckpt.parallel.context_parallel import check_context_parallel
+from automodel_ckpt.parallel.tensor_parallel import apply_plan
+from automodel_ckpt.parallel.tensor_plan import check_heads, check_plan_support, plan_for
+from tests.support.runs.parallel import config_of
 
 
 def on_meta(config: Any) -> nn.Module:

@@ -10,8 +10,8 @@ import pytest
 from huggingface_hub.utils import _http
 
 from tests.support import ranks
-from tests.support.hub_server import HubServer, hub_server, using
-from tests.support.training import RECIPE, VALIDATION, train, write_recipe
+from tests.support.runs.training import RECIPE, VALIDATION, train, write_recipe
+from tests.support.servers.hub_server import HubServer, hub_server, using
 
 LORA = """
 model: {from_pretrained: BASE}

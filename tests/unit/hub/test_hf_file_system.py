@@ -7,9 +7,9 @@ import inspect
 import pytest
 from huggingface_hub import HfFileSystem, hf_file_system
 
-from automodel_ckpt.checkpoint.remote.store import Store
+from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import RecipeError
-from tests.support.hub_server import TOKEN, USER, HubServer
+from tests.support.servers.hub_server import TOKEN, USER, HubServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 

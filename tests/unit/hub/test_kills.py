@@ -24,7 +24,7 @@ from automodel_ckpt.checkpoint.remote.pending import link
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.hub.job import LINK, Job
 from automodel_ckpt.hub.pusher import Pusher
-from tests.support.hub_server import HubServer, Request, Reset
+from tests.support.servers.hub_server import HubServer, Request, Reset
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.commit import recover
-from automodel_ckpt.checkpoint.export_manifest import export_problems
+from automodel_ckpt.checkpoint.export.export_manifest import export_problems
+from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
+from automodel_ckpt.checkpoint.parts.commit import recover
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.hub import pull
-from tests.support.hub_server import (
+from tests.support.servers.hub_server import (
     PART_BYTES,
     TOKEN,
     HubServer,

@@ -13,12 +13,12 @@ import pytest
 from automodel_ckpt.checkpoint.remote import child_process
 from automodel_ckpt.checkpoint.remote.child_process import Status
 from automodel_ckpt.checkpoint.remote.pending import link, pending
-from automodel_ckpt.config.sections.hub import HubConfig
+from automodel_ckpt.config.keys.hub import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from automodel_ckpt.hub.background import Pushes, check_hub, forget_pushes
 from automodel_ckpt.hub.job import LINK, STATUS, Job
 from automodel_ckpt.hub.pusher import Pusher
-from tests.support.hub_server import TOKEN, HubServer, error
+from tests.support.servers.hub_server import TOKEN, HubServer, error
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 

@@ -9,9 +9,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from automodel_ckpt.models import gate_kernels, loss_kernels, rotary_kernels
-from automodel_ckpt.models.head_gradients import block_columns
-from automodel_ckpt.training import adam8bit_kernel, adamw_kernel
+from automodel_ckpt.models.layers import gate_kernels, rotary_kernels
+from automodel_ckpt.models.loss import loss_kernels
+from automodel_ckpt.models.loss.head_gradients import block_columns
+from automodel_ckpt.optim import adam8bit_kernel, adamw_kernel
 
 NUMBERS = (
     *("scale", "cap", "z_coefficient"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.checkpoint.layout import TIMELINE_LOG, TIMELINE_STATE, TRAINING_LOG
+from automodel_ckpt.checkpoint.files.layout import TIMELINE_LOG, TIMELINE_STATE, TRAINING_LOG
 from automodel_ckpt.checkpoint.run.timeline import (
     DATA,
     PHASES,
@@ -24,11 +24,11 @@ from automodel_ckpt.checkpoint.run.timeline import (
 )
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE
-from automodel_ckpt.report.goodput import CATEGORIES, Goodput, read_goodput
-from automodel_ckpt.report.history import read_history
-from automodel_ckpt.report.page import page
-from automodel_ckpt.training import timeline as module
-from automodel_ckpt.training.timeline import Timeline
+from automodel_ckpt.logs import timeline as module
+from automodel_ckpt.logs.goodput import CATEGORIES, Goodput, read_goodput
+from automodel_ckpt.logs.history import read_history
+from automodel_ckpt.logs.page import page
+from automodel_ckpt.logs.timeline import Timeline
 
 BEGAN = 1_000_000.0
 

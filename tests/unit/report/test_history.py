@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.report.charts import charts_of
-from automodel_ckpt.report.follow import values_of
-from automodel_ckpt.report.history import Series, read_history
-from automodel_ckpt.report.page import summary
-from automodel_ckpt.report.scale import Scale, padded_range, short
-from automodel_ckpt.report.sparkline import BARS, curve_lines, sparkline
+from automodel_ckpt.logs.charts import charts_of
+from automodel_ckpt.logs.follow import values_of
+from automodel_ckpt.logs.history import Series, read_history
+from automodel_ckpt.logs.page import summary
+from automodel_ckpt.logs.scale import Scale, padded_range, short
+from automodel_ckpt.logs.sparkline import BARS, curve_lines, sparkline
 from tests.support.history import write_run
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.report.charts import PANELS
-from automodel_ckpt.report.history import History, Series, read_history
-from automodel_ckpt.report.picture import draw_figure, picture
+from automodel_ckpt.logs.charts import PANELS
+from automodel_ckpt.logs.history import History, Series, read_history
+from automodel_ckpt.logs.picture import draw_figure, picture
 from tests.support.history import write_run
 
 pytest.importorskip("matplotlib", reason="the plot extra")

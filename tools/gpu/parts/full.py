@@ -19,7 +19,7 @@ OFFLOAD: Mapping[str, Any] = {"model": {"activation_checkpointing": "offload"}}
 BF16: Mapping[str, Any] = {"model": {"dtype": "bfloat16"}}
 """Weights and moments in bfloat16: as the bare loop has them."""
 ADAM_8_BIT: Mapping[str, Any] = {
-    "optimizer": {"_target_": "automodel_ckpt.training.adam8bit.AdamW8bit", "lr": 1e-4}
+    "optimizer": {"_target_": "automodel_ckpt.optim.adam8bit.AdamW8bit", "lr": 1e-4}
 }
 FURTHER_BITS: Mapping[str, Any] = {
     **ADAM_8_BIT,

@@ -58,10 +58,10 @@ def masks(module: Any) -> None:
 CHANGES = {
     "automodel_ckpt.recipes.vlm_finetune": masks,
     "torch.backends.cudnn": cudnn,
-    "automodel_ckpt.models.loss_head_probe": loss_head,
-    "automodel_ckpt.models.packing_probe": packing,
-    "automodel_ckpt.recipes.model.context_parallel": divided_rows,
-    "automodel_ckpt.recipes.replicated_gradients": replicas,
+    "automodel_ckpt.models.loss.loss_head_probe": loss_head,
+    "automodel_ckpt.models.attention.packing_probe": packing,
+    "automodel_ckpt.train.model.context_parallel": divided_rows,
+    "automodel_ckpt.train.watch.replicated_gradients": replicas,
 }
 
 

@@ -1,0 +1,360 @@
+"""The manifest of an export, ``export_manifest.json``, and the comparison of an export's files with it.
+
+An export is a directory of Hugging Face files. Its manifest lists every file with its size and the digests of
+consecutive byte ranges, from which the digest of each tensor follows. Whatever reads an export opens it with
+:func:`find_export_manifest` and compares what it reads before it uses the values. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.durable_file import part_digests
+from automodel_ckpt.checkpoint.files.safe_open import is_sparse, read_safely
+from automodel_ckpt.checkpoint.files.safetensors_header import read_header
+from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, row_major_boxes
+from automodel_ckpt.checkpoint.parts.verify import Level, size_problem
+from automodel_ckpt.errors import CheckpointUnusable, Problem
+
+# A line of a hundred bytes for each byte range; parsed, it takes up to 25 times as much memory. A longer manifest must
+# have that many bytes of weights beside it to describe.
+_FREE_BYTES = 16 << 20
+_MAX_BYTES = 1 << 29
+_DATA_RATIO = 64
+# The digests of about this many bytes are compared in one go, by one rank and one thread.
+_TASK_BYTES = 64 << 20
+_SHOWN = 5
+_CHANGED_ON_PURPOSE = (
+    f"if you changed the files on purpose, delete "
+    f"{layout.EXPORT_MANIFEST}: the files are then not verified"
+)
+
+
+class DigestedRange(NamedTuple):
+    """The bytes ``start .. start + nbytes`` of a file, and their digest."""
+
+    start: int
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    """A file of an export: its size in bytes, and the consecutive byte ranges that make it up."""
+
+    size: int
+    ranges: tuple[DigestedRange, ...]
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> ListedFile:
+        """Return the file that an entry of the manifest describes. Raises ValueError, KeyError or TypeError."""
+        size = int(entry["size"])
+        # Only files with weights have parts; the others have one digest (docs/format.md).
+        raw = entry["parts"] if "parts" in entry else [(size, entry["digest"])]
+        ranges = []
+        start = 0
+        for nbytes, digest in raw:
+            if int(nbytes) < 0:
+                raise ValueError(f"a byte range of {nbytes} bytes")
+            ranges.append(DigestedRange(start, int(nbytes), str(digest)))
+            start += int(nbytes)
+        if start != size:
+            raise ValueError(f"byte ranges of {start} bytes for a file of {size}")
+        return cls(size, tuple(ranges))
+
+
+@dataclass(frozen=True)
+class ExportManifest:
+    """The files of the export in *directory*. With *follow_links*, they may be symbolic links (the Hub's cache)."""
+
+    directory: Path
+    files: Mapping[str, ListedFile]
+    follow_links: bool = False
+
+    @classmethod
+    def read(cls, directory: Path, *, follow_links: bool = False) -> ExportManifest:
+        """Read the manifest in *directory*. Raises :class:`CheckpointUnusable` if it is missing or malformed."""
+        path = directory / layout.EXPORT_MANIFEST
+        try:
+            real = Path(os.path.realpath(path)) if follow_links else path
+            text = read_safely(real.parent, real.name, limit=_most_bytes(directory))
+            entries = parse_json(text)["files"]
+            files = {name: ListedFile.parse(entry) for name, entry in entries.items()}
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+        ) as error:
+            raise CheckpointUnusable(
+                "an export's manifest is missing or malformed",
+                where=str(path),
+                value=repr(error)[:300],
+                hint=_hint(directory),
+            ) from error
+        for name in files:
+            if reason := layout.unsafe_path(name):
+                raise CheckpointUnusable(
+                    "an export's manifest names a file outside of it",
+                    where=str(path),
+                    value=f"{name!r}: {reason}",
+                    hint=_hint(directory),
+                )
+        return cls(directory, files, follow_links)
+
+    # ---------------------------------------------------------------- comparing whole files
+
+    def problems(
+        self,
+        *,
+        only: Collection[str] | None = None,
+        level: Level = "digest",
+        rank: int = 0,
+        num_ranks: int = 1,
+        num_threads: int = 2,
+    ) -> list[Problem]:
+        """Return all problems of the listed files (or *only* of those names), in the manifest's order.
+
+        Level ``size`` checks that each file exists, is regular and has its size; ``digest`` also compares its bytes,
+        and names damaged tensors; ``none`` checks nothing. With several ranks, each reads its share of the bytes.
+        """
+        if level == "none":
+            return []
+        names = [name for name in self.files if only is None or name in only]
+        problems: list[Problem] = []
+        for name in names:
+            problem = self._size_problem(name)
+            if problem is not None:
+                problems.append(problem)
+        if problems or level == "size":
+            return problems
+        tasks = [task for name in names for task in self._tasks(name)]
+        # All ranks list the same tasks in the same order, so that one of them reads each.
+        mine = [task for number, task in enumerate(tasks) if number % num_ranks == rank]
+        with started_pool(num_threads, "verify") or CallingThread() as pool:
+            results = list(pool.map(lambda task: self._damaged_ranges(*task), mine))
+        damaged: dict[str, list[DigestedRange]] = {}
+        for (name, _), ranges in zip(mine, results, strict=True):
+            damaged.setdefault(name, []).extend(ranges)
+        return [self._damage(name, ranges) for name, ranges in damaged.items() if ranges]
+
+    def _size_problem(self, name: str) -> Problem | None:
+        record = FileRecord(self.files[name].size, "")
+        if not self.follow_links:
+            problem = size_problem(self.directory, name, record)
+        else:
+            real = self._path(name)
+            problem = size_problem(real.parent, real.name, record)
+        if problem is None:
+            return None
+        return replace(problem, what=_of_export(problem.what), hint=_hint(self.directory))
+
+    def _tasks(self, name: str) -> Iterator[tuple[str, Sequence[DigestedRange]]]:
+        """Yield the byte ranges of a file in groups of about 64 MiB."""
+        group: list[DigestedRange] = []
+        nbytes = 0
+        for each in self.files[name].ranges:
+            group.append(each)
+            nbytes += each.nbytes
+            if nbytes >= _TASK_BYTES:
+                yield name, group
+                group, nbytes = [], 0
+        if group:
+            yield name, group
+
+    def _damaged_ranges(self, name: str, ranges: Sequence[DigestedRange]) -> list[DigestedRange]:
+        """Return the byte ranges whose digests differ; all of them if the file cannot be read."""
+        try:
+            sizes = [each.nbytes for each in ranges]
+            found = part_digests(self._path(name), sizes, start=ranges[0].start)
+        except OSError:
+            return [*ranges]
+        # A file that is too short has fewer digests.
+        found += [""] * (len(ranges) - len(found))
+        return [each for each, digest in zip(ranges, found, strict=True) if each.digest != digest]
+
+    def _damage(self, name: str, damaged: Sequence[DigestedRange]) -> Problem:
+        tensors = self._tensors_in(name, damaged)
+        shown = tensors[:_SHOWN]
+        if len(tensors) > _SHOWN:
+            shown.append(f"{len(tensors) - _SHOWN} more")
+        value = f"damaged: {', '.join(shown)}" if tensors else "its digest differs"
+        what = "a file of the export is damaged: its digest does not match"
+        return Problem(what, str(self.directory / name), value, _hint(self.directory))
+
+    def _tensors_in(self, name: str, damaged: Sequence[DigestedRange]) -> list[str]:
+        """Return the tensors with bytes in the *damaged* ranges; none if the header itself is damaged."""
+        if not name.endswith(".safetensors") or damaged[0].start == 0:
+            return []
+        try:
+            entries = read_header(self._path(name)).tensors
+        except (CheckpointUnusable, OSError):
+            return []
+        starts = [each.start for each in damaged]
+        found = []
+        for fqn, entry in sorted(entries.items(), key=lambda item: item[1].start):
+            first = bisect_left(starts, entry.start)
+            if first < len(starts) and starts[first] < entry.end:
+                found.append(f"tensor {fqn}")
+        return found
+
+    # ---------------------------------------------------------------- comparing while reading
+
+    def check_bytes(self, name: str, data: bytes) -> None:
+        """Compare *data*, the complete content of a small file, with its digests.
+
+        A file that is not listed was added later and is not compared. Raises :class:`CheckpointUnusable`.
+        """
+        listed = self.files.get(name)
+        if listed is None:
+            return
+        is_equal = len(data) == listed.size
+        for each in listed.ranges:
+            part = data[each.start : each.start + each.nbytes]
+            is_equal = is_equal and digest_of(part) == each.digest
+        if not is_equal:
+            everything = DigestedRange(0, len(data), "")
+            raise CheckpointUnusable.all_of([self._damage(name, [everything])])
+
+    def check_header(self, name: str) -> None:
+        """Compare the size of a safetensors file, and its bytes before the first tensor, with the manifest.
+
+        Raises :class:`CheckpointUnusable`.
+        """
+        if name not in self.files:
+            raise CheckpointUnusable(
+                "the export's manifest does not list this file",
+                where=str(self.directory / name),
+                value=name,
+                hint=_hint(self.directory),
+            )
+        problem = self._size_problem(name)
+        if problem is not None:
+            raise CheckpointUnusable.all_of([problem])
+        header = self.files[name].ranges[:1]
+        if header and self._damaged_ranges(name, header):
+            raise CheckpointUnusable.all_of([self._damage(name, header)])
+
+    def with_digests(self, name: str, tensor: Tensor) -> Tensor:
+        """Return *tensor*, one slice of the file *name*, divided into the slices whose digests the manifest lists.
+
+        Raises :class:`CheckpointUnusable` if the listed byte ranges do not match the tensor.
+        """
+        (whole,) = tensor.slices
+        if not whole.nbytes:
+            return tensor
+        ranges = self.files[name].ranges
+        slices = []
+        at = whole.start
+        first = bisect_left(ranges, whole.start, key=lambda each: each.start)
+        for each in ranges[first:]:
+            if each.start != at or at + each.nbytes > whole.start + whole.nbytes:
+                break
+            if each.nbytes:
+                slices.append(self._slice(whole, tensor.shape, each))
+                at += each.nbytes
+        if at != whole.start + whole.nbytes:
+            self._raise_wrong_ranges(name, tensor.fqn)
+        return replace(tensor, slices=tuple(slices))
+
+    def _slice(self, whole: Slice, shape: tuple[int, ...], each: DigestedRange) -> Slice:
+        bits = DTYPE_BITS[whole.dtype]
+        first, before = divmod((each.start - whole.start) * 8, bits)
+        last, after = divmod((each.start - whole.start + each.nbytes) * 8, bits)
+        boxes = [*row_major_boxes(shape, first, last)]
+        if before or after or len(boxes) != 1:
+            self._raise_wrong_ranges(whole.file, whole.fqn)
+        (box,) = boxes
+        return replace(
+            whole,
+            offsets=box.offsets,
+            sizes=box.sizes,
+            start=each.start,
+            nbytes=each.nbytes,
+            digest=each.digest,
+        )
+
+    def _raise_wrong_ranges(self, name: str, fqn: str) -> None:
+        raise CheckpointUnusable(
+            f"the export's manifest does not match the tensor {fqn!r}",
+            where=str(self.directory / name),
+            value="its byte ranges are not those of the file's header",
+            hint=_hint(self.directory),
+        )
+
+    def _path(self, name: str) -> Path:
+        path = self.directory / name
+        if self.follow_links:
+            return Path(os.path.realpath(path))
+        return path
+
+
+def find_export_manifest(directory: Path, *, follow_links: bool = False) -> ExportManifest | None:
+    """Return the manifest of the export in *directory*; None if it has none, so that nothing can be compared.
+
+    Raises :class:`CheckpointUnusable` for a manifest that cannot be read.
+    """
+    if not os.path.lexists(directory / layout.EXPORT_MANIFEST):
+        return None
+    return ExportManifest.read(directory, follow_links=follow_links)
+
+
+def export_problems(directory: Path, *, num_threads: int = 2) -> list[Problem]:
+    """Return all problems of the export in *directory*, by its manifest."""
+    if directory.is_symlink():
+        hint = "replace the link with the directory it points to"
+        value = os.readlink(directory)
+        return [Problem("an export is a symbolic link", str(directory), value, hint)]
+    try:
+        return ExportManifest.read(directory).problems(num_threads=num_threads)
+    except CheckpointUnusable as error:
+        return [*error.problems]
+
+
+def exports_in(checkpoint: Path) -> list[Path]:
+    """Return the exports in the directories of a checkpoint's modules, sorted."""
+    found = []
+    for entry in sorted(os.scandir(checkpoint), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            candidates = [Path(entry.path, name) for name in sorted(layout.EXPORTS)]
+            found += [path for path in candidates if os.path.lexists(path)]
+    return found
+
+
+def complete_exports(checkpoint: Path) -> list[Path]:
+    """Return the exports in the directories of a checkpoint's modules that have a manifest, sorted."""
+    exports = exports_in(checkpoint)
+    return [export for export in exports if (export / layout.EXPORT_MANIFEST).is_file()]
+
+
+def _of_export(what: str) -> str:
+    return what.replace("of the checkpoint", "of the export").replace(
+        "in a checkpoint", "in an export"
+    )
+
+
+def _hint(directory: Path) -> str:
+    command = "ckpt export --merge" if directory.name == layout.MERGED else "ckpt export"
+    return f"export again: {command}; {_CHANGED_ON_PURPOSE}"
+
+
+def _most_bytes(directory: Path) -> int:
+    nbytes = 0
+    for entry in os.scandir(directory):
+        status = entry.stat()
+        if entry.is_file() and not is_sparse(status):
+            # st_blocks counts units of 512 bytes, whatever the file system's block size (stat(2)).
+            nbytes += status.st_blocks * 512
+    return min(_MAX_BYTES, max(_FREE_BYTES, nbytes // _DATA_RATIO))

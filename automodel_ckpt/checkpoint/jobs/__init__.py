@@ -1,0 +1,1 @@
+"""A rank's share of a save as plain jobs, run in the trainer or in the writer's process."""

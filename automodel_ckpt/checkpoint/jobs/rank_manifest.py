@@ -1,0 +1,401 @@
+"""Rank manifests: what each rank wrote, and how rank 0 merges them into the manifest of the checkpoint.
+
+A rank writes its regular slices as rows of the table that they belong to (``slice_table.py``): rank 0 only joins them.
+For an asynchronous save, rank 0's writer process merges them: with thousands of tensors it takes as long as a training
+step. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.digests import FileRecord, record_of_ranges
+from automodel_ckpt.checkpoint.jobs.reuse import Previous, ReusableFiles
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
+from automodel_ckpt.checkpoint.parts.merkle import FileSlice, file_digest, slices_by_file, slices_in
+from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
+from automodel_ckpt.checkpoint.parts.slice_table import (
+    MIN_TABLE_ROWS,
+    Segment,
+    SliceTable,
+    segments_of,
+)
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.parts.tree import (
+    blob_of,
+    in_rank_files,
+    regular_slices_in,
+    tensor_of,
+)
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+
+
+@dataclass(slots=True)
+class RankTree:
+    """What one rank wrote of a tree. Each tensor has one slice.
+
+    *rows* has the part and the number of each regular tensor, by name: its slice becomes a row of the tree's table.
+    With *placed*, the tensors have positions in files of several ranks. *segments* are such rows, of a rank manifest
+    that was read.
+    """
+
+    tensors: list[Tensor] = field(default_factory=list)
+    objects: list[Blob] = field(default_factory=list)
+    copies: list[Tensor] = field(default_factory=list)
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    placed: bool = False
+    segments: list[Segment] = field(default_factory=list)
+
+    def regular_segments(self) -> list[Segment]:
+        """The slices of the regular tensors, as segments of the table."""
+        if not self.rows:
+            return self.segments
+        found = list(self.segments)
+        listed = [tensor.slices[0] for tensor in self.irregular(self.tensors)]
+        parts: dict[int, list[tuple[int, Slice]]] = {}
+        for tensor in (*self.tensors, *self.copies):
+            if tensor.fqn in self.rows:
+                part, number = self.rows[tensor.fqn]
+                parts.setdefault(part, []).append((number, tensor.slices[0]))
+        for part, numbered in parts.items():
+            slices = [stored for _, stored in sorted(numbered, key=lambda item: item[0])]
+            found += segments_of(slices, part, placed=self.placed, others=listed)
+        return found
+
+    def irregular(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those of *tensors* whose slices are listed."""
+        return [tensor for tensor in tensors if tensor.fqn not in self.rows]
+
+
+class WrittenRange(NamedTuple):
+    """The bytes of a file that one rank wrote, from byte *start* on, and their digest."""
+
+    start: int
+    nbytes: int
+    digest: str
+
+
+@dataclass(slots=True)
+class RankManifest:
+    """What one rank wrote of a checkpoint. Rank 0 merges those of all ranks into the manifest.
+
+    *ranges* has this rank's range of each file of which several ranks write one each (``checkpoint.files_per_node``).
+    *placed* has, for each file that several ranks write and this one created, its size and the digest of its header.
+    *reused* names the files that several ranks write, and to which this one wrote nothing, because the previous
+    checkpoint has all its slices (``reuse.py``). The names of the fields are keys of the file.
+    """
+
+    rank: int
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    trees: dict[str, RankTree] = field(default_factory=dict)
+    placed: dict[str, FileRecord] = field(default_factory=dict)
+    reused: list[str] = field(default_factory=list)
+    ranges: dict[str, WrittenRange] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The content of the file: a line of JSON, then the rows of all segments in their order."""
+        trees: dict[str, Any] = {}
+        rows: list[bytes] = []
+        for name, tree in self.trees.items():
+            segments = tree.regular_segments()
+            rows += [segment.rows for segment in segments]
+            trees[name] = {
+                "tensors": tree.irregular(tree.tensors),
+                "copies": tree.irregular(tree.copies),
+                "objects": tree.objects,
+                "segments": [
+                    [each.part, each.file, each.start, each.stop, len(each.rows)]
+                    for each in segments
+                ],
+            }
+        head = {**_fields(self), "trees": trees}
+        return b"\n".join([json.dumps(head, default=_fields).encode(), b"".join(rows)])
+
+    def irregular_in(self, file: str) -> list[Tensor]:
+        """The listed slices of this rank in *file*: tensors with one slice each."""
+        found: list[Tensor] = []
+        for tree in self.trees.values():
+            for tensor in tree.irregular((*tree.tensors, *tree.copies)):
+                if tensor.slices[0].file == file:
+                    found.append(tensor)
+        return found
+
+    @classmethod
+    def parse(cls, data: bytes) -> RankManifest:
+        head, _, rows = data.partition(b"\n")
+        raw = json.loads(head)
+        remaining = io.BytesIO(rows)
+        return cls(
+            rank=raw["rank"],
+            files=_parse_records(raw["files"]),
+            placed=_parse_records(raw["placed"]),
+            reused=list(raw["reused"]),
+            ranges={file: WrittenRange(*each) for file, each in raw["ranges"].items()},
+            trees={name: _parse_tree(tree, remaining) for name, tree in raw["trees"].items()},
+        )
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass, without recursion and copies as in dataclasses.asdict: there are thousands."""
+    # The records are dataclasses with slots=True and no base class, so that __slots__ has all
+    # fields.
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
+def _parse_records(raw: Mapping[str, Any]) -> dict[str, FileRecord]:
+    return {path: FileRecord(record["size"], record["digest"]) for path, record in raw.items()}
+
+
+def _parse_tree(raw: Mapping[str, Any], rows: IO[bytes]) -> RankTree:
+    segments: list[Segment] = []
+    for part, file, start, stop, num_bytes in raw["segments"]:
+        segments.append(Segment(part, file, start, stop, rows.read(num_bytes)))
+    return RankTree(
+        tensors=[tensor_of(tensor["fqn"], tensor) for tensor in raw["tensors"]],
+        copies=[tensor_of(tensor["fqn"], tensor) for tensor in raw["copies"]],
+        objects=[blob_of(blob) for blob in raw["objects"]],
+        segments=segments,
+    )
+
+
+def rank_manifest_paths(staging: Path, num_ranks: int) -> list[Path]:
+    """The paths of the rank manifests, in the order of the ranks."""
+    return [staging / layout.rank_manifest_file(rank) for rank in range(num_ranks)]
+
+
+def read_rank_manifests(staging: Path, num_ranks: int) -> list[RankManifest]:
+    """Read the rank manifests, in the order of the ranks. Raises OSError where one is missing."""
+    paths = rank_manifest_paths(staging, num_ranks)
+    return [RankManifest.parse(path.read_bytes()) for path in paths]
+
+
+def merge_files(rank_manifests: Iterable[RankManifest]) -> dict[str, FileRecord]:
+    """The files that one rank wrote, of all ranks, sorted by name."""
+    files: dict[str, FileRecord] = {}
+    for written in rank_manifests:
+        files.update(written.files)
+    return dict(sorted(files.items()))
+
+
+def merge_ranges(rank_manifests: Iterable[RankManifest]) -> dict[str, FileRecord]:
+    """The records of the files that several ranks wrote together, each a byte range.
+
+    Raises :class:`SaveFailed` where the ranges do not make up a file.
+    """
+    ranges_of: dict[str, list[WrittenRange]] = {}
+    for written in rank_manifests:
+        for file, one in written.ranges.items():
+            ranges_of.setdefault(file, []).append(one)
+    files: dict[str, FileRecord] = {}
+    for file, ranges in ranges_of.items():
+        end = 0
+        for one in sorted(ranges):
+            if one.start != end:
+                raise SaveFailed(
+                    "the ranks of a node wrote other parts of a file than planned",
+                    where=file,
+                    value=f"a part begins at byte {one.start}, the one before ends at byte {end}",
+                    hint="earlier checkpoints are unchanged; please report this, and remove checkpoint.files_per_node",
+                )
+            end += one.nbytes
+        files[file] = record_of_ranges([(one.nbytes, one.digest) for one in sorted(ranges)])
+    return files
+
+
+def merge_shared_files(
+    rank_manifests: Iterable[RankManifest], trees: Collection[Tree]
+) -> dict[str, FileRecord]:
+    """The records of the files in which several ranks wrote slices, from the digests of their headers and slices."""
+    # Most regular slices are in files of one rank each.
+    stored = [tensor for tree in trees for tensor in tree.stored if not in_rank_files(tensor)]
+    by_file = slices_by_file(stored)
+    in_tables = _files_in_tables(trees)
+    files: dict[str, FileRecord] = {}
+    for written in rank_manifests:
+        for path, header in written.placed.items():
+            slices: Sequence[FileSlice] = ()
+            if path not in in_tables:
+                slices = by_file.get(path) or slices_in(trees, path)
+            digest = file_digest(trees, path, header.digest, slices)
+            files[path] = FileRecord(header.size, digest)
+    return files
+
+
+def _files_in_tables(trees: Iterable[Tree]) -> set[str]:
+    """The files whose slices the stored tables of *trees* describe."""
+    files: set[str] = set()
+    for tree in trees:
+        if tree.table is not None and tree.table.is_stored:
+            files.update(tree.table.files)
+    return files
+
+
+def merge_tree(
+    name: str,
+    format: str,
+    rank_manifests: Iterable[RankManifest],
+    tied: Mapping[str, str],
+    planned: Tree | None = None,
+) -> Tree:
+    """The tree *name*, merged from the rank manifests. *planned* has its regular tensors, in the order of their rows.
+
+    Raises :class:`SaveFailed` where the ranks wrote other slices than planned.
+    """
+    tensors: list[Tensor] = []
+    copies: list[Tensor] = []
+    objects: dict[str, Blob] = {}
+    segments: dict[int, list[Segment]] = {}
+    for manifest in rank_manifests:
+        written = manifest.trees.get(name)
+        if written is None:
+            continue
+        tensors += written.irregular(written.tensors)
+        copies += written.irregular(written.copies)
+        segments[manifest.rank] = written.regular_segments()
+        for blob in written.objects:
+            objects[blob.fqn] = blob
+    if planned is None:
+        planned = Tree(format, {}, {})
+    table = SliceTable.merged(segments, name) if planned.tensors else None
+    merged = _with_records(planned.tensors, table) | _merge_tensors(tensors)
+    merged_copies = _with_records(planned.copies, table) | _merge_tensors(copies)
+    if table is not None:
+        table.check_counts()
+    return Tree(format, merged, objects, dict(tied), merged_copies, table)
+
+
+def _with_records(planned: Mapping[str, Tensor], table: SliceTable | None) -> dict[str, Tensor]:
+    """The planned tensors, with the records of their slices in *table*."""
+    found: dict[str, Tensor] = {}
+    for fqn, tensor in planned.items():
+        assert table is not None and isinstance(tensor.slices, RegularSlices)
+        found[fqn] = table.add(tensor.slices)
+    return found
+
+
+def _merge_tensors(written: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Tensors with the slices of all ranks, by FQN."""
+    slices: dict[str, list[Slice]] = {}
+    first: dict[str, Tensor] = {}
+    for tensor in written:
+        first.setdefault(tensor.fqn, tensor)
+        slices.setdefault(tensor.fqn, []).extend(tensor.slices)
+    merged: dict[str, Tensor] = {}
+    for fqn, tensor in first.items():
+        merged[fqn] = Tensor(fqn, tensor.dtype, tensor.shape, tuple(slices[fqn]))
+    return merged
+
+
+def readable_bytes(manifest: Manifest, checkpoint: Path) -> bytes:
+    """Serialize *manifest*, and read it back in the way that a resume reads it.
+
+    Raises :class:`SaveFailed` where a reader would reject it: a checkpoint that cannot be read is never published.
+    *checkpoint* is its final path, for the message.
+    """
+    data = manifest.to_bytes()
+    where = checkpoint / layout.MANIFEST
+    try:
+        Manifest.parse(data, where)
+        # The tables are compared in memory: their files are not at the final path yet.
+        if fault := manifest.overlap_fault(with_tables=True):
+            raise CheckpointUnusable(
+                "the manifest is inconsistent", where=str(where), value=fault, hint=""
+            )
+    except CheckpointUnusable as unreadable:
+        problem = unreadable.problems[0]
+        raise SaveFailed(
+            "the checkpoint is not published, because it could not be read back",
+            where=problem.where,
+            value=f"{problem.what}: {problem.value}",
+            hint="earlier checkpoints are unchanged; please report this",
+        ) from unreadable
+    return data
+
+
+def finalize(
+    staging: Path,
+    partial_manifest: Manifest,
+    rank_manifests: Sequence[RankManifest],
+    previous: Previous | None = None,
+    trees: Mapping[str, Tree] | None = None,
+) -> int:
+    """Complete the manifest and finalize *staging* with it; return the bytes of the checkpoint's files.
+
+    *partial_manifest* has no files, and of each tree only its format and tied names. *previous* is the checkpoint whose
+    files the ranks reused. *trees* is the result of :func:`merge_trees`, if the caller has it. Raises OSError, and
+    :class:`SaveFailed` where the result is not a checkpoint that can be read back.
+    """
+    if trees is None:
+        trees = merge_trees(partial_manifest, rank_manifests)
+    files = merge_files(rank_manifests) | merge_ranges(rank_manifests)
+    # First: the digests of some files depend on whether their slices are in a table.
+    files |= _write_tables(staging, trees)
+    files |= merge_shared_files(rank_manifests, trees.values())
+    _complete_reused(staging, files, rank_manifests, trees, previous)
+    manifest = replace(partial_manifest, created=time.time(), trees=trees, files=files)
+    checkpoint = staging.parent / str(layout.CheckpointName(manifest.step, manifest.epoch))
+    commit.finalize(staging, readable_bytes(manifest, checkpoint))
+    return manifest.nbytes
+
+
+def merge_trees(
+    partial_manifest: Manifest, rank_manifests: Sequence[RankManifest]
+) -> dict[str, Tree]:
+    """The trees of a manifest, which has their planned tensors, merged from the rank manifests."""
+    trees: dict[str, Tree] = {}
+    for name, tree in partial_manifest.trees.items():
+        trees[name] = merge_tree(name, tree.format, rank_manifests, tree.tied, tree)
+    return trees
+
+
+def _write_tables(staging: Path, trees: Mapping[str, Tree]) -> dict[str, FileRecord]:
+    """Write the tables of large trees; the manifest lists the slices of the others."""
+    written: dict[str, FileRecord] = {}
+    for name, tree in trees.items():
+        if tree.table is None or tree.table.num_rows < MIN_TABLE_ROWS:
+            continue
+        file = layout.slice_table_file(layout.state_directory(name))
+        written[file] = commit.write_file(staging / file, tree.table.content())
+        tree.table.store_in(file)
+    return written
+
+
+def _complete_reused(
+    staging: Path,
+    files: Mapping[str, FileRecord],
+    rank_manifests: Sequence[RankManifest],
+    trees: Mapping[str, Tree],
+    previous: Previous | None,
+) -> None:
+    """Take over what the ranks did not write because *previous* has it; *files* has the records of all files."""
+    reused: dict[str, list[RankManifest]] = {}
+    for written in rank_manifests:
+        for file in written.reused:
+            reused.setdefault(file, []).append(written)
+    if not reused:
+        return
+    reusable = ReusableFiles.open(previous)
+    if reusable is None:
+        raise SaveFailed(
+            "the checkpoint whose files the new one shares was removed during the save",
+            where=str(staging),
+            value=previous.root if previous else "no checkpoint",
+            hint="",
+            restart="run the same command to resume from the newest checkpoint",
+        )
+    for file, ranks in reused.items():
+        tensors: list[Tensor] = []
+        for written in ranks:
+            tensors += written.irregular_in(file)
+            for tree in trees.values():
+                tensors += regular_slices_in(tree, file, written.rank)
+        needs_head = any(file in written.placed for written in ranks)
+        reusable.complete(file, files[file], tensors, staging, needs_head=needs_head)

@@ -1,0 +1,258 @@
+"""Incremental saves: a new checkpoint shares files whose content is unchanged with an earlier one. Imports no torch.
+
+A format stores the tensors that do not train in separate files. Such a file becomes a hard link to the file of the same
+name in an earlier checkpoint if the digest of what the save would write, computed from memory, equals the digest in
+that checkpoint's manifest. Otherwise it is written. A shared file is never opened for writing, and each checkpoint
+stays complete when the others are removed.
+
+The earlier file is not read again: it may have been damaged on the disk since it was written. Therefore a file is
+shared only while it is younger than a day, and :attr:`Previous.avoid` can name a checkpoint that must stay independent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from automodel_ckpt.base.durable_io import fsync_file, write_all
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_from
+from automodel_ckpt.checkpoint.files.direct import METER
+from automodel_ckpt.checkpoint.files.durable_file import DurableFile
+from automodel_ckpt.checkpoint.files.safe_open import begins_with, open_safely
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.merkle import (
+    FileSlice,
+    damaged,
+    head_fits,
+    merkle_digest,
+    slices_by_file,
+    slices_in,
+)
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, runs_in_file
+from automodel_ckpt.checkpoint.parts.verify import size_problem
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+
+MAX_AGE_SECONDS = 86400.0
+"""A file that is older is written anew, so that damage on the disk does not pass to all later checkpoints."""
+_COPY_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Previous:
+    """A published checkpoint of the same run, whose unchanged files a save may share.
+
+    Files that it shares with the checkpoint *avoid* are not shared once more. Both are absolute paths.
+    """
+
+    root: str
+    avoid: str | None = None
+
+
+def links_are_supported(previous: Path, staging: Path) -> bool:
+    """Whether a file of the checkpoint *previous* can be hard-linked into a staging directory."""
+    probe = staging / layout.PARTS / f".probe-{uuid.uuid4().hex}"
+    try:
+        os.link(previous / layout.MANIFEST, probe, follow_symlinks=False)
+        os.unlink(probe)
+    except OSError:
+        return False
+    return True
+
+
+class ReusableFiles:
+    """The files of a previous checkpoint that a save compares with what it would write."""
+
+    def __init__(self, previous: Previous, manifest: Manifest) -> None:
+        self._root = Path(previous.root)
+        self._avoid = None if previous.avoid is None else Path(previous.avoid)
+        self._manifest = manifest
+        self._slices: dict[str, list[FileSlice]] | None = None
+
+    @classmethod
+    def open(cls, previous: Previous | None) -> ReusableFiles | None:
+        """Read the manifest of *previous*; None if there is none, or if it cannot be read any more."""
+        if previous is None:
+            return None
+        try:
+            return cls(previous, Manifest.read(Path(previous.root)))
+        except CheckpointUnusable:
+            # It was removed meanwhile: everything is written.
+            return None
+
+    def record(self, file: str) -> FileRecord | None:
+        """The size and digest of a file of the previous checkpoint; None if it cannot be shared."""
+        record = self._manifest.files.get(file)
+        if record is None or size_problem(self._root, file, record) is not None:
+            return None
+        try:
+            status = os.lstat(self._root / file)
+        except OSError:
+            return None
+        # A clock that was set back makes a file look younger than it is, but not forever.
+        if not 0 <= time.time() - status.st_mtime <= MAX_AGE_SECONDS:
+            return None
+        if self._avoid is not None:
+            with contextlib.suppress(OSError):
+                other = os.lstat(self._avoid / file)
+                if (other.st_dev, other.st_ino) == (status.st_dev, status.st_ino):
+                    return None
+        return record
+
+    def shared_bytes(self, unchanged: Mapping[str, Collection[str]]) -> int:
+        """The bytes of the files that a save shares if the tensors *unchanged*, by tree, are as they were.
+
+        Raises :class:`CheckpointUnusable` where a table of the previous checkpoint is damaged.
+        """
+        files: dict[str, bool] = {}
+        for name, tree in self._manifest.trees.items():
+            names = unchanged.get(name, ())
+            for tensor in tree.stored:
+                for stored in tensor.slices:
+                    files[stored.file] = files.get(stored.file, True) and tensor.fqn in names
+        records = [self.record(file) for file, is_unchanged in files.items() if is_unchanged]
+        return sum(record.size for record in records if record is not None)
+
+    def link(self, file: str, record: FileRecord, staging: Path) -> bool:
+        """Link *file* of the previous checkpoint, which has this *record*, below *staging*. False if that fails."""
+        target = staging / file
+        try:
+            os.link(self._root / file, target, follow_symlinks=False)
+            if size_problem(staging, file, record) is not None:
+                os.unlink(target)
+                return False
+            # It is durable as part of its checkpoint, unless a user copied that without flushing it.
+            fsync_file(target)
+        except OSError:
+            # EMLINK, EXDEV, EPERM, or the checkpoint was removed: the file is written instead.
+            with contextlib.suppress(OSError):
+                os.unlink(target)
+            return False
+        METER.nbytes += record.size
+        return True
+
+    def has_slices(self, file: str, slices: Iterable[Slice], head: str | None) -> bool:
+        """Whether the previous checkpoint has all *slices*, with digests, at the same positions of *file*.
+
+        *head*, if given, is the digest of the bytes before the first slice, which must be the same, too.
+        """
+        record = self.record(file)
+        if record is None:
+            return False
+        previous = self.slices_of(file)
+        available = {one.stored for one in previous}
+        # An empty slice has no bytes, and no entry in a Merkle digest.
+        filled = [stored for stored in slices if stored.nbytes]
+        if not available.issuperset(filled):
+            return False
+        return head is None or merkle_digest(head, previous) == record.digest
+
+    def same_file(self, file: str, header: bytes, slices: Sequence[Slice]) -> FileRecord | None:
+        """The record of a file of the previous checkpoint that consists of *header* and *slices*; None for any other.
+
+        The slices have the digests of what a save would write.
+        """
+        record = self.record(file)
+        if record is None or not self.has_slices(file, slices, None):
+            return None
+        filled = [stored for stored in slices if stored.nbytes]
+        nbytes = len(header) + sum(stored.nbytes for stored in filled)
+        has_others = len(self.slices_of(file)) != len(filled)
+        if nbytes != record.size or has_others:
+            return None
+        # No digest in the manifest covers the header alone.
+        return record if begins_with(self._root, file, header) else None
+
+    def slices_of(self, file: str) -> Sequence[FileSlice]:
+        """The slices of a file of the previous checkpoint that are not empty; none where their table is damaged."""
+        trees = self._manifest.trees.values()
+        # A damaged table of an earlier checkpoint must not prevent saves: nothing of it is shared.
+        with contextlib.suppress(CheckpointUnusable):
+            if self._slices is None:
+                self._slices = slices_by_file(tensor for tree in trees for tensor in tree.stored)
+            return self._slices.get(file) or slices_in(trees, file)
+        return ()
+
+    def complete(
+        self,
+        file: str,
+        record: FileRecord,
+        tensors: Sequence[Tensor],
+        staging: Path,
+        *,
+        needs_head: bool,
+    ) -> None:
+        """Complete a file that several ranks fill, after those with changed slices have written theirs.
+
+        *record* describes the complete file, and *tensors* have the slices that were not written, because the previous
+        checkpoint has them. *needs_head*: the header was not written either. If no rank has written the file, it is
+        linked, or copied if that is not possible. Raises OSError, and :class:`SaveFailed` where the previous file is
+        damaged.
+        """
+        target = staging / file
+        if not target.exists():
+            if self.record(file) == record and self.link(file, record, staging):
+                return
+            _copy_file(self._root / file, target)
+            slices = self.slices_of(file)
+            if damaged(staging, file, slices) or not head_fits(staging, file, record, slices):
+                raise _damaged(self._root / file)
+            return
+        with _open_pair(self._root, file, target) as (source, out):
+            if needs_head:
+                head_bytes = self.slices_of(file)[0].stored.start
+                write_all(out, memoryview(os.pread(source, head_bytes, 0)), 0)
+            for tensor in tensors:
+                for stored in tensor.slices:
+                    if _copy_slice(source, out, stored, tensor.shape) != stored.digest:
+                        raise _damaged(self._root / file)
+            os.fsync(out)
+
+
+@contextlib.contextmanager
+def _open_pair(root: Path, file: str, target: Path) -> Iterator[tuple[int, int]]:
+    """Open *file* below *root* for reading and *target* for writing."""
+    source = open_safely(root, file)
+    try:
+        out = os.open(target, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            yield source, out
+        finally:
+            os.close(out)
+    finally:
+        os.close(source)
+
+
+def _copy_slice(source: int, out: int, stored: Slice, shape: tuple[int, ...]) -> str:
+    """Copy the bytes of a slice to the same position; return their digest."""
+    hashed = xxhash.xxh3_128()
+    for run in runs_in_file(stored, shape):
+        for offset in range(0, run.nbytes, _COPY_BYTES):
+            length = min(_COPY_BYTES, run.nbytes - offset)
+            data = os.pread(source, length, run.source + offset)
+            hashed.update(data)
+            write_all(out, memoryview(data), run.source + offset)
+    return digest_from(hashed)
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file, DurableFile(target) as out:
+        while data := file.read(_COPY_BYTES):
+            out.write(data)
+
+
+def _damaged(path: Path) -> SaveFailed:
+    return SaveFailed(
+        "a file that the new checkpoint would share is damaged",
+        where=str(path),
+        value="its digest differs from the manifest",
+        hint="run `ckpt verify`, and remove the damaged checkpoint; checkpoint.incremental: false shares nothing",
+    )

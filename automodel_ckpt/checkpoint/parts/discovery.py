@@ -1,0 +1,231 @@
+"""Which attributes of a recipe are state, and how each is stored.
+
+Anything with callable ``state_dict`` and ``load_state_dict`` is state; no name is special. The *kind* follows from the
+type, the path from the attribute's name, so that nothing a user adds to a recipe is silently dropped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.errors import Problem, RecipeError
+
+Kind = Literal["module", "optimizer", "lr_scheduler", "object"]
+
+# File systems allow 255 bytes. Suffixes such as _global_rank_1023.pt need some of them.
+_MAX_NAME_BYTES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One stateful attribute: its *name* (``heads.0`` for an element of a list), *kind* and *scope*.
+
+    *aliases* are other names of the same object; *owner* is the optimizer whose directory a LR scheduler shares.
+    """
+
+    name: str
+    value: Any
+    kind: Kind
+    scope: layout.Scope
+    aliases: tuple[str, ...] = ()
+    owner: str | None = None
+
+    @property
+    def path(self) -> str:
+        """The path relative to the checkpoint where it is stored."""
+        if self.kind != "object":
+            return layout.state_directory(self.owner or self.name) + "/"
+        if self.scope == "replicated":
+            return layout.state_file(self.name)
+        return f"{self.name}/"
+
+
+def discover(recipe: object) -> dict[str, Any]:
+    """All state in the recipe's attributes, by name, including objects in lists, tuples and dicts.
+
+    Names in the recipe's set ``untracked`` and modules without state are omitted. An object with several names is
+    returned under each of them; :func:`classify` stores it once. Raises :class:`RecipeError` where two objects have
+    the same name.
+    """
+    omitted = dict(left_out(recipe))
+    found: dict[str, Any] = {}
+    for name, value in _stateful_objects(recipe):
+        attribute = name.partition(".")[0]
+        if name in omitted or attribute in omitted:
+            continue
+        if found.setdefault(name, value) is not value:
+            raise RecipeError(
+                "two objects with state have the same name",
+                where=f"recipe attribute {name!r}",
+                value=f"{type(found[name]).__name__} and {type(value).__name__}",
+                hint="rename one of them (keys of a dict are compared as text)",
+            )
+    return found
+
+
+def left_out(recipe: object) -> Iterator[tuple[str, str]]:
+    """Yield (name, reason) of each object with state that :func:`discover` omits."""
+    untracked = set(getattr(recipe, "untracked", ()))
+    attributes = dict(_attributes(recipe))
+    for name in sorted(untracked & attributes.keys()):
+        yield name, "it is untracked"
+    for name, value in _stateful_objects(recipe):
+        if name in untracked:
+            if name not in attributes:
+                yield name, "it is untracked"
+        elif isinstance(value, torch.nn.Module) and _has_no_state(value):
+            yield name, "it has no state"
+
+
+def _has_no_state(module: torch.nn.Module) -> bool:
+    # The parameters first: a state dict of a large sharded module takes long.
+    return next(module.parameters(), None) is None and not module.state_dict()
+
+
+def _stateful_objects(recipe: object) -> Iterator[tuple[str, object]]:
+    """Every object with state in the recipe's attributes, with its name (``heads.0`` for an element)."""
+    for name, value in _attributes(recipe):
+        yield from _stateful_within(name, value, frozenset())
+
+
+def _attributes(recipe: object) -> Iterator[tuple[str, object]]:
+    """The attributes of the recipe, then those of its classes that have state themselves."""
+    # Not getattr(), which would run the code of properties.
+    yield from vars(recipe).items()
+    seen = set(vars(recipe))
+    for base in type(recipe).__mro__:
+        for name, value in vars(base).items():
+            if name not in seen and is_stateful(value):
+                yield name, value
+            seen.add(name)
+
+
+def _stateful_within(
+    name: str, value: object, inside: frozenset[int]
+) -> Iterator[tuple[str, object]]:
+    """The objects with state in *value*; *inside* are the ids of the containers around it."""
+    if is_stateful(value):
+        yield name, value
+        return
+    # A container may contain itself.
+    if id(value) in inside or not isinstance(value, (list, tuple, Mapping)):
+        return
+    inside |= {id(value)}
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, element in items:
+        yield from _stateful_within(f"{name}.{layout.escape_key(key)}", element, inside)
+
+
+def is_stateful(value: object) -> bool:
+    """Whether an object has a state that can be saved and restored."""
+    # A class has the methods, but no state.
+    if isinstance(value, type):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+def classify(state: Mapping[str, Any]) -> list[Item]:
+    """The items to store, in the order given, each object once.
+
+    Raises :class:`RecipeError` where two would have the same path, or a LR scheduler drives an optimizer that is not
+    part of the state.
+    """
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        # By identity: equal objects are separate state. *state* keeps them alive, so ids are
+        # unique.
+        names.setdefault(id(value), []).append(name)
+    items: list[Item] = []
+    for name, *aliases in names.values():
+        items.append(_item(name, state[name], tuple(aliases)))
+    owners = {id(item.value): item.name for item in items if item.kind == "optimizer"}
+    for number, item in enumerate(items):
+        if item.kind == "lr_scheduler":
+            items[number] = _with_owner(item, owners)
+    _check_names(items)
+    _check_clashes(items)
+    return items
+
+
+def _item(name: str, value: object, aliases: tuple[str, ...]) -> Item:
+    if isinstance(value, torch.nn.Module):
+        return Item(name, value, "module", "replicated", aliases)
+    if isinstance(value, Optimizer):
+        return Item(name, value, "optimizer", "replicated", aliases)
+    if isinstance(value, LRScheduler):
+        return Item(name, value, "lr_scheduler", "replicated", aliases)
+    if isinstance(value, torch.utils.data.DataLoader):
+        return Item(name, value, "object", "dp_rank", aliases)
+    # An object with __getattr__ may return anything for this name.
+    scope = getattr(value, "checkpoint_scope", None)
+    if not isinstance(scope, str) or scope not in get_args(layout.Scope):
+        scope = "replicated"
+    return Item(name, value, "object", cast(layout.Scope, scope), aliases)
+
+
+def _with_owner(item: Item, owners: Mapping[int, str]) -> Item:
+    owner = owners.get(id(item.value.optimizer))
+    if owner is None:
+        raise RecipeError(
+            "a learning-rate scheduler drives an optimizer that is not part of the recipe's state",
+            where=f"recipe attribute {item.name!r}",
+            value=type(item.value.optimizer).__name__,
+            hint="assign the optimizer to an attribute of the recipe, "
+            f"or add {item.name!r} to the recipe's `untracked`",
+        )
+    return replace(item, owner=owner)
+
+
+def _check_names(items: Iterable[Item]) -> None:
+    problems = []
+    for item in items:
+        path = item.path.rstrip("/")
+        reason = layout.unsafe_path(path)
+        if "/" in item.name:
+            reason = "it contains a slash"
+        elif len(os.fsencode(path)) > _MAX_NAME_BYTES and reason is None:
+            reason = f"it is longer than {_MAX_NAME_BYTES} bytes"
+        elif path in layout.RESERVED:
+            reason = "the name is reserved for a file of the checkpoint"
+        if reason:
+            hint = f"rename it, or add {item.name!r} to the recipe's `untracked`"
+            problems.append(
+                Problem(
+                    "an attribute's name cannot be used as a file name",
+                    "recipe",
+                    f"{item.name!r}: {reason}",
+                    hint,
+                )
+            )
+    if problems:
+        raise RecipeError.all_of(problems)
+
+
+def _check_clashes(items: Iterable[Item]) -> None:
+    by_path: dict[str, Item] = {}
+    problems = []
+    for item in items:
+        other = by_path.setdefault(item.path, item)
+        # A LR scheduler is stored in the directory of its optimizer.
+        if other is item or item.kind == "lr_scheduler" or other.owner == item.name:
+            continue
+        problems.append(
+            Problem(
+                f"two attributes would be stored in the same place, {item.path}",
+                f"recipe attributes {other.name!r} and {item.name!r}",
+                f"{other.kind} and {item.kind}",
+                "rename one of them",
+            )
+        )
+    if problems:
+        raise RecipeError.all_of(problems)

@@ -1,0 +1,273 @@
+"""MANIFEST.json: the contents of a checkpoint. It is written last, so a checkpoint with a manifest is complete.
+
+It lists every file (size, digest), every tensor (dtype, shape, its slices and the position of their bytes), every
+pickled value, the recipe attributes they belong to, the environment, and its own digest. docs/format.md describes the
+format, ``manifest_file`` reads its bytes, and ``manifest_consistency`` compares what it lists. Nothing here imports
+torch or trusts its input: a manifest that does not match the format exactly raises :class:`CheckpointUnusable`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.digests import OF_SEGMENTS, FileRecord
+from automodel_ckpt.checkpoint.files.json_values import flag, integer, mapping, seconds, text
+from automodel_ckpt.checkpoint.parts.manifest_consistency import (
+    file_fault,
+    gap_fault,
+    overlap_fault,
+    tree_fault,
+)
+from automodel_ckpt.checkpoint.parts.manifest_file import (
+    FORMAT,
+    decode,
+    encode,
+    read_bounded,
+    read_range,
+    reporting_malformed,
+    unusable,
+)
+from automodel_ckpt.checkpoint.parts.tree import Blob as Blob
+from automodel_ckpt.checkpoint.parts.tree import Tree as Tree
+from automodel_ckpt.checkpoint.parts.tree import tree_of, tree_to_json, uses_table
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.parts.slice_table import Read
+
+# The scope of an attribute whose state is not in the checkpoint.
+NOT_SAVED = "not saved"
+_PLAIN_FIELDS = (
+    "step",
+    "epoch",
+    "created",
+    "world_size",
+    "dp_size",
+    "progress",
+    "losses",
+    "validated",
+    "environment",
+    "lineage",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StateRecord:
+    """How one recipe attribute is stored: its kind, its scope, and its directory or files."""
+
+    kind: str
+    scope: str
+    path: str
+    files: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The fields of a manifest that are needed to choose and list checkpoints. Tensors are not parsed."""
+
+    step: int
+    epoch: int
+    created: float
+    nbytes: int
+    losses: Mapping[str, Any]
+    validated: bool
+    environment: Mapping[str, Any]
+    lineage: Mapping[str, Any]
+    has_optimizer: bool
+    digest: str
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Summary:
+        """Read the summary of the manifest in *checkpoint*, a few times faster than :meth:`Manifest.read`.
+
+        The manifest's own digest is verified. Raises :class:`CheckpointUnusable`.
+        """
+        path = checkpoint / layout.MANIFEST
+        return cls.parse(read_bounded(path), path)
+
+    @classmethod
+    def parse(cls, data: bytes, path: Path | str) -> Summary:
+        """Parse the summary of a manifest; *path* is for error messages. Raises :class:`CheckpointUnusable`."""
+        with reporting_malformed(path):
+            raw = decode(data, path)
+            sizes = [integer(record["size"]) for record in raw["files"].values()]
+            return cls(
+                step=integer(raw["step"]),
+                epoch=integer(raw["epoch"]),
+                created=seconds(raw["created"]),
+                nbytes=sum(sizes),
+                losses=mapping(raw["losses"]),
+                validated=flag(raw["validated"]),
+                environment=mapping(raw["environment"]),
+                lineage=mapping(raw["lineage"]),
+                has_optimizer=any(_is_saved_optimizer(record) for record in raw["state"].values()),
+                digest=text(raw["digest"]),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All metadata of a checkpoint."""
+
+    step: int
+    epoch: int
+    created: float
+    world_size: int
+    dp_size: int
+    progress: Mapping[str, Any]
+    losses: Mapping[str, Any]
+    validated: bool
+    environment: Mapping[str, Any]
+    lineage: Mapping[str, Any]
+    state: Mapping[str, StateRecord]
+    trees: Mapping[str, Tree]
+    files: Mapping[str, FileRecord]
+    digest: str = ""
+    format_version: int = 1
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Manifest:
+        """Read the manifest of a checkpoint. Raises :class:`CheckpointUnusable` if it is missing or invalid.
+
+        Only the heads of slice tables are read.
+        """
+        path = checkpoint / layout.MANIFEST
+        manifest = cls.parse(read_bounded(path), path)
+        has_tables = any(tree.table is not None for tree in manifest.trees.values())
+        if has_tables and (fault := manifest.overlap_fault(with_tables=True)):
+            raise unusable("the manifest is inconsistent", path, fault)
+        return manifest
+
+    @classmethod
+    def parse(cls, data: bytes, path: Path | str, read: Read | None = None) -> Manifest:
+        """Parse a manifest; *path* is for error messages. Raises :class:`CheckpointUnusable`.
+
+        Slice tables are not read until slices are. *read* reads them; by default from the directory of *path*.
+        """
+        with reporting_malformed(path):
+            reader = read or partial(read_range, Path(path).parent)
+            manifest = _from_json(decode(data, path), reader, os.path.dirname(path))
+        fault = manifest.fault()
+        if fault is not None:
+            raise unusable("the manifest is inconsistent", path, fault)
+        return manifest
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the file. The last line has the digest of everything before it."""
+        return encode(_to_json(self))
+
+    def fault(self) -> str | None:
+        """The first inconsistency in the manifest, or None."""
+        for path, record in self.files.items():
+            if reason := file_fault(path, record):
+                return reason
+        for name, tree in self.trees.items():
+            if reason := tree_fault(name, tree, self.files):
+                return reason
+        if reason := self.overlap_fault() or gap_fault(self.trees, self.files):
+            return reason
+        for state_record in self.state.values():
+            for file in state_record.files:
+                if file not in self.files:
+                    return f"{file!r} is not among the files"
+        return None
+
+    def overlap_fault(self, *, with_tables: bool = False) -> str | None:
+        """Describe the first two slices or values that share bytes of a file; None if there are none.
+
+        *with_tables*: the slices in tables are compared, too. Raises :class:`CheckpointUnusable` for a damaged table.
+        """
+        return overlap_fault(self.trees, self.files, with_tables=with_tables)
+
+    @property
+    def saved(self) -> frozenset[str]:
+        """The names, aliases included, of the attributes whose state is in the checkpoint."""
+        names: set[str] = set()
+        for name, record in self.state.items():
+            if record.scope != NOT_SAVED:
+                names.update((name, *record.aliases))
+        return frozenset(names)
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """The names of the attributes that a save left out (``checkpoint.save_optimizer: false``)."""
+        return frozenset(name for name, record in self.state.items() if record.scope == NOT_SAVED)
+
+    @property
+    def is_imported_run(self) -> bool:
+        """Whether the training state of another program was imported (``ckpt import --training-state``)."""
+        return "imported_from" in self.lineage and len(self.state) > 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, without the manifest."""
+        return sum(record.size for record in self.files.values())
+
+
+def _is_saved_optimizer(record: Mapping[str, Any]) -> bool:
+    is_optimizer = record["kind"] == "optimizer"
+    return bool(is_optimizer and record["scope"] != NOT_SAVED)
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    raw = {"format": FORMAT, "format_version": _version_of(manifest)}
+    raw |= {name: getattr(manifest, name) for name in _PLAIN_FIELDS}
+    raw["state"] = {name: asdict(record) for name, record in manifest.state.items()}
+    raw["trees"] = {name: tree_to_json(tree) for name, tree in manifest.trees.items()}
+    raw["files"] = {path: _file_to_json(record) for path, record in manifest.files.items()}
+    return raw
+
+
+def _version_of(manifest: Manifest) -> int:
+    for record in manifest.files.values():
+        if record.ranges or record.digest.startswith(OF_SEGMENTS):
+            return 3
+    return 2 if any(uses_table(tree) for tree in manifest.trees.values()) else 1
+
+
+def _file_to_json(record: FileRecord) -> dict[str, Any]:
+    raw: dict[str, Any] = {"size": record.size, "digest": record.digest}
+    if record.ranges:
+        raw["ranges"] = record.ranges
+    return raw
+
+
+def _from_json(raw: Mapping[str, Any], read: Read, checkpoint: str) -> Manifest:
+    trees: dict[str, Tree] = {}
+    for name, tree in raw["trees"].items():
+        trees[text(name)] = tree_of(tree, read, checkpoint)
+    return Manifest(
+        step=integer(raw["step"]),
+        epoch=integer(raw["epoch"]),
+        created=seconds(raw["created"]),
+        world_size=integer(raw["world_size"]),
+        dp_size=integer(raw["dp_size"]),
+        progress=mapping(raw["progress"]),
+        losses=mapping(raw["losses"]),
+        validated=flag(raw["validated"]),
+        environment=mapping(raw["environment"]),
+        lineage=mapping(raw["lineage"]),
+        state={text(name): _state_record(record) for name, record in raw["state"].items()},
+        trees=trees,
+        files={path: _file_record(record) for path, record in raw["files"].items()},
+        digest=text(raw["digest"]),
+        format_version=integer(raw["format_version"]),
+    )
+
+
+def _state_record(raw: Mapping[str, Any]) -> StateRecord:
+    names = {name: text(raw[name]) for name in ("kind", "scope", "path")}
+    return StateRecord(
+        **names, files=tuple(map(text, raw["files"])), aliases=tuple(map(text, raw["aliases"]))
+    )
+
+
+def _file_record(raw: Mapping[str, Any]) -> FileRecord:
+    ranges = tuple((integer(nbytes), text(digest)) for nbytes, digest in raw.get("ranges", ()))
+    return FileRecord(integer(raw["size"]), text(raw["digest"]), ranges)

@@ -1,0 +1,401 @@
+"""Slice tables: what a save wrote of each regular slice, in 20 bytes per slice. Imports no torch.
+
+A table describes the slices of a tree whose shardings are formulas (``sharding.py``). It has a *row* for each slice:
+the digest of its bytes, and the bytes between the slice before in the same file and this one. Rows are grouped into
+*segments*: consecutive slices that one rank stores in one file. The head of the table lists the segments, each with
+the digest of its rows, so that a reader verifies what it reads without reading the rest. Integers are little-endian.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.files.json_values import MAX_INTEGER
+from automodel_ckpt.checkpoint.parts.sharding import Record, RegularSlices, Sharding
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, nbytes_of
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
+
+ROW = np.dtype([("gap", "<u4"), ("digest", "V16")])
+SEGMENT = np.dtype(
+    [
+        ("rank", "<u4"),
+        ("part", "<u4"),
+        ("file", "<u4"),
+        ("rows", "<u4"),
+        ("start", "<u8"),
+        ("stop", "<u8"),
+        ("digest", "V16"),
+    ]
+)
+NO_FILE = 2**32 - 1
+"""The file of a segment whose tensors have positions in files that several ranks write."""
+MIN_TABLE_ROWS = 4096
+"""A tree with fewer regular slices has no table: its manifest lists them, which takes up to a megabyte."""
+_PREFIX = "xxh3_128:"
+_MAX_GAP = 2**32 - 1
+
+Read = Callable[[str, int, int], bytes]
+"""Reads bytes ``start .. start + nbytes`` of a file of the checkpoint: (file, start, nbytes). Raises OSError."""
+
+
+class Location(NamedTuple):
+    """Where a table is stored: its file, and the size in bytes and the digest of its head."""
+
+    file: str
+    head_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive slices in one *file* that one rank stores, in the *part* of a tree; *rows* are those of the table."""
+
+    part: int
+    file: str
+    start: int
+    stop: int
+    rows: bytes
+
+
+def segments_of(
+    slices: Sequence[Slice], part: int, *, placed: bool, others: Sequence[Slice] = ()
+) -> Iterator[Segment]:
+    """Divide the slices of a rank, which have digests, into segments. They are in the order of the tensors.
+
+    *placed*: their tensors have positions in files of several ranks, so that their own are not stored. None of the
+    *others* is in a segment.
+    """
+    run: list[Slice] = []
+    for stored in slices:
+        if run and not placed:
+            end = run[-1].start + run[-1].nbytes
+            in_between = (
+                other.file == stored.file and end <= other.start < stored.start for other in others
+            )
+            is_next = stored.file == run[-1].file and 0 <= stored.start - end <= _MAX_GAP
+            if not is_next or any(in_between):
+                yield _segment(run, part, placed)
+                run = []
+        run.append(stored)
+    if run:
+        yield _segment(run, part, placed)
+
+
+def _segment(slices: Sequence[Slice], part: int, placed: bool) -> Segment:
+    """The rows of slices that follow each other in a file, or with *placed* have fixed positions in it."""
+    rows = np.zeros(len(slices), ROW)
+    digests = b"".join(_digest_bytes(each) for each in slices)
+    rows["digest"] = np.frombuffer(digests, "V16")
+    if placed:
+        return Segment(part, "", 0, 0, rows.tobytes())
+    starts = np.array([each.start for each in slices], np.int64)
+    num_bytes = np.array([each.nbytes for each in slices], np.int64)
+    stops = starts + num_bytes
+    rows["gap"][1:] = starts[1:] - stops[:-1]
+    return Segment(part, slices[0].file, int(starts[0]), int(stops[-1]), rows.tobytes())
+
+
+def _digest_bytes(stored: Slice) -> bytes:
+    assert stored.digest is not None, f"a slice of {stored.fqn} was not written"
+    return bytes.fromhex(stored.digest.removeprefix(_PREFIX))
+
+
+class SliceTable:
+    """The table of a tree, and the regular tensors that it describes, in their order.
+
+    *read* reads the file, and *checkpoint* is for messages. A table that was merged in memory has no file yet. Raises
+    :class:`CheckpointUnusable` for content that does not match the digests or the tensors; of a table in memory
+    :class:`SaveFailed`.
+    """
+
+    def __init__(
+        self, location: Location, files: Sequence[str], read: Read, checkpoint: str = ""
+    ) -> None:
+        self.location = location
+        self._checkpoint = checkpoint
+        self.files = tuple(files)
+        self.tensors: list[RegularSlices] = []
+        self._read = read
+        self._parts: dict[int, list[int]] = {}
+        # The first rank of each tensor, by what determines its boxes.
+        self._firsts: dict[tuple[int, Sharding, tuple[int, ...]], list[int]] = {}
+        self._rows: dict[tuple[int, int], _Rows] = {}
+
+    @classmethod
+    def merged(cls, segments: Mapping[int, Sequence[Segment]], tree: str = "") -> SliceTable:
+        """Merge the segments of all ranks, by rank, into a table in memory. *tree* is for messages."""
+        numbers: dict[str, int] = {}
+        heads: list[tuple[Any, ...]] = []
+        rows: list[bytes] = []
+        for rank, of_rank in sorted(segments.items()):
+            for each in sorted(of_rank, key=lambda segment: segment.part):
+                file = numbers.setdefault(each.file, len(numbers)) if each.file else NO_FILE
+                num_rows = len(each.rows) // ROW.itemsize
+                digest = xxhash.xxh3_128_digest(each.rows)
+                heads.append((rank, each.part, file, num_rows, each.start, each.stop, digest))
+                rows.append(each.rows)
+        content = b"".join([np.array(heads, SEGMENT).tobytes(), *rows])
+        head_bytes = len(heads) * SEGMENT.itemsize
+        location = Location("", head_bytes, digest_of(content[:head_bytes]))
+        return cls(location, list(numbers), _Memory(content), tree)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the table is in a file, which the manifest names."""
+        return self.location.file != ""
+
+    def content(self) -> bytes:
+        """Return the content of the file of a merged table."""
+        assert isinstance(self._read, _Memory)
+        return self._read.content
+
+    def store_in(self, file: str) -> None:
+        """Note that :meth:`content` was written to *file* of the checkpoint."""
+        self.location = self.location._replace(file=file)
+
+    def add(self, slices: RegularSlices) -> Tensor:
+        """Add the next tensor of the table; return it with its records."""
+        # Not `replace`, which takes several times as long: there can be tens of thousands of tensors.
+        added = RegularSlices(
+            slices.fqn,
+            slices.dtype,
+            slices.shape,
+            slices.sharding,
+            slices.first,
+            slices.part,
+            slices.position,
+            number=len(self.tensors),
+            records=self,
+        )
+        self._parts.setdefault(added.part, []).append(added.number)
+        key = (added.part, added.sharding, added.shape)
+        self._firsts.setdefault(key, []).append(added.first)
+        self.tensors.append(added)
+        return Tensor(added.fqn, added.dtype, added.shape, added)
+
+    @property
+    def num_rows(self) -> int:
+        """The number of slices of all tensors."""
+        total = 0
+        for (_, sharding, shape), firsts in self._firsts.items():
+            total += len(firsts) * sharding.num_stored(shape)
+        return total
+
+    @cached_property
+    def segments(self) -> Any:
+        """The head: an array of SEGMENT, sorted by rank and part."""
+        _, head_bytes, digest = self.location
+        data = self._bytes(0, head_bytes)
+        if digest_of(data) != digest:
+            raise self.damaged("its digest does not match")
+        segments = np.frombuffer(data, SEGMENT)
+        keys = segments["rank"].astype(np.uint64) << np.uint64(32) | segments["part"]
+        is_in_order = np.all(keys[1:] >= keys[:-1]) and np.all(
+            segments["start"] <= segments["stop"]
+        )
+        if not is_in_order or np.any(segments["stop"] > MAX_INTEGER):
+            raise self.damaged("its segments are not in order")
+        is_in_file = segments["file"] != NO_FILE
+        in_rank_files = {each.part for each in self.tensors if each.position is None}
+        expected = np.isin(segments["part"], list(in_rank_files))
+        too_large = np.any(segments["file"][is_in_file] >= len(self.files))
+        num_rows = int(segments["rows"].astype(np.int64).sum())
+        if too_large or np.any(is_in_file != expected) or num_rows != self.num_rows:
+            raise self.damaged("its segments are not those of the tensors")
+        return segments
+
+    def byte_ranges(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the file, the first byte and the end of each segment that is in a file of its rank."""
+        for segment in self.segments:
+            if segment["file"] != NO_FILE:
+                yield self.files[segment["file"]], int(segment["start"]), int(segment["stop"])
+
+    def segments_in(self, file: str) -> Any:
+        """Return the segments in a file, as an array of SEGMENT."""
+        if file not in self._file_numbers:
+            return self.segments[:0]
+        return self.segments[self.segments["file"] == self._file_numbers[file]]
+
+    @cached_property
+    def _file_numbers(self) -> dict[str, int]:
+        return {file: number for number, file in enumerate(self.files)}
+
+    def ranks_in(self, file: str) -> list[int]:
+        """Return the ranks that store slices in a file."""
+        return sorted({int(rank) for rank in self.segments_in(file)["rank"]})
+
+    def check_counts(self) -> None:
+        """Raise the error of :meth:`damaged` if a rank has more or fewer rows than slices; the rows are not read.
+
+        It takes memory in proportion to the number of rows that the head states: verify the size of the file before.
+        """
+        ranks_of: dict[int, list[Any]] = {}
+        for (part, sharding, shape), firsts in self._firsts.items():
+            ranks = np.array(firsts, np.int64)[:, None] + _rank_offsets(sharding, shape)
+            ranks_of.setdefault(part, []).append(ranks.ravel())
+        for part, all_ranks in ranks_of.items():
+            ranks = np.concatenate(all_ranks)
+            of_part = self.segments[self.segments["part"] == part]
+            stored = np.repeat(of_part["rank"].astype(np.int64), of_part["rows"])
+            # Sorted, not counted by rank: a hostile table can have any numbers.
+            if not np.array_equal(np.sort(ranks), np.sort(stored)):
+                raise self.damaged("a rank stored other slices than planned")
+
+    def record(self, number: int, rank: int) -> Record:
+        part = self.tensors[number].part
+        rows = self._rows.get((rank, part))
+        if rows is None:
+            rows = self._rows[rank, part] = self._rows_of(rank, part)
+        index = bisect.bisect_left(rows.numbers, number)
+        digest = rows.digests[16 * index : 16 * index + 16].hex()
+        return Record(rows.files[index], rows.starts[index], _PREFIX + digest)
+
+    def _rows_of(self, rank: int, part: int) -> _Rows:
+        """Read and decode the rows of a rank's segments of a part."""
+        numbers, nbytes = self._slices_of(rank, part)
+        files: list[str] = []
+        digests: list[bytes] = []
+        starts = np.zeros(len(numbers), np.int64)
+        for index in self._segment_indices(rank, part):
+            segment = self.segments[index]
+            begin, end = len(files), len(files) + int(segment["rows"])
+            rows = self._segment_rows(index)
+            if end > len(numbers):
+                raise self.damaged(f"rank {rank} has more slices than its tensors")
+            digests.append(rows["digest"].tobytes())
+            if segment["file"] == NO_FILE:
+                files += [""] * len(rows)
+                continue
+            # Python's integers: a sum in 64 bits could overflow to the expected value.
+            total = sum(nbytes[begin:end]) + int(rows["gap"].sum())
+            if total != int(segment["stop"]) - int(segment["start"]):
+                raise self.damaged(f"a segment of rank {rank} has another length than its slices")
+            sizes = np.array([0, *nbytes[begin : end - 1]], np.int64)
+            starts[begin:end] = int(segment["start"]) + np.cumsum(sizes + rows["gap"])
+            files += [self.files[segment["file"]]] * len(rows)
+        if len(files) != len(numbers):
+            raise self.damaged(f"rank {rank} has fewer slices than its tensors")
+        return _Rows(numbers, files, starts.tolist(), b"".join(digests))
+
+    def _slices_of(self, rank: int, part: int) -> tuple[list[int], list[int]]:
+        """The numbers of the tensors of a part of which *rank* stores a slice, and the bytes of each slice."""
+        numbers: list[int] = []
+        nbytes: list[int] = []
+        for number in self._parts[part]:
+            tensor = self.tensors[number]
+            box = tensor.box_of_rank(rank)
+            if box is not None:
+                numbers.append(number)
+                nbytes.append(nbytes_of(tensor.dtype, box.sizes))
+        return numbers, nbytes
+
+    def _segment_indices(self, rank: int, part: int) -> list[int]:
+        """The indices of a rank's segments of a part in :attr:`segments`, which is sorted by rank."""
+        first = int(np.searchsorted(self.segments["rank"], rank, "left"))
+        last = int(np.searchsorted(self.segments["rank"], rank, "right"))
+        return [index for index in range(first, last) if self.segments["part"][index] == part]
+
+    def all_rows(self) -> Any:
+        """Return the rows of all segments, in their order: an array of ROW."""
+        rows = [self._segment_rows(index) for index in range(len(self.segments))]
+        return np.concatenate(rows) if rows else np.empty(0, ROW)
+
+    def _segment_rows(self, index: int) -> Any:
+        first_row = int(self._first_rows[index])
+        num_rows = int(self.segments["rows"][index])
+        start = self.location.head_bytes + first_row * ROW.itemsize
+        data = self._bytes(start, num_rows * ROW.itemsize)
+        if xxhash.xxh3_128_digest(data) != self.segments["digest"][index].tobytes():
+            raise self.damaged("the digest of its rows does not match")
+        return np.frombuffer(data, ROW)
+
+    @cached_property
+    def _first_rows(self) -> Any:
+        rows = self.segments["rows"].astype(np.int64)
+        return np.cumsum(rows) - rows
+
+    def _bytes(self, start: int, nbytes: int) -> bytes:
+        try:
+            data = self._read(self.location.file, start, nbytes)
+        except OSError as error:
+            raise self.damaged(f"it cannot be read: {error.strerror}") from error
+        if len(data) != nbytes:
+            raise self.damaged("it is shorter than the manifest states")
+        return data
+
+    def damaged(self, how: str) -> AutomodelError:
+        """Return the error for a table that cannot be used: :class:`SaveFailed` for one that a save merges."""
+        if isinstance(self._read, _Memory):
+            return SaveFailed(
+                "the ranks did not write the slices that were planned",
+                where=self._checkpoint,
+                value=how,
+                hint="earlier checkpoints are unchanged; please report this",
+            )
+        return CheckpointUnusable(
+            "the table of the checkpoint's slices is damaged",
+            where=os.path.join(self._checkpoint, self.location.file),
+            value=how,
+            hint="use another checkpoint of this run, or a copy of the file",
+        )
+
+
+class _Rows(NamedTuple):
+    """The slices of a rank: numbers of their tensors (increasing), files, first bytes, digests of 16 bytes each."""
+
+    numbers: list[int]
+    files: list[str]
+    starts: list[int]
+    digests: bytes
+
+
+class _Memory:
+    """Reads a table that is in memory."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def __call__(self, file: str, start: int, nbytes: int) -> bytes:
+        return self.content[start : start + nbytes]
+
+
+def _rank_offsets(sharding: Sharding, shape: tuple[int, ...]) -> Any:
+    """Return the ranks that store a slice of a tensor, as a vector of distances from the first rank of its mesh.
+
+    Takes memory for these ranks, not for the mesh.
+    """
+    if sharding.split and 0 in shape:
+        return np.empty(0, np.int64)
+    ranks = np.zeros(1, np.int64)
+    for dim, mesh_dims in sharding.split:
+        levels = [(sharding.mesh[each], sharding.strides[each]) for each in mesh_dims]
+        offsets = _filled_offsets(shape[dim], levels)
+        ranks = (ranks[:, None] + offsets).ravel()
+    return ranks
+
+
+def _filled_offsets(size: int, levels: Sequence[tuple[int, int]]) -> Any:
+    """Return the distances of the ranks whose nested chunk of *size* elements is not empty, from the first rank.
+
+    *levels* has the number of chunks and the distance of neighbors of each division, the outermost first.
+    """
+    if not levels:
+        return np.zeros(1, np.int64)
+    (num_chunks, stride), *inner = levels
+    chunk = -(-size // num_chunks)
+    # All chunks are equal but the last one.
+    num_full, rest = divmod(size, chunk)
+    full = np.arange(num_full)[:, None] * stride + _filled_offsets(chunk, inner)
+    if not rest:
+        return full.ravel()
+    last = num_full * stride + _filled_offsets(rest, inner)
+    return np.concatenate([full.ravel(), last])

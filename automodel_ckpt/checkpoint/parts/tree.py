@@ -1,0 +1,268 @@
+"""The trees of a checkpoint, and their JSON in the manifest. Imports no torch.
+
+A small tree lists its slices in the manifest. A large one has formulas there, and a table in a file beside its tensors
+(``slice_table.py``). Both have the same tensors for a reader.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.checkpoint.files.json_values import flag, integer, shown, sizes_of, text
+from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices, Sharding
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.parts.slice_table import Read, SliceTable
+
+
+OBJECTS = "objects"
+"""The format of a tree with the values of an object that differ between ranks, and no tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A value written with ``torch.save``, at bytes ``start .. start + nbytes`` of a file."""
+
+    fqn: str
+    file: str
+    start: int
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The state of a module or an optimizer: a directory of tensors and a few other values.
+
+    A tree in the format :data:`OBJECTS` has only values: the state of an object on each rank, by the name of the file
+    that the rank would have alone.
+
+    *tied* maps each tensor name that was not stored to the stored one that shares its memory. *copies* are tensors
+    stored a second time under such a name for other readers; loading ignores them. *table* has the regular slices of
+    *tensors* and *copies* (``slice_table.py``), if there are any.
+    """
+
+    format: str
+    tensors: Mapping[str, Tensor]
+    objects: Mapping[str, Blob]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, Tensor] = field(default_factory=dict)
+    table: SliceTable | None = field(default=None, compare=False)
+
+    @property
+    def stored(self) -> Iterator[Tensor]:
+        """All tensors that are stored in files, copies included."""
+        yield from self.tensors.values()
+        yield from self.copies.values()
+
+
+def in_rank_files(tensor: Tensor) -> bool:
+    """Whether each slice of a tensor is in a file of its rank, as its table shows."""
+    return isinstance(tensor.slices, RegularSlices) and tensor.slices.position is None
+
+
+def files_of(tree: Tree) -> set[str]:
+    """Return the files that the tensors of a tree are stored in."""
+    files = set(tree.table.files) if tree.table is not None else set()
+    for tensor in tree.stored:
+        if not isinstance(tensor.slices, RegularSlices):
+            files.update(stored.file for stored in tensor.slices)
+        elif tensor.slices.position is not None:
+            files.add(tensor.slices.position.file)
+    return files
+
+
+def slices_in_rank_file(
+    tree: Tree, file: str, rank: int | None = None
+) -> Iterator[tuple[Tensor, Slice]]:
+    """Yield the slices in a file that the tree's table describes, of one *rank* or of all, each with its tensor."""
+    if tree.table is None:
+        return
+    ranks = tree.table.ranks_in(file)
+    if rank is not None:
+        ranks = [rank] if rank in ranks else []
+    for tensor in tree.stored if ranks else ():
+        if isinstance(tensor.slices, RegularSlices) and tensor.slices.position is None:
+            for each in ranks:
+                stored = tensor.slices.of_rank(each)
+                if stored is not None and stored.file == file:
+                    yield tensor, stored
+
+
+def regular_slices_in(tree: Tree, file: str, rank: int) -> list[Tensor]:
+    """Return the regular slices of a rank in a file that several ranks write: tensors with one slice each."""
+    found: list[Tensor] = []
+    for tensor in tree.stored:
+        if not isinstance(tensor.slices, RegularSlices) or tensor.slices.position is None:
+            continue
+        stored = tensor.slices.of_rank(rank) if tensor.slices.position.file == file else None
+        if stored is not None:
+            found.append(replace(tensor, slices=(stored,)))
+    return found
+
+
+def uses_table(tree: Tree) -> bool:
+    """Whether a manifest refers to the table of the tree; otherwise it lists all slices."""
+    table = tree.table
+    if table is None or not table.is_stored:
+        return False
+    # A tree of which some tensors were selected has other rows than its table.
+    regular = [tensor.slices for tensor in tree.stored if isinstance(tensor.slices, RegularSlices)]
+    return len(regular) == len(table.tensors) and all(map(operator.is_, regular, table.tensors))
+
+
+def tree_to_json(tree: Tree) -> dict[str, Any]:
+    """Convert a tree to JSON."""
+    shardings: dict[Sharding, int] | None = {} if uses_table(tree) else None
+    tensors = {fqn: _tensor_to_json(each, shardings) for fqn, each in tree.tensors.items()}
+    copies = {fqn: _tensor_to_json(each, shardings) for fqn, each in tree.copies.items()}
+    raw: dict[str, Any] = {"format": tree.format, "tied": dict(tree.tied)}
+    if shardings is not None:
+        assert tree.table is not None
+        file, head_bytes, digest = tree.table.location
+        raw["table"] = {
+            "file": file,
+            "head_bytes": head_bytes,
+            "digest": digest,
+            "files": tree.table.files,
+        }
+        raw["shardings"] = [_sharding_to_json(sharding) for sharding in shardings]
+    raw["tensors"] = tensors
+    raw["objects"] = {
+        fqn: {"file": b.file, "start": b.start, "nbytes": b.nbytes, "digest": b.digest}
+        for fqn, b in tree.objects.items()
+    }
+    if copies:
+        raw["copies"] = copies
+    return raw
+
+
+def _sharding_to_json(sharding: Sharding) -> dict[str, Any]:
+    split = {str(dim): mesh_dims for dim, mesh_dims in sharding.split}
+    return {"mesh": sharding.mesh, "strides": sharding.strides, "split": split}
+
+
+def _tensor_to_json(tensor: Tensor, shardings: dict[Sharding, int] | None) -> dict[str, Any]:
+    """Convert a tensor to JSON. *shardings* numbers those of a tree with a table, and is extended; None without one."""
+    described: dict[str, Any] = {"dtype": tensor.dtype, "shape": tensor.shape}
+    if shardings is None or not isinstance(tensor.slices, RegularSlices):
+        return described | {"slices": _slices_to_json(tensor)}
+    regular = tensor.slices
+    described["sharding"] = shardings.setdefault(regular.sharding, len(shardings))
+    described["rank"] = regular.first
+    if regular.part:
+        described["part"] = regular.part
+    if regular.position is not None:
+        described |= {"file": regular.position.file, "start": regular.position.start}
+        if regular.position.interleaved:
+            described["interleaved"] = True
+    return described
+
+
+def _slices_to_json(tensor: Tensor) -> list[dict[str, Any]]:
+    names = ("file", "start", "nbytes", "offsets", "sizes", "digest")
+    slices = []
+    for stored in tensor.slices:
+        raw = {name: getattr(stored, name) for name in names}
+        if stored.interleaved:
+            raw["interleaved"] = True
+        slices.append(raw)
+    return slices
+
+
+def tree_of(raw: Mapping[str, Any], read: Read, checkpoint: str) -> Tree:
+    """Convert a tree from JSON. *read* reads its table, and *checkpoint* is for messages.
+
+    Raises KeyError, TypeError or ValueError if it is malformed.
+    """
+    table: SliceTable | None = None
+    shardings: list[Sharding] = []
+    if "table" in raw:
+        table = _table_of(raw["table"], read, checkpoint)
+        shardings = [_sharding_of(sharding) for sharding in raw["shardings"]]
+
+    def tensors_of(raw_tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for fqn, tensor in raw_tensors.items():
+            if table is not None and "sharding" in tensor:
+                found[fqn] = _regular_of(text(fqn), tensor, shardings, table)
+            else:
+                found[fqn] = tensor_of(fqn, tensor)
+        return found
+
+    return Tree(
+        format=text(raw["format"]),
+        tensors=tensors_of(raw["tensors"]),
+        objects={fqn: blob_of({**blob, "fqn": fqn}) for fqn, blob in raw["objects"].items()},
+        tied={text(alias): text(kept) for alias, kept in raw["tied"].items()},
+        copies=tensors_of(raw.get("copies", {})),
+        table=table,
+    )
+
+
+def _table_of(raw: Mapping[str, Any], read: Read, checkpoint: str) -> SliceTable:
+    # Not at the top: numpy takes longer to import than most commands take.
+    from automodel_ckpt.checkpoint.parts.slice_table import Location, SliceTable
+
+    location = Location(text(raw["file"]), integer(raw["head_bytes"]), text(raw["digest"]))
+    return SliceTable(location, [text(file) for file in raw["files"]], read, checkpoint)
+
+
+def _sharding_of(raw: Mapping[str, Any]) -> Sharding:
+    split: list[tuple[int, tuple[int, ...]]] = []
+    for dim, mesh_dims in raw["split"].items():
+        if not dim.isdecimal() or len(dim) > 2:
+            raise ValueError(f"{shown(dim)} is not a dimension")
+        split.append((int(dim), sizes_of(mesh_dims)))
+    sharding = Sharding(sizes_of(raw["mesh"]), sizes_of(raw["strides"]), tuple(split))
+    if fault := sharding.fault():
+        raise ValueError(f"a sharding: {fault}")
+    return sharding
+
+
+def _regular_of(
+    fqn: str, raw: Mapping[str, Any], shardings: list[Sharding], table: SliceTable
+) -> Tensor:
+    number = integer(raw["sharding"])
+    if number >= len(shardings):
+        raise ValueError(f"{shown(fqn)} has an unknown sharding")
+    sharding = shardings[number]
+    dtype, shape = text(raw["dtype"]), sizes_of(raw["shape"])
+    if any(dim >= len(shape) for dim, _ in sharding.split):
+        raise ValueError(f"{shown(fqn)} has fewer dimensions than its sharding")
+    position = None
+    if "file" in raw:
+        interleaved = flag(raw.get("interleaved", False))
+        position = Position(text(raw["file"]), integer(raw["start"]), interleaved)
+    first, part = integer(raw["rank"]), integer(raw.get("part", 0))
+    return table.add(RegularSlices(fqn, dtype, shape, sharding, first, part, position))
+
+
+def tensor_of(fqn: str, raw: Mapping[str, Any]) -> Tensor:
+    """Convert a tensor from JSON. Raises KeyError, TypeError or ValueError if it is malformed."""
+    dtype = text(raw["dtype"])
+    slices = tuple(
+        Slice(
+            fqn,
+            dtype,
+            sizes_of(entry["offsets"]),
+            sizes_of(entry["sizes"]),
+            text(entry["file"]),
+            integer(entry["start"]),
+            integer(entry["nbytes"]),
+            text(entry["digest"]),
+            flag(entry.get("interleaved", False)),
+        )
+        for entry in raw["slices"]
+    )
+    return Tensor(text(fqn), dtype, sizes_of(raw["shape"]), slices)
+
+
+def blob_of(raw: Mapping[str, Any]) -> Blob:
+    """Convert a pickled value's position from JSON. Raises KeyError, TypeError or ValueError if it is malformed."""
+    fqn, file, digest = (text(raw[key]) for key in ("fqn", "file", "digest"))
+    return Blob(fqn, file, integer(raw["start"]), integer(raw["nbytes"]), digest)

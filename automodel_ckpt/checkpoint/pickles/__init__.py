@@ -1,0 +1,1 @@
+"""Reading and writing files of torch without running what they name."""

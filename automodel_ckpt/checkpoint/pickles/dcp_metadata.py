@@ -1,0 +1,380 @@
+"""The pickle in the ``.metadata`` of PyTorch DCP, written without torch: its classes are named, not imported.
+
+It is a ``Metadata``: per name the dtype, shape and chunks; per chunk the file, offset and length of its item; and the
+keys that lead to each name in the nested state dict (source: torch.distributed.checkpoint.metadata and .filesystem,
+torch 2.13).
+
+The instructions are assembled here, because Python's pickler needs several objects for each chunk, and a checkpoint can
+have millions of chunks. Classes, texts and extents are built once, and referred to by their number in the memo. What
+describes a chunk thus consists of fixed instructions and numbers of a fixed length: an array that NumPy fills.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from automodel_ckpt.checkpoint.files.dtypes import TORCH_NAMES
+
+KeyPath = tuple[str | int, ...]
+"""The keys that lead to a value in a nested state dict; joined by dots, they are its flat name."""
+
+_META = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_VERSION = "1.0.0"
+# Value of _MEM_FORMAT_ENCODING for a contiguous tensor.
+_CONTIGUOUS = 0
+_NEW = pickle.EMPTY_TUPLE + pickle.NEWOBJ
+_MAX_INT32 = 2**31 - 1
+
+
+class DcpLocation(NamedTuple):
+    """Where an item is: a file beside ``.metadata``, and its first byte and length in it."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+class DcpChunk(NamedTuple):
+    """A part of a tensor: the position of its first element, its shape, and its item."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    location: DcpLocation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extents:
+    """The position of the first element, and the shape, of each chunk of a tensor: two arrays, chunks x dimensions.
+
+    Tensors that are divided in the same way should share one object, which is then processed once.
+    """
+
+    offsets: Any
+    sizes: Any
+
+
+class Items(NamedTuple):
+    """The items of a tensor's chunks, in three arrays: numbers of files (:meth:`DcpMetadata.file_number`), and first
+    bytes and lengths in them."""
+
+    files: Any
+    starts: Any
+    nbytes: Any
+
+
+def flat_name(path: KeyPath) -> str:
+    """Return the name of the value that *path* leads to."""
+    return ".".join(str(key) for key in path)
+
+
+class DcpMetadata:
+    """Collects the items of a directory. Without *has_paths*, the state dict is not nested: paths are single names.
+
+    Raises ValueError if two items have the same name.
+    """
+
+    def __init__(self, *, has_paths: bool = True) -> None:
+        self._has_paths = has_paths
+        self._memo = _Memo()
+        self._forms: dict[tuple[str, tuple[int, ...], Extents], tuple[bytes, Any]] = {}
+        self._described: dict[str, bytes] = {}
+        self._paths: list[bytes] = []
+        self._stored: list[tuple[int, Any, Items]] = []
+        self._values: list[tuple[int, DcpLocation]] = []
+
+    def file_number(self, name: str) -> int:
+        """Return the number of a file beside ``.metadata`` in :class:`Items`."""
+        return self._memo.text(name)
+
+    def add_tensor(
+        self, path: KeyPath, dtype: str, shape: tuple[int, ...], chunks: Sequence[DcpChunk]
+    ) -> None:
+        """Add a tensor of a safetensors *dtype*, stored in *chunks*, which cover it."""
+        form = (len(chunks), len(shape))
+        offsets = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(form)
+        sizes = np.array([chunk.sizes for chunk in chunks], np.int64).reshape(form)
+        items = self._items([chunk.location for chunk in chunks])
+        self.add_chunks(path, dtype, shape, Extents(offsets, sizes), items)
+
+    def _items(self, locations: Sequence[DcpLocation]) -> Items:
+        """Return *locations* as arrays."""
+        numbers = [self.file_number(each.file) for each in locations]
+        starts = [each.start for each in locations]
+        num_bytes = [each.nbytes for each in locations]
+        return Items(
+            np.array(numbers, np.int64), np.array(starts, np.int64), np.array(num_bytes, np.int64)
+        )
+
+    def add_chunks(
+        self, path: KeyPath, dtype: str, shape: tuple[int, ...], extents: Extents, items: Items
+    ) -> None:
+        """Add a tensor of a safetensors *dtype*, stored in chunks of these *extents*, which cover it."""
+        form = (dtype, shape, extents)
+        if form not in self._forms:
+            self._forms[form] = self._form(*form)
+        described, offsets = self._forms[form]
+        self._stored.append((self._add(path, described), offsets, items))
+
+    def add_value(self, path: KeyPath, location: DcpLocation) -> None:
+        """Add a value that is not a tensor."""
+        name = self._add(path, self._memo.new("BytesStorageMetadata") + _BUILT)
+        self._values.append((name, location))
+
+    def to_bytes(self) -> bytes:
+        """Return the content of ``.metadata``."""
+        memo = self._memo
+        paths = _dictionary(self._paths) if self._has_paths else pickle.NONE
+        parts = [
+            memo.new("Metadata"),
+            memo.attribute("state_dict_metadata", _dictionary(self._described.values())),
+            memo.attribute("planner_data", paths),
+            memo.attribute(
+                "storage_data", _dictionary([self._stored_tensors(), self._stored_values()])
+            ),
+            memo.attribute("storage_meta", self._storage_meta()),
+            memo.attribute("version", _get(memo.text(_VERSION))),
+            _BUILT,
+            pickle.STOP,
+        ]
+        # After the parts, which add to it.
+        return b"".join([memo.written, *parts])
+
+    def check_is_new(self, path: KeyPath) -> None:
+        """Raise ValueError if an item has this name."""
+        name = flat_name(path)
+        if name in self._described:
+            raise _duplicate(name)
+
+    def _add(self, path: KeyPath, described: bytes) -> int:
+        """Add the description of an item; return the number of its name."""
+        name = flat_name(path)
+        if name in self._described:
+            raise _duplicate(name)
+        number = self._memo.text(name)
+        self._described[name] = _get(number) + described
+        if self._has_paths:
+            keys = b"".join(map(self._key, path))
+            self._paths.append(_get(number) + pickle.MARK + keys + pickle.TUPLE)
+        return number
+
+    def _key(self, key: object) -> bytes:
+        if type(key) is str:
+            return _get(self._memo.text(key))
+        return _integer(key) if type(key) is int else _pickled(key)
+
+    def _form(self, dtype: str, shape: tuple[int, ...], extents: Extents) -> tuple[bytes, Any]:
+        """Return the description of a tensor, and the numbers of the offsets of its chunks."""
+        memo = self._memo
+        chunks, offsets = self._chunk_list(extents)
+        described = [
+            memo.new("TensorStorageMetadata"),
+            memo.attribute("properties", self._properties_of(dtype)),
+            memo.attribute("size", _get(memo.extents(shape))),
+            memo.attribute("chunks", chunks),
+            _BUILT,
+        ]
+        return b"".join(described), offsets
+
+    def _chunk_list(self, extents: Extents) -> tuple[bytes, Any]:
+        """Return the list of chunks, and the numbers of their offsets."""
+        memo = self._memo
+        offsets = memo.all_extents(extents.offsets)
+        rows = _rows(
+            memo.new("ChunkStorageMetadata") + memo.key("offsets") + pickle.LONG_BINGET,
+            offsets,
+            memo.key("sizes") + pickle.LONG_BINGET,
+            memo.all_extents(extents.sizes),
+            _BUILT,
+        )
+        return pickle.EMPTY_LIST + pickle.MARK + rows + pickle.APPENDS, offsets
+
+    def _properties_of(self, dtype: str) -> bytes:
+        memo = self._memo
+        layout = memo.call("torch.serialization", "_get_layout", _get(memo.text("torch.strided")))
+        memory_format = memo.call(_META, "_MEM_FORMAT_ENCODING", _integer(_CONTIGUOUS))
+        state = [
+            _get(memo.named("torch", TORCH_NAMES[dtype])),
+            layout,
+            pickle.NEWFALSE,  # requires_grad
+            memory_format,
+            pickle.NEWFALSE,  # pin_memory
+        ]
+        new = _get(memo.named(_META, "TensorProperties")) + _NEW
+        return b"".join([new, pickle.MARK, *state, pickle.TUPLE, pickle.BUILD])
+
+    def _stored_tensors(self) -> bytes:
+        if not self._stored:
+            return b""
+        names = [name for name, _, _ in self._stored]
+        counts = [len(offsets) for _, offsets, _ in self._stored]
+        offsets = np.concatenate([offsets for _, offsets, _ in self._stored])
+        columns = zip(*(items for _, _, items in self._stored), strict=True)
+        items = Items(*(np.concatenate(column) for column in columns))
+        return self._storage_rows(np.repeat(np.array(names, "<u4"), counts), offsets, items)
+
+    def _stored_values(self) -> bytes:
+        names = np.array([name for name, _ in self._values], "<u4")
+        items = self._items([location for _, location in self._values])
+        return self._storage_rows(names, None, items)
+
+    def _storage_rows(self, names: Any, offsets: Any, items: Items) -> bytes:
+        """Return the keys and values of ``storage_data``; *offsets* is None for values that are not tensors."""
+        memo = self._memo
+        at: list[Any] = [pickle.NONE] if offsets is None else [pickle.LONG_BINGET, offsets]
+        return _rows(
+            memo.new("MetadataIndex") + memo.key("fqn") + pickle.LONG_BINGET,
+            names,
+            memo.key("offset"),
+            *at,
+            memo.key("index") + pickle.NONE + _BUILT,
+            memo.new("_StorageInfo", _FILESYSTEM) + memo.key("relative_path") + pickle.LONG_BINGET,
+            items.files.astype("<u4"),
+            memo.key("offset"),
+            *_integers(items.starts),
+            memo.key("length"),
+            *_integers(items.nbytes),
+            _BUILT,
+        )
+
+    def _storage_meta(self) -> bytes:
+        # torch's own writer stores the path of the directory, which may be moved.
+        memo = self._memo
+        empty = [
+            memo.attribute(name, pickle.NONE) for name in ("checkpoint_id", "save_id", "load_id")
+        ]
+        modules = memo.attribute("modules", pickle.EMPTY_LIST)
+        return b"".join([memo.new("StorageMeta"), *empty, modules, _BUILT])
+
+
+def _duplicate(name: str) -> ValueError:
+    return ValueError(f"two items have the name {name!r}")
+
+
+# ---------------------------------------------------------------- the pickle
+
+# The end of what `_Memo.new` begins.
+_BUILT = pickle.SETITEMS + pickle.BUILD
+# The names in every chunk come first: a number below 256 takes two bytes, any other takes five.
+_FREQUENT = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length")
+_FREQUENT_CLASSES = ("ChunkStorageMetadata", "MetadataIndex", "TensorStorageMetadata")
+
+
+class _Memo:
+    """The values that the pickle builds first and then refers to by their number; *written* are the instructions."""
+
+    def __init__(self) -> None:
+        self.written = bytearray(pickle.PROTO + b"\x04")
+        self._count = 0
+        self._texts: dict[str, int] = {}
+        self._named: dict[tuple[str, str], int] = {}
+        self._extents: dict[tuple[int, ...], int] = {}
+        for name in _FREQUENT:
+            self.text(name)
+        for name in _FREQUENT_CLASSES:
+            self.named(_META, name)
+        self.named(_FILESYSTEM, "_StorageInfo")
+
+    def text(self, value: str) -> int:
+        """Return the number of a text."""
+        number = self._texts.get(value)
+        if number is None:
+            data = value.encode("utf-8", "surrogatepass")
+            number = self._texts[value] = self._keep(
+                pickle.BINUNICODE + struct.pack("<I", len(data)) + data
+            )
+        return number
+
+    def named(self, module: str, name: str) -> int:
+        """Return the number of a class, a function or a dtype."""
+        if (module, name) not in self._named:
+            words = _get(self.text(module)) + _get(self.text(name))
+            self._named[module, name] = self._keep(words + pickle.STACK_GLOBAL)
+        return self._named[module, name]
+
+    def extents(self, value: tuple[int, ...]) -> int:
+        """Return the number of a ``torch.Size``."""
+        number = self._extents.get(value)
+        if number is None:
+            items = b"".join(map(_integer, value))
+            size = self.call("torch", "Size", pickle.MARK + items + pickle.TUPLE)
+            number = self._extents[value] = self._keep(size)
+        return number
+
+    def all_extents(self, values: Any) -> Any:
+        """Return the numbers of the rows of an array, as an array."""
+        return np.array([self.extents(tuple(row)) for row in values.tolist()], "<u4")
+
+    def call(self, module: str, name: str, argument: bytes) -> bytes:
+        """Return the instructions that call a function with one argument."""
+        return _get(self.named(module, name)) + argument + pickle.TUPLE1 + pickle.REDUCE
+
+    def new(self, name: str, module: str = _META) -> bytes:
+        """Return the instructions that begin an object; its attributes follow, and then ``_BUILT``."""
+        return _get(self.named(module, name)) + _NEW + pickle.EMPTY_DICT + pickle.MARK
+
+    def key(self, name: str) -> bytes:
+        """Return the instruction for the name of an attribute, whose value follows."""
+        return _get(self.text(name))
+
+    def attribute(self, name: str, value: bytes) -> bytes:
+        """Return the instructions for an attribute."""
+        return self.key(name) + value
+
+    def _keep(self, instructions: bytes) -> int:
+        self.written += instructions + pickle.MEMOIZE + pickle.POP
+        self._count += 1
+        return self._count - 1
+
+
+def _get(number: int) -> bytes:
+    if number < 256:
+        return pickle.BINGET + bytes([number])
+    return pickle.LONG_BINGET + struct.pack("<I", number)
+
+
+def _integer(value: int) -> bytes:
+    if abs(value) <= _MAX_INT32:
+        return pickle.BININT + struct.pack("<i", value)
+    encoded = pickle.encode_long(value)
+    return pickle.LONG1 + bytes([len(encoded)]) + encoded
+
+
+def _pickled(value: object) -> bytes:
+    """Return the instructions that build any other value, which do not use the memo."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=2)
+    pickler.fast = True
+    pickler.dump(value)
+    return buffer.getvalue()[2:-1]
+
+
+def _dictionary(items: Iterable[bytes]) -> bytes:
+    return b"".join([pickle.EMPTY_DICT, pickle.MARK, *items, pickle.SETITEMS])
+
+
+def _integers(values: Any) -> tuple[bytes, Any]:
+    """Return the instruction that reads integers, and its operands: of four bytes each where that suffices."""
+    if len(values) == 0 or int(values.max()) <= _MAX_INT32:
+        return pickle.BININT, values.astype("<i4")
+    return pickle.LONG1 + b"\x08", values.astype("<i8")
+
+
+def _rows(*columns: Any) -> bytes:
+    """Return rows of the same instructions (bytes) with different operands (arrays of little-endian integers)."""
+    (num_rows,) = {len(column) for column in columns if not isinstance(column, bytes)}
+    fields: list[tuple[str, str]] = []
+    for number, column in enumerate(columns):
+        kind = f"V{len(column)}" if isinstance(column, bytes) else column.dtype.str
+        fields.append((f"{number}", kind))
+    rows = np.empty(num_rows, fields)
+    for number, column in enumerate(columns):
+        rows[f"{number}"] = np.void(column) if isinstance(column, bytes) else column
+    return rows.tobytes()

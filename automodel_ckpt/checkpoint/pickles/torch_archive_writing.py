@@ -1,0 +1,251 @@
+"""Write a file that ``torch.load(weights_only=True)`` reads: plain values and tensors, streamed. Imports no torch.
+
+Such a file is a zip archive (``torch_zip.py``). Its first record is a pickle of the value, in which a tensor is a call
+of ``torch._utils._rebuild_tensor_v2`` with a reference to a storage. Each storage is one record with the raw bytes
+(source: torch.serialization and torch._utils, torch 2.13).
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import pickle
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, TORCH_NAMES
+from automodel_ckpt.checkpoint.parts.slices import nbytes_of
+from automodel_ckpt.checkpoint.pickles.torch_zip import (
+    MARKS_AFTER,
+    MARKS_BEFORE,
+    TensorArchive,
+    ZipRecords,
+    archive_around,
+)
+
+Blocks = Callable[[], Iterable[bytes | memoryview]]
+
+_TYPED_STORAGES = {
+    "F64": "DoubleStorage",
+    "F32": "FloatStorage",
+    "F16": "HalfStorage",
+    "BF16": "BFloat16Storage",
+    "I64": "LongStorage",
+    "I32": "IntStorage",
+    "I16": "ShortStorage",
+    "I8": "CharStorage",
+    "U8": "ByteStorage",
+    "BOOL": "BoolStorage",
+    "C64": "ComplexFloatStorage",
+    "C128": "ComplexDoubleStorage",
+}
+# Items of a mapping between MARK and SETITEMS; Python's pickle module uses the same number.
+_BATCH_ITEMS = 1000
+
+
+@dataclass(eq=False, slots=True)
+class ArchiveTensor:
+    """A contiguous tensor in the value to write. The same object under two names makes them share one storage.
+
+    *content* yields its bytes, row-major, in blocks. It is called once, when the record is written.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: Blocks
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.dtype, self.shape)
+
+
+def write_torch_archive(file: BinaryIO, value: Any) -> None:
+    """Write *value* to *file* as ``torch.save`` does: a tree of dicts, lists, tuples, text, numbers, bools, None and
+    :class:`ArchiveTensor`.
+
+    Memory: one block of a tensor, and the pickle. Raises OSError, TypeError for a value of another type, and ValueError
+    for a tensor whose content has another size.
+    """
+    program = _Program()
+    program.save(value)
+    records = ZipRecords()
+    records.add("data.pkl", program.finished())
+    for name, content in MARKS_BEFORE.items():
+        records.add(name, content)
+    for key, tensor in enumerate(program.tensors):
+        _write_storage(file, records, f"data/{key}", tensor)
+    for name, content in MARKS_AFTER.items():
+        records.add(name, content)
+    records.finish()
+    file.write(records.written)
+
+
+def plain_archive(value: Any) -> bytes:
+    """Return the file that :func:`write_torch_archive` writes for *value*, which has no large tensors."""
+    buffer = io.BytesIO()
+    write_torch_archive(buffer, value)
+    return buffer.getvalue()
+
+
+@functools.lru_cache(maxsize=4096)
+def described_archive(dtype: str, shape: tuple[int, ...]) -> TensorArchive:
+    """Return the file of a single contiguous tensor of a safetensors *dtype*, without the bytes of the tensor."""
+    tensor = ArchiveTensor(dtype, shape, tuple)
+    program = _Program()
+    program.save(tensor)
+    return archive_around(program.finished(), tensor.nbytes)
+
+
+def _write_storage(file: BinaryIO, records: ZipRecords, name: str, tensor: ArchiveTensor) -> None:
+    records.begin(name)
+    _flush(file, records)
+    nbytes = 0
+    crc = 0
+    for block in tensor.content():
+        file.write(block)
+        crc = zlib.crc32(block, crc)
+        nbytes += len(block)
+    if nbytes != tensor.nbytes:
+        raise ValueError(f"a tensor has {nbytes} bytes, not {tensor.nbytes}")
+    records.skipped += nbytes
+    records.end(name, nbytes, crc)
+
+
+def _flush(file: BinaryIO, records: ZipRecords) -> None:
+    file.write(records.written)
+    records.skipped += len(records.written)
+    records.written.clear()
+
+
+# ---------------------------------------------------------------- the pickle
+
+
+@dataclass(slots=True)
+class _Program:
+    """A pickle of protocol 2, torch's default. It is assembled here because Python's pickler would have to import
+    torch in order to name its classes.
+
+    *tensors* lists the storages in the order of their keys.
+    """
+
+    written: bytearray = field(default_factory=lambda: bytearray(pickle.PROTO + b"\x02"))
+    tensors: list[ArchiveTensor] = field(default_factory=list)
+    _keys: dict[int, int] = field(default_factory=dict)
+
+    def finished(self) -> bytes:
+        return bytes(self.written + pickle.STOP)
+
+    def save(self, value: Any) -> None:
+        """Append the instructions that build *value*."""
+        if isinstance(value, ArchiveTensor):
+            self._save_tensor(value)
+        elif isinstance(value, Mapping):
+            self._save_mapping(value)
+        elif isinstance(value, list):
+            self._save_list(value)
+        elif isinstance(value, tuple):
+            self._save_tuple(value)
+        else:
+            self.written += _scalar(value)
+
+    def _save_mapping(self, value: Mapping[Any, Any]) -> None:
+        self.written += pickle.EMPTY_DICT
+        items = list(value.items())
+        for start in range(0, len(items), _BATCH_ITEMS):
+            self.written += pickle.MARK
+            for key, item in items[start : start + _BATCH_ITEMS]:
+                self.save(key)
+                self.save(item)
+            self.written += pickle.SETITEMS
+
+    def _save_list(self, value: list[Any]) -> None:
+        self.written += pickle.EMPTY_LIST
+        if not value:
+            return
+        self.written += pickle.MARK
+        for item in value:
+            self.save(item)
+        self.written += pickle.APPENDS
+
+    def _save_tuple(self, value: tuple[Any, ...]) -> None:
+        self.written += pickle.MARK
+        for item in value:
+            self.save(item)
+        self.written += pickle.TUPLE
+
+    def _save_tensor(self, tensor: ArchiveTensor) -> None:
+        key = self._keys.setdefault(id(tensor), len(self.tensors))
+        if key == len(self.tensors):
+            self.tensors.append(tensor)
+        is_typed = tensor.dtype in _TYPED_STORAGES
+        rebuild = "_rebuild_tensor_v2" if is_typed else "_rebuild_tensor_v3"
+        self._save_global("torch._utils", rebuild)
+        self.written += pickle.MARK
+        self._save_storage(tensor, key)
+        self.save(0)
+        self.save(tensor.shape)
+        self.save(_strides(tensor.shape))
+        self.save(False)  # requires_grad
+        self._save_global("collections", "OrderedDict")  # backward hooks: none
+        self.written += pickle.EMPTY_TUPLE + pickle.REDUCE
+        if not is_typed:
+            self._save_global("torch", TORCH_NAMES[tensor.dtype])
+        self.written += pickle.TUPLE + pickle.REDUCE
+
+    def _save_storage(self, tensor: ArchiveTensor, key: int) -> None:
+        self.written += pickle.MARK
+        self.save("storage")
+        name = _TYPED_STORAGES.get(tensor.dtype)
+        numel = math.prod(tensor.shape)
+        if name is not None:
+            self._save_global("torch", name)
+        else:
+            # Newer dtypes have no typed storage: the size of an untyped one is in bytes.
+            self._save_global("torch.storage", "UntypedStorage")
+            numel *= DTYPE_BITS[tensor.dtype] // 8
+        self.save(str(key))
+        self.save("cpu")
+        self.save(numel)
+        self.written += pickle.TUPLE + pickle.BINPERSID
+
+    def _save_global(self, module: str, name: str) -> None:
+        self.written += pickle.GLOBAL + f"{module}\n{name}\n".encode()
+
+
+def _scalar(value: Any) -> bytes:
+    if value is None:
+        return pickle.NONE
+    if value is True:
+        return pickle.NEWTRUE
+    if value is False:
+        return pickle.NEWFALSE
+    # Exact types: a subclass, such as a NumPy number or an enumeration, would lose its type.
+    if type(value) is int:
+        return _integer(value)
+    if type(value) is float:
+        return pickle.BINFLOAT + struct.pack(">d", value)
+    if type(value) is str:
+        encoded = value.encode("utf-8", "surrogatepass")
+        return pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded
+    raise TypeError(f"a file of torch.save is written with plain values, not {type(value)}")
+
+
+def _integer(value: int) -> bytes:
+    if -(2**31) <= value < 2**31:
+        return pickle.BININT + struct.pack("<i", value)
+    encoded = pickle.encode_long(value)
+    return pickle.LONG1 + struct.pack("<B", len(encoded)) + encoded
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        # torch counts an empty dimension as 1 in the strides of a contiguous tensor.
+        step *= max(extent, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,1 @@
+"""One object store: requests, their repetition, conditional writes and byte ranges."""

@@ -1,0 +1,277 @@
+"""Read values of a checkpoint in a store by byte ranges, each compared with its digest before it is used.
+
+The digests in the manifest are those of stored slices and values. To read a part of one, all its bytes are read.
+Neighbors are read in one request, large ones in several at the same time, and the next ones while those before are
+used. Nothing is written to a disk.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import xxhash
+
+from automodel_ckpt.checkpoint.files.digests import digest_from
+from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest
+from automodel_ckpt.checkpoint.parts.merkle import slices_in
+from automodel_ckpt.checkpoint.parts.slices import (
+    Slice,
+    Tensor,
+    contiguous_slices,
+    is_interleaved,
+    runs_in_file,
+)
+from automodel_ckpt.checkpoint.parts.tree import in_rank_files
+from automodel_ckpt.errors import CheckpointUnusable
+
+REQUEST_BYTES = 16 << 20
+"""Most bytes of one request."""
+_BATCH_BYTES = 64 << 20
+"""Bytes that are read ahead; more if a single slice is larger."""
+_GAP_BYTES = 256 << 10
+"""Unused bytes between two neighbors that are read with them: a request takes as long as to read so many bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A byte range of a file that is verified as a whole: a slice, a value, or the interleaved slices of a tensor.
+
+    *checks* has the slices and values in it, each with the shape of its tensor.
+    """
+
+    file: str
+    start: int
+    nbytes: int
+    checks: tuple[tuple[Slice | Blob, tuple[int, ...]], ...]
+
+    @property
+    def end(self) -> int:
+        """The byte after the last one."""
+        return self.start + self.nbytes
+
+
+@dataclass
+class _Batch:
+    """Neighboring parts of a file, and the requests that read them."""
+
+    parts: list[Part]
+    requests: list[Future[bytes]] = field(default_factory=list)
+
+    @property
+    def start(self) -> int:
+        return self.parts[0].start
+
+    @property
+    def end(self) -> int:
+        return self.parts[-1].end
+
+
+class Files(Protocol):
+    """The files of checkpoints in a store, or in the memory of several nodes. ``str()`` is for messages."""
+
+    def read_patiently(self, name: str, start: int, end: int) -> bytes:
+        """Read bytes *start* to before *end* of the file *name* (CHECKPOINT/FILE). Raises FileNotFoundError."""
+
+
+class VerifiedRanges:
+    """Reads byte ranges of the checkpoint *name*, with *num_threads* requests at the same time. Used by one thread."""
+
+    def __init__(
+        self, files: Files, name: str, manifest: Manifest, *, num_threads: int = 8
+    ) -> None:
+        self._files, self._name = files, name
+        self._trees = tuple(manifest.trees.values())
+        self._listed = _listed_parts(manifest)
+        self._parts: dict[str, list[Part]] = {}
+        self._pool = ThreadPoolExecutor(num_threads, "ranges")
+        self._waiting: deque[_Batch] = deque()
+        self._expected: set[Part] = set()
+        self._verified: dict[Part, memoryview] = {}
+
+    def close(self) -> None:
+        """End the threads, after the requests in progress."""
+        self._waiting.clear()
+        self._pool.shutdown(cancel_futures=True)
+
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Read ahead what :meth:`read` will be called for: (file, start, end) of byte ranges, in this order."""
+        parts: dict[Part, None] = {}
+        for file, start, end in ranges:
+            parts.update(dict.fromkeys(self._overlapping(file, start, end)))
+        self._verified.clear()
+        self._expected = set(parts)
+        self._waiting = deque(_batches(parts))
+        if self._waiting:
+            self._request(self._waiting[0])
+
+    def read(self, file: str, memory: memoryview, start: int) -> None:
+        """Fill *memory* with the bytes of *file* from *start*; they must be those of slices or values.
+
+        Raises :class:`CheckpointUnusable` for a missing or damaged object, and :class:`StoreError`.
+        """
+        end = start + len(memory)
+        at = start
+        for part in self._overlapping(file, start, end):
+            if part.start > at:
+                break
+            data = self._data(part)
+            until = min(part.end, end)
+            memory[at - start : until - start] = data[at - part.start : until - part.start]
+            at = until
+        if at < end:
+            raise ValueError(f"bytes {at} to {end} of {file} belong to no slice")
+
+    def damaged(self, file: str) -> list[str]:
+        """Read all slices and values in *file*, and return the names of those that do not match their digests."""
+        names = []
+        for batch in _batches(self._parts_of_file(file)):
+            data = self._content(batch)
+            for part in batch.parts:
+                names += _damaged(part, data[part.start - batch.start : part.end - batch.start])
+        return names
+
+    # ---------------------------------------------------------------- parts
+
+    def _overlapping(self, file: str, start: int, end: int) -> Iterator[Part]:
+        """Yield the parts that have bytes from *start* to *end*, in the order of the file."""
+        parts = self._parts_of_file(file)
+        first = bisect.bisect_right(parts, start, key=lambda part: part.end)
+        for part in parts[first:]:
+            if part.start >= end:
+                return
+            yield part
+
+    def _parts_of_file(self, file: str) -> list[Part]:
+        """The parts of a file in their order. Of a table, only the rows of the ranks that wrote the file are read."""
+        if file not in self._parts:
+            parts = list(self._listed.get(file, ()))
+            for one in slices_in(self._trees, file):
+                stored = one.stored
+                parts.append(Part(file, stored.start, stored.nbytes, ((stored, one.shape),)))
+            self._parts[file] = sorted(parts, key=lambda part: part.start)
+        return self._parts[file]
+
+    def _data(self, part: Part) -> memoryview:
+        """The verified bytes of *part*."""
+        while part in self._expected and part not in self._verified:
+            self._receive(self._waiting.popleft())
+        if part not in self._verified:
+            # It was not expected.
+            batch = _Batch([part])
+            self._request(batch)
+            self._receive(batch)
+        return self._verified[part]
+
+    # ---------------------------------------------------------------- requests
+
+    def _request(self, batch: _Batch) -> None:
+        if batch.requests:
+            return
+        file = batch.parts[0].file
+        for start in range(batch.start, batch.end, REQUEST_BYTES):
+            end = min(start + REQUEST_BYTES, batch.end)
+            batch.requests.append(self._pool.submit(self._fetch, file, start, end))
+
+    def _fetch(self, file: str, start: int, end: int) -> bytes:
+        try:
+            return self._files.read_patiently(f"{self._name}/{file}", start, end)
+        except FileNotFoundError:
+            raise self._unusable("a file of the checkpoint is missing", file, "") from None
+
+    def _receive(self, batch: _Batch) -> None:
+        """Wait for the bytes of *batch*, and verify them. Those of the batch before are dropped."""
+        self._request(batch)
+        if self._waiting:
+            # While this one is verified and used.
+            self._request(self._waiting[0])
+        self._verified.clear()
+        data = self._content(batch)
+        self._expected.difference_update(batch.parts)
+        for part in batch.parts:
+            content = data[part.start - batch.start : part.end - batch.start]
+            damaged = _damaged(part, content)
+            if damaged:
+                what = "a file of the checkpoint is not what was saved: its digest differs"
+                raise self._unusable(what, part.file, f"damaged: {', '.join(damaged)}")
+            self._verified[part] = content
+
+    def _content(self, batch: _Batch) -> memoryview:
+        """Wait for the bytes of *batch*."""
+        self._request(batch)
+        data = b"".join(request.result() for request in batch.requests)
+        batch.requests.clear()
+        return memoryview(data)
+
+    def _unusable(self, what: str, file: str, value: str) -> CheckpointUnusable:
+        return CheckpointUnusable(
+            what,
+            where=f"{self._files}/{self._name}/{file}",
+            value=value,
+            hint="resume from another checkpoint (checkpoint.restore_from)",
+        )
+
+
+def _damaged(part: Part, content: memoryview) -> list[str]:
+    """Return the names of the slices and values in *part* whose bytes in *content* do not match their digests."""
+    names = []
+    for check, shape in part.checks:
+        hashed = xxhash.xxh3_128()
+        if isinstance(check, Blob):
+            hashed.update(content)
+        else:
+            for run in runs_in_file(check, shape):
+                start = run.source - part.start
+                hashed.update(content[start : start + run.nbytes])
+        if digest_from(hashed) != check.digest:
+            kind = "value" if isinstance(check, Blob) else "tensor"
+            names.append(f"{kind} {check.fqn}")
+    return names
+
+
+def _listed_parts(manifest: Manifest) -> dict[str, list[Part]]:
+    """Map each file to its parts that are not empty and that no table describes."""
+    found: dict[str, list[Part]] = {}
+    for tree in manifest.trees.values():
+        for tensor in tree.stored:
+            for part in () if in_rank_files(tensor) else _parts_of(tensor):
+                found.setdefault(part.file, []).append(part)
+        for blob in tree.objects.values():
+            part = Part(blob.file, blob.start, blob.nbytes, ((blob, ()),))
+            found.setdefault(blob.file, []).append(part)
+    return found
+
+
+def _parts_of(tensor: Tensor) -> Iterator[Part]:
+    for whole in contiguous_slices(tensor):
+        # An interleaved slice may be in many short ranges, between those of others.
+        slices: Sequence[Slice] = [whole]
+        if is_interleaved(tensor):
+            slices = tensor.slices
+        checks = tuple((stored, tensor.shape) for stored in slices if stored.nbytes)
+        if whole.nbytes:
+            yield Part(whole.file, whole.start, whole.nbytes, checks)
+
+
+def _batches(parts: Iterable[Part]) -> Iterator[_Batch]:
+    """Divide *parts* into batches of neighbors, of at most :data:`_BATCH_BYTES` unless a part is larger."""
+    batch: _Batch | None = None
+    for part in parts:
+        is_next = (
+            batch is not None
+            and batch.parts[0].file == part.file
+            and 0 <= part.start - batch.end <= _GAP_BYTES
+            and part.end - batch.start <= _BATCH_BYTES
+        )
+        if batch is not None and is_next:
+            batch.parts.append(part)
+            continue
+        if batch is not None:
+            yield batch
+        batch = _Batch([part])
+    if batch is not None:
+        yield batch

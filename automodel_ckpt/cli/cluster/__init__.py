@@ -1,0 +1,1 @@
+"""Scripts and manifests for clusters."""

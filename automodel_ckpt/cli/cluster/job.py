@@ -1,0 +1,159 @@
+"""What a launcher contains of a recipe: ranks, arguments, storage, environment variables and the time of a save."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_ckpt.base.store_url import extra_of, is_url
+from automodel_ckpt.cli.cluster.options import FLAG, LauncherOptions
+from automodel_ckpt.cli.cluster.stop_time import StopTime, stop_time
+from automodel_ckpt.config.load import LoadedRecipe
+from automodel_ckpt.config.overrides import CommandLine
+from automodel_ckpt.config.tree.references import variables_in
+from automodel_ckpt.config.tree.yaml_tree import is_stream
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.parallel.mesh_sizes import Sizes
+
+_CREDENTIALS = {
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+    "azure": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
+}
+"""Variables that the client of a store reads, by the extra that installs it. Instance roles need none of them."""
+_TRACKER_KEYS = {"wandb": "WANDB_API_KEY"}
+_TRACKER_EXTRAS = {"tensorboard"}
+"""Trackers that an extra of this package installs. The others are packages of these names."""
+_NAME_LENGTH = 40
+SCRATCH = "~/.cache/automodel_ckpt/runs"
+"""The local directory of runs whose directory is a URL, if the recipe and the environment name no other."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe with the ranks that run it.
+
+    *recipe* is the path of its file as given, *text* its content, None if it consists of several files, and *arguments*
+    are the overrides and flags after it.
+    *run_directory* and *remote_url* are as written, with references to environment variables. *has_url_directory*: the
+    recipe's run directory is *remote_url*, and *run_directory* the local one with it. *variables* maps the
+    names of those that the recipe refers to, to whether they have no default. *credentials* are the names of those that
+    its store, its tracker or the Hub's client may read.
+    """
+
+    name: str
+    recipe: str
+    text: str | None
+    arguments: tuple[str, ...]
+    num_nodes: int
+    ranks_per_node: int
+    max_restarts: int | None
+    run_name: str | None
+    uses_gpus: bool
+    num_workers: int
+    run_directory: str
+    has_url_directory: bool
+    remote_url: str | None
+    stop_signal: str
+    stop: StopTime
+    variables: Mapping[str, bool]
+    credentials: tuple[str, ...]
+    extras: tuple[str, ...]
+    """Extras of this package that the recipe needs."""
+    packages: tuple[str, ...]
+    """Other packages that the recipe needs."""
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The variables that the recipe refers to without a default."""
+        return tuple(name for name, is_required in self.variables.items() if is_required)
+
+    @property
+    def title(self) -> str:
+        """One line: the recipe and its ranks."""
+        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        ranks = "1 rank" if self.ranks_per_node == 1 else f"{self.ranks_per_node} ranks"
+        each = " each" if self.num_nodes > 1 else ""
+        return f"Trains {self.recipe} on {nodes} with {ranks}{each}"
+
+
+def describe_job(
+    loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions, sizes: Sizes
+) -> Job:
+    """Return what a launcher of *loaded* contains. Raises :class:`RecipeError` for a recipe from a pipe."""
+    if is_stream(loaded.path):
+        raise RecipeError(
+            "a launcher needs a recipe file",
+            where=FLAG,
+            value=str(loaded.path),
+            hint="write the recipe to a file",
+        )
+    config, flags = loaded.config, line.flags
+    num_nodes = int(flags.nnodes)
+    directory = _text(loaded, "checkpoint.checkpoint_dir") or "checkpoints/"
+    url = _text(loaded, "checkpoint.remote.url")
+    has_url_directory = is_url(directory)
+    if has_url_directory:
+        # Checkpoints are uploaded from a local directory.
+        url, directory = directory, _text(loaded, "checkpoint.scratch_dir") or SCRATCH
+    store_extra = extra_of(url) if url else ""
+    trackers = set(config.logging.trackers)
+    tracker_keys = [_TRACKER_KEYS[name] for name in sorted(trackers & _TRACKER_KEYS.keys())]
+    # References in the file and in overrides; values are never read.
+    variables = variables_in(loaded.tree)
+    credentials = dict.fromkeys(("HF_TOKEN", *tracker_keys, *_CREDENTIALS.get(store_extra, ())))
+    signals = [name.removeprefix("SIG") for name in config.step_scheduler.stop_signals]
+    extras = {store_extra} if store_extra else set()
+    return Job(
+        name=_name(loaded.path),
+        recipe=str(loaded.path),
+        text=_recipe_text(loaded),
+        arguments=tuple(_arguments(line)),
+        num_nodes=num_nodes,
+        ranks_per_node=int(flags.nproc_per_node),
+        max_restarts=flags.max_restarts,
+        run_name=flags.run_name,
+        uses_gpus=config.distributed.backend != "gloo",
+        num_workers=config.dataloader.num_workers,
+        run_directory=directory,
+        has_url_directory=has_url_directory,
+        remote_url=url,
+        stop_signal=next((name for name in ("USR1", *signals) if name in signals), "INT"),
+        stop=stop_time(loaded, flags, sizes, num_nodes),
+        variables=variables,
+        credentials=tuple(name for name in credentials if name not in variables),
+        extras=tuple(sorted(extras | (trackers & _TRACKER_EXTRAS))),
+        packages=tuple(sorted(trackers - _TRACKER_EXTRAS)),
+    )
+
+
+def _text(loaded: LoadedRecipe, key: str) -> str | None:
+    """Return the text of a key as written, with its references; None if it is null or missing."""
+    node = loaded.tree.at(key)
+    if node is None or node.is_null or not isinstance(node.value, str):
+        return None
+    return node.value
+
+
+def _name(path: Path) -> str:
+    """Return a name of letters, digits and dashes (RFC 1123) from the name of a recipe file."""
+    words = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-")[:_NAME_LENGTH].strip("-")
+    return words if words[:1].isalpha() else f"run-{words}".strip("-")
+
+
+def _arguments(line: CommandLine) -> list[str]:
+    """Return the overrides and flags of the command line that belong to the run, in their order."""
+    words = [f"--trust={name}" for name in line.flags.trust]
+    for override in line.overrides:
+        if not override.is_below:
+            words.append(f"--{override.key}={override.node.value}")
+    return words
+
+
+def _recipe_text(loaded: LoadedRecipe) -> str | None:
+    """Return the text of a recipe's file; None if it extends other files, or its class is in a file."""
+    text = loaded.path.read_text(encoding="utf-8")
+    name = _text(loaded, "recipe") or ""
+    is_alone = re.search(r"^extends\s*:", text, re.MULTILINE) is None and ".py:" not in name
+    return text if is_alone else None

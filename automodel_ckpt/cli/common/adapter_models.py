@@ -1,0 +1,256 @@
+"""The model of an adapter for ``ckpt import``; torch, transformers and peft are imported when it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.convert.imports.adapter_import import (
+        AdapterBuilder,
+        AdapterModel,
+        AdapterSettings,
+    )
+    from automodel_ckpt.models.layers.lora import Lora
+
+_MAX_NAMED = 5
+_OPTIONS = (
+    "target_parameters",
+    "rank_pattern",
+    "alpha_pattern",
+    "dropout",
+    "modules_to_save",
+    "use_dora",
+    "use_rslora",
+    "bias",
+)
+_PREFIX = "base_model.model."
+# peft's tasks of models that transformers builds with another head than that of the base's config.json.
+_OTHER_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
+_START = "start a run with its weights (recipe: {}, a section peft like its config, init_from.path: the adapter), or "
+_CONTINUED_BY = {
+    "SEQ_CLS": _START.format("sequence_classification"),
+    "FEATURE_EXTRACTION": _START.format("embedding"),
+}
+"""How an adapter of a task is trained on without an import."""
+# The layer of the base inside the module that replaces it.
+_WRAPPED = ".base_layer"
+_NOT_FOUND = "the base of the adapter was not found"
+_HINT = "name the directory of the base that the adapter was trained on with --base"
+
+
+def adapter_builder(base: str | None, run: Path) -> AdapterBuilder:
+    """Return a function that builds the model of an adapter on the meta device, as a recipe builds it.
+
+    *base* is the directory or the name of the base on the Hub, by default the name that the adapter states. The files
+    of the base are read once for their digest, which each start of the *run* compares.
+    """
+
+    def build(settings: AdapterSettings) -> AdapterModel:
+        return _build(settings, base or settings.base, run)
+
+    return build
+
+
+def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
+    from automodel_ckpt.checkpoint.export.hf_assets import tensor_specs
+    from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS
+    from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
+    from automodel_ckpt.convert.imports.adapter_import import AdapterModel
+    from automodel_ckpt.models.inspect.parameter_list import parameters_of
+    from automodel_ckpt.models.inspect.signature import empty_model
+    from automodel_ckpt.models.inspect.vocabulary import num_embeddings
+    from automodel_ckpt.models.layers.adapter import add_adapters
+    from automodel_ckpt.models.layers.adapter_layers import find_parameters
+    from automodel_ckpt.models.layers.lora import Lora
+    from automodel_ckpt.train.model.adapters import adapter_assets
+
+    # Another base, given with --base, does not have the revisions of this one.
+    revision = settings.revision if base == settings.base else None
+    directory = _directory_of(base, revision)
+    model = empty_model(directory, hint=_HINT)
+    model.tie_weights()
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    parameters = find_parameters(model, settings.parameters)
+    targets = _layers(settings.targets, parameters)
+    renamed: dict[str, str] = {}
+    if missing := [name for name in (*targets, *settings.saved) if name not in modules]:
+        renamed = _renamed_layers(model, missing, settings.task_type, directory)
+        settings = settings.renamed(renamed)
+        targets = _layers(settings.targets, parameters)
+    lora = Lora(
+        r=settings.r,
+        alpha=settings.alpha,
+        rank_pattern=settings.rank_pattern,
+        alpha_pattern=settings.alpha_pattern,
+        dropout=settings.dropout,
+        target_modules=targets,
+        target_parameters=settings.parameters,
+        modules_to_save=settings.saved,
+        use_dora=settings.use_dora,
+        use_rslora=settings.use_rslora,
+        bias=settings.bias,  # type: ignore[arg-type]
+        ensure_weight_tying=settings.ensure_weight_tying,
+    )
+    num_base_rows = num_embeddings(model)
+    vocab_size = _resize(model, settings.rows)
+    adapted = add_adapters(model, lora, task_type=settings.task_type, num_base_rows=num_base_rows)
+    assets = adapter_assets(
+        adapted.model,
+        adapted,
+        base,
+        revision=revision,
+        run=run,
+        preprocessor=None,
+        reads_base=True,
+    )
+    # It belongs to the shards of a model, and the weights of an import are one file.
+    files = {name: data for name, data in assets.files.items() if name != EXPECTED_TENSORS}
+    shapes = {key: spec.shape for key, spec in tensor_specs(adapted.model).items()}
+    trained = [ModelParameter(*listed) for listed in parameters_of(adapted.model)]
+    is_tied = bool(model.all_tied_weights_keys)
+    section = _section(lora, adapted.peft_config["target_modules"], is_tied=is_tied)
+    frozen = [name for name in adapted.model.state_dict(keep_vars=True) if name not in shapes]
+
+    def base_names() -> Mapping[str, Sequence[str]]:
+        return _names_in_base(directory, frozen)
+
+    return AdapterModel(
+        tuple(trained), shapes, base_names, files, directory, section, vocab_size, renamed
+    )
+
+
+def _directory_of(base: str, revision: str | None) -> Path:
+    """Return the directory of the *base*. Raises :class:`CheckpointUnusable`."""
+    from automodel_ckpt.models.inspect.repository import base_directory
+
+    directory = None
+    try:
+        directory = base_directory(base, revision) if base else None
+    except (OSError, ValueError) as error:
+        _raise(_NOT_FOUND, base, str(error)[:300])
+    if directory is None:
+        _raise(_NOT_FOUND, base, "no such directory")
+    return directory
+
+
+def _layers(targets: Iterable[str], parameters: Iterable[str]) -> list[str]:
+    """Return the names in *targets* without those of modules that have one of the adapted *parameters*."""
+    with_parameters = {name.rpartition(".")[0] for name in parameters}
+    # Each adapted parameter of a module wraps it once more.
+    return [name for name in targets if name.replace(_WRAPPED, "") not in with_parameters]
+
+
+def _resize(model: Any, rows: Mapping[str, int]) -> int | None:
+    """Resize the vocabulary of *model* to the *rows* of its embedding, by module; None if that is not necessary.
+
+    Raises :class:`RecipeError` if only one of embedding and output layer is stored, and they are not tied: peft does
+    not save the other one if it is not adapted.
+    """
+    from automodel_ckpt.models.inspect.vocabulary import num_embeddings
+
+    names = {id(module): name for name, module in model.named_modules()}
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends = [names[id(end)] for end in ends if id(end) in names]
+    found = {rows[end] for end in ends if end in rows}
+    if not found or found == {num_embeddings(model)}:
+        return None
+    lost = [end for end in ends if end not in rows]
+    if len(found) > 1 or (lost and not model.all_tied_weights_keys):
+        # The caller adds where the adapter is, and that it can be merged by the program that has it.
+        raise RecipeError(
+            "the vocabulary was resized, and the adapter's file does not have all weights of the new size",
+            where="model.vocab_size",
+            value=", ".join(f"{end}: {rows.get(end, 'not there')}" for end in ends),
+            hint="",
+        )
+    (vocab_size,) = found
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    model.tie_weights()
+    return vocab_size
+
+
+def _names_in_base(directory: Path, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names in the files of the base in *directory* of frozen tensors, by their *names* in peft.
+
+    Several tied tensors have one in the files. Their names are all listed.
+    """
+    from automodel_ckpt.models.inspect.signature import read_signature
+
+    signature = read_signature(directory)
+    found: dict[str, list[str]] = {}
+    for name in names:
+        in_memory = name.removeprefix(_PREFIX).replace(f"{_WRAPPED}.", ".")
+        if in_memory not in signature.files:
+            continue
+        aliases = [in_memory]
+        for alias, first in signature.tied.items():
+            if in_memory in (alias, first):
+                aliases += [first, alias]
+        found[name] = [signature.files[alias] for alias in dict.fromkeys(aliases)]
+    return found
+
+
+def _section(lora: Lora, peft_targets: list[str] | str, *, is_tied: bool) -> dict[str, Any]:
+    """Return the ``peft`` section of a recipe with this adapter; *peft_targets* are suffixes of names, if possible.
+
+    *is_tied*: the base has tied weights.
+    """
+    section: dict[str, Any] = {"r": lora.r, "alpha": lora.alpha}
+    targets = list(lora.target_modules)
+    if isinstance(peft_targets, list):
+        targets = peft_targets
+    section["target_modules"] = targets
+    default = type(lora)()
+    for name in _OPTIONS:
+        value = getattr(lora, name)
+        if value != getattr(default, name):
+            section[name] = value
+    if is_tied and not lora.ensure_weight_tying:
+        section["ensure_weight_tying"] = False
+    return section
+
+
+def _renamed_layers(
+    model: Any, missing: list[str], task_type: str | None, directory: Path
+) -> dict[str, str]:
+    """Return {name: name in the base} of layers that an earlier version of transformers named in another way.
+
+    Raises :class:`CheckpointUnusable` if the base has none for one of them.
+    """
+    from automodel_ckpt.models.hf_names import layers_in_memory
+
+    found = layers_in_memory(model, missing)
+    if found.combined:
+        raise CheckpointUnusable(
+            "the adapter has a layer for each expert, and the base one tensor for all experts of a layer",
+            where=str(directory),
+            value=", ".join(found.combined[:_MAX_NAMED]),
+            hint="merge it into its base with the versions of peft and transformers that saved it (merge_and_unload), "
+            "and import the result",
+        )
+    if unknown := [name for name in missing if name not in found.renamed]:
+        _raise_missing(unknown, task_type, type(model).__name__, directory)
+    return found.renamed
+
+
+def _raise_missing(
+    missing: list[str], task_type: str | None, model: str, directory: Path
+) -> NoReturn:
+    names = ", ".join(missing[:_MAX_NAMED])
+    if task_type not in _OTHER_HEADS:
+        _raise("the base has no such layers", str(directory), names)
+    raise CheckpointUnusable(
+        "this adapter was trained on the base with another head, or without its head",
+        where=str(directory),
+        value=f"task_type: {task_type}; a {model} has no {names}",
+        hint=f"{_CONTINUED_BY.get(task_type or '', '')}merge it in your own code (load that model and the adapter with "
+        "peft, merge_and_unload, save_pretrained), and import the result",
+    )
+
+
+def _raise(what: str, where: str, value: str) -> NoReturn:
+    raise CheckpointUnusable(what, where=where, value=value, hint=_HINT)

@@ -1,0 +1,230 @@
+"""The sections and tables of ``ckpt show``, for checkpoints of this program and of others."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.cli.common.terminal import (
+    coloured,
+    printable,
+    problem_from_json,
+    problem_json,
+    size_text,
+    table,
+)
+from automodel_ckpt.errors import CheckpointUnusable, Problem
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.parts.slices import Tensor
+
+TensorEntry = Mapping[str, Any]
+"""A tensor in the document of ``ckpt show --json``: dtype, shape, slices; with ``--stats``, statistics or damaged."""
+
+_STATISTICS = ("min", "max", "mean", "std", "norm")
+_COUNTS = {"num_zero": "zeros", "num_nan": "NaN", "num_inf": "inf"}
+_NUMBER_IN_NAME = re.compile(r"(?<=\.)[0-9]+(?=\.)", re.ASCII)
+_MAX_NUMBERS = 6
+"""How many numbers the name of a group lists if they are not a range."""
+
+
+# ---------------------------------------------------------------- statistics of tensors
+
+
+def statistics(root: Path, tensor: Tensor) -> dict[str, Any]:
+    """Read a tensor and return its entry ``statistics``, or ``damaged``, a list of problems."""
+    from automodel_ckpt.checkpoint.tensors.statistics import statistics_of
+
+    try:
+        return {"statistics": asdict(statistics_of(root, tensor))}
+    except CheckpointUnusable as error:
+        return {"damaged": [problem_json(problem) for problem in error.problems]}
+
+
+def damage_in(document: Mapping[str, Any]) -> list[Problem]:
+    """Return the damage in a document: trees that cannot be opened, and with statistics, damaged tensors."""
+    problems = []
+    for tree in document["trees"].values():
+        problems += [problem_from_json(entry) for entry in tree.get("damaged", ())]
+        for tensor in tree["tensors"].values():
+            problems += [problem_from_json(entry) for entry in tensor.get("damaged", ())]
+    return problems
+
+
+# ---------------------------------------------------------------- sections
+
+
+def section(title: str, content: Iterable[str]) -> Iterator[str]:
+    """Yield a blank line, a title and the indented lines; nothing if there are no lines."""
+    lines = list(content)
+    if not lines:
+        return
+    yield ""
+    yield coloured(printable(title), "bold", sys.stdout)
+    for line in lines:
+        yield "  " + printable(line)
+
+
+def pairs(values: Mapping[str, Any]) -> list[str]:
+    """Format a mapping as two columns. Keys of nested mappings are dotted; values that are None are omitted."""
+    from automodel_ckpt.checkpoint.tensors.difference import flatten
+
+    rows = [(key, str(value)[:200]) for key, value in flatten(values) if key and value is not None]
+    return table(rows)
+
+
+def count(things: Sized, name: str) -> str:
+    """Return the number of *things* and their name, such as ``1 file`` or ``2 files``."""
+    return f"{len(things)} {name}" if len(things) == 1 else f"{len(things)} {name}s"
+
+
+# ---------------------------------------------------------------- files
+
+
+def file_lines(files: Mapping[str, int], everything: bool) -> list[str]:
+    """Format a table of files and their sizes in bytes; unless *everything* is set, one line per directory."""
+    if everything:
+        return table([(name, size_text(size)) for name, size in sorted(files.items())])
+    sizes_at: dict[str, list[int]] = {}
+    for name, size in sorted(files.items()):
+        top, separator, _ = name.partition("/")
+        sizes_at.setdefault(top + separator, []).append(size)
+    rows = []
+    for name, sizes in sizes_at.items():
+        num_files = count(sizes, "file") if name.endswith("/") else ""
+        rows.append((name, num_files, size_text(sum(sizes))))
+    return table(rows, right=(1, 2))
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def totals(tensors: Mapping[str, TensorEntry]) -> str:
+    """Summarize tensors: ``20 tensors, 25,920 elements, 103.7 kB, F32``."""
+    from automodel_ckpt.checkpoint.parts.slices import nbytes_of
+
+    if not tensors:
+        return count(tensors, "tensor")
+    numel = nbytes = 0
+    dtypes = set()
+    for tensor in tensors.values():
+        numel += math.prod(tensor["shape"])
+        nbytes += nbytes_of(tensor["dtype"], tensor["shape"])
+        dtypes.add(tensor["dtype"])
+    names = ", ".join(sorted(dtypes))
+    return f"{count(tensors, 'tensor')}, {numel:,} elements, {size_text(nbytes)}, {names}"
+
+
+def tensor_lines(tensors: Mapping[str, TensorEntry], everything: bool) -> list[str]:
+    """Format a table of tensors.
+
+    Lists every tensor if *everything* is set or statistics were computed; otherwise, groups of tensors.
+    """
+    has_statistics = any(
+        "statistics" in tensor or "damaged" in tensor for tensor in tensors.values()
+    )
+    if not everything and not has_statistics:
+        return _grouped_lines(tensors)
+    rows: list[tuple[str, ...]] = []
+    if has_statistics:
+        rows.append(("tensor", "dtype", "shape", "slices", *_STATISTICS, *_COUNTS.values()))
+    for fqn, tensor in _by_parameter(tensors):
+        cells = _statistics_cells(tensor) if has_statistics else [_slices_text(tensor)]
+        rows.append((printable(fqn), tensor["dtype"], str(list(tensor["shape"])), *cells))
+    return table(rows, right=range(3, 12) if has_statistics else ())
+
+
+def _by_parameter(tensors: Mapping[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
+    """Return the tensors in their order, except that all optimizer state of a parameter follows its first tensor."""
+    positions: dict[str, int] = {}
+    for fqn in tensors:
+        positions.setdefault(_parameter(fqn), len(positions))
+    return sorted(tensors.items(), key=lambda entry: positions[_parameter(entry[0])])
+
+
+def _parameter(fqn: str) -> str:
+    """Return ``optimizer.state.model.a.weight`` for ``optimizer.state.model.a.weight.exp_avg``; else the name."""
+    return fqn.rpartition(".")[0] if ".state." in fqn else fqn
+
+
+def _slices_text(tensor: TensorEntry) -> str:
+    return "1 slice" if tensor["slices"] == 1 else f"{tensor['slices']} slices"
+
+
+def _statistics_cells(tensor: TensorEntry) -> list[str]:
+    cells = [str(tensor["slices"])]
+    if "damaged" in tensor:
+        num_empty = len(_STATISTICS) + len(_COUNTS) - 1
+        return [*cells, "damaged", *[""] * num_empty]
+    values = tensor["statistics"]
+    for name in _STATISTICS:
+        cells.append("-" if values[name] is None else f"{values[name]:.4g}")
+    for name in _COUNTS:
+        cells.append(str(values[name]))
+    return cells
+
+
+def _grouped_lines(tensors: Mapping[str, TensorEntry]) -> list[str]:
+    """Format a table with one line per group of tensors.
+
+    Tensors of equal dtype and shape whose names differ only in numbers share a line, such as
+    ``model.layers.{0..11}.mlp.up_proj.weight``. Optimizer state is counted by its kind.
+    """
+    state: dict[str, TensorEntry] = {}
+    groups: dict[tuple[str, str, str], list[list[str]]] = {}
+    for fqn, tensor in tensors.items():
+        if ".state." in fqn:
+            state[fqn] = tensor
+            continue
+        pattern = _NUMBER_IN_NAME.sub("{}", fqn)
+        shape = str(list(tensor["shape"]))
+        group = groups.setdefault((pattern, tensor["dtype"], shape), [])
+        group.append(_NUMBER_IN_NAME.findall(fqn))
+    rows = []
+    for (pattern, dtype, shape), numbers in groups.items():
+        num_tensors = f"{len(numbers)} tensors" if len(numbers) > 1 else ""
+        rows.append((_group_name(pattern, numbers), dtype, shape, num_tensors))
+    return _state_lines(state) + table(rows)
+
+
+def _group_name(pattern: str, numbers: Sequence[Sequence[str]]) -> str:
+    """Replace each ``{}`` of *pattern* by the range of the numbers at that position of the names."""
+    parts = pattern.split("{}")
+    num_positions = len(numbers[0])
+    if len(parts) - 1 != num_positions:
+        return pattern  # the tensor's name itself contains {}
+    text = parts[0]
+    for position in range(num_positions):
+        found = {int(each[position]) for each in numbers}
+        text += _range_text(found) + parts[position + 1]
+    return text
+
+
+def _range_text(found: Collection[int]) -> str:
+    """Format numbers as ``7``, ``{0..11}``, or ``{0, 2, 5, ...}``."""
+    ordered = sorted(found)
+    first, last = ordered[0], ordered[-1]
+    if len(ordered) == 1:
+        return str(first)
+    if last - first == len(ordered) - 1:
+        return f"{{{first}..{last}}}"
+    shown = [str(number) for number in ordered[:_MAX_NUMBERS]]
+    if len(ordered) > _MAX_NUMBERS:
+        shown.append("...")
+    return "{" + ", ".join(shown) + "}"
+
+
+def _state_lines(tensors: Mapping[str, TensorEntry]) -> list[str]:
+    """Format a table with one line per kind of optimizer state, such as ``exp_avg``."""
+    kinds: dict[str, dict[str, TensorEntry]] = {}
+    for fqn, tensor in tensors.items():
+        kind = fqn.rpartition(".")[2]
+        of_kind = kinds.setdefault(kind, {})
+        of_kind[fqn] = tensor
+    rows = [(kind, totals(of_kind)) for kind, of_kind in kinds.items()]
+    return table(rows)

@@ -1,0 +1,95 @@
+"""The example recipes that the package contains: ``ckpt-train --list`` and ``--copy``. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import get_terminal_size
+
+import automodel_ckpt
+from automodel_ckpt.cli.common.terminal import coloured, table
+from automodel_ckpt.config.schema_keys import closest
+from automodel_ckpt.errors import RecipeError
+
+EXAMPLES = Path(automodel_ckpt.__file__).parent / "examples"
+CLUSTERS = ("kubernetes", "skypilot")
+"""Directories of examples with files that ``--write-launcher`` wrote."""
+
+
+def examples() -> dict[str, Path]:
+    """Map the name of each example recipe to its path."""
+    paths = [path for path in sorted(EXAMPLES.rglob("*.yaml")) if path.parent.name not in CLUSTERS]
+    return {path.relative_to(EXAMPLES).with_suffix("").as_posix(): path for path in paths}
+
+
+def example_lines() -> Iterator[str]:
+    """Yield the names and titles of the example recipes: one line each, or on a terminal, titles below the names."""
+    titles = {name: _title(path) for name, path in examples().items()}
+    if not sys.stdout.isatty():
+        yield from table(list(titles.items()))
+        return
+    indent = "    "
+    for name, title in titles.items():
+        yield coloured(name, "bold", sys.stdout)
+        yield textwrap.fill(
+            title, get_terminal_size().columns, initial_indent=indent, subsequent_indent=indent
+        )
+
+
+def copy_example(name: str, directory: str) -> Path:
+    """Copy an example recipe, and the Python file it uses, into a directory. Never overwrites a file.
+
+    Creates the directory, and writes the JSON schema that the recipe's first line names. Returns the path of the copy.
+    Raises :class:`RecipeError` if there is no such example, or a file exists.
+    """
+    recipe = _find_example(name.removesuffix(".yaml"))
+    if recipe is None:
+        paths = examples()
+        stems = [path.stem for path in paths.values()]
+        meant = closest(name, [*paths, *stems])
+        hint = f"did you mean {meant}?" if meant else "ckpt-train --list lists the example recipes"
+        raise RecipeError("unknown example recipe", where="--copy", value=name, hint=hint)
+    text = recipe.read_text(encoding="utf-8")
+    code = re.search(r"^recipe: (\w+\.py):", text, re.MULTILINE)
+    if code:
+        _copy(recipe.with_name(code[1]), Path(directory))
+    copied = _copy(recipe, Path(directory))
+    from automodel_ckpt.config.help.json_schema import FILE_NAME, schema_text
+
+    schema = copied.with_name(FILE_NAME)
+    if not schema.exists():
+        schema.write_text(schema_text(), encoding="utf-8")
+    return copied
+
+
+def _find_example(name: str) -> Path | None:
+    """Return the example recipe with this name, or this name without directories; None if there is none."""
+    for key, path in examples().items():
+        if name in (key, path.stem):
+            return path
+    return None
+
+
+def _copy(source: Path, directory: Path) -> Path:
+    target = directory / source.name
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # x: fails if the file exists, also if another process has just created it.
+        with target.open("xb") as copy:
+            copy.write(source.read_bytes())
+    except OSError as error:
+        hint = "choose another directory, or remove the existing file"
+        raise RecipeError(
+            "the recipe cannot be copied", where=str(target), value=error.strerror, hint=hint
+        ) from error
+    return target
+
+
+def _title(path: Path) -> str:
+    """The first line of text in a recipe, after the line that names its schema for editors."""
+    with path.open(encoding="utf-8") as lines:
+        texts = (line.lstrip("# ").strip() for line in lines)
+        return next((text for text in texts if not text.startswith("yaml-language-server")), "")

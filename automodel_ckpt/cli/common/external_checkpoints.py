@@ -1,0 +1,193 @@
+"""Describe directories that other programs wrote, for ``ckpt ls`` and ``ckpt show``. They have no digests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.base.units import values_text
+from automodel_ckpt.cli.common.checkpoint_tables import (
+    file_lines,
+    pairs,
+    section,
+    statistics,
+    tensor_lines,
+    totals,
+)
+from automodel_ckpt.cli.common.terminal import (
+    age_facts,
+    coloured,
+    printable,
+    problem_json,
+    size_text,
+)
+
+if TYPE_CHECKING:
+    from automodel_ckpt.convert.formats.format import Counters
+    from automodel_ckpt.convert.imports.external import ExternalTree
+    from automodel_ckpt.errors import Problem
+
+_UNVERIFIABLE = "external checkpoint, unverifiable: no MANIFEST.json"
+# The directory can be anything, such as that of a data set.
+_MAX_ENTRIES = 10_000
+_EXPORT = "export: verify it with `ckpt verify`"
+
+
+def is_external(path: Path) -> bool:
+    """Whether *path* is a directory, not a link, that another program wrote in a known format.
+
+    False for a directory that cannot be read, such as lost+found.
+    """
+    from automodel_ckpt.convert.formats.registry import formats_in
+
+    try:
+        return not path.is_symlink() and bool(formats_in(path))
+    except PermissionError:
+        return False
+
+
+def named_checkpoints(directory: Path) -> list[Path]:
+    """Return the checkpoints of other programs in *directory* whose names state a step, an epoch or a metric.
+
+    Links and hidden names are skipped. Empty if *directory* is a checkpoint itself, such as a directory of DeepSpeed
+    with its tags, or no directory.
+    """
+    from automodel_ckpt.convert.formats.files import names_in
+    from automodel_ckpt.convert.formats.registry import detect, formats_in
+    from automodel_ckpt.convert.imports.file_names import parse_name
+
+    if not directory.is_dir() or detect(directory, readable_only=True) is not None:
+        return []
+    found: list[Path] = []
+    for name in names_in(directory)[:_MAX_ENTRIES]:
+        path = directory / name
+        if name.startswith(".") or path.is_symlink() or parse_name(name).is_empty:
+            continue
+        is_ordinary = path.is_dir() or path.is_file()
+        if is_ordinary and formats_in(path):
+            found.append(path)
+    return found
+
+
+def counters_in(path: Path) -> Counters:
+    """Return the step, the epoch and the samples that the files in *path* state; empty if they cannot be read."""
+    from automodel_ckpt.convert.formats.format import Counters
+    from automodel_ckpt.convert.formats.registry import detect, detect_parts
+    from automodel_ckpt.errors import CheckpointUnusable
+
+    try:
+        known = detect(path, readable_only=True) or detect_parts(path)
+        return Counters() if known is None else known.counters(path)
+    except (CheckpointUnusable, OSError):
+        return Counters()
+
+
+def row_fields(path: Path) -> dict[str, Any] | None:
+    """Return the fields of a row of ``ckpt ls``; None if the directory is in no known format."""
+    from automodel_ckpt.convert.imports import external
+
+    found = external.read_external(path)
+    if found is None:
+        return None
+    stated = counters_in(path)
+    return {
+        "nbytes": found.nbytes,
+        "created": found.written,
+        "reason": f"external, unverified: {found.kind}",
+        "foreign": True,
+        "step": stated.step,
+        "epoch": stated.epoch,
+        "train_loss": found.losses.get("train_loss"),
+        "val_loss": found.losses.get("val_loss"),
+    }
+
+
+def _first(stated: int | None, named: int | None) -> int | None:
+    """The value that the files state, else that of the name: NeMo AutoModel counts steps from 0 in names."""
+    return named if stated is None else stated
+
+
+def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
+    """Return the document of ``ckpt show --json``; None if the directory is in no known format.
+
+    With *stats*, reads the tensors and adds their statistics.
+    """
+    from automodel_ckpt.checkpoint.files import layout
+    from automodel_ckpt.convert.imports import external
+
+    found = external.read_external(path)
+    if found is None:
+        return None
+    name = layout.parse_checkpoint_name(path.name)
+    stated = counters_in(path)
+    trees = {}
+    for tree_name, tree in found.trees().items():
+        trees[tree_name] = {
+            "format": tree.format.name,
+            "problem": _text(tree.problems),
+            "damaged": [problem_json(problem) for problem in tree.problems],
+            "values": tree.inventory.num_values,
+            "tensors": _tensors(path / tree_name, tree, stats),
+            "details": {title: list(content) for title, content in tree.details.items()},
+        }
+    return {
+        "path": str(path),
+        "foreign": True,
+        "kind": found.kind,
+        "note": _EXPORT if layout.EXPORT_MANIFEST in found.files else _UNVERIFIABLE,
+        "step": _first(stated.step, name and name.step),
+        "epoch": _first(stated.epoch, name and name.epoch),
+        "created": found.written,
+        "nbytes": found.nbytes,
+        "losses": dict(found.losses),
+        "files": dict(found.files),
+        "trees": trees,
+    }
+
+
+def _text(problems: Sequence[Problem]) -> str:
+    """Return the first problem as one line; empty if there is none."""
+    if not problems:
+        return ""
+    return f"{problems[0].what}: {problems[0].value}"
+
+
+def _tensors(directory: Path, tree: ExternalTree, stats: bool) -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = {}
+    for fqn, tensor in tree.inventory.tensors.items():
+        entries[fqn] = asdict(tensor)
+    if stats and not tree.problems:
+        stored = tree.format.stored_tensors(directory)
+        for fqn, entry in entries.items():
+            entry.update(statistics(stored.root, stored.tensors[fqn]))
+    return entries
+
+
+def lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
+    """Format the document for a terminal.
+
+    With *everything*, lists all tensors and files; otherwise, groups tensors, and files by directory.
+    """
+    yield coloured(printable(document["path"]), "bold", sys.stdout)
+    yield coloured(document["note"], "yellow", sys.stdout)
+    facts = [size_text(document["nbytes"]), *age_facts(document["created"])]
+    counters = [f"{key} {document[key]}" for key in ("step", "epoch") if document[key] is not None]
+    facts = [*counters, *facts]
+    yield f"{printable(document['kind'])}; {', '.join(facts)}"
+    files = document["files"]
+    yield from section("losses", pairs(document["losses"]))
+    yield from section(f"files ({len(files)})", file_lines(files, everything))
+    for name, tree in document["trees"].items():
+        tensors = tree["tensors"]
+        location = "here" if name == "." else name
+        title = f"{location} ({tree['format']}): {totals(tensors)}"
+        if tree["values"]:
+            title += f", {values_text(tree['values'])}"
+        problem = tree["problem"]
+        content = [problem] if problem else tensor_lines(tensors, everything)
+        yield from section(title, content)
+        for title, details in tree["details"].items():
+            yield from section(title, details)

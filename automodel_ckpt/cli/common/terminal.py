@@ -1,0 +1,371 @@
+"""Text for a terminal: control characters in names are escaped, and colors are used only on terminals."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TextIO, cast
+from unicodedata import category, east_asian_width
+
+from automodel_ckpt.base.units import size_text
+from automodel_ckpt.errors import OutputFailed, Problem, os_problem, printable, without_hidden
+
+__all__ = [
+    "age_facts",
+    "age_text",
+    "can_print",
+    "coloured",
+    "fitted",
+    "forgiving_streams",
+    "hiding_values",
+    "json_text",
+    "leave_reader",
+    "naming_output",
+    "occupy_standard_streams",
+    "output_failure",
+    "print_error",
+    "print_path",
+    "printable",
+    "printable_lines",
+    "problem_from_json",
+    "problem_json",
+    "size_text",
+    "table",
+]
+
+_COMBINING = ("Mn", "Me")
+"""Unicode categories of marks that are printed over the character before."""
+_MIN_NOTE_WIDTH = 24
+"""In columns; a narrower column of text would be one word per line."""
+_STANDARD_OUTPUT = "standard output"
+_COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
+
+
+def occupy_standard_streams() -> None:
+    """Open /dev/null for standard streams that are closed.
+
+    Otherwise the next opened file, perhaps one of a checkpoint, gets descriptor 1 or 2 and receives printed text.
+    """
+    # open() returns the lowest free descriptor: 0, 1 or 2 if such a stream is closed.
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        os.set_inheritable(descriptor, True)
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        # A character that the terminal or PYTHONIOENCODING does not have is written as \\u....
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def require_utf8() -> None:
+    """Start this process again in Python's UTF-8 mode if the locale is ASCII, so that all file names can be used."""
+    if sys.getfilesystemencoding() == "ascii":
+        environment = os.environ | {"PYTHONUTF8": "1"}
+        # The option too: Python ignores the variable with -E.
+        words = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
+        os.execve(sys.executable, words, environment)
+
+
+class _ForgivingStream:
+    """A text stream that ignores errors of writing."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _HidingStream:
+    """A text stream that shows references in the place of the values of environment variables."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(without_hidden(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def hiding_values() -> Iterator[None]:
+    """Print no resolved value of an environment variable inside this context, also in log messages."""
+    with (
+        contextlib.redirect_stdout(cast(TextIO, _HidingStream(sys.stdout))),
+        contextlib.redirect_stderr(cast(TextIO, _HidingStream(sys.stderr))),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def forgiving_streams() -> Iterator[None]:
+    """Ignore errors of printing inside this context: a closed terminal, a pipe without a reader, or a full disk.
+
+    The run continues, and its log files have the same content.
+    """
+    stdout, stderr = sys.stdout, sys.stderr
+    sys.stdout = cast(TextIO, _ForgivingStream(stdout))
+    sys.stderr = cast(TextIO, _ForgivingStream(stderr))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = stdout, stderr
+
+
+class _NamedStream:
+    """A text stream whose errors of writing have :data:`_STANDARD_OUTPUT` as their file name."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _naming_errors():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _naming_errors():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _naming_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        error.filename = _STANDARD_OUTPUT
+        raise
+
+
+@contextlib.contextmanager
+def naming_output() -> Iterator[None]:
+    """Let errors of printing name standard output inside this context, so that :func:`output_failure` knows them."""
+    stdout = sys.stdout
+    sys.stdout = cast(TextIO, _NamedStream(stdout))
+    try:
+        yield
+    finally:
+        sys.stdout = stdout
+
+
+def output_failure(error: BaseException) -> OutputFailed | None:
+    """Return the error to report if *error* is a failed write to standard output; None otherwise.
+
+    Standard output is then redirected to /dev/null: what it still buffers would fail again at exit.
+    """
+    # The identity: a file may have the same name.
+    if not isinstance(error, OSError) or error.filename is not _STANDARD_OUTPUT:
+        return None
+    leave_reader()
+    hint = "write the output to a disk with free space, or to a pipe"
+    problem = os_problem(error, "the output could not be written", hint=hint)
+    return OutputFailed(problem.what, where=problem.where, value=problem.value, hint=problem.hint)
+
+
+def printable_lines(text: str) -> str:
+    """Apply :func:`printable` to each line of a message."""
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def can_print(text: str, stream: TextIO) -> bool:
+    """Whether the encoding of *stream* has all characters of *text*."""
+    try:
+        text.encode(stream.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def print_error(message: str) -> None:
+    """Print a message on standard error, with :func:`printable` characters only."""
+    print(printable_lines(message), file=sys.stderr)
+
+
+def print_path(path: str | os.PathLike[str]) -> None:
+    """Print a path on standard output: its bytes if a program reads them, :func:`printable` text on a terminal."""
+    if sys.stdout.isatty():
+        print(printable(os.fspath(path)))
+        return
+    sys.stdout.flush()
+    # The bytes of the path: a name that is not valid UTF-8 cannot be printed as text.
+    with _naming_errors():
+        sys.stdout.buffer.write(os.fsencode(path) + b"\n")
+    sys.stdout.flush()
+
+
+def leave_reader() -> None:
+    """Redirect standard output to /dev/null after a BrokenPipeError, so that flushing at exit raises nothing."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def coloured(text: str, colour: str, stream: TextIO) -> str:
+    """Return *text* in a color if *stream* is a terminal. FORCE_COLOR overrides this, and NO_COLOR overrides both."""
+    shows_colors = stream.isatty() and os.environ.get("TERM") != "dumb"
+    is_forced = bool(os.environ.get("FORCE_COLOR"))
+    is_forbidden = bool(os.environ.get("NO_COLOR"))
+    if is_forbidden or not (shows_colors or is_forced):
+        return text
+    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
+
+
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Format rows as lines with aligned columns. *right* contains the indices of right-aligned columns."""
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = []
+        for number, cell in enumerate(row):
+            padding = " " * (widths[number] - _width(cell))
+            cells.append(padding + cell if number in right else cell + padding)
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def fitted(
+    rows: Sequence[Sequence[str]],
+    right: Collection[int],
+    dropped_first: Sequence[str],
+    *,
+    wrap_last: bool = False,
+) -> list[str]:
+    """Format rows like :func:`table`, so that they fit the terminal. The first row contains the titles.
+
+    With *wrap_last*, the text of the last column continues on further lines if 24 columns are left for it. If the
+    terminal is still too narrow, columns are dropped: first the empty ones with a title in *dropped_first*, then the
+    others in that order, until the rest fits. Output that does not go to a terminal is not changed.
+    """
+    lines = table(rows, right)
+    width = shutil.get_terminal_size().columns
+    if not sys.stdout.isatty() or max(map(_width, lines)) <= width:
+        return lines
+    if wrap_last:
+        before = table([row[:-1] for row in rows], right)
+        columns_left = width - max(map(_width, before)) - 2
+        needed = min(_MIN_NOTE_WIDTH, max(_width(row[-1]) for row in rows))
+        if columns_left >= needed or not dropped_first:
+            wrapped = []
+            for line, row in zip(before, rows, strict=True):
+                wrapped.append(_wrapped(line, row[-1], width, columns_left))
+            return wrapped
+    if not dropped_first:
+        return lines
+    title = _column_to_drop(rows, dropped_first)
+    dropped = list(rows[0]).index(title)
+    fewer = [[*row[:dropped], *row[dropped + 1 :]] for row in rows]
+    still_right = [number - (number > dropped) for number in right if number != dropped]
+    others = [other for other in dropped_first if other != title]
+    return fitted(fewer, still_right, others, wrap_last=wrap_last)
+
+
+def _column_to_drop(rows: Sequence[Sequence[str]], dropped_first: Sequence[str]) -> str:
+    """Return the title of the first empty column in *dropped_first*, or its first title if none is empty."""
+    titles, *others = rows
+    for title in dropped_first:
+        number = titles.index(title)
+        if not any(row[number] for row in others):
+            return title
+    return dropped_first[0]
+
+
+def _wrapped(line: str, note: str, width: int, columns_left: int) -> str:
+    """Append a note in the last *columns_left* columns of *width*; the rest of the note continues below."""
+    if not note:
+        return line
+    columns_left = max(columns_left, _MIN_NOTE_WIDTH)
+    indent = max(0, width - columns_left)
+    first, *others = textwrap.wrap(note, columns_left)
+    padding = " " * (indent - _width(line))
+    lines = [f"{line}{padding}{first}"]
+    for other in others:
+        lines.append(" " * indent + other)
+    return "\n".join(lines)
+
+
+def _width(text: str) -> int:
+    """Return the width of *text* in terminal columns: wide characters take two, combining marks none."""
+    if text.isascii():
+        return len(text)
+    width = 0
+    for character in text:
+        if category(character) not in _COMBINING:
+            width += 2 if east_asian_width(character) in "WF" else 1
+    return width
+
+
+def age_text(created: float) -> str:
+    """Format the time since *created* (seconds since 1970), such as ``5 min``.
+
+    Returns an empty text for a time in the future, NaN and infinity.
+    """
+    seconds = time.time() - created
+    if not 0 <= seconds < math.inf:
+        return ""
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def age_facts(created: float) -> list[str]:
+    """Return the time since *created* as a fact, such as ``5 min old``; no fact where :func:`age_text` has none."""
+    age = age_text(created)
+    return [f"{age} old"] if age else []
+
+
+def json_text(document: Any) -> str:
+    """Serialize *document* to JSON; NaN and infinity become null."""
+    return json.dumps(_finite(document), indent=2)
+
+
+def problem_json(problem: Problem) -> dict[str, str]:
+    """Convert a problem to the mapping that ``--json`` prints.
+
+    The key of the hint is ``remedy``, its name when ``--json`` was introduced: scripts read it.
+    """
+    return {
+        "what": problem.what,
+        "where": problem.where,
+        "value": str(problem.value),
+        "remedy": problem.advice,
+    }
+
+
+def problem_from_json(document: Mapping[str, str]) -> Problem:
+    """Convert the mapping of :func:`problem_json` back to a problem."""
+    return Problem(document["what"], document["where"], document["value"], document["remedy"])
+
+
+def _finite(value: Any) -> Any:
+    """Copy a document; NaN and infinity become None, because JSON has no text for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

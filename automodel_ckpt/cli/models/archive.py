@@ -1,0 +1,127 @@
+"""``ckpt archive`` and ``ckpt unarchive``: checkpoints in one compressed file, and back."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.cli.common.arguments import WHERE
+from automodel_ckpt.cli.common.paths import find_checkpoint, run_directory
+from automodel_ckpt.cli.common.terminal import print_path, printable, size_text
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
+
+_OTHER_FORMATS = (".tar", ".gz", ".tgz", ".bz2", ".tbz2", ".xz", ".txz", ".lz4", ".7z", ".zip")
+"""Ends of file names that state another format than the one that is written."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt archive``."""
+    command.description = (
+        "Write a checkpoint, or all complete checkpoints of a run directory, to one compressed file, for cold storage "
+        "or uploads. `ckpt unarchive` restores them bit for bit. Exports and superseded checkpoints are not included. "
+        "Needs the extra [archive]."
+    )
+    command.add_argument("path", metavar="PATH", help=WHERE)
+    command.add_argument(
+        "-o", "--output", required=True, metavar="FILE.tar.zst", help="the archive to write"
+    )
+    command.add_argument(
+        "--delta",
+        action="store_true",
+        help="store each checkpoint of a run as a difference to the one before; for a single checkpoint, that one is "
+        "needed to extract it",
+    )
+    command.add_argument(
+        "--level",
+        type=int,
+        choices=range(1, 20),
+        default=3,
+        metavar="N",
+        help="compression level of zstd, 1 to 19 (default: 3)",
+    )
+    command.add_argument("--force", action="store_true", help="replace an existing file")
+
+
+def add_unarchive_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt unarchive``."""
+    command.description = (
+        "Extract the checkpoints of an archive into a run directory. Every file is compared with the digests of its "
+        "manifest before the checkpoint is published. Checkpoints that exist already are skipped. Needs the extra "
+        "[archive]."
+    )
+    command.add_argument("file", metavar="FILE.tar.zst", help="a file that `ckpt archive` wrote")
+    command.add_argument(
+        "-o", "--output", required=True, metavar="RUN", help="run directory for the checkpoints"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt archive``."""
+    from automodel_ckpt.checkpoint.files import layout
+    from automodel_ckpt.convert.checkpoint_archive.writing import archive
+    from automodel_ckpt.convert.publishing import check_file_target
+
+    path = Path(arguments.path).expanduser()
+    # All checkpoints of a run, which may be named by a link; else a pointer or a checkpoint.
+    source = None if path.name in layout.POINTERS else run_directory(path)
+    if source is None:
+        source = find_checkpoint(path)
+        if layout.parse_checkpoint_name(source.name) is None:
+            raise CheckpointUnusable(
+                "only checkpoints of this program can be archived",
+                where=str(source),
+                value=source.name,
+                hint="name a run directory or a checkpoint; `ckpt import` makes one from other files",
+            )
+    target = Path(arguments.output).expanduser()
+    _check_name(target)
+    check_file_target(target, overwrite=arguments.force)
+    log = _ignore if arguments.json else print
+    done = archive(source, target, delta=arguments.delta, level=arguments.level, log=log)
+    if arguments.json:
+        document = {
+            "archive": str(done.path),
+            "checkpoints": list(done.names),
+            "nbytes": done.nbytes,
+            "archive_bytes": done.archive_bytes,
+        }
+        print(json.dumps(document, indent=2))
+        return EXIT_DONE
+    ratio = done.nbytes / max(1, done.archive_bytes)
+    sizes = f"{size_text(done.nbytes)} -> {size_text(done.archive_bytes)}"
+    print(
+        printable(f"{counted(len(done.names), 'checkpoint')}, {sizes} ({ratio:.2f} times smaller)")
+    )
+    print_path(done.path)
+    return EXIT_DONE
+
+
+def _check_name(target: Path) -> None:
+    """Raise :class:`RecipeError` if the name of the archive states another format."""
+    if target.suffix.lower() in _OTHER_FORMATS:
+        raise RecipeError(
+            "archives are compressed with zstd, and their name ends in .tar.zst",
+            where="--output",
+            value=str(target),
+            hint="write a file such as run.tar.zst",
+        )
+
+
+def run_unarchive(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt unarchive``."""
+    from automodel_ckpt.convert.checkpoint_archive.reading import extract
+
+    log = _ignore if arguments.json else print
+    paths = extract(Path(arguments.file).expanduser(), Path(arguments.output).expanduser(), log=log)
+    if arguments.json:
+        print(json.dumps({"checkpoints": [str(path) for path in paths]}, indent=2))
+        return EXIT_DONE
+    for path in paths:
+        print_path(path)
+    return EXIT_DONE
+
+
+def _ignore(_message: str) -> None:
+    """Print nothing: with ``--json``, the output is one document."""

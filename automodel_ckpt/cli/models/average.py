@@ -1,0 +1,229 @@
+"""``ckpt average``: combine the weights of several checkpoints into one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.cli.common.arguments import add_checkpoint_name, number_at_least
+from automodel_ckpt.cli.common.terminal import coloured, print_path, printable, size_text, table
+from automodel_ckpt.errors import EXIT_DONE, RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.files.layout import CheckpointName
+    from automodel_ckpt.convert.merging.average import Average
+    from automodel_ckpt.convert.merging.average_options import AverageOptions
+
+_METHODS = ("linear", "slerp", "ties", "dare")
+_MAX_NAMES = 5
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt average``."""
+    command.description = (
+        "Combine the weights of several checkpoints, in any format that ckpt reads, into a checkpoint of weights. "
+        "Arithmetic is in float32; each tensor keeps its dtype. Config and tokenizer are those of the first source. "
+        "Names and shapes must agree. So must dtypes, except those of floats of 16 and 32 bits, whose average is in "
+        "float32."
+    )
+    command.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="a checkpoint, a run directory (its newest checkpoint), or a directory or file of another program",
+    )
+    command.add_argument(
+        "-o", "--output", required=True, metavar="RUN", help="run directory for the result"
+    )
+    command.add_argument(
+        "--last",
+        type=number_at_least(1),
+        metavar="N",
+        help="average the newest N checkpoints of the run directory SOURCE",
+    )
+    _add_methods(command)
+    add_checkpoint_name(command, "that of the newest source")
+    command.add_argument("--dry-run", action="store_true", help="only print what would be averaged")
+
+
+def _add_methods(command: argparse.ArgumentParser) -> None:
+    """Add the options that determine the result: the weights, the method, and the rule for integers."""
+    command.add_argument(
+        "--weights", metavar="W,W,...", help="weight of each source (default: equal weights)"
+    )
+    command.add_argument(
+        "--ema",
+        type=float,
+        metavar="DECAY",
+        help="exponential moving average: each source replaces 1 - DECAY of the average of those before it",
+    )
+    command.add_argument(
+        "--method",
+        choices=_METHODS,
+        default="linear",
+        help="linear (default); slerp: spherical interpolation between two sources; "
+        "ties, dare: merge the differences to --base",
+    )
+    command.add_argument(
+        "--base", metavar="PATH", help="the model that all sources were trained from (ties, dare)"
+    )
+    command.add_argument(
+        "--density",
+        type=float,
+        metavar="D",
+        help="share of the elements of a difference that are kept (default: 0.2 for ties, 0.5 for dare)",
+    )
+    command.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="factor for the merged difference (ties, dare; default: 1)",
+    )
+    command.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the method dare (default: 0)"
+    )
+    command.add_argument(
+        "--integers",
+        choices=("equal", "first", "last"),
+        default="equal",
+        help="tensors of integers, bool and 8-bit floats must be equal (default), or are copied from one source",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt average``: print what will be averaged, then average it."""
+    from automodel_ckpt.convert.merging.average import prepare, run_average
+
+    planned = prepare(
+        _sources(arguments),
+        Path(arguments.output).expanduser(),
+        _options(arguments),
+        name=_name(arguments),
+    )
+    if not arguments.json:
+        print("\n".join(_lines(planned)))
+    if not arguments.dry_run:
+        run_average(planned)
+    if arguments.json:
+        print(json.dumps(_document(planned, arguments.dry_run), indent=2))
+        return EXIT_DONE
+    checkpoint = planned.checkpoint
+    start = shlex.quote(str(checkpoint.run if checkpoint.is_newest else checkpoint.target))
+    # Not before it is written, which can fail.
+    print(printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}"))
+    if not arguments.dry_run:
+        print_path(checkpoint.target)
+    return EXIT_DONE
+
+
+def _sources(arguments: argparse.Namespace) -> list[Path]:
+    """Return the sources; with ``--last``, those of the run directory. Raises :class:`RecipeError`."""
+    from automodel_ckpt.cli.common.paths import reject_several_runs, run_directory
+    from automodel_ckpt.convert.merging.average import last_checkpoints
+
+    sources = [Path(source).expanduser() for source in arguments.sources]
+    for source in sources:
+        if run_directory(source) is None:
+            reject_several_runs(source)
+    if arguments.last is None:
+        return sources
+    run = run_directory(sources[0])
+    if len(sources) > 1 or run is None:
+        raise RecipeError(
+            "--last needs one run directory",
+            where="SOURCE",
+            value=", ".join(arguments.sources),
+            hint="name one directory with checkpoints, or list the checkpoints without --last",
+        )
+    return last_checkpoints(run, arguments.last)
+
+
+def _options(arguments: argparse.Namespace) -> AverageOptions:
+    from automodel_ckpt.convert.merging.average_options import AverageOptions
+
+    base = None
+    if arguments.base is not None:
+        base = Path(arguments.base).expanduser()
+    return AverageOptions(
+        weights=_numbers(arguments.weights),
+        ema=arguments.ema,
+        method=arguments.method,
+        base=base,
+        density=arguments.density,
+        scale=arguments.scale,
+        seed=arguments.seed,
+        integers=arguments.integers,
+    )
+
+
+def _numbers(text: str | None) -> list[float] | None:
+    """Parse comma-separated numbers. Raises :class:`RecipeError`."""
+    if text is None:
+        return None
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError as error:
+        raise RecipeError(
+            "the weights are not numbers",
+            where="--weights",
+            value=text,
+            hint="one number per source, separated by commas: 0.5,0.3,0.2",
+        ) from error
+
+
+def _name(arguments: argparse.Namespace) -> CheckpointName | None:
+    """Return the name that the options request; None if they do not."""
+    from automodel_ckpt.checkpoint.files.layout import CheckpointName
+
+    if arguments.step is None and arguments.epoch is None:
+        return None
+    return CheckpointName(step=arguments.step or 0, epoch=arguments.epoch or 0)
+
+
+def _document(planned: Average, dry_run: bool) -> dict[str, Any]:
+    checkpoint = planned.checkpoint
+    pairs = zip(planned.sources, planned.weights, strict=True)
+    return {
+        "sources": [{"path": str(path), "weight": weight} for path, weight in pairs],
+        "method": planned.method,
+        "checkpoint": str(checkpoint.target),
+        "dry_run": dry_run,
+        "num_tensors": planned.num_tensors,
+        "nbytes": checkpoint.nbytes,
+        "side_files": list(checkpoint.side_files),
+        "copied": list(planned.copied),
+        "left_out": list(checkpoint.left_out),
+        "notes": list(planned.notes),
+    }
+
+
+def _lines(planned: Average) -> Iterator[str]:
+    """Describe what will be averaged."""
+    checkpoint = planned.checkpoint
+    title = f"{planned.method} average -> {checkpoint.target}"
+    yield coloured(printable(title), "bold", sys.stdout)
+    rows = []
+    for path, weight in zip(planned.sources, planned.weights, strict=True):
+        rows.append((f"{weight:.4g}", str(path)))
+    rows.append(
+        ("weights", f"{counted(planned.num_tensors, 'tensor')}, {size_text(checkpoint.nbytes)}")
+    )
+    rows.append(("other files", ", ".join(list(checkpoint.side_files)[:_MAX_NAMES]) or "none"))
+    if planned.copied:
+        text = ", ".join(planned.copied[:_MAX_NAMES])
+        rows.append(
+            ("copied", f"{counted(len(planned.copied), 'tensor')} with differences: {text}")
+        )
+    if checkpoint.left_out:
+        rows.append(("not included", ", ".join(checkpoint.left_out)))
+    for line in table(rows):
+        yield printable(line)
+    for note in planned.notes:
+        yield printable(f"note: {note}")

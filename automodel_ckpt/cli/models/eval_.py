@@ -1,0 +1,129 @@
+"""``ckpt eval``: run tasks of lm-evaluation-harness on the model of a checkpoint, an export or an adapter."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from automodel_ckpt.base.units import measure_text
+from automodel_ckpt.cli.common.arguments import number_at_least
+from automodel_ckpt.cli.common.terminal import json_text, print_error, printable
+from automodel_ckpt.cli.entry import ending_on_interrupt
+from automodel_ckpt.cli.models.generate import add_source_arguments, load_model
+from automodel_ckpt.errors import EXIT_DONE
+
+if TYPE_CHECKING:
+    from automodel_ckpt.models.measure.harness import HarnessTasks, TaskMetric
+
+_TASKS = "--tasks"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt eval``."""
+    command.description = (
+        "Run tasks of EleutherAI's lm-evaluation-harness on a model (pip install 'automodel_ckpt[eval]'). The data of "
+        "the library's tasks are downloaded from the Hugging Face Hub. Task files can contain code, which is executed."
+    )
+    add_source_arguments(command)
+    command.add_argument(
+        _TASKS,
+        required=True,
+        type=_names,
+        metavar="NAME,...",
+        help="tasks or groups of tasks; `lm_eval ls tasks` lists those of the library",
+    )
+    command.add_argument(
+        "--include-path", type=Path, metavar="DIR", help="a directory with task files of your own"
+    )
+    command.add_argument(
+        "--num-fewshot",
+        type=number_at_least(0),
+        metavar="N",
+        help="examples in each prompt (default: as the task states)",
+    )
+    command.add_argument(
+        "--limit",
+        type=number_at_least(1),
+        metavar="N",
+        help="only the first N samples of each task",
+    )
+    command.add_argument(
+        "--batch-size",
+        type=number_at_least(1),
+        default=1,
+        metavar="N",
+        help="samples per forward pass (default: 1)",
+    )
+    command.add_argument(
+        "--chat-template",
+        action="store_true",
+        help="render prompts as messages of a user with the tokenizer's chat template",
+    )
+
+
+def _names(text: str) -> list[str]:
+    names = []
+    for name in text.split(","):
+        if name.strip():
+            names.append(name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError("there is no name of a task")
+    return names
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt eval``. The metrics are printed on standard output, messages on standard error."""
+    with ending_on_interrupt():
+        from automodel_ckpt.models.measure.harness import check_tasks, require_harness, run_tasks
+
+        # Before the model is loaded, which takes longer.
+        require_harness(_TASKS)
+    given = _tasks_of(arguments)
+    print_error("finding the tasks of lm-evaluation-harness")
+    index = check_tasks(given, _TASKS)
+    loaded = load_model(arguments)
+    metrics = run_tasks(loaded.model, loaded.tokenizer, given, index)
+    if arguments.json:
+        print(json_text({"model": loaded.name, "metrics": [_document(each) for each in metrics]}))
+    else:
+        print("\n".join(map(printable, _table(metrics))))
+    return EXIT_DONE
+
+
+def _tasks_of(arguments: argparse.Namespace) -> HarnessTasks:
+    from automodel_ckpt.models.measure.harness import HarnessTasks
+
+    return HarnessTasks(
+        arguments.tasks,
+        arguments.include_path,
+        arguments.num_fewshot,
+        arguments.limit,
+        arguments.batch_size,
+        arguments.chat_template,
+    )
+
+
+def _table(metrics: Sequence[TaskMetric]) -> list[str]:
+    """One line per metric: task, metric, value, and the standard error where there is one."""
+    rows = [("task", "metric", "value")]
+    for each in metrics:
+        error = "" if each.stderr is None else f" +- {measure_text(each.stderr)}"
+        rows.append((each.task, each.metric, f"{measure_text(each.value)}{error}"))
+    task_width = max(len(task) for task, _, _ in rows)
+    metric_width = max(len(metric) for _, metric, _ in rows)
+    lines = []
+    for task, metric, value in rows:
+        lines.append(f"{task:{task_width}}  {metric:{metric_width}}  {value}")
+    return lines
+
+
+def _document(metric: TaskMetric) -> dict[str, object]:
+    return {
+        "name": metric.name,
+        "task": metric.task,
+        "metric": metric.metric,
+        "value": metric.value,
+        "stderr": metric.stderr,
+    }

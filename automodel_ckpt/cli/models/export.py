@@ -1,0 +1,221 @@
+"""``ckpt export``: export the model of a checkpoint to another program's format. ``ckpt consolidate`` is an alias of
+``ckpt export --to hf``. Each format is a module of ``cli/targets/``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Container, Iterable, Mapping
+from pathlib import Path
+
+from automodel_ckpt.cli.common.arguments import WHERE, without_effect
+from automodel_ckpt.cli.common.paths import find_checkpoint
+from automodel_ckpt.cli.targets import (
+    compressed_tensors,
+    dcp,
+    gguf,
+    hf,
+    lightning,
+    megatron,
+    nemo,
+    onnx,
+    qnemo,
+    torch_file,
+    trainer,
+    zarr,
+)
+from automodel_ckpt.cli.targets.target import Option, Target
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
+
+_EMA = "--ema"
+
+_ALL = (
+    hf.TARGET,
+    gguf.TARGET,
+    torch_file.TARGET,
+    lightning.TARGET,
+    trainer.TARGET,
+    dcp.TARGET,
+    compressed_tensors.TARGET,
+    nemo.TARGET,
+    megatron.TARGET,
+    zarr.TARGET,
+    qnemo.TARGET,
+    onnx.TARGET,
+)
+"""The targets, in the order of ``--help``. A new target is a module of ``cli/targets/`` and an entry here."""
+_WITH_OWN_RULES = ("gguf", "megatron", "qnemo")
+"""The targets that have a rule for each tensor of their models, and report others themselves."""
+_TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt export``."""
+    summaries = "; ".join(f"{target.name} ({target.summary})" for target in _ALL)
+    command.description = f"Export the model of a checkpoint to: {summaries}."
+    command.add_argument(
+        "path",
+        metavar="DIR",
+        help=f"{WHERE}, its model/ directory, a directory of shards, or a model of another program",
+    )
+    command.add_argument(
+        "--to", choices=list(_TARGETS), default="hf", help="output format (default: hf)"
+    )
+    _add_average(command)
+    outputs = "; ".join(f"{target.name}: {target.output}" for target in _ALL)
+    command.add_argument(
+        "--output", "-o", metavar="OUT", help=f"output path (default for {outputs})"
+    )
+    for option in _options():
+        users = [target.name for target in _ALL if option in target.options]
+        _add(command, option, f"{', '.join(users)}: {option.help}")
+
+
+def add_consolidate_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt consolidate``, which has the options of ``ckpt export --to hf``."""
+    command.description = (
+        "Alias of `ckpt export --to hf`: export the model of a checkpoint to Hugging Face files, and verify its "
+        "digests."
+    )
+    command.set_defaults(to="hf")
+    command.add_argument(
+        "path",
+        metavar="DIR",
+        help=f"{WHERE}, its model/ directory, or a directory of shards without a manifest",
+    )
+    command.add_argument(
+        "--output",
+        "-o",
+        metavar="OUT",
+        help="output directory (default: consolidated/ in the model's directory)",
+    )
+    _add_average(command)
+    for option in hf.TARGET.options:
+        _add(command, option, option.help)
+
+
+def _add_average(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        _EMA,
+        action="store_true",
+        help="export the average of the weights (section ema of the recipe)",
+    )
+
+
+def _options() -> Iterable[Option]:
+    """Return the options of all targets, each once."""
+    found: dict[str, Option] = {}
+    for target in _ALL:
+        for option in target.options:
+            found.setdefault(option.flag, option)
+    return found.values()
+
+
+def _add(command: argparse.ArgumentParser, option: Option, text: str) -> None:
+    command.add_argument(option.flag, help=text, **option.arguments)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run either command. The path of the export is the only line on standard output."""
+    target = _TARGETS[arguments.to]
+    _check_used(arguments, target.name, target.options)
+    source = find_checkpoint(Path(arguments.path))
+    if arguments.ema or _is_average_directory(source):
+        _check_average_is_enough(arguments, target)
+    _check_no_adapter(source, target.name)
+    if target.name not in _WITH_OWN_RULES:
+        _check_tensors(source)
+    report = target.run(arguments, _average_in(source) if arguments.ema else source)
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    return EXIT_DONE
+
+
+def _check_no_adapter(source: Path, target: str) -> None:
+    """Raise :class:`CheckpointUnusable` if *source* is an adapter of another program: most targets would write its
+    tensors as a model. ``hf`` checks its source itself, because ``--merge`` accepts other ones."""
+    from automodel_ckpt.checkpoint.export.consolidate import adapter_of_another_program
+    from automodel_ckpt.checkpoint.files import layout
+
+    is_ours = any(os.path.lexists(each / layout.MANIFEST) for each in (source, source.parent))
+    if target != "hf" and not is_ours and os.path.lexists(source / layout.ADAPTER_MODEL):
+        raise adapter_of_another_program(source)
+
+
+def _check_tensors(source: Path) -> None:
+    """Raise :class:`CheckpointUnusable` if a model of another program lacks a tensor of the class that its config.json
+    names, or has one that the class lacks. Checkpoints of this program list their tensors.
+    """
+    from automodel_ckpt.checkpoint.files import layout
+    from automodel_ckpt.cli.common.model_parameters import compare_names
+    from automodel_ckpt.convert.open import open_source
+
+    if any(os.path.lexists(each / layout.MANIFEST) for each in (source, source.parent)):
+        return
+    opened = open_source(source)
+    config = opened.config_directory / "config.json"
+    if not config.is_file() or layout.ADAPTER_MODEL in opened.files:
+        return
+    found = compare_names(config.read_bytes(), [*opened.tensors, *opened.tied])
+    is_quantized = b'"quantization_config"' in config.read_bytes()
+    if found is None or is_quantized or not (found.unknown or found.missing):
+        return
+    raise CheckpointUnusable(
+        f"these are not the tensors of a {found.model}, the class that config.json names",
+        where=str(source),
+        value="\n    " + "\n    ".join(found.lines()),
+        hint="name the class with these tensors in config.json (architectures), or take the files from another copy",
+    )
+
+
+def _average_in(source: Path) -> Path:
+    """Return the directory of the average in the checkpoint *source*, or in the one that *source* is a directory of.
+
+    Raises :class:`CheckpointUnusable` if there is none.
+    """
+    from automodel_ckpt.checkpoint.files import layout
+    from automodel_ckpt.checkpoint.parts.manifest import Manifest
+    from automodel_ckpt.checkpoint.sources.opening import is_average
+
+    checkpoint = source if os.path.lexists(source / layout.MANIFEST) else source.parent
+    modules: list[str] = []
+    if os.path.lexists(checkpoint / layout.MANIFEST):
+        manifest = Manifest.read(checkpoint)
+        if is_average(manifest, layout.AVERAGE):
+            return checkpoint / layout.AVERAGE
+        modules = [name for name, record in manifest.state.items() if record.kind == "module"]
+    raise CheckpointUnusable(
+        "this checkpoint has no average of the weights",
+        where=str(source),
+        value=f"its modules: {', '.join(modules) or 'none'}",
+        hint=f"remove {_EMA}; the section ema of a recipe keeps an average",
+    )
+
+
+def _is_average_directory(source: Path) -> bool:
+    from automodel_ckpt.checkpoint.files import layout
+
+    return source.name == layout.AVERAGE and os.path.lexists(source.parent / layout.MANIFEST)
+
+
+def _check_average_is_enough(arguments: argparse.Namespace, target: Target) -> None:
+    """Raise :class:`RecipeError` if the export would have optimizer state, which is not that of the average."""
+    has_optimizer = getattr(arguments, "optimizer", None) is not None
+    if target.resumes or has_optimizer:
+        option = "--optimizer" if has_optimizer else f"--to {target.name}"
+        raise RecipeError(
+            "the average of the weights has no optimizer state, and a run cannot be continued from it",
+            where=f"ckpt export {_EMA}" if arguments.ema else str(arguments.path),
+            value=option,
+            hint=f"export the run without {_EMA}, or the average without {option}",
+        )
+
+
+def _check_used(arguments: argparse.Namespace, target: str, used: Container[Option]) -> None:
+    """Raise :class:`RecipeError` for the first option that was given although *target* does not use it."""
+    for option in _options():
+        given = getattr(arguments, option.attribute, option.default)
+        if given == option.default or option in used:
+            continue
+        raise without_effect(arguments.command, option.flag, given, f"with --to {target}")

@@ -1,0 +1,305 @@
+"""``ckpt generate``: complete prompts with the model of a checkpoint, an export or an adapter."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.cli.common.arguments import number_at_least
+from automodel_ckpt.cli.common.terminal import json_text, print_error, printable_lines
+from automodel_ckpt.cli.entry import ending_on_interrupt
+from automodel_ckpt.errors import EXIT_DONE, RecipeError, os_problem
+
+if TYPE_CHECKING:
+    from automodel_ckpt.cli.models.loading import LoadedModel
+    from automodel_ckpt.models.measure.generation import Completion, Sampling
+
+_PATH = "a run directory, a checkpoint, an export, an adapter, or a model of the Hub"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt generate``."""
+    command.description = (
+        "Complete prompts with a model. A prompt is rendered as a message of the user by the chat template of the "
+        "tokenizer, if it has one. Text is printed while it is generated."
+    )
+    add_model_arguments(command)
+    command.add_argument(
+        "--prompt",
+        "-p",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a prompt; can be repeated; - reads standard input",
+    )
+    command.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an image before the prompt, for models that take images; can be repeated",
+    )
+    command.add_argument(
+        "--raw", action="store_true", help="continue the text itself, without a chat template"
+    )
+
+
+def add_model_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that ``ckpt generate`` and ``ckpt chat`` have in common."""
+    add_source_arguments(command)
+    command.add_argument("--system", metavar="TEXT", help="the system message")
+    command.add_argument(
+        "--max-new-tokens",
+        type=number_at_least(1),
+        default=256,
+        metavar="N",
+        help="maximum number of generated tokens (default: 256)",
+    )
+    command.add_argument(
+        "--temperature",
+        type=_not_negative,
+        metavar="T",
+        help="0: always the most probable token; default: as the model's generation_config.json states, else 0",
+    )
+    command.add_argument(
+        "--top-p", type=_fraction, metavar="P", help="sample from the tokens with this probability"
+    )
+    command.add_argument(
+        "--top-k", type=number_at_least(1), metavar="K", help="sample from the K best tokens"
+    )
+    command.add_argument("--seed", type=number_at_least(0), metavar="N", help="seed for sampling")
+
+
+def add_source_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that state which model is loaded, and where to."""
+    command.add_argument("path", metavar="PATH", help=_PATH)
+    command.add_argument(
+        "--base", metavar="DIR", help="directory of the base model of an adapter, if it was moved"
+    )
+    command.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if there is one)"
+    )
+    command.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="data type of the weights (default: auto, as in the files)",
+    )
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        # argparse would name the function.
+        raise argparse.ArgumentTypeError(f"{text} is not a number") from error
+
+
+def _not_negative(text: str) -> float:
+    number = _number(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
+    return number
+
+
+def _fraction(text: str) -> float:
+    number = _number(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return number
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt generate``. Generated text is printed on standard output, messages on standard error."""
+    _check(arguments)
+    prompts = [_prompt(text) for text in arguments.prompt]
+    loaded = load_model(arguments)
+    sampling = sampling_of(arguments)
+    completions = []
+    for number, prompt in enumerate(prompts):
+        if number and not arguments.json:
+            print("\n---")
+        on_text = None if arguments.json else write_text
+        completion = _complete(loaded, arguments, prompt, sampling, on_text)
+        completions.append((prompt, completion))
+        if not arguments.json:
+            print()
+            print_error(summary(completion))
+    if arguments.json:
+        documents = [_document(prompt, completion) for prompt, completion in completions]
+        print(json_text({"model": loaded.name, "completions": documents}))
+    return EXIT_DONE
+
+
+def _prompt(text: str) -> str:
+    """Return a prompt of the command line, or the standard input for ``-``.
+
+    Raises :class:`RecipeError` for text that is not valid UTF-8.
+    """
+    try:
+        prompt = sys.stdin.read().rstrip("\n") if text == "-" else text
+        prompt.encode()
+    except UnicodeError as error:
+        raise RecipeError(
+            "the prompt is not valid UTF-8",
+            where="--prompt",
+            value=str(error),
+            hint="convert it, for example with iconv",
+        ) from error
+    return prompt
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise :class:`RecipeError` for arguments that do not fit together, before the model is loaded."""
+    if not arguments.prompt:
+        raise RecipeError(
+            "there is no prompt",
+            where="ckpt generate",
+            value="",
+            hint='add -p "TEXT", or use `ckpt chat` for a conversation',
+        )
+    if arguments.prompt.count("-") > 1:
+        raise RecipeError(
+            "standard input can be only one prompt",
+            where="--prompt",
+            value="-",
+            hint="give it once",
+        )
+    for option, value in (("--image", arguments.image), ("--system", arguments.system)):
+        if arguments.raw and value:
+            raise RecipeError(
+                f"{option} needs a chat template, which --raw does not use",
+                where=option,
+                value=value,
+                hint=f"remove --raw or {option}",
+            )
+    for name in arguments.image:
+        _check_image(name)
+
+
+def _check_image(name: str) -> None:
+    """Raise :class:`RecipeError` if *name* is no image file."""
+    hint = "name an image file, such as a PNG or a JPEG"
+    try:
+        Path(name).open("rb").close()
+    except OSError as error:
+        raise RecipeError.all_of(
+            [os_problem(error, "the image cannot be read", hint=hint)]
+        ) from error
+    try:
+        from PIL import Image
+    except ImportError:
+        # The processor of the model reports this.
+        return
+    try:
+        with Image.open(name) as image:
+            image.load()
+    # Which one, depends on the format.
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise RecipeError(
+            "the image cannot be decoded", where=name, value=str(error)[:200], hint=hint
+        ) from error
+
+
+def load_model(arguments: argparse.Namespace) -> LoadedModel:
+    """Load the model of the command line, and seed the random generator."""
+    with ending_on_interrupt():
+        import torch
+
+        from automodel_ckpt.cli.models.loading import load
+
+    _check_device(arguments.device)
+    seed = getattr(arguments, "seed", None)
+    if seed is not None:
+        torch.manual_seed(seed)
+    return load(arguments.path, base=arguments.base, device=arguments.device, dtype=arguments.dtype)
+
+
+def _check_device(device: str | None) -> None:
+    """Raise :class:`RecipeError` for a device that torch does not have here."""
+    import torch
+
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise RecipeError(
+            "there is no such device",
+            where="--device",
+            value=device,
+            hint=f"remove --device, or use cpu ({str(error).splitlines()[0][:100]})",
+        ) from error
+
+
+def sampling_of(arguments: argparse.Namespace) -> Sampling:
+    """The sampling that the command line describes."""
+    from automodel_ckpt.models.measure.generation import Sampling
+
+    return Sampling(
+        arguments.max_new_tokens, arguments.temperature, arguments.top_p, arguments.top_k
+    )
+
+
+def _complete(
+    loaded: LoadedModel,
+    arguments: argparse.Namespace,
+    prompt: str,
+    sampling: Sampling,
+    on_text: Any,
+) -> Completion:
+    from automodel_ckpt.models.measure.generation import generate, has_chat_template, inputs_of
+
+    is_chat = has_chat_template(loaded.preprocessor) and not arguments.raw
+    given: Any = prompt
+    if is_chat:
+        given = [*system_messages(arguments.system), _user_message(prompt, arguments.image)]
+    elif arguments.system or arguments.image:
+        raise RecipeError(
+            "the tokenizer of this model has no chat template",
+            where="--system" if arguments.system else "--image",
+            value=arguments.system or arguments.image[0],
+            hint="remove it, and write the prompt as the model was trained on",
+        )
+    inputs = inputs_of(loaded.preprocessor, given, loaded.model.device)
+    return generate(loaded.model, loaded.preprocessor, inputs, sampling, on_text)
+
+
+def system_messages(text: str | None) -> list[dict[str, Any]]:
+    """The system message as a list of messages; empty without one."""
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _user_message(text: str, images: list[str]) -> dict[str, Any]:
+    if not images:
+        return {"role": "user", "content": text}
+    parts: list[dict[str, str]] = [{"type": "image", "path": image} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def write_text(text: str) -> None:
+    """Print a part of generated text. Characters that control a terminal are escaped."""
+    sys.stdout.write(printable_lines(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def summary(completion: Completion) -> str:
+    """One line about a completion: tokens, speed, and why it ended."""
+    rate = completion.num_tokens / max(completion.seconds, 1e-9)
+    tokens = counted(completion.num_tokens, "token")
+    reason = "end token" if completion.finish == "stop" else "limit of tokens reached"
+    return f"[{tokens}, {rate:.1f} tokens/s, {reason}]"
+
+
+def _document(prompt: str, completion: Completion) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "text": completion.text,
+        "prompt_tokens": completion.num_prompt_tokens,
+        "tokens": completion.num_tokens,
+        "finish": completion.finish,
+        "seconds": completion.seconds,
+    }

@@ -1,0 +1,252 @@
+"""``ckpt import``: import another program's checkpoint into a run directory: weights, or a run to continue."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.cli.common.adapter_models import adapter_builder
+from automodel_ckpt.cli.common.arguments import add_checkpoint_name, without_effect
+from automodel_ckpt.cli.common.model_parameters import compare_names, parameters_in
+from automodel_ckpt.cli.common.terminal import coloured, print_path, printable, size_text, table
+from automodel_ckpt.errors import EXIT_DONE, RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint
+
+_MAX_NAMES = 5
+_SHOWN_OPTIONS = ("lr", "weight_decay")
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt import``."""
+    command.description = (
+        "Import the weights of another program's checkpoint, in any format that ckpt reads, into a run directory, as a "
+        "checkpoint that a recipe can start from. With --training-state, a recipe continues the other program's run. "
+        "The source is neither executed nor modified. State that is not imported is listed."
+    )
+    command.add_argument(
+        "source", metavar="SOURCE", help="a directory or a file of the other program"
+    )
+    command.add_argument(
+        "run",
+        nargs="?",
+        default="checkpoints",
+        metavar="RUN",
+        help="run directory (default: checkpoints)",
+    )
+    add_checkpoint_name(command, "that in the files or the name of the source, else 0")
+    command.add_argument(
+        "--training-state",
+        action="store_true",
+        help="also import the optimizer, learning-rate schedule, step and epoch, to continue the run",
+    )
+    command.add_argument(
+        "--group",
+        action="append",
+        default=[],
+        dest="groups",
+        metavar="GLOBS",
+        help="for an optimizer that numbers its parameters, once for each of its groups, in order: globs of the "
+        "parameters that may be in it, divided by commas, those after ! excluded; only if shapes permit several groups",
+    )
+    command.add_argument(
+        "--names",
+        metavar="FILE",
+        help="YAML or JSON mapping of names in the source to names in the checkpoint; {i} is any number, and an empty "
+        "name leaves a tensor out",
+    )
+    command.add_argument(
+        "--config",
+        metavar="DIR",
+        help="directory of the Hugging Face model's config.json and tokenizer, for a source without them; the names of "
+        "Megatron, and of torchtitan's Llama, are converted to those of this model",
+    )
+    command.add_argument(
+        "--base",
+        metavar="DIR",
+        help="base model of an adapter: a directory, or a name on the Hub (default: the one that the adapter names)",
+    )
+    command.add_argument("--dry-run", action="store_true", help="only print what would be imported")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt import``: print what will be imported, then import it.
+
+    Raises :class:`RecipeError` for a negative step or epoch.
+    """
+    from automodel_ckpt.convert.imports.import_checkpoint import ImportOptions, prepare
+    from automodel_ckpt.convert.imports.new_checkpoint import write_checkpoint
+
+    for name in ("step", "epoch"):
+        if (getattr(arguments, name) or 0) < 0:
+            raise RecipeError(
+                "step and epoch must not be negative",
+                where=f"--{name}",
+                value=getattr(arguments, name),
+                hint="use 0 or more",
+            )
+    if arguments.groups and not arguments.training_state:
+        raise without_effect(
+            "import", "--group", ", ".join(arguments.groups), "without --training-state"
+        )
+    options = ImportOptions(
+        step=arguments.step,
+        epoch=arguments.epoch,
+        parameters=parameters_in if arguments.training_state else None,
+        groups=tuple(arguments.groups),
+        names=None if arguments.names is None else Path(arguments.names),
+        config=None if arguments.config is None else Path(arguments.config).expanduser(),
+        adapters=adapter_builder(arguments.base, Path(arguments.run)),
+        compare_names=compare_names,
+    )
+    planned = prepare(Path(arguments.source), Path(arguments.run), options)
+    if arguments.base is not None and planned.adapter is None:
+        raise RecipeError(
+            "--base is for adapters, and the source is a complete model",
+            where="--base",
+            value=arguments.base,
+            hint="remove --base",
+        )
+    if not arguments.json:
+        print("\n".join(_lines(planned, has_stated_groups=bool(arguments.groups))))
+    if not arguments.dry_run:
+        write_checkpoint(planned)
+    if arguments.json:
+        print(json.dumps(_document(planned, arguments.dry_run), indent=2))
+        return EXIT_DONE
+    # Not before it is written, which can fail.
+    print(printable(_start_line(planned)))
+    if not arguments.dry_run:
+        print_path(planned.target)
+    return EXIT_DONE
+
+
+def _document(planned: NewCheckpoint, dry_run: bool) -> dict[str, Any]:
+    return {
+        "source": str(planned.source),
+        "kind": planned.kind,
+        "checkpoint": str(planned.target),
+        "dry_run": dry_run,
+        "num_tensors": len(planned.weights.tensors),
+        "nbytes": planned.nbytes,
+        "files": [file.name for file in planned.plan.files],
+        "side_files": list(planned.side_files),
+        "has_config": planned.has_config,
+        "training_state": planned.training.contents if planned.training is not None else [],
+        "step": planned.name.step,
+        "epoch": planned.name.epoch,
+        "position_from": planned.position_from,
+        "has_training_state": planned.has_training_state,
+        "names": list(planned.name_notes),
+        "absent": list(planned.absent),
+        "left_out": list(planned.left_out),
+        "base": str(planned.adapter.base) if planned.adapter is not None else None,
+        "peft": dict(planned.adapter.section) if planned.adapter is not None else None,
+        "vocab_size": planned.adapter.vocab_size if planned.adapter is not None else None,
+    }
+
+
+def _lines(planned: NewCheckpoint, *, has_stated_groups: bool) -> Iterator[str]:
+    """Describe what will be imported, with the groups of the optimizer if the user stated them."""
+    yield coloured(printable(f"{planned.source} -> {planned.target}"), "bold", sys.stdout)
+    num_tensors, size = len(planned.weights.tensors), size_text(planned.plan.nbytes)
+    checked = "digests verified" if planned.has_digests else "unverified"
+    kind, settings = planned.kind, _quantization(planned)
+    if settings:
+        kind += f", quantized ({settings['quant_method']})"
+    weights = f"{counted(num_tensors, 'tensor')}, {size}, {checked}: {kind}"
+    rows = [("weights", weights), ("other files", _side_files_text(planned))]
+    if planned.name_notes:
+        rows.append(("names", "; ".join(planned.name_notes)))
+    if planned.training is None and planned.position_from:
+        position = f"step {planned.name.step}, epoch {planned.name.epoch}"
+        rows.append(("position", f"{position} ({planned.position_from})"))
+    if planned.training is not None:
+        rows.append(("training state", ", ".join(planned.training.contents)))
+        if has_stated_groups:
+            rows += _group_rows(planned)
+    elif planned.has_training_state:
+        rows.append(("training state", "not imported: add --training-state to continue the run"))
+    rows.append(("not included", ", ".join(planned.absent)))
+    if planned.left_out:
+        rows.append(("not imported", ", ".join(planned.left_out)))
+    if planned.adapter is not None:
+        rows.append(("base", str(planned.adapter.base)))
+        model = "model.from_pretrained: the base"
+        if planned.adapter.vocab_size is not None:
+            model += f"; model.vocab_size: {planned.adapter.vocab_size}"
+        rows.append(("recipe", f"{model}; peft: {json.dumps(planned.adapter.section)}"))
+    for line in table(rows):
+        yield printable(line)
+
+
+def _group_rows(planned: NewCheckpoint) -> Iterator[tuple[str, str]]:
+    """Yield what each group of the optimizer has, for the user to compare with what was stated."""
+    assert planned.training is not None and planned.training.state.optimizer is not None
+    for number, group in enumerate(planned.training.state.optimizer.groups):
+        parts = [counted(len(group.parameters), "parameter")]
+        for name in _SHOWN_OPTIONS:
+            if name in group.options:
+                parts.append(f"{name} {group.options[name]}")
+        if group.parameters:
+            parts.append(f"from {group.parameters[0]} to {group.parameters[-1]}")
+        yield f"group {number}", ", ".join(parts)
+
+
+def _start_line(planned: NewCheckpoint) -> str:
+    """How to start a run from what was imported, or to continue the imported one."""
+    run = shlex.quote(str(planned.run))
+    if planned.training is not None:
+        command = f"ckpt-train RECIPE.yaml --checkpoint.checkpoint_dir {run}"
+        if not planned.is_newest:
+            command += f" --checkpoint.restore_from {planned.name}"
+        return f"to continue the run: {command}"
+    settings = _quantization(planned)
+    if settings:
+        return _start_from_quantized(planned, settings)
+    start = run if planned.is_newest else shlex.quote(str(planned.target))
+    return f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}"
+
+
+def _quantization(planned: NewCheckpoint) -> dict[str, Any]:
+    """Return ``quantization_config`` in config.json with its ``quant_method``; empty without one."""
+    from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+
+    try:
+        section = parse_json(planned.side_files["config.json"])["quantization_config"]
+        return {**section, "quant_method": str(section["quant_method"])[:100]}
+    except (KeyError, TypeError, ValueError):
+        return {}
+
+
+def _start_from_quantized(planned: NewCheckpoint, settings: Mapping[str, Any]) -> str:
+    """How to train a model whose weights are quantized: init_from reads only those that are not."""
+    from automodel_ckpt.checkpoint.state.quantized_tensors import (
+        UnsupportedQuantization,
+        find_quantized,
+    )
+
+    try:
+        find_quantized(planned.weights.tensors, settings)
+    except UnsupportedQuantization:
+        return (
+            "no run can start from quantized weights of this kind: train the model that they were made from "
+            "(peft.quantize_base quantizes it while it is read)"
+        )
+    source = shlex.quote(str(planned.source))
+    return f"to start from it, dequantized: ckpt-train RECIPE.yaml --model.from_pretrained {source}"
+
+
+def _side_files_text(planned: NewCheckpoint) -> str:
+    names = list(planned.side_files)
+    if not names:
+        return "none: no config.json"
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more

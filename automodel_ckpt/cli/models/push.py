@@ -1,0 +1,266 @@
+"""``ckpt push`` and ``ckpt pull``: copy checkpoints to and from an object store, and models to and from the Hub."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.cli.common.arguments import number_at_least
+from automodel_ckpt.cli.common.paths import download_directory, find_checkpoint
+from automodel_ckpt.cli.common.remote import locate, locate_one
+from automodel_ckpt.cli.common.terminal import printable, size_text
+from automodel_ckpt.cli.models import hub
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
+
+log = logging.getLogger("automodel_ckpt")
+
+_URL = "URL of a run in a store, such as s3://BUCKET/RUN (s3, gs, az, file)"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt push``."""
+    command.description = (
+        "Upload a checkpoint with its exports to an object store, or its model to the Hugging Face Hub, where it is "
+        "complete or absent. "
+        "An interrupted upload is continued. Credentials are those of the environment (for the Hub, `hf auth login`)."
+    )
+    command.add_argument(
+        "path", metavar="PATH", help="a checkpoint, a pointer, or a run (its newest checkpoint)"
+    )
+    command.add_argument(
+        "url",
+        metavar="URL",
+        help=f"{_URL}; or hub:ORG/NAME for an export or adapter with its model card",
+    )
+    command.add_argument(
+        "--metric",
+        help="key in losses.json that selects LOWEST_VAL in the store (default: val_loss)",
+    )
+    command.add_argument("--max", action="store_true", help="higher values of --metric are better")
+    command.add_argument(
+        "--max-mb-per-second",
+        type=number_at_least(1),
+        metavar="R",
+        help="maximum rate, in 10^6 bytes per second",
+    )
+    _add_threads(command)
+    hub.add_push_options(command)
+
+
+def add_pull_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt pull``."""
+    command.description = (
+        "Download a checkpoint with its exports from an object store into a run directory, or a model from the Hugging "
+        "Face Hub, and verify it. It appears there when it is complete. An interrupted download from the Hub is "
+        "continued. A run directory without logs gets those of the run."
+    )
+    command.add_argument(
+        "url",
+        metavar="URL",
+        help=f"{_URL}, or a checkpoint or pointer in it; or hub:ORG/NAME@REVISION",
+    )
+    command.add_argument(
+        "directory",
+        nargs="?",
+        metavar="DIR",
+        help="run directory, or directory of the model (default: the last name in the URL)",
+    )
+    command.add_argument(
+        "--no-exports",
+        action="store_true",
+        help="with a store: download the checkpoint without its exports (consolidated/, merged/)",
+    )
+    _add_threads(command)
+
+
+def _add_threads(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--num-threads",
+        type=number_at_least(1),
+        default=8,
+        metavar="N",
+        help="number of files, and parts of large files, at the same time (default: 8)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt push``. Raises :class:`CheckpointUnusable` for a damaged checkpoint, StoreError if the store fails."""
+    from automodel_ckpt.checkpoint.files import layout
+    from automodel_ckpt.checkpoint.remote.exports import push_exports
+    from automodel_ckpt.checkpoint.remote.push import push_checkpoint
+    from automodel_ckpt.checkpoint.store.transfer import Throttle
+    from automodel_ckpt.hub.address import is_hub
+
+    if is_hub(arguments.url):
+        return hub.run_push(arguments)
+    _check_is_url(arguments.url, "ckpt push")
+    hub.reject_hub_options(arguments)
+    checkpoint = find_checkpoint(Path(arguments.path))
+    if not layout.parse_checkpoint_name(checkpoint.name):
+        raise CheckpointUnusable(
+            "only checkpoints of this program can be pushed",
+            where=str(checkpoint),
+            value=checkpoint.name,
+            hint="specify epoch_E_step_S of a run; `ckpt import` converts those of other programs",
+        )
+    remote, name = locate(arguments.url)
+    if name is not None:
+        raise RecipeError(
+            "the URL of a run is needed, without the name of a checkpoint",
+            where="ckpt push",
+            value=arguments.url,
+            hint=f"use {remote.store}",
+        )
+    rate = arguments.max_mb_per_second
+    throttle = Throttle(None if rate is None else 1e6 * rate)
+    memory = checkpoint.parent / f".push-{checkpoint.name}.json"
+    started = time.monotonic()
+    url = f"{remote.store}/{checkpoint.name}"
+    try:
+        nbytes = push_checkpoint(
+            remote, checkpoint, memory, throttle=throttle, num_threads=arguments.num_threads
+        )
+    except FileNotFoundError:
+        if checkpoint.is_dir():
+            raise
+        raise CheckpointUnusable(
+            "the checkpoint was removed while it was uploaded",
+            where=str(checkpoint),
+            value="not complete in the store",
+            hint="`ckpt pin` keeps a checkpoint of a run that removes earlier ones",
+        ) from None
+    remote.point(arguments.metric or "val_loss", "max" if arguments.max else "min")
+    try:
+        nbytes += push_exports(
+            remote, checkpoint, throttle=throttle, num_threads=arguments.num_threads
+        )
+    except FileNotFoundError:
+        if checkpoint.is_dir():
+            raise
+        # A run that trains has removed it, or `ckpt prune`. The checkpoint itself is in the store.
+        log.warning("%s was removed meanwhile: %s has no exports", checkpoint, url)
+    seconds = time.monotonic() - started
+    if arguments.json:
+        print(json.dumps({"url": url, "nbytes": nbytes, "seconds": seconds}))
+    elif nbytes == 0:
+        print(f"{printable(url)} is there already")
+    else:
+        print(f"uploaded {printable(url)}: {size_text(nbytes)} in {seconds:.1f} s")
+    return EXIT_DONE
+
+
+def run_pull(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt pull``. Raises :class:`CheckpointUnusable` if there is no complete checkpoint, or if it is damaged."""
+    from automodel_ckpt.hub.address import is_hub
+
+    if not is_hub(arguments.url):
+        _check_is_url(arguments.url, "ckpt pull")
+        return _pull_checkpoint(arguments)
+    if arguments.no_exports:
+        raise RecipeError(
+            "a model of the Hub has no exports beside it",
+            where="ckpt pull --no-exports",
+            value=arguments.url,
+            hint="remove --no-exports",
+        )
+    return hub.run_pull(arguments)
+
+
+def _pull_checkpoint(arguments: argparse.Namespace) -> int:
+    """Download a checkpoint from a store."""
+    from automodel_ckpt.checkpoint.export.export_manifest import complete_exports
+    from automodel_ckpt.checkpoint.parts.commit import make_run_directory
+    from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_logs
+    from automodel_ckpt.checkpoint.run import maintenance
+    from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT, Lease
+    from automodel_ckpt.checkpoint.run.writable import check_outside_checkpoints
+
+    if arguments.directory is not None and is_url(arguments.directory):
+        raise RecipeError(
+            "the target of a download is a local directory",
+            where="ckpt pull",
+            value=arguments.directory,
+            hint="download to a directory, then use `ckpt push` to copy the checkpoint to another store",
+        )
+    remote, name, manifest = locate_one(arguments.url)
+    directory = download_directory(arguments.directory, str(remote.store))
+    check_outside_checkpoints(directory)
+    if (directory / name).exists():
+        raise RecipeError(
+            "a checkpoint of this name exists",
+            where=str(directory / name),
+            value=name,
+            hint="choose another directory, or remove it",
+        )
+    started = time.monotonic()
+    with _removed_if_empty(directory):
+        make_run_directory(directory)
+        # A live run would take the staging directory for a leftover.
+        lease = Lease(directory, hint=COMMAND_HINT)
+        try:
+            # What a killed download has left may take the space that this one needs.
+            maintenance.recover(directory)
+            path = pull_checkpoint(
+                remote,
+                name,
+                directory,
+                num_threads=arguments.num_threads,
+                with_exports=not arguments.no_exports,
+            )
+            pull_logs(remote, directory)
+        finally:
+            lease.release()
+    seconds = time.monotonic() - started
+    exports = complete_exports(path)
+    nbytes = manifest.nbytes + sum(map(_nbytes_in, exports))
+    names = [str(export.relative_to(path)) for export in exports]
+    if arguments.json:
+        document = {"path": str(path), "exports": names, "nbytes": nbytes, "seconds": seconds}
+        print(json.dumps(document))
+    else:
+        with_exports = f", with {' and '.join(names)}" if names else ""
+        size = size_text(nbytes)
+        print(
+            f"downloaded {printable(str(path))}: {size} in {seconds:.1f} s, verified{with_exports}"
+        )
+    return EXIT_DONE
+
+
+def _check_is_url(text: str, where: str) -> None:
+    """Raise :class:`RecipeError` for an address that is no URL, such as a name of the Hub without ``hub:``."""
+    if is_url(text):
+        return
+    raise RecipeError(
+        "this is neither the URL of a store nor a repository of the Hub",
+        where=where,
+        value=text,
+        hint="use a URL such as s3://BUCKET/RUN for checkpoints, or hub:ORG/NAME for a model",
+    )
+
+
+@contextlib.contextmanager
+def _removed_if_empty(directory: Path) -> Iterator[None]:
+    """Remove *directory* and its parents after a failure, as far as they are empty and the context has created them."""
+    created = []
+    for path in (directory, *directory.parents):
+        if os.path.lexists(path):
+            break
+        created.append(path)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in created:
+                path.rmdir()
+        raise
+
+
+def _nbytes_in(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())

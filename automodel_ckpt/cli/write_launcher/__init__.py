@@ -1,1 +1,0 @@
-"""``ckpt-train --write-launcher``: batch scripts and manifests that run a recipe on a cluster, as text to review."""

@@ -1,0 +1,366 @@
+"""Callables that a recipe may name in ``_target_`` without trust, and the arguments that it may give them.
+
+A recipe file is data that may come from anywhere. Libraries such as transformers and datasets have functions that
+import a module, unpickle a file or delete a path by its name, so allowing a package would allow any command. This
+module lists exact callables instead, by the *purpose* of the section that names them. To let recipes name one more
+callable, add it to a group below, or add a group to ``ALLOWED``; then run ``make hostile``, which calls everything on
+the list with arguments that try to run, write and delete things.
+
+Three facts make a callable fit for the list:
+
+* it builds one object and neither imports, unpickles, writes nor deletes anything that its arguments name;
+* it never calls an argument. Every argument is plain data (numbers, text, lists, mappings) or the object of a nested
+  ``_target_`` that ``NESTED`` allows for this parameter;
+* where it accepts any keyword, ``arguments`` lists the keywords that keep this true. Numbers are always accepted: a
+  number names no code and no file.
+
+Only the schema and the standard library are imported here; the libraries are imported when an object is compared with
+its entry.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Container, Iterator
+from typing import Any
+
+from automodel_ckpt.config.callables.allowlist_entries import ClassesOf, Entry, Exact, Group
+from automodel_ckpt.config.keys.preprocessor import PROCESSOR_SETTINGS
+from automodel_ckpt.config.registry import own_classes
+
+CUSTOM = "custom"
+"""Purpose of the sections that a custom recipe declares: any entry of the list."""
+
+PURPOSES = {
+    "model": "model",
+    "tokenizer": "tokenizer",
+    "processor": "processor",
+    "dataset": "dataset",
+    "validation_dataset": "dataset",
+    "validation_datasets": "dataset",
+    "optimizer": "optimizer",
+    "optimizer.groups": "optimizer",
+    "lr_scheduler": "lr_scheduler",
+    "loss_fn": "loss_fn",
+    "dataloader.collate_fn": "collate_fn",
+    "distributed.tp_plan": "tp_plan",
+    "distill.teacher": "teacher",
+}
+"""Key of a section that accepts ``_target_``, of a list or mapping of such sections -> its purpose in ``ALLOWED``."""
+
+MAPPINGS = frozenset({"validation_datasets"})
+"""The keys in ``PURPOSES`` of mappings from names to sections."""
+
+NESTED = {
+    "tokenizer": "tokenizer",
+    "processor": "processor",
+    "config": "config",
+    "quantization_config": "quantization",
+    "peft_config": "peft_config",
+    "sources": "dataset",
+}
+"""Parameter of a listed callable -> purpose of the nested ``_target_`` that it accepts, or of those in a mapping.
+Other parameters accept none."""
+
+
+def _keywords(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Excluded on purpose: cache_dir and force_download (write and delete at any path of the recipe), storage_options,
+# download_config, data_files by chained URLs, features and other objects, weights_only, use_kernels, gguf_file,
+# adapter_kwargs, custom_generate, code_revision, quantization_config as plain data.
+_LOADING = _keywords(
+    # trust_remote_code is listed because false is harmless. target_names.py rejects true without trust.
+    "pretrained_model_name_or_path revision subfolder token local_files_only trust_remote_code"
+)
+_TEXT_LOADING = _LOADING | _keywords(
+    "use_fast padding_side truncation_side model_max_length bos_token eos_token pad_token unk_token add_bos_token "
+    "add_eos_token add_prefix_space clean_up_tokenization_spaces legacy"
+)
+_MODEL_SETTINGS = _keywords("config dtype torch_dtype attn_implementation trust_remote_code")
+_DATA_READING = _keywords(
+    "path name data_dir data_files split revision token streaming num_proc keep_in_memory verification_mode sep "
+    "delimiter names column_names header field columns encoding encoding_errors quotechar sample_by skiprows "
+    "keep_linebreaks drop_labels drop_metadata"
+)
+
+_OWN_DATASETS = Group(
+    "builders of this package: they read local data files or data sets of the Hub as data",
+    tuple(
+        Exact(f"automodel_ckpt.data.{name}")
+        for name in (
+            "text.text",
+            "text.prompt_completion",
+            "text_pairs.text_pairs",
+            "retrieval.retrieval",
+            "seq2seq.source_target",
+            "chat.messages",
+            "function_calls.xlam",
+            "preference.pairs",
+            "kto.judged_completions",
+            "kto.split_pairs",
+            "mixture.mixture",
+            "token_files.megatron",
+            "token_files.nanogpt",
+            "mock.random_tokens",
+            "vlm.conversations",
+            "vlm.image_answers",
+            "vlm.transcripts",
+            "mock_images.mock_images",
+            "squad.squad",
+            "hellaswag.hellaswag",
+            "classification.texts",
+            "classification.library_topics",
+            "python_docs.language_modeling",
+            "python_docs.docstring_pairs",
+            "python_docs.preferences",
+            "python_docs.judged_docstrings",
+            "python_docs.documents",
+            "python_docs.description_pairs",
+            "python_docs.summaries",
+            "digits.scans",
+        )
+    ),
+)
+_HUB_DATASETS = Group(
+    "tables read by `datasets`, which has run no script of a data set since version 4; see argument_values.py",
+    (
+        Exact("datasets.load_dataset", _DATA_READING),
+        Exact("datasets.load_from_disk", _keywords("dataset_path keep_in_memory")),
+    ),
+)
+_OPTIMIZERS = Group(
+    "optimizers: they keep parameters and numbers",
+    (
+        ClassesOf("torch.optim", "torch.optim.Optimizer", "torch.optim"),
+        Exact("transformers.Adafactor"),
+        Exact("automodel_ckpt.optim.adam8bit.AdamW8bit"),
+        Exact("automodel_ckpt.optim.muon.Muon"),
+    ),
+)
+_SCHEDULES = Group(
+    "schedules of learning rates: they keep numbers",
+    (
+        ClassesOf(
+            "torch.optim.lr_scheduler",
+            "torch.optim.lr_scheduler.LRScheduler",
+            "torch.optim.lr_scheduler",
+            # These two call functions, which no recipe can have without trust.
+            pattern=r"(?!LambdaLR|MultiplicativeLR)[A-Z]\w*",
+        ),
+    ),
+)
+_LOSSES = Group(
+    "losses: modules of numbers",
+    (ClassesOf("torch.nn", "torch.nn.modules.loss._Loss", "torch.nn.modules.loss"),),
+)
+_LAYERS = Group(
+    "layers: modules that allocate parameters by their sizes",
+    (ClassesOf("torch.nn", "torch.nn.Module", "torch.nn.modules"),),
+)
+_COLLATORS = Group(
+    "collators: they pad lists of numbers",
+    (
+        Exact("automodel_ckpt.data.collate.PadCollator"),
+        Exact("automodel_ckpt.data.image_collate.ImageTextCollator"),
+        Exact("automodel_ckpt.data.text_pairs.PairCollator"),
+        Exact("automodel_ckpt.data.seq2seq.SourceTargetCollator"),
+        Exact("transformers.DataCollatorForLanguageModeling"),
+        Exact("transformers.DataCollatorForSeq2Seq"),
+        Exact("transformers.DataCollatorForTokenClassification"),
+        Exact("transformers.DataCollatorWithFlattening"),
+        Exact("transformers.DataCollatorWithPadding"),
+        Exact("transformers.DefaultDataCollator"),
+    ),
+)
+_TOKENIZERS = Group(
+    "tokenizers read from a directory or the Hub, never with code from there; the one that this package trains",
+    (
+        Exact("transformers.AutoTokenizer.from_pretrained", _TEXT_LOADING),
+        Exact("automodel_ckpt.data.python_docs.train_tokenizer"),
+    ),
+)
+_PROCESSORS = Group(
+    "processors read from a directory or the Hub, never with code from there; those of our digits and tones",
+    (
+        Exact(
+            "transformers.AutoProcessor.from_pretrained",
+            _TEXT_LOADING | PROCESSOR_SETTINGS,
+        ),
+        Exact("automodel_ckpt.data.digits.processor"),
+        Exact("automodel_ckpt.data.tones.processor"),
+    ),
+)
+_MODELS = Group(
+    "models of transformers by their Auto class, never with code from a model's repository",
+    (
+        ClassesOf(
+            "transformers",
+            "transformers.models.auto.auto_factory._BaseAutoModelClass",
+            "transformers.models.auto",
+            method="from_pretrained",
+            pattern=r"AutoModel\w*",
+            arguments=_LOADING
+            | _MODEL_SETTINGS
+            | _keywords("quantization_config use_safetensors variant"),
+        ),
+        ClassesOf(
+            "transformers",
+            "transformers.models.auto.auto_factory._BaseAutoModelClass",
+            "transformers.models.auto",
+            method="from_config",
+            pattern=r"AutoModel\w*",
+            arguments=_MODEL_SETTINGS,
+        ),
+    ),
+)
+_TEACHERS = Group(
+    "teachers of this package: counts of tokens in its text, means of its images",
+    (
+        Exact("automodel_ckpt.data.pair_counts.pair_counts"),
+        Exact("automodel_ckpt.data.digit_means.digit_means"),
+    ),
+)
+_CONFIGS = Group(
+    "configurations of transformers models: plain settings",
+    (
+        Exact("transformers.AutoConfig.from_pretrained", _LOADING),
+        ClassesOf(
+            "transformers",
+            "transformers.PreTrainedConfig",
+            "transformers.models",
+            pattern=r"[A-Z]\w*Config",
+        ),
+    ),
+)
+_QUANTIZATION = Group(
+    "the settings of bitsandbytes: plain settings", (Exact("transformers.BitsAndBytesConfig"),)
+)
+_PEFT_CONFIGS = Group(
+    "configurations of adapters: plain settings",
+    (ClassesOf("peft", "peft.PeftConfig", "peft", pattern=r"[A-Z]\w*Config"),),
+)
+
+ALLOWED: dict[str, tuple[Group, ...]] = {
+    "model": (_MODELS,),
+    "teacher": (_MODELS, _TEACHERS),
+    "tokenizer": (_TOKENIZERS,),
+    "processor": (_PROCESSORS,),
+    "dataset": (_OWN_DATASETS, _HUB_DATASETS),
+    "optimizer": (_OPTIMIZERS,),
+    "lr_scheduler": (_SCHEDULES,),
+    "loss_fn": (_LOSSES,),
+    "collate_fn": (_COLLATORS,),
+    "tp_plan": (),  # a plan names modules of one model: it is the user's code
+    "config": (_CONFIGS,),
+    "quantization": (_QUANTIZATION,),
+    "peft_config": (_PEFT_CONFIGS,),
+}
+"""Purpose -> the callables that a section with this purpose may name without trust."""
+
+ALLOWED[CUSTOM] = (*(group for groups in ALLOWED.values() for group in groups), _LAYERS)
+ALLOWED["recipe"] = (
+    Group(
+        "the training recipes of this package",
+        tuple(Exact(name) for name in own_classes()),
+    ),
+)
+
+
+def purpose_of(key: str, sections: Container[str]) -> str:
+    """Return the purpose of the section at a dotted *key*; empty if no code is allowed there.
+
+    *sections* are the top-level sections of ``RecipeConfig``. A custom recipe declares further ones.
+    """
+    parent = key.rpartition(".")[0]
+    if parent in MAPPINGS:
+        return PURPOSES[parent]
+    # optimizer.groups.0 is an item of the list optimizer.groups and has its purpose.
+    without_numbers = ".".join(part for part in key.split(".") if not part.isdecimal())
+    if without_numbers in PURPOSES:
+        return PURPOSES[without_numbers]
+    return "" if key.partition(".")[0] in sections else CUSTOM
+
+
+def entries_for(purpose: str) -> Iterator[Entry]:
+    """Yield the entries for a purpose; none for an unknown purpose."""
+    for group in ALLOWED.get(purpose, ()):
+        yield from group.entries
+
+
+def may_name(purpose: str, name: str) -> bool:
+    """Whether *name* can be on the list for *purpose*. Compares names only, and imports nothing."""
+    return any(entry.names(name) for entry in entries_for(purpose))
+
+
+def entry_of(purpose: str, name: str, found: Any) -> Entry | None:
+    """Return the entry that allows the object *found* under *name* for *purpose*; None if it is not on the list."""
+    for entry in entries_for(purpose):
+        if entry.names(name) and entry.is_entry(name, found):
+            return entry
+    return None
+
+
+def defaults(name: str) -> dict[str, Any]:
+    """Return the arguments that a callable gets unless the recipe sets them.
+
+    Without ``trust_remote_code``, an Auto class of transformers asks on the terminal whether to run remote code.
+    """
+    for groups in ALLOWED.values():
+        for group in groups:
+            for entry in group.entries:
+                allowed = entry.arguments or ()
+                if entry.names(name) and "trust_remote_code" in allowed:
+                    return {"trust_remote_code": False}
+    return {}
+
+
+def is_listed(purpose: str, found: Any) -> bool:
+    """Whether *purpose* allows a class that was found in another module, such as a user's module that imports it."""
+    if not isinstance(found, type):
+        return False
+    for entry in entries_for(purpose):
+        if not isinstance(entry, ClassesOf) or entry.method:
+            continue
+        name = f"{entry.package}.{found.__name__}"
+        package = importlib.import_module(entry.package)
+        # By identity: a class of the user may have the name of a listed one.
+        is_exported = getattr(package, found.__name__, None) is found
+        if is_exported and entry.names(name) and entry.is_entry(name, found):
+            return True
+    return False
+
+
+def suggestion(purpose: str, name: str) -> str:
+    """List what *purpose* allows, with the names closest to *name* first; empty if it allows nothing."""
+    listed = _listed(purpose)
+    word = name.rpartition(".")[2]
+    root = name.partition(".")[0]
+    same_word = [each for each in listed if each.rpartition(".")[2] == word]
+    same_root = [each for each in listed if each.partition(".")[0] == root]
+    similar = difflib.get_close_matches(name, listed, n=3, cutoff=0.6)
+    near = list(dict.fromkeys([*same_word, *similar, *same_root[:3]]))
+    ordered = list(dict.fromkeys([*near, *listed]))
+    shown = ordered[: max(4, len(near))]
+    text = ", ".join(shown)
+    if len(listed) > len(shown):
+        text += ", ..."
+    return text
+
+
+def _listed(purpose: str) -> list[str]:
+    """Return the names that *purpose* allows: exact names, and patterns."""
+    listed = []
+    for entry in entries_for(purpose):
+        if isinstance(entry, Exact):
+            listed.append(entry.name)
+            continue
+        prefix = ""
+        if entry.pattern.startswith("Auto"):
+            prefix = entry.pattern.partition("\\")[0]
+        base = entry.base.rpartition(".")[2].strip("_")
+        suffix = f".{entry.method}" if entry.method else f" (each {base})"
+        listed.append(f"{entry.package}.{prefix}*{suffix}")
+    return listed

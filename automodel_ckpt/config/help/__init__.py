@@ -1,0 +1,1 @@
+"""What is printed about keys: help, the JSON schema, changes."""

@@ -1,0 +1,225 @@
+"""The JSON schema of a recipe file, with which editors complete keys and mark mistakes (``ckpt-train --schema``).
+
+It is generated from the dataclass ``RecipeConfig``, those of its sections, and the signatures of the builders. It is
+less strict than the program: rules on values are described in words, and the relations between keys are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from automodel_ckpt.config.callables.allowlist import PURPOSES
+from automodel_ckpt.config.callables.builders import signature
+from automodel_ckpt.config.defaults import default_of
+from automodel_ckpt.config.help.listing import field_docs, section_doc
+from automodel_ckpt.config.help.plugin_help import (
+    SUPPLIED,
+    BuilderHelp,
+    builders_of,
+    other_names_of,
+    plain,
+)
+from automodel_ckpt.config.registry import registered
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import hints_of
+from automodel_ckpt.config.tree.convert import (
+    choices,
+    find,
+    is_open,
+    members,
+    section_type,
+    target_type,
+)
+from automodel_ckpt.config.tree.extends import KEY as EXTENDS
+from automodel_ckpt.config.tree.rules import MISSING, Target, own_keys
+
+Schema = dict[str, Any]
+
+FILE_NAME = "recipe.schema.json"
+"""Name of the file that the first line of each example refers to."""
+_REFERENCE: Schema = {"type": "string", "pattern": r"\$\{"}
+"""A value that is a reference, whatever type it must have."""
+_NULL: Schema = {"enum": [None, "none", "None"]}
+_SCALARS: dict[Any, Schema] = {
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    # Unquoted digits are a number for an editor, and text for a key that is text.
+    str: {"type": ["string", "number"]},
+    Path: {"type": "string"},
+    type(None): _NULL,
+}
+
+
+def schema_text() -> str:
+    """Return :func:`recipe_schema` as the content of a file."""
+    return json.dumps(recipe_schema(), indent=1) + "\n"
+
+
+def recipe_schema() -> Schema:
+    """Return the schema of a recipe file, in JSON Schema's draft 7."""
+    maker = _Maker()
+    properties = maker.properties(RecipeConfig, "")
+    path: Schema = {"type": "string"}
+    properties[EXTENDS] = {
+        "description": "Recipe files that this one extends; paths relative to this file.",
+        "anyOf": [path, {"type": "array", "items": path}],
+    }
+    # A recipe class of the user can have further sections.
+    is_ours = {"properties": {"recipe": {"enum": sorted(registered())}}}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Recipe of automodel_ckpt",
+        "type": "object",
+        "properties": properties,
+        "if": is_ours,
+        "then": {"propertyNames": {"enum": sorted(properties)}},
+        "definitions": maker.definitions,
+    }
+
+
+class _Maker:
+    """Converts types to schemas. ``definitions`` has the schema of each section."""
+
+    def __init__(self) -> None:
+        self.definitions: dict[str, Schema] = {}
+
+    def properties(self, section: type[Any], prefix: str) -> dict[str, Schema]:
+        """The schema of each field of a section, whose keys begin with *prefix*."""
+        hints = hints_of(section)
+        docs = field_docs(section)
+        schemas = {}
+        for field in dataclasses.fields(section):
+            schema = self._of(members(hints[field.name]), PURPOSES.get(prefix + field.name))
+            described: Schema = {}
+            text = _description(field, docs.get(field.name, ""))
+            if text:
+                described["description"] = text
+            default = default_of(field)
+            if default != MISSING and isinstance(default, bool | int | float | str):
+                described["default"] = default
+            if "$ref" in schema:
+                # Draft 7 ignores the keywords beside $ref.
+                schema = {"allOf": [schema]}
+            schemas[field.name] = described | schema
+        return schemas
+
+    def _of(self, alternatives: tuple[Any, ...], purpose: str | None = None) -> Schema:
+        """The schema of a value that has one of several types; *purpose* is that of its ``_target_``."""
+        if any(is_open(member) or member is Any for member in alternatives):
+            return {}
+        section = section_type(alternatives)
+        target = target_type(alternatives)
+        schemas: list[Schema] = []
+        if section and target:
+            # Two schemas of mappings: an editor would report the mistakes in one as those in both.
+            has_target = {"type": "object", "required": ["_target_"]}
+            both = {"if": has_target, "then": self._target(target, purpose)}
+            schemas.append({"type": "object", **both, "else": self._section(section)})
+        for member in alternatives:
+            if member not in (section, target) or not (section and target):
+                schemas.append(self._one(member, purpose))
+        is_text = str in alternatives
+        if not is_text and any(member in _SCALARS for member in alternatives):
+            schemas.append(_REFERENCE)
+        return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+    def _one(self, member: Any, purpose: str | None) -> Schema:
+        """The schema of a value of one type."""
+        if member in _SCALARS:
+            return _SCALARS[member]
+        if typing.get_origin(member) is Literal or (
+            isinstance(member, type) and issubclass(member, enum.Enum)
+        ):
+            return {"enum": _values(member)}
+        if find((member,), list, tuple, set):
+            items = [each for each in typing.get_args(member) if each is not ...]
+            return {"type": "array", "items": self._of(members(items[0])) if items else {}}
+        if find((member,), dict):
+            _, item = typing.get_args(member) or (Any, Any)
+            values = {} if item is Any else self._of(members(item), purpose)
+            return {"type": "object", "additionalProperties": values}
+        if isinstance(member, type) and issubclass(member, Target):
+            return self._target(member, purpose)
+        if dataclasses.is_dataclass(member):
+            return self._section(member)
+        return {}
+
+    def _section(self, section: Any) -> Schema:
+        """A reference to the schema of a section, which is made once."""
+        name = section.__name__
+        if name not in self.definitions:
+            schema: Schema = {"type": ["object", "null"], "description": section_doc(section)}
+            self.definitions[name] = schema
+            properties = self.properties(section, "")
+            takes_any = bool(getattr(section, "takes_any", False))
+            if takes_any:
+                # In a plug-in, kwargs is the rest of the section and no key.
+                properties.pop("kwargs")
+            schema["properties"] = properties
+            schema["additionalProperties"] = takes_any
+        return {"$ref": f"#/definitions/{name}"}
+
+    def _target(self, target: type[Target], purpose: str | None) -> Schema:
+        """A reference to the schema of a section with ``_target_``, with the arguments of this package's builders."""
+        name = f"{target.__name__} {purpose or ''}".strip().replace(" ", "-")
+        if name not in self.definitions:
+            self.definitions[name] = {}
+            self.definitions[name].update(self._target_schema(target, purpose))
+        return {"$ref": f"#/definitions/{name}"}
+
+    def _target_schema(self, target: type[Target], purpose: str | None) -> Schema:
+        properties = self.properties(target, "")
+        properties.pop("kwargs")
+        name: Schema = {"type": "string", "description": "Dotted name of a class or function."}
+        builders = list(builders_of(purpose)) if purpose else []
+        if purpose:
+            name["examples"] = [each.name for each in builders]
+            name["examples"] += [each for each in other_names_of(purpose) if "*" not in each]
+        properties["_target_"] = name
+        cases = []
+        for builder in builders:
+            case = {"properties": {"_target_": {"const": builder.name}}}
+            cases.append({"if": case, "then": self._arguments(builder, target)})
+        schema: Schema = {"type": "object", "required": ["_target_"], "properties": properties}
+        if cases:
+            schema["allOf"] = cases
+        return schema
+
+    def _arguments(self, builder: BuilderHelp, target: type[Target]) -> Schema:
+        """The schema of a section whose ``_target_`` is this builder."""
+        parameters = signature(builder.name)
+        if parameters is None:
+            return {}
+        texts = {argument.name: plain(argument.text) for argument in builder.arguments}
+        properties = {}
+        for argument, parameter in parameters.items():
+            schema = self._of(members(parameter.annotation))
+            properties[argument] = {"description": texts.get(argument, ""), **schema}
+        names = ["_target_", *own_keys(target), *properties]
+        required = []
+        for argument, parameter in parameters.items():
+            if parameter.is_required and argument not in SUPPLIED:
+                required.append(argument)
+        return {
+            "description": plain(builder.summary),
+            "properties": properties,
+            "required": required,
+            "propertyNames": {"enum": names},
+        }
+
+
+def _values(member: Any) -> list[Any]:
+    """The values of a Literal or an Enum, as an editor parses them."""
+    return [{"true": True, "false": False}.get(value, value) for value in choices((member,))]
+
+
+def _description(field: dataclasses.Field[Any], text: str) -> str:
+    """The documentation of a field, with its rules in words."""
+    rules = [f"It must be {rule.expected}." for rule in field.metadata.get("rules", ())]
+    return " ".join([" ".join(text.split()), *rules]).strip()

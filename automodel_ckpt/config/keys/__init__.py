@@ -1,0 +1,1 @@
+"""The sections of a recipe: each key with its type, rule and description."""

@@ -1,0 +1,160 @@
+"""The sections ``logging``, ``hangs``, ``profile`` and ``throughput``: what is observed of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from automodel_ckpt.config.tree.rules import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    AT_LEAST_2,
+    FINITE,
+    POSITIVE,
+    Relation,
+    Rule,
+    setting,
+)
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+KNOWN_TRACKERS = Rule(
+    lambda trackers: set(trackers) <= set(TRACKERS), f"a section with {', '.join(TRACKERS)}"
+)
+OPTIONS = Rule(
+    lambda given: all(isinstance(value, dict) for value in given.values()),
+    "sections of options, as {}",
+)
+
+_OPTIONS = {
+    "tensorboard": ("log_dir",),
+    "mlflow": ("tracking_uri", "experiment", "run_name", "tags", "start_time"),
+}
+"""The options of the trackers that take no others."""
+RECIPE_OPTIONS = {
+    **_OPTIONS,
+    "wandb": (
+        *("project", "entity", "name", "group", "job_type", "tags", "notes", "id", "mode"),
+        *("resume", "dir"),
+    ),
+    "trackio": ("project", "name", "group", "resume"),
+}
+"""The options that a recipe file may give to each tracker. Others name hosts, code or files, or send more."""
+_FUNCTIONS = {"wandb": "wandb.sdk.wandb_init.init", "trackio": "trackio.init"}
+"""The functions of libraries to which the other trackers pass their options."""
+
+
+def tracker_options(tracker: str) -> tuple[str, ...] | None:
+    """The options that *tracker* takes; None if they are not known, because its library is not installed."""
+    from automodel_ckpt.config.callables.builders import keywords_of
+
+    if tracker in _FUNCTIONS:
+        return keywords_of(_FUNCTIONS[tracker])
+    return _OPTIONS.get(tracker)
+
+
+def has_known_options(trackers: Mapping[str, Any]) -> bool:
+    """Whether each tracker has only options that it takes, as far as they are known."""
+    for tracker, options in trackers.items():
+        known = tracker_options(tracker) if options else None
+        if known is not None and not set(options) <= set(known):
+            return False
+    return True
+
+
+KNOWN_OPTIONS = Rule(
+    has_known_options,
+    "sections of options that the trackers have: "
+    + "; ".join(f"{name} has {', '.join(options)}" for name, options in _OPTIONS.items())
+    + "; wandb and trackio have the arguments of their function init",
+)
+
+
+@dataclass
+class LoggingConfig:
+    """Console output, log files and trackers."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Minimum severity of the messages shown."""
+    log_every_seconds: float = setting(10.0, FINITE)
+    """Seconds between progress lines when the output is not a terminal."""
+    log_every_steps: int | None = setting(None, AT_LEAST_1)
+    """Print a progress line every N steps instead, and send only these steps to the trackers; training.jsonl has all
+    steps. null: by time, and trackers get all steps."""
+    peak_tflops: float | None = setting(None, POSITIVE)
+    """Rate of one device in TFLOP/s that the logged MFU is relative to; null: measured at the start on a GPU, and no
+    MFU on a CPU."""
+    sample_ids: bool = False
+    """Log the sample indices of each global batch to training.jsonl."""
+    trackers: dict[str, Any] = field(
+        default_factory=dict, metadata={"rules": (KNOWN_TRACKERS, OPTIONS, KNOWN_OPTIONS)}
+    )
+    """Experiment trackers and their options, such as {tensorboard: {}}; also wandb, mlflow, trackio."""
+
+
+@dataclass
+class HangsConfig:
+    """Steps that do not end, and ranks that are slower than others. When a step hangs, the stacks of all ranks are
+    written to hangs/ in the run directory, and the rank that the others wait for is reported. Saves and validations do
+    not count. The first steps of a run may take long, but no rank may wait in them for another one for two thirds of
+    distributed.timeout_minutes; those of a restart are compared with those of earlier starts."""
+
+    min_seconds: float = setting(300.0, POSITIVE)
+    """A step hangs if it takes at least this long, in seconds, and factor times the median of the steps before."""
+    factor: float = setting(10.0, POSITIVE)
+    """A step hangs if it takes this many times the median of the steps before, and at least min_seconds."""
+    restart: bool = True
+    """Restart the ranks after a hang, if --max-restarts allows it; false: report it, and wait."""
+    straggler_share: float = setting(0.1, POSITIVE)
+    """Report a rank whose forward passes take longer than the median of the other ranks by more than this share of it,
+    or for which they wait in each step for more than this share of the step."""
+    straggler_steps: int = setting(100, AT_LEAST_1)
+    """Compare the ranks every N steps. A rank is reported if it is slow twice in a row."""
+
+
+RANK_NUMBERS = Rule(
+    lambda ranks: bool(ranks) and all(rank >= 0 for rank in ranks), "a list of ranks from 0"
+)
+
+
+@dataclass
+class ProfileConfig:
+    """A trace of a few steps with torch's profiler. Without this section, nothing is traced."""
+
+    start_step: int = setting(10, AT_LEAST_2)
+    """First traced step, counted from the start of this process: the first steps of every start are slower."""
+    num_steps: int = setting(3, AT_LEAST_1)
+    """Number of traced steps."""
+    warmup_steps: int = setting(1, AT_LEAST_1)
+    """Steps before start_step that run with the profiler, whose measurements are dropped."""
+    ranks: list[int] = field(default_factory=lambda: [0], metadata={"rules": (RANK_NUMBERS,)})
+    """Ranks that write a trace each."""
+    record_shapes: bool = False
+    """Record the shapes of the inputs of operations."""
+    with_stack: bool = False
+    """Record the lines of source code that call operations; the traced steps are slower."""
+    memory: bool = False
+    """Record how operations allocate memory."""
+    directory: str | None = None
+    """Directory of the traces; null: profile/ in the run directory, or in the current one without checkpoints."""
+
+    relations: ClassVar[tuple[Relation, ...]] = (
+        Relation(
+            ("start_step", "warmup_steps"),
+            lambda section: section.warmup_steps < section.start_step,
+            "warmup_steps must be less than start_step: these steps come before it",
+            "increase profile.start_step, or decrease profile.warmup_steps",
+        ),
+    )
+
+
+@dataclass
+class ThroughputConfig:
+    """Measure the speed of training, and report it when the run ends: seconds per step, tokens/s per device, MFU and
+    peak memory. Validations and saves between steps do not count. Without this section, only the progress line and
+    training.jsonl have the speed."""
+
+    warmup_steps: int = setting(10, AT_LEAST_0)
+    """Steps at the start of this process that are not measured: they compile and allocate."""
+    file: str | None = None
+    """JSON file of the report; null: the report is only logged."""

@@ -1,0 +1,1 @@
+"""From YAML text to one tree of values, each with its line."""

@@ -1,0 +1,198 @@
+"""References to environment variables: ``${oc.env:NAME}`` and ``${oc.env:NAME,default}``.
+
+References to keys (``key_references.py``) are replaced before, and no other interpolations exist. The grammar is a part
+of omegaconf's. It is parsed here alone, so that all code agrees on which variables a text reads.
+
+Resolved values go into the typed configuration alone; whatever is printed or saved shows the reference, and so do the
+messages of errors that come up later (``errors.without_hidden``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from automodel_ckpt.config.tree.yaml_tree import Node
+from automodel_ckpt.errors import hide
+
+ALLOWED = "write ${section.key}, ${oc.env:NAME} or ${oc.env:NAME,default}; \\${ is a literal ${"
+VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+"""Pattern of the name of an environment variable. Names are written into shell scripts and manifests."""
+SECRET_NAME = re.compile(
+    r"TOKEN(?!I[SZ])|SECRET|PASS|KEY|CRED|AUTH|COOKIE|PRIVATE|JWT|CONNECTION_STRING", re.IGNORECASE
+)
+"""What the name of a variable contains if its value is a secret. A TOKENIZER is none."""
+KEY_REFERENCE = re.compile(
+    r"(?<!\\)(?P<slashes>(?:\\\\)*)\$\{(?P<key>[A-Za-z_][\w-]*(?:\.[\w-]+)*)\}"
+)
+"""A reference to another key, with the escaped backslashes before it."""
+_OPENING = re.compile(r"(?P<slashes>\\*)\$\{")
+_HEAD = re.compile(rf"oc\.env:[ \t]*(?P<name>{VARIABLE})[ \t]*(?P<end>[,}}])", re.ASCII)
+# No backslashes in defaults: omegaconf reads them in another way than at the top.
+_DEFAULTS = {
+    "": re.compile(r"""(?:[^\\${},'"]|\$(?!\{))+"""),
+    "'": re.compile(r"(?:[^\\$']|\$(?!\{))+"),
+    '"': re.compile(r"""(?:[^\\$"]|\$(?!\{))+"""),
+}
+"""The text of a default between references, by the quotes around it."""
+
+
+_SHELL = re.compile(r"(?<!\\)\$(?P<name>[A-Za-z_]\w*)")
+_PATH = re.compile(
+    r"(.*_)?(path|paths|dir|directory|file|files|folder|root|url|uri|template)|from_pretrained|restore_from|reference|"
+    "card|collection|extends"
+)
+"""The names of keys whose values can be paths."""
+
+
+def shell_variable(name: str, text: str) -> str | None:
+    """The hint for a variable as in a shell, such as $HOME, in the value of a key *name* that is a path.
+
+    Returns None without one, and for templates.
+    """
+    found = _SHELL.search(text) if _PATH.fullmatch(name) and "{{" not in text else None
+    return f"write ${{oc.env:{found['name']}}}" if found else None
+
+
+class ReferenceFailed(Exception):
+    """A reference is malformed or its variable is not set. Neither message nor hint contains a value."""
+
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(what)
+        self.hint = hint
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """A variable, and the parts of its default; None: it has no default."""
+
+    name: str
+    default: list[str | _Reference] | None
+
+
+def referenced_variables(text: str) -> dict[str, bool]:
+    """Map the names of the environment variables that *text* refers to, to whether one of them has no default."""
+    names: dict[str, bool] = {}
+    for reference in _references(_parts(text)):
+        names[reference.name] = names.get(reference.name, False) or reference.default is None
+    return names
+
+
+def variables_in(tree: Node) -> dict[str, bool]:
+    """Return :func:`referenced_variables` of all values in a recipe's tree, sorted by name."""
+    names: dict[str, bool] = {}
+    found = referenced_variables(tree.value) if isinstance(tree.value, str) else {}
+    for each in (found, *(variables_in(child) for _, child in tree.children())):
+        names |= {name: names.get(name, False) or each[name] for name in each}
+    return dict(sorted(names.items()))
+
+
+def is_reference(text: str) -> bool:
+    """Whether *text* has a ``${`` that is not escaped. As in omegaconf, an odd number of backslashes makes it text."""
+    return any(len(match["slashes"]) % 2 == 0 for match in _OPENING.finditer(text))
+
+
+def resolve(text: str) -> str | None:
+    """Replace the references in *text*. Returns None for a reference whose default is null."""
+    return resolve_with_names(text)[0]
+
+
+def resolve_with_names(text: str) -> tuple[str | None, list[str]]:
+    """Replace the references in *text*, and return with it the names of the variables with a value in the result.
+
+    Returns None as the text of a reference whose default is null.
+
+    Raises:
+        ReferenceFailed: for other interpolations, and for a variable that is not set and has no default.
+    """
+    if "${" not in text:
+        return text, []
+    parts = _parts(text)
+    used: list[str] = []
+    value = _joined(parts, used)
+    for name in used:
+        hide(os.environ[name], f"${{oc.env:{name}}}")
+    if used:
+        hide(value, text)
+    is_null = not used and isinstance(parts[0], _Reference) and len(parts) == 1
+    return (None if is_null and value.lower() == "null" else value), used
+
+
+def _joined(parts: list[str | _Reference], used: list[str]) -> str:
+    """Return the text of *parts*, and add the names of the variables that it contains to *used*."""
+    texts = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif part.name in os.environ:
+            used.append(part.name)
+            texts.append(os.environ[part.name])
+        elif part.default is not None:
+            texts.append(_joined(part.default, used))
+        else:
+            raise ReferenceFailed(
+                f"environment variable {part.name} is not set",
+                f"set it, or write ${{oc.env:{part.name},default}}",
+            )
+    return "".join(texts)
+
+
+def _references(parts: list[str | _Reference]) -> Iterator[_Reference]:
+    for part in parts:
+        if isinstance(part, _Reference):
+            yield part
+            yield from _references(part.default or [])
+
+
+def _parts(text: str) -> list[str | _Reference]:
+    """Divide *text* into literal text and references. Raises :class:`ReferenceFailed`."""
+    parts: list[str | _Reference] = []
+    position = 0
+    while match := _OPENING.search(text, position):
+        slashes = match["slashes"]
+        parts.append(text[position : match.start()] + "\\" * (len(slashes) // 2))
+        position = match.end()
+        if len(slashes) % 2:
+            parts.append("${")
+        else:
+            reference, position = _reference(text, position)
+            parts.append(reference)
+    parts.append(text[position:])
+    return [part for part in parts if part != ""]
+
+
+def _reference(text: str, position: int) -> tuple[_Reference, int]:
+    """Parse the reference after the ``${`` that ends at *position*; return it with the position of its end."""
+    head = _HEAD.match(text, position)
+    if head is None:
+        raise ReferenceFailed("unsupported interpolation", ALLOWED)
+    if head["end"] == "}":
+        return _Reference(head["name"], None), head.end()
+    default, position = _default(text, head.end())
+    return _Reference(head["name"], default), position
+
+
+def _default(text: str, position: int) -> tuple[list[str | _Reference], int]:
+    """Parse a default, with or without quotes, up to the brace that closes its reference."""
+    position += len(text[position:]) - len(text[position:].lstrip(" \t"))
+    quote = text[position : position + 1]
+    if quote not in _DEFAULTS:
+        quote = ""
+    position += len(quote)
+    parts: list[str | _Reference] = []
+    while not text.startswith(quote or "}", position):
+        if text.startswith("${", position):
+            reference, position = _reference(text, position + 2)
+            parts.append(reference)
+            continue
+        match = _DEFAULTS[quote].match(text, position)
+        if match is None:
+            raise ReferenceFailed("invalid interpolation", ALLOWED)
+        parts.append(match[0] if quote else match[0].strip(" \t"))
+        position = match.end()
+    position += len(quote)
+    if not text.startswith("}", position):
+        raise ReferenceFailed("invalid interpolation", ALLOWED)
+    return parts, position + 1

@@ -1,0 +1,1 @@
+"""Files of other programs: how each kind is recognized and read."""

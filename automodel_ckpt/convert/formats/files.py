@@ -1,0 +1,76 @@
+"""What several external formats do with files: list names, reject links and special files, read JSON."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import is_sparse, open_regular, read_model_file
+from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.errors import CheckpointUnusable
+
+# Parsed JSON takes up to 25 times its size in memory.
+_MAX_JSON_BYTES = 16 << 20
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the sorted names in *directory*, or an empty list if it is not a directory that can be read."""
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []
+
+
+def first_bytes(path: Path, num_bytes: int) -> bytes:
+    """Return the first bytes of the file *path*, after following links. Raises OSError, also for special files."""
+    # A plain open() of a FIFO would wait for a writer forever.
+    descriptor = open_regular(Path(os.path.realpath(path)))
+    try:
+        return os.pread(descriptor, num_bytes, 0)
+    finally:
+        os.close(descriptor)
+
+
+def check_regular_files(directory: Path, names: Iterable[str]) -> None:
+    """Raise :class:`CheckpointUnusable` unless the files *names* in *directory* are regular, and not sparse."""
+    for name in names:
+        path = directory / name
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            value, hint = stat.filemode(status.st_mode), "remove it"
+            if stat.S_ISLNK(status.st_mode):
+                value = f"a symbolic link to {os.readlink(path)}"
+                hint = "replace it by a copy of the file that it leads to, or remove it"
+            raise CheckpointUnusable(
+                "a file of the model is not a regular file", where=str(path), value=value, hint=hint
+            )
+        if is_sparse(status):
+            # A file of some bytes on disk could claim terabytes of zeros, which an export would write.
+            raise unusable("this shard is nearly all hole", path, f"{status.st_size} bytes")
+
+
+def read_json(
+    directory: Path, name: str, export: ExportManifest | None = None
+) -> dict[str, Any] | None:
+    """Return the JSON mapping in the file *name* of *directory*, or None if there is no such file.
+
+    It is compared with the manifest of the *export* that it belongs to. Raises :class:`CheckpointUnusable`.
+    """
+    path = directory / name
+    try:
+        content = read_model_file(directory, name, limit=_MAX_JSON_BYTES)
+        if export is not None:
+            export.check_bytes(name, content)
+        value = parse_json(content)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise unusable("this file cannot be read", path, repr(error)[:300]) from error
+    if not isinstance(value, dict):
+        raise unusable("this file is not a JSON mapping", path, type(value).__name__)
+    return value

@@ -1,0 +1,172 @@
+"""The interface of an external format: what a module of this package implements. Imports no torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
+from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
+from automodel_ckpt.convert.names.conversion import Conversion
+from automodel_ckpt.errors import CheckpointUnusable
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSummary:
+    """A tensor for display: safetensors dtype code, global shape, and the number of slices that it is stored in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    slices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All tensors of a path, by name, and the number of other values (for example the options of an optimizer)."""
+
+    tensors: Mapping[str, TensorSummary]
+    num_values: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a checkpoint states about its position in a run, as its program counts; None for what it does not state."""
+
+    step: int | None = None
+    epoch: int | None = None
+    consumed_samples: int | None = None
+
+
+class Format(ABC):
+    """A format in which other programs save models. Instances are listed in ``registry.py``.
+
+    A format describes, and never reads, the data of tensors: :meth:`open` returns a :class:`Source`, whose slices are
+    byte ranges of files. Nothing in the files is executed, and a file that is damaged, too large or outside of *path*
+    raises :class:`CheckpointUnusable`.
+    """
+
+    name: ClassVar[str]
+    """The name in reports, for example ``PyTorch DCP``."""
+    is_readable: ClassVar[bool] = True
+    """False for a format that is only recognized, so that the error can name it and the way to convert it."""
+
+    has_own_config: ClassVar[bool] = False
+    """True if a file config.json beside the weights is not that of a Hugging Face model."""
+
+    saves_config: ClassVar[bool] = False
+    """True if a file config.json beside the weights is that of the module whose names they have."""
+
+    has_own_names: ClassVar[bool] = False
+    """True if the names of tensors are those of any module that a user's program saved, not only of a known model."""
+
+    @abstractmethod
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        """Return whether the directory or file *path* has this format, by its file names and first bytes.
+
+        A directory is only inspected itself, not its subdirectories, unless they are part of the format. Symbolic links
+        count only with *follow_links*: for directories that the user chose as weights, such as the Hub's cache.
+        Returns False if *path* cannot be read.
+        """
+
+    @abstractmethod
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Return the model in *path*: its tensors, tied names, notes for the user, and what is not part of the model.
+
+        Raises :class:`CheckpointUnusable` if the files are damaged or contradict each other.
+        """
+
+    def conversion(self, path: Path) -> Conversion | None:
+        """Return how the tensors of :meth:`open` become those of a Hugging Face model, if they have Megatron's names.
+
+        None if *path* does not state the type and the dimensions of the model. A ``config.json`` in *path*, or one that
+        the user names, takes precedence. Raises :class:`CheckpointUnusable` if the files are damaged.
+        """
+        return None
+
+    def parts(self, path: Path) -> frozenset[str]:
+        """Return the names of the subdirectories that :meth:`open` reads, so that they are not listed beside *path*.
+
+        Only a format whose subdirectories have a format when seen alone overrides this method. Never raises.
+        """
+        return frozenset()
+
+    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+        """Return what else ``ckpt show`` prints about *path*: lines by section title, for example a model's config.
+
+        Raises :class:`CheckpointUnusable` if the files are damaged.
+        """
+        return {}
+
+    def stored_tensors(self, path: Path) -> StoredTensors:
+        """Return all tensors in *path* for reading. By default these are the tensors of the model.
+
+        A format that stores other tensors in the same files, such as optimizer state, overrides this method. Symbolic
+        links are followed: the user named *path*, which can be a snapshot in the Hub's cache.
+        """
+        source = self.open(path, follow_links=True)
+        return StoredTensors(source.root, source.tensors)
+
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        """Return the training state in *path*; None for a format that has none, or none that can be transferred.
+
+        *parameters* returns the model's parameters in order, for a format that numbers them. Raises
+        :class:`CheckpointUnusable` if the files are damaged or contradict each other or the model.
+        """
+        return None
+
+    def counters(self, path: Path) -> Counters:
+        """Return the step, epoch and samples that the files in *path* state, without a look at the model.
+
+        Raises :class:`CheckpointUnusable` if the files are damaged.
+        """
+        return Counters()
+
+    def losses(self, path: Path) -> Mapping[str, Any]:
+        """Return the last losses that the files state, for display: ``train_loss``, ``val_loss``.
+
+        A key is absent if the files do not state it. Never raises.
+        """
+        return {}
+
+    def has_training_state(self, path: Path) -> bool:
+        """Return whether :meth:`training_state` may find one, without the model's parameters. Never raises.
+
+        By default, every format that overrides :meth:`training_state` has one.
+        """
+        return type(self).training_state is not Format.training_state
+
+    def inventory(self, path: Path) -> Inventory:
+        """Return the names, dtypes and shapes of all tensors in *path* for display.
+
+        A format whose metadata is enough, without a look into each file of tensors, overrides this method.
+        """
+        stored = self.stored_tensors(path).tensors
+        summaries = {
+            fqn: TensorSummary(tensor.dtype, tensor.shape, len(tensor.slices))
+            for fqn, tensor in stored.items()
+        }
+        return Inventory(summaries)
+
+
+class UnsupportedFormat(Format):
+    """A format that is recognized and not read. :meth:`open` raises an error with *hint*, the way to convert it."""
+
+    is_readable = False
+    hint: ClassVar[str]
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Raise :class:`CheckpointUnusable`, which names the format and the way to convert it."""
+        raise CheckpointUnusable(
+            f"this format cannot be read: {self.describe(path)}",
+            where=str(path),
+            value=path.name,
+            hint=self.hint,
+        )
+
+    def describe(self, path: Path) -> str:
+        """Return the format's name for the error. A format with variants overrides this method."""
+        return self.name

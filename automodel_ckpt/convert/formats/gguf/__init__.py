@@ -1,0 +1,1 @@
+"""GGUF files: architectures, tokenizers and tensor types."""

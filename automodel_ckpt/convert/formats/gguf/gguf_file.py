@@ -1,0 +1,258 @@
+"""GGUF, the files of llama.cpp: weights under Hugging Face's names, and a config.json made from the metadata.
+
+Tensors that have the same bytes as in Hugging Face files are slices of the file. Others are computed once
+(``decoded.py``): quantized tensors, which become F32; query and key projections, whose rows llama.cpp has in another
+order; norms of Gemma, which are larger by 1 there. Quantized blocks are decoded with the ``gguf`` library, some rows at
+a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of, whole_tensor
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.convert.decoded import decoded_directory
+from automodel_ckpt.convert.formats.files import first_bytes
+from automodel_ckpt.convert.formats.format import Format, Inventory, TensorSummary
+from automodel_ckpt.convert.formats.gguf.header import MAGIC, TensorInfo
+from automodel_ckpt.convert.formats.gguf.kinds import F32
+from automodel_ckpt.convert.formats.gguf.model import (
+    GgufModel,
+    GgufTensor,
+    layers_fault,
+    model_of_metadata,
+    name_faults,
+)
+from automodel_ckpt.convert.formats.gguf.parts import GgufParts, read_gguf_parts
+from automodel_ckpt.errors import CheckpointUnusable
+
+_FACTORS = "rope_freqs.weight"
+# Head dimensions are at most some hundred.
+_MAX_FACTORS = 4096
+_VALUES = "values.bin"
+_METADATA = "metadata"
+# The way of decoding, for directories that several processes share.
+_VARIANT = "gguf-1"
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+_SHOWN = (
+    "general.architecture",
+    "general.name",
+    "general.file_type",
+    "tokenizer.ggml.model",
+    "tokenizer.ggml.pre",
+)
+_UNCHECKED = "this file is unchecked: there is no manifest with its digests"
+_NO_TOKENIZER = "the tokenizer, which is in the metadata: use the files of the original model"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor under the name that it gets, its *file* and where it is in it, and how its values differ."""
+
+    fqn: str
+    file: Path
+    info: TensorInfo
+    target: GgufTensor | None
+
+    @property
+    def dtype(self) -> str:
+        """The safetensors dtype of the values."""
+        return self.info.kind.dtype or F32.name
+
+    @property
+    def is_decoded(self) -> bool:
+        if self.info.kind.is_quantized:
+            return True
+        return self.target is not None and bool(self.target.heads or self.target.offset)
+
+
+class GgufFile(Format):
+    """A file that begins with ``GGUF``. The bytes of tensors are not read, unless they have to be decoded."""
+
+    name = "GGUF"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return path.is_file() and first_bytes(path, len(MAGIC)) == MAGIC
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. A file of an unknown architecture is described under its own names, with a note."""
+        parts = read_gguf_parts(path)
+        header = parts.header
+        model, reason = _model_of(parts)
+        stored = _stored(parts, model)
+        notes = [_UNCHECKED]
+        if model is None:
+            notes.append(f"only weights are read, under the names of GGUF: {reason}")
+        num_quantized = sum(item.info.kind.is_quantized for item in stored)
+        if num_quantized:
+            notes.append(f"{num_quantized} quantized tensors become F32")
+        config = None
+        if model is not None:
+            config = _config(model, stored, header.values)
+        tensors, side_files = _described(parts.paths, stored, config, model)
+        omitted: tuple[str, ...] = ()
+        if "tokenizer.ggml.model" in header.values:
+            omitted = (_NO_TOKENIZER,)
+        return Source(
+            Path("/"),
+            parts.paths[0].parent,
+            tensors,
+            notes=tuple(notes),
+            omitted=omitted,
+            side_files=side_files,
+            stated_config=config or {},
+        )
+
+    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+        """Return the architecture, the tensor types and the tokenizer, for display."""
+        parts = read_gguf_parts(path)
+        header = parts.header
+        kinds: dict[str, int] = {}
+        for info in header.tensors.values():
+            kinds[info.kind.name] = kinds.get(info.kind.name, 0) + 1
+        types = ", ".join(f"{count} {name}" for name, count in sorted(kinds.items()))
+        lines = [f"version: {header.version}", f"tensor types: {types}"]
+        if len(parts.paths) > 1:
+            lines.append(f"parts: {len(parts.paths)}")
+        for key in _SHOWN:
+            if isinstance(header.values.get(key), str | int):
+                lines.append(f"{key}: {header.values[key]!s:.200}")
+        return {"GGUF": tuple(lines)}
+
+    def inventory(self, path: Path) -> Inventory:
+        """Return names, dtypes and shapes by the header alone: nothing is decoded."""
+        parts = read_gguf_parts(path)
+        model, _ = _model_of(parts)
+        summaries = {}
+        for item in _stored(parts, model):
+            summaries[item.fqn] = TensorSummary(item.dtype, item.info.shape, 1)
+        return Inventory(summaries, num_values=len(parts.header.values))
+
+
+def _model_of(parts: GgufParts) -> tuple[GgufModel | None, str]:
+    """Return the model that the metadata describe; or None, and why it is not one that can be converted."""
+    header, infos = parts.header, parts.header.tensors
+    path = parts.files.get(_FACTORS, parts.paths[0])
+    shapes = {name: info.shape for name, info in infos.items()}
+    try:
+        factors = _factors(path, infos.get(_FACTORS))
+        model = model_of_metadata(header.values, shapes, factors, str(path))
+    except CheckpointUnusable as error:
+        problem = error.problems[0]
+        return None, f"{problem.what} ({problem.value})"
+    # First: a number of layers can be of any size, and every layer takes memory.
+    fault = layers_fault(model.num_layers, shapes)
+    if fault is None:
+        shapes.pop(_FACTORS, None)
+        fault = name_faults({tensor.name: tensor.shape for tensor in model.tensors()}, shapes)
+    if fault is not None:
+        return None, fault
+    return model, ""
+
+
+def _factors(path: Path, info: TensorInfo | None) -> list[float]:
+    """Return the divisors of rotary frequencies, which are part of the config; empty if there are none."""
+    if info is None:
+        return []
+    if info.kind != F32 or len(info.shape) != 1 or info.shape[0] > _MAX_FACTORS:
+        raise CheckpointUnusable(
+            "the divisors of frequencies are not a vector of F32",
+            where=str(path),
+            value=_FACTORS,
+            hint="convert the file again",
+        )
+    with open(path, "rb") as file:
+        file.seek(info.start)
+        return list(struct.unpack(f"<{info.shape[0]}f", file.read(info.nbytes)))
+
+
+def _stored(parts: GgufParts, model: GgufModel | None) -> list[_Stored]:
+    """Return the model's tensors in the order of the files, under the names that they get."""
+    targets: dict[str, GgufTensor] = {}
+    if model is not None:
+        targets = {tensor.name: tensor for tensor in model.tensors()}
+    found = []
+    for name, info in parts.header.tensors.items():
+        target = targets.get(name)
+        if model is not None and target is None:
+            continue
+        fqn = target.fqn if target is not None else name
+        found.append(_Stored(fqn, parts.files[name], info, target))
+    return found
+
+
+def _config(model: GgufModel, stored: list[_Stored], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json: what the metadata *values* describe, and the dtype of most of the weights."""
+    nbytes: dict[str, int] = {}
+    for item in stored:
+        nbytes[item.dtype] = nbytes.get(item.dtype, 0) + item.info.nbytes
+    config = model.config()
+    most = max(nbytes, key=lambda dtype: nbytes[dtype])
+    if most in _DTYPES:
+        config["dtype"] = _DTYPES[most]
+    for key, name in _TOKEN_IDS.items():
+        index = values.get(f"tokenizer.ggml.{name}_token_id")
+        if type(index) is int and 0 <= index < model.vocab_size:
+            config[key] = index
+    return config
+
+
+def _described(
+    paths: Sequence[Path],
+    stored: list[_Stored],
+    config: Mapping[str, Any] | None,
+    model: GgufModel | None,
+) -> tuple[dict[str, Tensor], Path | None]:
+    """Return the tensors as slices of files below ``/``, and the directory with config.json, if there is one."""
+    decoded = [item for item in stored if item.is_decoded]
+    directory = None
+    if decoded or config is not None:
+        # numpy is imported only where something is decoded: listing files has to be fast.
+        from automodel_ckpt.convert.formats.gguf.decoding import decoded_blocks, require_library
+
+        if any(item.info.kind.is_quantized for item in decoded):
+            require_library()
+        head_dim = model.head_dim if model is not None else 0
+
+        def decode(target: Path) -> None:
+            (target / _METADATA).mkdir()
+            if config is not None:
+                text = json.dumps(config, indent=2)
+                (target / _METADATA / "config.json").write_text(text + "\n")
+            with open(target / _VALUES, "wb") as file:
+                for item in decoded:
+                    for block in decoded_blocks(item.file, item.info, item.target, head_dim):
+                        file.write(block)
+
+        directory = decoded_directory(paths[0], _variant(paths[1:]), decode)
+    tensors: dict[str, Tensor] = {}
+    at = 0
+    for item in stored:
+        file, start = item.file, item.info.start
+        if item.is_decoded:
+            assert directory is not None, "there are decoded tensors"
+            file, start = directory / _VALUES, at
+            at += nbytes_of(item.dtype, item.info.shape)
+        name = str(file.relative_to("/"))
+        tensors[item.fqn] = whole_tensor(item.fqn, item.dtype, item.info.shape, name, start)
+    side_files = None
+    if directory is not None and config is not None:
+        side_files = directory / _METADATA
+    return tensors, side_files
+
+
+def _variant(others: Sequence[Path]) -> str:
+    """Return the way of decoding, which depends on the *others* of the model's parts as they are now."""
+    states: list[str] = [_VARIANT]
+    for path in others:
+        status = os.stat(path)
+        states.append(f"{path}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}")
+    return "\n".join(states)

@@ -1,0 +1,270 @@
+"""The header of a GGUF file: metadata and the places of tensors. It is not trusted: sizes are limited and validated.
+
+Source: the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Numbers are little-endian.
+The library ``gguf`` is not used here: it allocates what a header claims.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.parts.tiling import shape_fault
+from automodel_ckpt.convert.formats.gguf.kinds import BY_NUMBER, Kind
+from automodel_ckpt.errors import CheckpointUnusable
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_TENSORS = 1 << 17
+_MAX_KEYS = 1 << 14
+# Vocabularies have up to some hundred thousand entries, and as many merges.
+_MAX_ELEMENTS = 1 << 23
+_MAX_STRING = 1 << 22
+# The total of the texts that are read: names of tensors, keys and values.
+_MAX_TEXT = 1 << 26
+_MAX_DIMENSIONS = 4
+_MAX_NAME = 64
+_DEFAULT_ALIGNMENT = 32
+_MAX_ALIGNMENT = 1 << 16
+# An array of strings of at most this many is kept; others are counted.
+_MAX_KEPT = 64
+
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
+_SCALARS: Mapping[int, struct.Struct] = {
+    0: struct.Struct("<B"),
+    1: struct.Struct("<b"),
+    2: struct.Struct("<H"),
+    3: struct.Struct("<h"),
+    4: struct.Struct("<I"),
+    5: struct.Struct("<i"),
+    6: struct.Struct("<f"),
+    7: struct.Struct("<?"),
+    10: struct.Struct("<Q"),
+    11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
+}
+"""The types of values in the metadata that have a fixed size, by number."""
+
+
+class HeaderFault(Exception):
+    """A header that cannot be used, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayOf:
+    """A long array in the metadata, such as a vocabulary, which is not kept: its number of elements."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of the file: its row-major *shape*, and the byte offset *start* in the file of its *nbytes* bytes."""
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """The header of a file. *values* are the metadata by key; long arrays are :class:`ArrayOf`."""
+
+    version: int
+    values: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Read the header of the file *path*, which is not a symbolic link.
+
+    Raises :class:`CheckpointUnusable` for a file that is not GGUF, is truncated, or contradicts itself.
+    """
+    try:
+        descriptor = open_regular(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < len(MAGIC):
+                raise HeaderFault("the file is empty")
+            with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
+                return _Parser(content, size).header()
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _unusable("this GGUF file cannot be read", path, error.strerror) from error
+    except HeaderFault as error:
+        raise _unusable("this GGUF file is damaged or not supported", path, error) from error
+
+
+class _Parser:
+    """Reads a header from front to back. Each method raises :class:`HeaderFault` at the first contradiction."""
+
+    def __init__(self, content: mmap.mmap, size: int) -> None:
+        self._content = content
+        self._size = size
+        self._at = 0
+        self._num_elements = 0
+        self._text_bytes = 0
+
+    def header(self) -> GgufHeader:
+        if self._bytes(4) != MAGIC:
+            raise HeaderFault("it does not begin with GGUF")
+        version = self._number(4)
+        if version not in _VERSIONS:
+            if version & 0xFFFF == 0:
+                raise HeaderFault("it is big-endian")
+            raise HeaderFault(f"its version is {version}, and versions 2 and 3 are read")
+        num_tensors = self._count(_MAX_TENSORS, "tensors")
+        num_keys = self._count(_MAX_KEYS, "keys")
+        values: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self._string(_MAX_STRING)
+            if key in values:
+                raise HeaderFault(f"the key {key[:100]!r} occurs twice")
+            values[key] = self._value()
+        places = [self._tensor_place() for _ in range(num_tensors)]
+        return GgufHeader(version, values, self._tensors(places, _alignment(values)))
+
+    def _tensor_place(self) -> tuple[str, Kind, tuple[int, ...], int]:
+        """Return name, type, row-major shape and the offset in the data section."""
+        name = self._string(_MAX_STRING)
+        if len(name.encode()) >= _MAX_NAME or not name.isprintable():
+            raise HeaderFault(f"the name {name[:100]!r} cannot be that of a tensor")
+        num_dimensions = self._number(4)
+        if num_dimensions > _MAX_DIMENSIONS:
+            raise HeaderFault(f"the tensor {name!r} has {num_dimensions} dimensions")
+        # The file has the innermost dimension first.
+        shape = tuple(self._number(8) for _ in range(num_dimensions))[::-1]
+        number = self._number(4)
+        kind = BY_NUMBER.get(number)
+        if kind is None:
+            raise HeaderFault(f"the tensor {name!r} has the type {number}, which is not read")
+        fault = shape_fault(shape)
+        if fault:
+            raise HeaderFault(f"the tensor {name!r}: {fault}")
+        return name, kind, shape, self._number(8)
+
+    def _tensors(
+        self, places: list[tuple[str, Kind, tuple[int, ...], int]], alignment: int
+    ) -> dict[str, TensorInfo]:
+        """Return the tensors, whose data begin at the next multiple of *alignment*, one after the other."""
+        data = -(-self._at // alignment) * alignment
+        expected = 0
+        tensors: dict[str, TensorInfo] = {}
+        for name, kind, shape, offset in places:
+            if name in tensors:
+                raise HeaderFault(f"the tensor {name!r} occurs twice")
+            row = shape[-1] if shape else 1
+            if row % kind.block_size:
+                raise HeaderFault(f"the rows of {name!r} are not whole blocks of {kind.name}")
+            nbytes = math.prod(shape) // kind.block_size * kind.block_bytes
+            # Programs write them without gaps, and llama.cpp accepts no other files.
+            if offset != expected:
+                raise HeaderFault(f"the tensor {name!r} begins at {offset}, not at {expected}")
+            start = data + offset
+            if start + nbytes > self._size:
+                raise HeaderFault(f"the tensor {name!r} ends at {start + nbytes} of {self._size}")
+            tensors[name] = TensorInfo(name, kind, shape, start, nbytes)
+            expected = -(-(offset + nbytes) // alignment) * alignment
+        return tensors
+
+    def _value(self) -> Any:
+        kind = self._number(4)
+        if kind == _STRING:
+            return self._string(_MAX_STRING)
+        if kind == _ARRAY:
+            return self._array()
+        return self._scalar(kind)
+
+    def _array(self) -> Any:
+        kind = self._number(4)
+        length = self._count(_MAX_ELEMENTS, "elements of an array")
+        self._num_elements += length
+        if self._num_elements > _MAX_ELEMENTS:
+            raise HeaderFault(f"its arrays have more than {_MAX_ELEMENTS} elements")
+        is_kept = length <= _MAX_KEPT
+        if kind == _STRING:
+            if is_kept:
+                return [self._string(_MAX_STRING) for _ in range(length)]
+            for _ in range(length):
+                self._skip(self._number(8))
+            return ArrayOf(length)
+        scalar = _SCALARS.get(kind)
+        if scalar is None:
+            raise HeaderFault(f"an array has elements of the type {kind}")
+        if is_kept:
+            return [self._scalar(kind) for _ in range(length)]
+        self._skip(length * scalar.size)
+        return ArrayOf(length)
+
+    def _scalar(self, kind: int) -> Any:
+        scalar = _SCALARS.get(kind)
+        if scalar is None:
+            raise HeaderFault(f"a value has the unknown type {kind}")
+        value = scalar.unpack(self._bytes(scalar.size))[0]
+        return _shortest(value, scalar) if kind == _FLOAT else value
+
+    def _string(self, limit: int) -> str:
+        length = self._number(8)
+        self._text_bytes += length
+        if length > limit or self._text_bytes > _MAX_TEXT:
+            raise HeaderFault(f"a text of {length} bytes")
+        try:
+            return self._bytes(length).decode()
+        except UnicodeDecodeError as error:
+            raise HeaderFault("a text is not valid UTF-8") from error
+
+    def _count(self, limit: int, what: str) -> int:
+        count = self._number(8)
+        if count > limit:
+            raise HeaderFault(f"{count} {what}, and at most {limit} are read")
+        return count
+
+    def _number(self, nbytes: int) -> int:
+        return int.from_bytes(self._bytes(nbytes), "little")
+
+    def _bytes(self, nbytes: int) -> bytes:
+        begin = self._at
+        self._skip(nbytes)
+        return self._content[begin : self._at]
+
+    def _skip(self, nbytes: int) -> None:
+        if nbytes > self._size - self._at:
+            raise HeaderFault("it ends within its header")
+        self._at += nbytes
+
+
+def _shortest(value: float, single: struct.Struct) -> float:
+    """Return the number of the fewest digits that is rounded to *value*: 1e-06, and not 9.999999974752427e-07."""
+    for digits in range(6, 9):
+        number = float(f"{value:.{digits}g}")
+        # Not near the largest number, which rounding could exceed.
+        if abs(number) < 1e38 and single.unpack(single.pack(number))[0] == value:
+            return number
+    return value
+
+
+def _alignment(values: Mapping[str, Any]) -> int:
+    found = values.get("general.alignment", _DEFAULT_ALIGNMENT)
+    is_power = type(found) is int and 0 < found <= _MAX_ALIGNMENT and found & (found - 1) == 0
+    if not is_power:
+        raise HeaderFault(f"general.alignment is {found!r:.50}, not a power of two")
+    return int(found)
+
+
+def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        what,
+        where=str(path),
+        value=value,
+        hint="download the file again, or convert it with llama.cpp",
+    )

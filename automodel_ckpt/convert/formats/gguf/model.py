@@ -1,0 +1,357 @@
+"""A model between config.json and the metadata of GGUF: sizes, names and shapes of tensors. Pure functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.convert.formats.gguf.architectures import (
+    ARCHITECTURES,
+    SHAPES,
+    SIZES,
+    TOP,
+    Architecture,
+    by_class,
+    by_name,
+)
+from automodel_ckpt.convert.formats.gguf.positions import Positions, positions_of, read_positions
+from automodel_ckpt.convert.formats.gguf.values import (
+    KeyValue,
+    not_convertible,
+    positive_integer,
+    positive_number,
+)
+
+_LAYER_NUMBER = re.compile(r"model\.layers\.([0-9]+)\.", re.ASCII)
+_BLOCK_NUMBER = re.compile(r"blk\.([0-9]+)\.", re.ASCII)
+_OUTPUT = "output.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor of the model under both names. *shape* is row-major, as in Hugging Face files.
+
+    *heads* is the number of heads in its rotary rows, which llama.cpp has in another order; None if it has no such
+    rows. *offset* is what its values in GGUF are larger by.
+    """
+
+    fqn: str
+    name: str
+    shape: tuple[int, ...]
+    heads: int | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """The numbers of a model, by their key in config.json, and its positions.
+
+    *context_limit* is the number of tokens up to which llama.cpp computes what transformers does, if that is less than
+    the context length: the sliding window of a model for which llama.cpp has none.
+    """
+
+    architecture: Architecture
+    numbers: Mapping[str, int | float]
+    positions: Positions
+    is_tied: bool
+    context_limit: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.numbers["num_hidden_layers"])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.numbers["head_dim"])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.numbers["vocab_size"])
+
+    def key_values(self) -> list[KeyValue]:
+        """Return the keys of the metadata that begin with the architecture's name."""
+        prefix = self.architecture.name
+        found: list[KeyValue] = []
+        for setting in (*SIZES, *self.architecture.settings):
+            value = self.numbers.get(setting.config)
+            if value is None:
+                continue
+            if setting.config == "max_position_embeddings" and self.context_limit is not None:
+                value = self.context_limit
+            found.append((f"{prefix}.{setting.gguf}", setting.kind, value))
+        found.append((f"{prefix}.attention.value_length", "uint32", self.head_dim))
+        found.append((f"{prefix}.rope.dimension_count", "uint32", self.head_dim))
+        return found + self.positions.key_values(prefix)
+
+    def tensors(self) -> list[GgufTensor]:
+        """Return all tensors. An output layer that is tied to the embedding is not one of them."""
+        found = []
+        for fqn, name in TOP.items():
+            if name != _OUTPUT or not self.is_tied:
+                found.append(self._tensor(fqn, name, name))
+        for number in range(self.num_layers):
+            for fqn, name in self.architecture.layer.items():
+                found.append(
+                    self._tensor(f"model.layers.{number}.{fqn}", f"blk.{number}.{name}", name)
+                )
+        return found
+
+    def _tensor(self, fqn: str, name: str, kind: str) -> GgufTensor:
+        shape = tuple(self._size(word) for word in SHAPES[kind])
+        heads = None
+        if self.architecture.is_interleaved and kind == "attn_q.weight":
+            heads = int(self.numbers["num_attention_heads"])
+        elif self.architecture.is_interleaved and kind == "attn_k.weight":
+            heads = int(self.numbers["num_key_value_heads"])
+        offset = self.architecture.norm_offset if kind.endswith("norm.weight") else 0
+        return GgufTensor(fqn, name, shape, heads, offset)
+
+    def _size(self, word: str) -> int:
+        numbers = self.numbers
+        sizes = {
+            "vocabulary": numbers["vocab_size"],
+            "hidden": numbers["hidden_size"],
+            "inner": numbers["intermediate_size"],
+            "head": numbers["head_dim"],
+            "queries": numbers["num_attention_heads"] * numbers["head_dim"],
+            "keys": numbers["num_key_value_heads"] * numbers["head_dim"],
+        }
+        return int(sizes[word])
+
+    def config(self) -> dict[str, Any]:
+        """Return config.json of the model, for transformers."""
+        architecture = self.architecture
+        found: dict[str, Any] = {
+            "architectures": [architecture.model_class],
+            "model_type": architecture.model_type,
+        }
+        found |= {key: value for key, value in architecture.fixed.items() if value is not None}
+        found |= self.numbers
+        found |= self.positions.config()
+        found["tie_word_embeddings"] = self.is_tied
+        if architecture.scale_of_hidden_layers:
+            found["query_pre_attn_scalar"] = _attention_scale(architecture, self.numbers)
+        for setting in architecture.settings:
+            found.setdefault(setting.config, None)
+        return found
+
+
+def read_model(config: Mapping[str, Any], where: str) -> GgufModel:
+    """Return the model that *config* (of config.json, at *where*) describes.
+
+    Raises :class:`CheckpointUnusable` for an architecture that is not in the table, and for a variant that llama.cpp
+    does not compute.
+    """
+    architecture = _architecture(config, where)
+    numbers = _numbers(config, architecture, where)
+    is_tied = bool(config.get("tie_word_embeddings", architecture.tied_by_default))
+    if architecture.must_be_tied and not is_tied:
+        raise not_convertible(
+            f"llama.cpp has no {architecture.model_class} with a separate output layer",
+            where,
+            "tie_word_embeddings: false",
+        )
+    _check_rotation(config, architecture, where)
+    return GgufModel(
+        architecture,
+        numbers,
+        read_positions(config, architecture.positions, where),
+        is_tied,
+        _context_limit(config, architecture, numbers, where),
+    )
+
+
+def model_of_metadata(
+    values: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    factors: Sequence[float],
+    where: str,
+) -> GgufModel:
+    """Return the model that the metadata *values* of a GGUF file describe.
+
+    *shapes* are those of its tensors, by GGUF's name, row-major; *factors* the values of ``rope_freqs.weight``. Raises
+    :class:`CheckpointUnusable` for an unknown architecture, and for values that config.json cannot describe.
+    """
+    name = values.get("general.architecture")
+    architecture = by_name(name)
+    if architecture is None:
+        raise not_convertible("unknown architecture", where, f"general.architecture: {name!r:.100}")
+    embedding = shapes.get("token_embd.weight", ())
+    if len(embedding) != 2:
+        raise not_convertible("there is no embedding", where, "token_embd.weight")
+    numbers: dict[str, int | float] = {}
+    hidden = positive_integer(values, f"{name}.embedding_length", where)
+    heads = positive_integer(values, f"{name}.attention.head_count", where)
+    defaults = {
+        "vocab_size": embedding[0],
+        "head_dim": hidden // heads,
+        "num_key_value_heads": heads,
+    }
+    for setting in (*SIZES, *architecture.settings):
+        key = f"{name}.{setting.gguf}"
+        if key not in values and setting.is_optional:
+            continue
+        default: float | None = defaults.get(setting.config)
+        if default is None:
+            default = architecture.defaults.get(setting.config)
+        if setting.kind == "uint32":
+            numbers[setting.config] = positive_integer(values, key, where, default)
+        else:
+            numbers[setting.config] = positive_number(values, key, where, default)
+    # Padding of the vocabulary is in the tensor, and not always in the key.
+    numbers["vocab_size"] = embedding[0]
+    head_dim = int(numbers["head_dim"])
+    positions = positions_of(values, str(name), where, factors, head_dim)
+    return GgufModel(architecture, numbers, positions, _OUTPUT not in shapes)
+
+
+def _architecture(config: Mapping[str, Any], where: str) -> Architecture:
+    classes = config.get("architectures")
+    model_class = None
+    if isinstance(classes, list) and len(classes) == 1:
+        model_class = classes[0]
+    elif classes:
+        model_class = str(classes)
+    found = by_class(model_class, config.get("model_type"))
+    if found is None:
+        known = ", ".join(known.model_class for known in ARCHITECTURES)
+        named = classes or config.get("model_type")
+        value = f"architectures: {named!r:.200} (known: {known})"
+        raise not_convertible("this architecture is not converted to GGUF", where, value)
+    if "quantization_config" in config:
+        raise not_convertible("quantized weights are not converted", where, "quantization_config")
+    for key, setting in found.fixed.items():
+        # null and false both mean that a feature is off.
+        given = config.get(key, setting)
+        if given != setting and (given or setting):
+            value = f"{key}: {given!r:.100}"
+            raise not_convertible(f"GGUF's {found.name} has no such variant", where, value)
+    return found
+
+
+def _numbers(
+    config: Mapping[str, Any], architecture: Architecture, where: str
+) -> dict[str, int | float]:
+    defaults = dict(architecture.defaults)
+    heads = positive_integer(
+        config, "num_attention_heads", where, defaults.get("num_attention_heads")
+    )
+    hidden = positive_integer(config, "hidden_size", where)
+    defaults.setdefault("num_key_value_heads", heads)
+    defaults.setdefault("head_dim", hidden // heads)
+    numbers: dict[str, int | float] = {}
+    for setting in (*SIZES, *architecture.settings):
+        if setting.is_optional and config.get(setting.config) is None:
+            continue
+        default = defaults.get(setting.config)
+        if setting in architecture.settings and setting.config in config:
+            # A null would be replaced by the default, which is another model.
+            default = None
+        if setting.kind == "uint32":
+            numbers[setting.config] = positive_integer(config, setting.config, where, default)
+        else:
+            numbers[setting.config] = positive_number(config, setting.config, where, default)
+    kv_heads, head_dim = int(numbers["num_key_value_heads"]), int(numbers["head_dim"])
+    if head_dim % 2 or heads % kv_heads:
+        value = f"{heads}, {kv_heads} of {head_dim}"
+        raise not_convertible("these attention heads do not fit together", where, value)
+    if architecture.scale_of_hidden_layers:
+        expected = _attention_scale(architecture, numbers)
+        scale = config.get("query_pre_attn_scalar", 256)
+        if scale != expected:
+            value = f"query_pre_attn_scalar: {scale!r:.100}, llama.cpp: {expected}"
+            raise not_convertible("llama.cpp scales attention differently", where, value)
+    return numbers
+
+
+def _attention_scale(architecture: Architecture, numbers: Mapping[str, int | float]) -> int:
+    """Return the number whose root llama.cpp divides attention scores of Gemma by."""
+    if numbers["num_hidden_layers"] == architecture.scale_of_hidden_layers:
+        return int(numbers["hidden_size"] // numbers["num_attention_heads"])
+    return int(numbers["head_dim"])
+
+
+def _check_rotation(config: Mapping[str, Any], architecture: Architecture, where: str) -> None:
+    """Raise :class:`CheckpointUnusable` if other layers have rotary positions than llama.cpp's."""
+    period = architecture.no_rotation_period
+    flags = config.get("no_rope_layers")
+    if not period or flags is None:
+        interval = config.get("no_rope_layer_interval", period)
+        if period and interval != period:
+            value = f"no_rope_layer_interval: {interval!r:.50}"
+            raise not_convertible("llama.cpp rotates other layers", where, value)
+        return
+    is_list = isinstance(flags, list)
+    for number, flag in enumerate(flags if is_list else [None]):
+        # 1 means that the layer has rotary positions, despite the name of the key.
+        if flag != int((number + 1) % period != 0):
+            value = f"no_rope_layers: {flags!r:.100}"
+            raise not_convertible("llama.cpp rotates other layers", where, value)
+
+
+def _context_limit(
+    config: Mapping[str, Any],
+    architecture: Architecture,
+    numbers: Mapping[str, int | float],
+    where: str,
+) -> int | None:
+    """Return the sliding window, if llama.cpp has none for the architecture and the context is longer; else None.
+
+    Raises :class:`CheckpointUnusable` if llama.cpp has a sliding window in other layers than the model.
+    """
+    types = config.get("layer_types")
+    period = architecture.full_attention_period
+    if period:
+        num_layers = int(numbers["num_hidden_layers"])
+        given = [types] if types is not None and not isinstance(types, list) else types or []
+        for number, layer_type in enumerate(given[:num_layers]):
+            expected = "sliding_attention" if (number + 1) % period else "full_attention"
+            if layer_type != expected:
+                value = f"layer_types[{number}]: {layer_type!r:.50}"
+                raise not_convertible("llama.cpp has full attention in other layers", where, value)
+        return None
+    if isinstance(types, list):
+        slides = "sliding_attention" in types
+    else:
+        slides = bool(config.get("use_sliding_window", architecture.sliding_by_default))
+    if not slides or config.get("sliding_window") is None:
+        return None
+    window = positive_integer(config, "sliding_window", where)
+    return window if window < numbers["max_position_embeddings"] else None
+
+
+def layers_fault(num_layers: int, names: Iterable[str]) -> str | None:
+    """Return a text if the config's number of layers is not that of the tensors with these *names*, or None.
+
+    The names are those of Hugging Face or of GGUF. Called before anything is computed for each layer: the number in an
+    untrusted file can be of any size.
+    """
+    layers: set[str] = set()
+    for name in names:
+        match = _LAYER_NUMBER.match(name) or _BLOCK_NUMBER.match(name)
+        if match is not None:
+            layers.add(match[1])
+    if num_layers == len(layers):
+        return None
+    return (
+        f"num_hidden_layers: {num_layers}, but there are tensors of {counted(len(layers), 'layer')}"
+    )
+
+
+def name_faults(
+    expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]
+) -> str | None:
+    """Return a text if the tensors that were *found* (name to shape) are not the *expected* ones, or None."""
+    missing = sorted(expected.keys() - found.keys())
+    if missing:
+        return f"missing: {missing[:3]}"
+    extra = sorted(found.keys() - expected.keys())
+    if extra:
+        return f"not in this architecture: {extra[:3]}"
+    for fqn, shape in expected.items():
+        if tuple(found[fqn]) != tuple(shape):
+            return f"{fqn!r} has the shape {list(found[fqn])}"
+    return None

@@ -1,0 +1,348 @@
+"""A tokenizer of Hugging Face as GGUF's ``tokenizer.ggml.*`` keys: pure, no file is touched.
+
+Source: the GGUF specification's section on tokenizers, and llama.cpp's ``src/llama-vocab.cpp``. Two kinds are
+converted: byte-level BPE (``gpt2``), whose way of splitting text must be built into llama.cpp (``pre_tokenizers.py``),
+and BPE with byte fallback (``llama``), as SentencePiece makes it (``sentencepiece.py``). A tokenizer that splits text
+in another way, or changes it first, would give other tokens there, so it is rejected.
+
+The files are not trusted: :func:`_checked` validates the types of everything that is used, before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from automodel_ckpt.convert.formats.gguf import sentencepiece
+from automodel_ckpt.convert.formats.gguf.pre_tokenizers import PRE_TOKENIZERS, find_pre_tokenizer
+from automodel_ckpt.convert.formats.gguf.values import KeyValue, not_convertible
+
+# Token types of GGUF (source: gguf.md, tokenizer.ggml.token_type).
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_SPECIAL_KEYS = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTokenizer:
+    """The keys of a tokenizer, and in *warnings* where llama.cpp may split text in another way."""
+
+    keys: list[KeyValue]
+    warnings: tuple[str, ...] = field(default=())
+
+
+def convert_tokenizer(
+    tokenizer: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    vocab_size: int,
+    where: str,
+    template: str | None = None,
+    ends: Iterable[Any] = (),
+) -> GgufTokenizer:
+    """Return the keys for *tokenizer* (the content of tokenizer.json, at *where*).
+
+    *settings* is tokenizer_config.json's content; the list of tokens is filled up to *vocab_size*; *template* is the
+    chat template, and *ends* are the end tokens in generation_config.json.
+
+    Raises :class:`CheckpointUnusable` for a file that is no tokenizer's, and for a tokenizer that llama.cpp would not
+    follow.
+    """
+    template = template or settings.get("chat_template")
+    for value in (tokenizer, settings, template):
+        _require_text(value, where)
+    model = _checked(tokenizer, where)
+    _check_model(model, where)
+    tokens, types = _tokens(tokenizer, model, vocab_size, where)
+    ids = {token: index for index, token in enumerate(tokens)}
+    special = _special_ids(settings, ids)
+    steps = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    merges = _merges(model, where)
+    if model.get("byte_fallback"):
+        normalizers = _steps(tokenizer.get("normalizer"), "normalizers")
+        found = sentencepiece.convert(model, normalizers, steps, merges, tokens, types, where)
+        keys, warnings = found.keys, found.warnings
+        tokens, types = found.tokens, found.types
+    else:
+        keys, warnings = _byte_level(tokenizer, model, steps, merges, where)
+    if len(set(tokens)) != len(tokens):
+        raise not_convertible("two tokens have the same text", where, "model.vocab")
+    keys += [
+        ("tokenizer.ggml.tokens", "array", tokens),
+        ("tokenizer.ggml.token_type", "array", types),
+    ]
+    for name, index in special.items():
+        keys.append((f"tokenizer.ggml.{name}_token_id", "uint32", index))
+    turn_end = _end_of_turn(ends, tokens, special, template)
+    if turn_end is not None:
+        keys.append(("tokenizer.ggml.eot_token_id", "uint32", turn_end))
+    begins, adds_end = _added(tokenizer.get("post_processor"), ids, special, where)
+    keys.append(("tokenizer.ggml.add_bos_token", "bool", begins))
+    keys.append(("tokenizer.ggml.add_eos_token", "bool", adds_end))
+    if isinstance(template, str):
+        keys.append(("tokenizer.chat_template", "string", template))
+    if "eos" not in special:
+        no_end = "tokenizer_config.json names no end-of-sequence token: llama.cpp uses its default"
+        warnings = (*warnings, no_end)
+    return GgufTokenizer(keys, warnings)
+
+
+def _end_of_turn(
+    ends: Iterable[Any], tokens: list[str], special: Mapping[str, int], template: Any
+) -> int | None:
+    """Return the token among *ends* that ends a turn: the one that the chat template has; None if there is not one.
+
+    llama.cpp stops at one end of a text and one end of a turn, and at those that it knows by their text.
+    """
+    found = []
+    for index in ends:
+        if type(index) is not int or not 0 <= index < len(tokens) or index == special.get("eos"):
+            continue
+        if not isinstance(template, str) or tokens[index] in template:
+            found.append(index)
+    return found[0] if len(found) == 1 else None
+
+
+def _check_model(model: Mapping[str, Any], where: str) -> None:
+    if model.get("type") != "BPE":
+        raise not_convertible(
+            "only BPE tokenizers are written as GGUF", where, repr(model.get("type"))
+        )
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise not_convertible(
+                "this tokenizer has what llama.cpp's lacks",
+                where,
+                f"model.{key}: {model[key]!r:.100}",
+            )
+
+
+def _byte_level(
+    tokenizer: Mapping[str, Any],
+    model: Mapping[str, Any],
+    steps: list[Mapping[str, Any]],
+    merges: list[str],
+    where: str,
+) -> tuple[list[KeyValue], tuple[str, ...]]:
+    """Return the keys of a byte-level BPE beside its tokens, and warnings."""
+    warnings: tuple[str, ...] = ()
+    kinds = [step.get("type") for step in _steps(tokenizer.get("normalizer"), "normalizers")]
+    if kinds == ["NFC"]:
+        decomposed = (
+            "the tokenizer normalizes text (NFC), and llama.cpp does not: text of decomposed characters gets other "
+            "tokens there"
+        )
+        warnings = (decomposed,)
+    elif tokenizer.get("normalizer") is not None:
+        raise not_convertible(
+            "this tokenizer changes the text before splitting it",
+            where,
+            f"normalizer: {kinds!r:.100}",
+        )
+    ignore_merges = bool(model.get("ignore_merges"))
+    pre = find_pre_tokenizer(steps, ignore_merges=ignore_merges)
+    if pre is None:
+        kinds = [step.get("type") for step in steps]
+        known = ", ".join(known.name for known in PRE_TOKENIZERS)
+        raise not_convertible(
+            "llama.cpp knows no pre-tokenizer like this one",
+            where,
+            f"pre_tokenizer: {kinds!r:.200}, ignore_merges: {ignore_merges} (known: {known})",
+        )
+    keys: list[KeyValue] = [
+        ("tokenizer.ggml.model", "string", "gpt2"),
+        ("tokenizer.ggml.pre", "string", pre.name),
+        ("tokenizer.ggml.merges", "array", merges),
+    ]
+    return keys, warnings
+
+
+def _steps(value: Any, key: str) -> list[Mapping[str, Any]]:
+    """Return the steps of a normalizer or pre_tokenizer: those of a Sequence under *key*, or the only one."""
+    steps: Any = [value]
+    if isinstance(value, Mapping) and value.get("type") == "Sequence":
+        steps = value.get(key)
+    if not isinstance(steps, list):
+        return []
+    return [step for step in steps if isinstance(step, Mapping)]
+
+
+def _tokens(
+    tokenizer: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int, where: str
+) -> tuple[list[str], list[int]]:
+    """Return each token's text and type, in the order of ids. Ids of the model that have no token are unused."""
+    tokens = [f"[PAD{index}]" for index in range(vocab_size)]
+    types = [_UNUSED] * vocab_size
+    entries: list[tuple[Any, Any, int]] = []
+    for text, index in model["vocab"].items():
+        entries.append((text, index, _NORMAL))
+    for entry in tokenizer.get("added_tokens") or []:
+        kind = _CONTROL if entry.get("special") else _USER_DEFINED
+        entries.append((entry.get("content"), entry.get("id"), kind))
+    # Added tokens come last: for an id that is in both lists, theirs is the type.
+    for text, index, kind in entries:
+        if not isinstance(text, str) or type(index) is not int or not 0 <= index < vocab_size:
+            raise not_convertible(
+                "a token has no place in the model's vocabulary",
+                where,
+                f"{text!r:.80}: {index!r:.40}",
+            )
+        tokens[index], types[index] = text, kind
+    return tokens, types
+
+
+def _merges(model: Mapping[str, Any], where: str) -> list[str]:
+    """Return the merges as two tokens with a space between; tokenizers 0.20 and later write pairs."""
+    found = []
+    for merge in model.get("merges") or []:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not _is_pair(pair):
+            raise not_convertible("this is not a merge of two tokens", where, f"{merge!r:.100}")
+        found.append(" ".join(pair))
+    return found
+
+
+def _is_pair(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return all(isinstance(token, str) and " " not in token for token in value)
+
+
+def _special_ids(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
+    """Return the ids of the tokens that tokenizer_config.json names, by GGUF's word for them."""
+    found = {}
+    for key, name in _SPECIAL_KEYS.items():
+        token = settings.get(key)
+        text = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(text, str) and text in ids:
+            found[name] = ids[text]
+    return found
+
+
+def _added(
+    post: Any, ids: Mapping[str, int], special: Mapping[str, int], where: str
+) -> tuple[bool, bool]:
+    """Return whether encoding puts the token for the beginning before the text, and that for the end after it.
+
+    *post* is the post_processor of tokenizer.json. Raises :class:`CheckpointUnusable` if it adds any other token.
+    """
+    templates: list[Mapping[str, Any]] = []
+    has_others = False
+    for step in _steps(post, "processors"):
+        if step.get("type") == "TemplateProcessing":
+            templates.append(step)
+        elif step and step.get("type") != "ByteLevel":
+            has_others = True
+    parts: list[int | None] = []
+    for template in templates:
+        for part in template.get("single") or []:
+            parts.append(_part(part, ids))
+    before: list[int | None] = []
+    after: list[int | None] = []
+    if None in parts:
+        text = parts.index(None)
+        before, after = parts[:text], parts[text + 1 :]
+    elif parts:
+        has_others = True
+    # -1 is no token's id: without such a token, no template can add it.
+    bos, eos = [special.get("bos", -1)], [special.get("eos", -1)]
+    if has_others or len(templates) > 1 or before not in ([], bos) or after not in ([], eos):
+        raise not_convertible(
+            "this tokenizer adds other tokens than one for the beginning and the end",
+            where,
+            "post_processor",
+        )
+    return before == bos, after == eos
+
+
+def _part(part: Mapping[str, Any], ids: Mapping[str, int]) -> int | None:
+    """Return the id of the special token in a template; None for the text itself."""
+    if "SpecialToken" not in part:
+        return None
+    name = part["SpecialToken"].get("id")
+    # -2 is neither an id nor the -1 of a beginning or end token that does not exist.
+    return None if name is None else ids.get(str(name), -2)
+
+
+# ---------------------------------------------------------------- the structure of tokenizer.json
+
+
+def _checked(tokenizer: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The ``model`` of a tokenizer.json, once all lists and mappings that are used are found to be that.
+
+    Raises :class:`CheckpointUnusable` naming the key.
+    """
+    model = _mapping(tokenizer.get("model"), "model", where)
+    _mapping(model.get("vocab"), "model.vocab", where)
+    _list(model.get("merges"), "model.merges", where)
+    _mappings(tokenizer.get("added_tokens"), "added_tokens", where)
+    for key, inner in (
+        ("normalizer", "normalizers"),
+        ("pre_tokenizer", "pretokenizers"),
+        ("post_processor", "processors"),
+    ):
+        outer = tokenizer.get(key)
+        if outer is None:
+            continue
+        steps = _mapping(outer, key, where)
+        for number, step in enumerate(_mappings(steps.get(inner), f"{key}.{inner}", where)):
+            _check_template(step, f"{key}.{inner}.{number}", where)
+        _check_template(steps, key, where)
+    return model
+
+
+def _check_template(step: Mapping[str, Any], key: str, where: str) -> None:
+    """The parts of a TemplateProcessing, the step that puts special tokens around the text."""
+    for number, part in enumerate(_mappings(step.get("single"), f"{key}.single", where)):
+        if "SpecialToken" in part:
+            _mapping(part["SpecialToken"], f"{key}.single.{number}.SpecialToken", where)
+
+
+def _mapping(value: Any, key: str, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        _check_type(value, key, "a mapping", where)
+    return value
+
+
+def _list(value: Any, key: str, where: str) -> list[Any]:
+    """The list, empty where there is none."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        _check_type(value, key, "a list", where)
+    return value
+
+
+def _mappings(value: Any, key: str, where: str) -> list[Mapping[str, Any]]:
+    return [
+        _mapping(item, f"{key}.{number}", where)
+        for number, item in enumerate(_list(value, key, where))
+    ]
+
+
+def _check_type(value: Any, key: str, wanted: str, where: str) -> NoReturn:
+    raise not_convertible(
+        "this is not a tokenizer of Hugging Face's", where, f"{key} is not {wanted}: {value!r:.80}"
+    )
+
+
+def _require_text(value: Any, where: str) -> None:
+    """Raise :class:`CheckpointUnusable` for text with lone surrogates, anywhere in parsed JSON: no file can hold it."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            try:
+                each.encode()
+            except UnicodeEncodeError:
+                raise not_convertible(
+                    "a text in the tokenizer's files is not valid Unicode", where, ascii(each)[:80]
+                ) from None
+        elif isinstance(each, Mapping):
+            left += [*each.keys(), *each.values()]
+        elif isinstance(each, list):
+            left += each

@@ -1,0 +1,268 @@
+"""Hugging Face files: whole tensors in one or several safetensors files, as an export or a download consists of."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from automodel_ckpt.base.other_weights import MLX_ADAPTER, weights_of_another_program
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest, find_export_manifest
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.safetensors_header import (
+    Header,
+    read_header,
+    read_header_safely,
+)
+from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
+from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of, whole_tensor
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.convert.formats.files import names_in
+from automodel_ckpt.convert.formats.format import Format
+from automodel_ckpt.convert.formats.safetensors_shards import SHARDING_INFO
+from automodel_ckpt.convert.formats.torch.nested_state import names_without_wrappers
+from automodel_ckpt.errors import CheckpointUnusable
+
+# How transformers numbers the files of a model.
+_NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.safetensors", re.ASCII)
+SINGLE_FILE = "model.safetensors"
+_MLX_EXPERTS = re.compile(r"(.+)\.switch_mlp\.(gate_proj|up_proj|down_proj)\.weight", re.ASCII)
+_MLX_LATENT = ".self_attn.unembed_out.weight"
+_MIXTRAL_BLOCK = ".block_sparse_moe"
+_MIXTRAL_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_STACKED = 3
+_MAX_NAMED = 5
+UNCHECKED = "these files are unchecked: there is no manifest with their digests"
+
+
+class HuggingFaceFiles(Format):
+    """A directory with an index, or with safetensors files whose headers do not describe shards."""
+
+    name = "Hugging Face files"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        has_index = (path / layout.HF_INDEX).is_file()
+        names = safetensors_in(path)
+        if not names:
+            return has_index
+        try:
+            header = _header(path, names[0], follow_links)
+        # detect() never raises; opening the directory in the next format reports the damage.
+        except (CheckpointUnusable, OSError):
+            is_not_followed = not follow_links and (path / names[0]).is_symlink()
+            return has_index or is_not_followed
+        # PyTorch's HuggingFaceStorageWriter can write an index beside its shards.
+        return SHARDING_INFO not in header.metadata
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. The index and headers of an export are compared with its manifest, and its slices have
+        digests, which are compared when the slices are read."""
+        _check_not_mlx_adapter(path)
+        export = find_export_manifest(path, follow_links=follow_links)
+        weight_map = weight_map_of(path, export, follow_links=follow_links)
+        names = safetensors_in(path)
+        others: list[str] = []
+        if SINGLE_FILE in names and SINGLE_FILE not in (weight_map or {}).values():
+            # transformers reads this file, and neither the index of an earlier model nor other files: Mistral's
+            # consolidated.safetensors has the same weights under other names.
+            others = [name for name in names if name != SINGLE_FILE]
+            weight_map, names = None, [SINGLE_FILE]
+        elif weight_map is not None:
+            names = sorted(set(weight_map.values()))
+        else:
+            _check_numbers(path, names)
+        tensors, files = _tensors_in_files(path, names, export, follow_links)
+        _check_not_mlx(path, tensors)
+        if export is None:
+            tensors = _with_single_experts(tensors)
+        source = source_of_files(path, names, tensors, export, follow_links=follow_links)
+        # An index may list a tied name that has no tensor, which transformers accepts. Weights that fill a model are
+        # compared with the model's names later; other callers compare the index.
+        misplaced = [fqn for fqn, name in (weight_map or {}).items() if files.get(fqn) != name]
+        source = replace(source, misplaced=tuple(misplaced))
+        if others:
+            what = f"{', '.join(others[:_MAX_NAMED])} beside {SINGLE_FILE}"
+            source = replace(source, omitted=(*source.omitted, what))
+        absent = sorted((weight_map or {}).keys() - files.keys())
+        if absent:
+            what = f"{counted(len(absent), 'tensor')} that the index lists and no file has"
+            source = replace(
+                source, omitted=(*source.omitted, f"{what}, such as {absent[0][:200]}")
+            )
+        return source
+
+
+def _check_not_mlx_adapter(directory: Path) -> None:
+    """Raise :class:`CheckpointUnusable` for an adapter of mlx-lm, before its files are read as those of a model."""
+    found = weights_of_another_program(directory)
+    if found == MLX_ADAPTER:
+        raise CheckpointUnusable(
+            f"this format cannot be read: {found[0]}",
+            where=str(directory),
+            value="adapters.safetensors",
+            hint=found[1],
+        )
+
+
+def _check_not_mlx(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise :class:`CheckpointUnusable` for what only MLX reads, such as weights that it quantized.
+
+    mlx-lm packs them into U32 beside scales and biases.
+    """
+    for fqn in tensors:
+        if fqn.endswith(_MLX_LATENT):
+            raise CheckpointUnusable(
+                "this format cannot be read: latent attention as MLX divides it",
+                where=str(directory),
+                value=fqn,
+                hint="use the original model, from which mlx_lm.convert made this one",
+            )
+    for fqn, tensor in tensors.items():
+        stem = fqn.removesuffix(".weight")
+        if tensor.dtype == "U32" and {f"{stem}.scales", f"{stem}.biases"} <= tensors.keys():
+            raise CheckpointUnusable(
+                "this format cannot be read: weights that MLX quantized",
+                where=str(directory),
+                value=f"{fqn}, with scales and biases",
+                hint="use the original model, or mlx_lm.convert --dequantize",
+            )
+
+
+def _with_single_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return *tensors* with a tensor for each expert, as Hugging Face files have them.
+
+    mlx-lm (0.32) stacks those of a layer: ``mlp.switch_mlp.up_proj.weight`` for ``mlp.experts.0.up_proj.weight``, ...
+    """
+    found: dict[str, Tensor] = {}
+    for fqn, tensor in tensors.items():
+        match = _MLX_EXPERTS.fullmatch(fqn)
+        if match is None or len(tensor.shape) != _STACKED:
+            found[fqn] = tensor
+            continue
+        block, projection = match.groups()
+        if block.endswith(_MIXTRAL_BLOCK):
+            projection = _MIXTRAL_NAMES[projection]
+        (stored,) = tensor.slices
+        shape = tensor.shape[1:]
+        nbytes = nbytes_of(tensor.dtype, shape)
+        for expert in range(tensor.shape[0]):
+            name = f"{block}.experts.{expert}.{projection}.weight"
+            start = stored.start + expert * nbytes
+            found[name] = whole_tensor(name, tensor.dtype, shape, stored.file, start)
+    return found
+
+
+def _check_numbers(directory: Path, names: Iterable[str]) -> None:
+    """Raise :class:`CheckpointUnusable` if files are missing, by the numbers in the *names* of the others."""
+    present: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match is not None:
+            present.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    for (stem, total), numbers in present.items():
+        if len(numbers) < int(total):
+            first = next(number for number in range(1, int(total) + 1) if number not in numbers)
+            missing = f"{stem}-{first:0{len(total)}d}-of-{total}.safetensors"
+            raise unusable("a file of weights is missing", directory / missing, "no such file")
+
+
+def source_of_files(
+    directory: Path,
+    names: Iterable[str],
+    tensors: Mapping[str, Tensor],
+    export: ExportManifest | None,
+    *,
+    follow_links: bool,
+) -> Source:
+    """Return the source of a model whose *tensors* are those of the files *names* of *directory*.
+
+    Names that wrappers added are removed, except in an *export* of this program, which has the model's own names:
+    accelerate's ``save_state`` of a compiled model writes ``_orig_mod.``.
+    """
+    if export is None:
+        plain = names_without_wrappers(tensors)
+        tensors = {plain[fqn]: tensor.renamed(plain[fqn]) for fqn, tensor in tensors.items()}
+    return Source(
+        # Behind a link, a file can be anywhere: in the Hub's cache, in another directory than its siblings.
+        Path("/") if follow_links else directory,
+        directory,
+        tensors,
+        notes=() if export is not None else (UNCHECKED,),
+        finished=True,
+        export=export,
+        files=frozenset(names),
+    )
+
+
+def weight_map_of(
+    directory: Path, export: ExportManifest | None, *, follow_links: bool
+) -> dict[str, str] | None:
+    """Return {tensor name: file name} from the index in *directory*, or None if there is none.
+
+    The index is compared with the manifest of the *export* that it belongs to. Raises :class:`CheckpointUnusable`.
+    """
+    check_bytes = None if export is None else export.check_bytes
+    index = directory / layout.HF_INDEX
+    return read_weight_map(index, follow_links=follow_links, check_bytes=check_bytes)
+
+
+def safetensors_in(directory: Path) -> list[str]:
+    """Return the sorted names of the safetensors files in *directory*."""
+    return [name for name in names_in(directory) if name.endswith(".safetensors")]
+
+
+def tensors_in_file(
+    directory: Path,
+    name: str,
+    export: ExportManifest | None = None,
+    *,
+    follow_links: bool = False,
+) -> dict[str, Tensor]:
+    """Return the tensors of the safetensors file *name* in *directory*, each in one slice.
+
+    The slice's file is *name*, or with *follow_links* the absolute path of the file without the first slash. Slices of
+    an *export* have its digests. Raises :class:`CheckpointUnusable` if the file is missing, damaged, or a shard.
+    """
+    path = directory / name
+    try:
+        if export is not None:
+            export.check_header(name)
+        header = _header(directory, name, follow_links)
+    except FileNotFoundError as error:
+        raise unusable("a file of weights is missing", path, "no such file") from error
+    except OSError as error:
+        raise unusable("a file of weights cannot be read", path, error.strerror) from error
+    if SHARDING_INFO in header.metadata:
+        raise unusable("a shard is stored among whole files", path, SHARDING_INFO)
+    file = os.path.realpath(path).lstrip("/") if follow_links else name
+    tensors: dict[str, Tensor] = {}
+    for fqn, entry in header.tensors.items():
+        tensor = whole_tensor(fqn, entry.dtype, entry.shape, file, entry.start)
+        tensors[fqn] = tensor if export is None else export.with_digests(name, tensor)
+    return tensors
+
+
+def _header(directory: Path, name: str, follow_links: bool) -> Header:
+    if follow_links:
+        return read_header(os.path.realpath(directory / name))
+    return read_header_safely(directory, name)
+
+
+def _tensors_in_files(
+    directory: Path, names: Iterable[str], export: ExportManifest | None, follow_links: bool
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of all files, and {tensor name: file name}."""
+    tensors: dict[str, Tensor] = {}
+    files: dict[str, str] = {}
+    for name in names:
+        found = tensors_in_file(directory, name, export, follow_links=follow_links)
+        for fqn in found:
+            if fqn in files:
+                what = f"two files hold the tensor {fqn!r}"
+                raise unusable(what, directory / name, f"also in {files[fqn]}")
+            files[fqn] = name
+        tensors |= found
+    return tensors, files

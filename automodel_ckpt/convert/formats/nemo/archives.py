@@ -1,0 +1,191 @@
+"""``ckpt unpack`` and ``ckpt pack``: models that NeMo and TensorRT-LLM keep in one tar archive, as a directory to edit.
+
+Only archives that contain such a model are unpacked: ``.nemo`` (``model_config.yaml``) and ``.qnemo`` (``config.json``
+and ``rank0.safetensors``). Both functions publish their result at the end: a failure leaves nothing. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.formats.files import first_bytes
+from automodel_ckpt.convert.formats.nemo.nemo import CONFIG, artifacts_in, read_config
+from automodel_ckpt.convert.formats.nemo.packed_files import (
+    PackedFiles,
+    StoredFile,
+    files_in_directory,
+)
+from automodel_ckpt.convert.formats.nemo.tar_reading import (
+    TarMember,
+    TarReader,
+    is_gzip,
+    tar_members,
+)
+from automodel_ckpt.convert.formats.nemo.tar_writing import TarWriter
+from automodel_ckpt.convert.publishing import (
+    check_directory_target,
+    check_file_target,
+    published_directory,
+    published_file,
+)
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+
+QNEMO_CONFIG = "config.json"
+_QNEMO_WEIGHTS = "rank0.safetensors"
+_MAX_CONFIG_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveReport:
+    """What was packed or unpacked to *output*: ``nemo`` or ``qnemo``, and its files."""
+
+    output: Path
+    kind: str
+    num_files: int
+    nbytes: int
+
+
+def unpack(source: Path, target: Path, log: Log) -> ArchiveReport:
+    """Unpack the ``.nemo`` or ``.qnemo`` file *source*, compressed or not, to the directory *target*.
+
+    *target* must not exist, or be empty. Only regular files and directories with safe names are written, with the
+    permissions that the umask gives. Raises :class:`CheckpointUnusable` for a damaged archive, for one with links or
+    other members, and for one of another program; :class:`SaveFailed` if it cannot be written. Then nothing remains.
+    """
+    real = Path(os.path.realpath(source))
+    if not real.is_file():
+        value, hint = "no such file", "name a .nemo or .qnemo file"
+        if real.is_dir():
+            value, hint = "a directory", f"{hint}; `ckpt pack` packs a directory"
+        raise CheckpointUnusable(
+            "there is no archive to unpack", where=str(source), value=value, hint=hint
+        )
+    target = Path(os.path.realpath(target))
+    check_directory_target(target)
+    if not is_gzip(first_bytes(real, 2)):
+        # Before anything is written: the headers alone are read, which is quick.
+        _kind([member.name for member in tar_members(real)], source)
+    files: dict[str, StoredFile] = {}
+    with published_directory(target, log, what="the unpacked model") as staging:
+        with TarReader(real) as reader:
+            for member in reader:
+                _extract(reader, member, staging)
+                if not member.is_directory:
+                    files[member.name] = StoredFile(member.name, 0, member.nbytes)
+        kind = _kind(files, source)
+    return ArchiveReport(target, kind, len(files), sum(file.nbytes for file in files.values()))
+
+
+def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> ArchiveReport:
+    """Pack the directory *source* as the ``.nemo`` or ``.qnemo`` file *target*, an uncompressed tar archive.
+
+    The bytes of the archive depend only on the names and contents of the files. Raises :class:`CheckpointUnusable` if
+    the directory has no model of NeMo or TensorRT-LLM, lacks the weights of a rank, or contains links or special
+    files; :class:`RecipeError` for a *target* in the directory, or with the suffix of the other kind;
+    :class:`SaveFailed` if the archive cannot be written.
+    """
+    directory = Path(os.path.realpath(source))
+    if not directory.is_dir():
+        value, hint = "no such directory", "name a directory that `ckpt unpack` wrote"
+        if directory.exists():
+            value, hint = "a file", f"{hint}; that command unpacks an archive"
+        raise CheckpointUnusable(
+            "there is no directory to pack", where=str(source), value=value, hint=hint
+        )
+    target = Path(os.path.realpath(target))
+    if target.is_relative_to(directory):
+        raise RecipeError(
+            "the archive would be in the directory that it packs",
+            where=str(target),
+            value=target.name,
+            hint=f"name a file outside of {directory}",
+        )
+    check_file_target(target, overwrite=overwrite)
+    packed = files_in_directory(directory)
+    kind = _kind(packed.files, source)
+    if target.suffix in (".nemo", ".qnemo") and target.suffix != f".{kind}":
+        raise RecipeError(
+            f"the directory has the files of a .{kind} file",
+            where=str(target),
+            value=target.suffix,
+            hint=f"use the suffix .{kind}",
+        )
+    if kind == "nemo":
+        _warn_of_missing_artifacts(packed, log)
+    else:
+        _check_qnemo(packed)
+    with (
+        published_file(target, log, what=f"the .{kind} file") as staging,
+        open(staging, "r+b") as file,
+    ):
+        writer = TarWriter(file)
+        # The config first: readers recognize the archive without reading the weights.
+        config = CONFIG if kind == "nemo" else QNEMO_CONFIG
+        for name in sorted(packed.files, key=lambda name: (name != config, name)):
+            writer.add_file(name, directory, name)
+        writer.finish()
+    nbytes = sum(file.nbytes for file in packed.files.values())
+    return ArchiveReport(target, kind, len(packed.files), nbytes)
+
+
+def _extract(reader: TarReader, member: TarMember, staging: Path) -> None:
+    if member.name == ".":
+        return
+    path = staging / member.name
+    if member.is_directory:
+        path.mkdir(parents=True, exist_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # x: an existing file, for example on a file system that ignores case, is an error.
+    with open(path, "xb") as file:
+        for block in reader.blocks(member):
+            file.write(block)
+
+
+def _kind(files: Collection[str], where: Path) -> str:
+    """Return ``nemo`` or ``qnemo``. Raises :class:`CheckpointUnusable` for other files."""
+    if CONFIG in files:
+        return "nemo"
+    if QNEMO_CONFIG in files and _QNEMO_WEIGHTS in files:
+        return "qnemo"
+    raise CheckpointUnusable(
+        "this is neither a model of NeMo (.nemo) nor of TensorRT-LLM (.qnemo)",
+        where=str(where),
+        value=", ".join(sorted(files)[:5]) or "no files",
+        hint=f"a .nemo file contains {CONFIG}; a .qnemo file {QNEMO_CONFIG} and {_QNEMO_WEIGHTS}",
+    )
+
+
+def _warn_of_missing_artifacts(packed: PackedFiles, log: Log) -> None:
+    """Log the artifacts that the config names and that are missing. Raises :class:`CheckpointUnusable` for a damaged
+    config.
+
+    No error: NeMo looks only for those that the model's class registers, and itself drops others when it saves a model.
+    """
+    for key, name in artifacts_in(read_config(packed)):
+        if name not in packed.files:
+            log(f"warning: the config names an artifact that is missing: {name} ({key})")
+
+
+def _check_qnemo(packed: PackedFiles) -> None:
+    """Raise :class:`CheckpointUnusable` if the weights of a rank are missing."""
+    path = packed.path / QNEMO_CONFIG
+    try:
+        config = parse_json(packed.read(QNEMO_CONFIG, _MAX_CONFIG_BYTES))
+        num_ranks = int(config["mapping"]["world_size"])
+    except (ValueError, TypeError, KeyError) as error:
+        what = "the config has no mapping.world_size, the number of ranks"
+        raise unusable(what, path, repr(error)[:200]) from error
+    if not 0 < num_ranks <= len(packed.files):
+        raise unusable("the weights of some ranks are missing", path, counted(num_ranks, "rank"))
+    for rank in range(num_ranks):
+        name = f"rank{rank}.safetensors"
+        if name not in packed.files:
+            raise unusable("the weights of a rank are missing", packed.path, name)

@@ -1,0 +1,402 @@
+"""Checkpoints of Megatron-LM, Megatron-Core and NeMo 2. Imports no torch.
+
+A distributed checkpoint of Megatron-Core (``dist_checkpointing``, 0.16) with the backend ``torch_dist`` is a directory
+of PyTorch DCP with ``metadata.json`` (``{"sharded_backend": "torch_dist"}``) and, if it has state that is not sharded,
+``common.pt``. Tensors have the keys of sharded_state_dict(), which is one name for all parts of a tensor. A run of
+Megatron-LM has a directory for each checkpoint, and a file with the iteration of the newest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.base.units import counted, left_out
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
+from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
+from automodel_ckpt.convert.formats.files import check_regular_files, names_in
+from automodel_ckpt.convert.formats.format import (
+    Counters,
+    Format,
+    Inventory,
+    TensorSummary,
+    UnsupportedFormat,
+)
+from automodel_ckpt.convert.formats.nemo.zarr_arrays import (
+    read_arrays,
+    zarr_inventory,
+    zarr_source,
+)
+from automodel_ckpt.convert.formats.torch.dcp import DATA_SUFFIX
+from automodel_ckpt.convert.formats.torch.dcp_directory import (
+    DcpContent,
+    read_content,
+    read_tensors,
+)
+from automodel_ckpt.convert.formats.torch.torch_files import read_archive
+from automodel_ckpt.convert.formats.torch.torch_objects import Opaque
+from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
+from automodel_ckpt.convert.names.conversion import Conversion
+from automodel_ckpt.convert.names.dimensions import config_of_arguments, dimensions_of_arguments
+from automodel_ckpt.convert.names.megatron_names import is_model_tensor
+from automodel_ckpt.convert.names.registry import converter_of
+from automodel_ckpt.errors import CheckpointUnusable
+
+_MAX_METADATA_BYTES = 1 << 16
+_MAX_LATEST_BYTES = 64
+_COMMON = "common.pt"
+_WEIGHTS = "weights"
+_LATEST = "latest_checkpointed_iteration.txt"
+_TORCH_DIST = "torch_dist"
+_ZARR = "zarr"
+_ITERATION = re.compile(r"(?:iter_([0-9]{1,12})|release)", re.ASCII)
+_RANK = re.compile(r"mp_rank_[0-9]{2}(_[0-9]{3})*", re.ASCII)
+_UNCHECKED = "the .distcp files are unchecked: there is no manifest with their digests"
+_MAX_COUNT = 1 << 53
+
+
+class _Megatron(UnsupportedFormat):
+    hint = (
+        "convert it to Hugging Face files with Megatron's or NeMo's own tools (Megatron Bridge, or "
+        "tools/checkpoint/convert.py of Megatron-LM), and import those"
+    )
+
+
+class MegatronCore(Format):
+    """A distributed checkpoint: ``metadata.json`` with ``sharded_backend``, or ``common.pt`` beside ``.metadata``."""
+
+    name = "a distributed checkpoint of Megatron-Core"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        names = names_in(path)
+        if _COMMON in names and ".metadata" in names:
+            return True
+        return sharded_backend(path) is not None
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model under the names that Megatron stores. Links are never followed."""
+        if sharded_backend(path) == _ZARR:
+            return self._open_zarr(path)
+        _check_backend(path)
+        data_files = [name for name in names_in(path) if name.endswith(DATA_SUFFIX)]
+        check_no_links(path, (*data_files, layout.DCP_METADATA, _COMMON))
+        check_regular_files(path, data_files)
+        content = read_content(path)
+        weights = {fqn: entry for fqn, entry in content.tensors.items() if is_model_tensor(fqn)}
+        tensors: dict[str, Tensor] = {}
+        for tensor in read_tensors(path, DcpContent(weights, {})):
+            tensors[tensor.fqn] = tensor
+        if not tensors:
+            raise unusable(
+                "there are no weights here", path, counted(len(content.tensors), "tensor")
+            )
+        common = read_common(path)
+        omitted = tuple(_omitted(content, common))
+        notes = [_UNCHECKED, *(left_out(text, 2) for text in omitted)]
+        return Source(
+            path,
+            path,
+            tensors,
+            notes=tuple(notes),
+            omitted=omitted,
+            stated_config=config_of_arguments(_arguments(common)),
+        )
+
+    def _open_zarr(self, path: Path) -> Source:
+        """Describe the model in the arrays of the deprecated backend zarr."""
+        arrays = read_arrays(path)
+        weights = {name: array for name, array in arrays.items() if is_model_tensor(name)}
+        source = zarr_source(path, weights)
+        common = read_common(path)
+        omitted = _omitted_counters(common)
+        num_others = len(arrays) - len(weights)
+        if num_others:
+            omitted.insert(0, f"the optimizer's state ({counted(num_others, 'tensor')})")
+        stated = config_of_arguments(_arguments(common))
+        return replace(source, omitted=tuple(omitted), stated_config=stated)
+
+    def conversion(self, path: Path) -> Conversion | None:
+        """Return the conversion that the arguments of Megatron-LM in ``common.pt`` imply."""
+        return _conversion_of(read_common(path), str(path / _COMMON))
+
+    def stored_tensors(self, path: Path) -> StoredTensors:
+        if sharded_backend(path) == _ZARR:
+            source = zarr_source(path, read_arrays(path))
+            return StoredTensors(source.root, source.tensors)
+        _check_backend(path)
+        tensors = {tensor.fqn: tensor for tensor in read_tensors(path, read_content(path))}
+        return StoredTensors(path, tensors)
+
+    def inventory(self, path: Path) -> Inventory:
+        if sharded_backend(path) == _ZARR:
+            return zarr_inventory(read_arrays(path))
+        _check_backend(path)
+        content = read_content(path)
+        summaries = {
+            fqn: TensorSummary(entry.dtype, entry.shape, len(entry.chunks))
+            for fqn, entry in content.tensors.items()
+        }
+        return Inventory(summaries, len(content.values))
+
+    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+        lines = tuple(f"{name}: {value}" for name, value in _counters(read_common(path)).items())
+        return {"counters": lines} if lines else {}
+
+    def counters(self, path: Path) -> Counters:
+        """Return the iteration and the consumed samples."""
+        stated = _counters(read_common(path))
+        return Counters(
+            step=stated.get("iteration"), consumed_samples=stated.get("consumed_train_samples")
+        )
+
+    def has_training_state(self, path: Path) -> bool:
+        """Return False: the counters alone are not a state to continue from."""
+        return False
+
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        """Return the counters. The optimizer is not transferred: Megatron stores it in its ranks' flat buffers."""
+        if not _counters(read_common(path)):
+            return None
+        counters = self.counters(path)
+        return TrainingState(
+            step=counters.step,
+            consumed_samples=counters.consumed_samples,
+            omitted=("the optimizer's state", "the random numbers of the ranks"),
+        )
+
+
+class MegatronRun(Format):
+    """A run: ``latest_checkpointed_iteration.txt`` and the directories of its checkpoints."""
+
+    name = "a run of Megatron-LM"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        names = names_in(path)
+        if _LATEST not in names:
+            return False
+        return any(_ITERATION.fullmatch(name) for name in names)
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model of the newest checkpoint. Links are never followed."""
+        newest = self._newest(path)
+        return self._format(newest).open(newest)
+
+    def conversion(self, path: Path) -> Conversion | None:
+        newest = self._newest(path)
+        return self._format(newest).conversion(newest)
+
+    def parts(self, path: Path) -> frozenset[str]:
+        return frozenset(name for name in names_in(path) if _ITERATION.fullmatch(name))
+
+    def stored_tensors(self, path: Path) -> StoredTensors:
+        newest = self._newest(path)
+        return self._format(newest).stored_tensors(newest)
+
+    def inventory(self, path: Path) -> Inventory:
+        newest = self._newest(path)
+        return self._format(newest).inventory(newest)
+
+    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+        newest = self._newest(path)
+        return {"checkpoint": (newest.name,), **self._format(newest).details(newest)}
+
+    def counters(self, path: Path) -> Counters:
+        newest = self._newest(path)
+        return self._format(newest).counters(newest)
+
+    def has_training_state(self, path: Path) -> bool:
+        """Return False: the counters alone are not a state to continue from."""
+        return False
+
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        newest = self._newest(path)
+        return self._format(newest).training_state(newest, parameters)
+
+    def _newest(self, path: Path) -> Path:
+        """Return the directory of the newest checkpoint. Raises :class:`CheckpointUnusable` if it is missing."""
+        try:
+            text = read_safely(path, _LATEST, limit=_MAX_LATEST_BYTES).decode("ascii").strip()
+        except (OSError, ValueError) as error:
+            raise unusable("this file cannot be read", path / _LATEST, repr(error)[:200]) from error
+        if text == "release":
+            name = text
+        elif text.isdecimal() and len(text) <= 12:
+            name = f"iter_{int(text):07}"
+        else:
+            raise unusable("this file does not name an iteration", path / _LATEST, text[:40])
+        newest = path / name
+        if newest.is_symlink() or not newest.is_dir():
+            raise unusable("the newest checkpoint of this run is missing", newest, "no directory")
+        return newest
+
+    def _format(self, checkpoint: Path) -> Format:
+        for known in (MegatronCore(), MegatronRanks()):
+            if known.detect(checkpoint):
+                return known
+        raise unusable("this checkpoint has no known format", checkpoint, "no metadata.json")
+
+
+class MegatronRanks(_Megatron):
+    """The older form: a directory ``mp_rank_XX`` for each rank."""
+
+    name = "a checkpoint of Megatron-LM, a directory for each rank"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        rank_names = filter(_RANK.fullmatch, names_in(path))
+        return any((path / name).is_dir() for name in rank_names)
+
+
+class Nemo2(Format):
+    """A checkpoint of NeMo 2: Megatron-Core's in ``weights/``, beside ``context/``."""
+
+    name = "a checkpoint of NeMo 2 (Megatron-Core)"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        names = names_in(path)
+        if _WEIGHTS not in names or "context" not in names:
+            return False
+        return sharded_backend(path / _WEIGHTS) is not None
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Symbolic links are never followed."""
+        check_no_links(path, (_WEIGHTS,))
+        return MegatronCore().open(path / _WEIGHTS)
+
+    def conversion(self, path: Path) -> Conversion | None:
+        return MegatronCore().conversion(path / _WEIGHTS)
+
+    def parts(self, path: Path) -> frozenset[str]:
+        return frozenset((_WEIGHTS,))
+
+    def stored_tensors(self, path: Path) -> StoredTensors:
+        return MegatronCore().stored_tensors(path / _WEIGHTS)
+
+    def inventory(self, path: Path) -> Inventory:
+        return MegatronCore().inventory(path / _WEIGHTS)
+
+    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+        return MegatronCore().details(path / _WEIGHTS)
+
+    def counters(self, path: Path) -> Counters:
+        return MegatronCore().counters(path / _WEIGHTS)
+
+    def has_training_state(self, path: Path) -> bool:
+        """Return False: the counters alone are not a state to continue from."""
+        return False
+
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        return MegatronCore().training_state(path / _WEIGHTS, parameters)
+
+
+# ---------------------------------------------------------------- metadata.json and common.pt
+
+
+def sharded_backend(directory: Path) -> str | None:
+    """Return ``torch_dist`` or ``zarr`` from the metadata.json of Megatron-Core; None if it is not there."""
+    try:
+        value = parse_json(read_safely(directory, "metadata.json", limit=_MAX_METADATA_BYTES))
+    except (OSError, ValueError):
+        return None
+    backend = value.get("sharded_backend") if isinstance(value, dict) else None
+    if not isinstance(backend, str):
+        return None
+    return backend[:40]
+
+
+def _check_backend(path: Path) -> None:
+    backend = sharded_backend(path)
+    if backend not in (_TORCH_DIST, None):
+        raise CheckpointUnusable(
+            "the backend of this distributed checkpoint of Megatron-Core is not supported",
+            where=str(path / "metadata.json"),
+            value=backend,
+            hint="save it with Megatron-Core's backend torch_dist (--ckpt-format torch_dist)",
+        )
+
+
+def read_common(path: Path) -> dict[Any, Any]:
+    """Return the mapping in ``common.pt``, whose objects are only described; empty if there is no such file.
+
+    Raises :class:`CheckpointUnusable` if the file is damaged.
+    """
+    if not os.path.lexists(path / _COMMON):
+        return {}
+    value = read_archive(path / _COMMON).value
+    return value if isinstance(value, dict) else {}
+
+
+def _arguments(common: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Return the arguments of Megatron-LM, an argparse.Namespace; empty if there are none."""
+    value = common.get("args")
+    if isinstance(value, Opaque) and value.kind == "argparse.Namespace":
+        value = value.state
+    return value if isinstance(value, dict) else {}
+
+
+def _counters(common: Mapping[Any, Any]) -> dict[str, int]:
+    """Return the iteration and the consumed samples, as far as they are stored."""
+    found: dict[str, int] = {}
+    arguments = _arguments(common)
+    stated = {
+        "iteration": common.get("iteration", arguments.get("iteration")),
+        "consumed_train_samples": arguments.get("consumed_train_samples"),
+    }
+    for name, value in stated.items():
+        # Not isinstance: True is an int, too.
+        if type(value) is int and 0 <= value < _MAX_COUNT:
+            found[name] = value
+    return found
+
+
+def _omitted(content: DcpContent, common: Mapping[Any, Any]) -> list[str]:
+    """Return what an import of the weights leaves, in words."""
+    omitted: list[str] = []
+    num_others = sum(1 for fqn in content.tensors if not is_model_tensor(fqn))
+    if num_others:
+        omitted.append(f"the optimizer's state ({counted(num_others, 'tensor')})")
+    num_extra = sum(1 for name in content.values if "_extra_state" in name)
+    if num_extra:
+        omitted.append(f"{counted(num_extra, '_extra_state object')} of Transformer Engine")
+    num_values = len(content.values) - num_extra
+    if num_values:
+        omitted.append(
+            f"{counted(num_values, 'object')} of the ranks (random numbers and the like)"
+        )
+    return [*omitted, *_omitted_counters(common)]
+
+
+def _omitted_counters(common: Mapping[Any, Any]) -> list[str]:
+    omitted: list[str] = []
+    counters = _counters(common)
+    if counters:
+        text = ", ".join(f"{name} {value}" for name, value in counters.items())
+        omitted.append(f"counters ({text})")
+    return omitted
+
+
+def _conversion_of(common: Mapping[Any, Any], where: str) -> Conversion | None:
+    """Return the conversion that the arguments of Megatron-LM imply; None if they do not describe a known model."""
+    arguments = _arguments(common)
+    if not arguments.get("swiglu") or arguments.get("normalization") != "RMSNorm":
+        return None
+    # These have tensors that the models below lack.
+    if arguments.get("add_bias_linear") or arguments.get("multi_latent_attention"):
+        return None
+    model_type = "llama"
+    if arguments.get("qk_layernorm"):
+        model_type = "qwen3_moe" if arguments.get("num_experts") else "qwen3"
+    elif arguments.get("num_experts"):
+        model_type = "mixtral"
+    elif arguments.get("add_qkv_bias"):
+        model_type = "qwen2"
+    return Conversion(
+        converter_of(model_type, where), dimensions_of_arguments(arguments, where), where
+    )

@@ -1,0 +1,320 @@
+"""Models of NeMo: a ``.nemo`` file, which is a tar archive, and the directory that one is unpacked to. No torch.
+
+Layout (source: nemo.core.connectors.save_restore_connector, NeMo 3.0): ``model_config.yaml``; the weights, which are
+one file of torch.save (``model_weights.ckpt``), a distributed checkpoint of Megatron-Core (``model_weights/``), or such
+a file in a directory for each rank of tensor and pipeline parallelism (``nemo_ranks.py``); and *artifacts*, for example
+a tokenizer. The config refers to an artifact by the text ``nemo:`` and its name in the archive.
+
+NeMo 3 writes uncompressed archives, whose tensors are read in place. Older ones compress with gzip: these are
+decompressed once to a temporary file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.base.units import left_out, values_text
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.convert.formats.format import Format
+from automodel_ckpt.convert.formats.nemo.megatron import MegatronCore
+from automodel_ckpt.convert.formats.nemo.nemo_ranks import (
+    RankedFile,
+    merged_ranks,
+    rank_of_directory,
+)
+from automodel_ckpt.convert.formats.nemo.packed_files import (
+    PackedFiles,
+    files_in_archive,
+    files_in_directory,
+    has_member,
+    read_beginning,
+)
+from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml, scalars_in
+from automodel_ckpt.convert.formats.torch.dcp_directory import (
+    DcpContent,
+    Described,
+    Item,
+    max_metadata_bytes,
+    parse_content,
+    read_tensors,
+)
+from automodel_ckpt.convert.formats.torch.torch_files import TorchModel, read_model
+from automodel_ckpt.convert.names.conversion import Conversion
+from automodel_ckpt.convert.names.dimensions import config_of_arguments, dimensions_of_arguments
+from automodel_ckpt.convert.names.megatron_names import is_model_tensor
+from automodel_ckpt.convert.names.registry import converter_of
+from automodel_ckpt.errors import CheckpointUnusable
+
+CONFIG = "model_config.yaml"
+WEIGHTS = "model_weights.ckpt"
+DISTRIBUTED_WEIGHTS = "model_weights"
+ARTIFACT_PREFIX = "nemo:"
+MAX_CONFIG_BYTES = 1 << 20
+_GATED_SILU = re.compile(r"(fast-)?swiglu", re.ASCII)
+_DIMENSIONS = (
+    "num_layers",
+    "num_attention_heads",
+    "num_query_groups",
+    "hidden_size",
+    "kv_channels",
+    "vocab_size",
+)
+_UNCHECKED = "the weights are unchecked: a .nemo file has no digests"
+
+
+class NemoFile(Format):
+    """A ``.nemo`` file."""
+
+    name = "a .nemo file of NeMo"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return has_member(path, CONFIG)
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Symbolic links to the file are followed: the user chose it."""
+        packed = files_in_archive(path)
+        if packed.names_below(DISTRIBUTED_WEIGHTS):
+            return _distributed_source(packed, path.parent)
+        return _source(packed, path.parent)
+
+    def conversion(self, path: Path) -> Conversion | None:
+        """Return the conversion that the model's config implies."""
+        content, _ = read_beginning(path, CONFIG, MAX_CONFIG_BYTES)
+        return _conversion(parse_config(path, content), str(path / CONFIG))
+
+    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+        content, sizes = read_beginning(path, CONFIG, MAX_CONFIG_BYTES)
+        return nemo_details(path, content, sizes)
+
+
+class NemoDirectory(Format):
+    """A directory that a ``.nemo`` file was unpacked to, or that NeMo wrote with ``pack_nemo_file = False``."""
+
+    name = "an unpacked .nemo file of NeMo"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        if not (path / CONFIG).is_file():
+            return False
+        return any(_is_weights(path, name) for name in _names(path))
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Symbolic links are never followed."""
+        packed = files_in_directory(path)
+        if (path / DISTRIBUTED_WEIGHTS).is_dir():
+            source = MegatronCore().open(path / DISTRIBUTED_WEIGHTS)
+            return replace(source, stated_config=_stated_config(read_config(packed)))
+        return _source(packed, path)
+
+    def conversion(self, path: Path) -> Conversion | None:
+        """Return the conversion that the model's config implies, or the distributed checkpoint in the directory."""
+        conversion = _conversion(read_config(files_in_directory(path)), str(path / CONFIG))
+        if conversion is None and (path / DISTRIBUTED_WEIGHTS).is_dir():
+            return MegatronCore().conversion(path / DISTRIBUTED_WEIGHTS)
+        return conversion
+
+    def parts(self, path: Path) -> frozenset[str]:
+        return frozenset(name for name in _names(path) if _is_weights(path, name))
+
+    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+        packed = files_in_directory(path)
+        sizes = {name: stored.nbytes for name, stored in packed.files.items()}
+        return nemo_details(path, packed.read(CONFIG, MAX_CONFIG_BYTES), sizes)
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def _is_weights(path: Path, name: str) -> bool:
+    if name == WEIGHTS:
+        return True
+    is_weights = name == DISTRIBUTED_WEIGHTS or rank_of_directory(name) is not None
+    return is_weights and (path / name).is_dir()
+
+
+def read_config(packed: PackedFiles) -> dict[str, Any]:
+    """Return the model's config, with each scalar as text. Raises :class:`CheckpointUnusable`."""
+    return parse_config(packed.path, packed.read(CONFIG, MAX_CONFIG_BYTES))
+
+
+def parse_config(path: Path, content: bytes) -> dict[str, Any]:
+    """Return the config in *content*, which is that of the model *path*. Raises :class:`CheckpointUnusable`."""
+    try:
+        value = parse_yaml(content.decode())
+    except ValueError as error:
+        raise unusable("the model's config cannot be read", path / CONFIG, error) from error
+    if not isinstance(value, dict):
+        what = "the model's config is not a mapping"
+        raise unusable(what, path / CONFIG, type(value).__name__)
+    return value
+
+
+def artifacts_in(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (path in the config, file name) for each artifact that *config* refers to."""
+    for path, text in scalars_in(config):
+        if text.startswith(ARTIFACT_PREFIX):
+            yield path, text.removeprefix(ARTIFACT_PREFIX)
+
+
+def _conversion(config: Mapping[str, Any], where: str) -> Conversion | None:
+    """Return the conversion that the config of a GPT model implies; None for another model.
+
+    Source of the keys: NeMo 1's examples/nlp/language_modeling/conf/megatron_llama_config.yaml. Raises
+    :class:`CheckpointUnusable` for wrong dimensions.
+    """
+    flags = {key: str(value).lower() for key, value in config.items() if isinstance(value, str)}
+    is_gated = _GATED_SILU.fullmatch(flags.get("activation", "")) is not None
+    if not is_gated or flags.get("normalization") != "rmsnorm" or flags.get("bias") == "true":
+        return None
+    arguments: dict[str, Any] = {"group_query_attention": "num_query_groups" in config}
+    for key in _DIMENSIONS:
+        arguments[key] = _number(config.get(key))
+    if arguments["num_query_groups"] is None:
+        arguments["group_query_attention"] = False
+    num_experts = _number(config.get("num_moe_experts"))
+    arguments["num_experts"] = num_experts
+    model_type = "mixtral" if num_experts else "llama"
+    if flags.get("qk_layernorm") == "true":
+        model_type = "qwen3_moe" if num_experts else "qwen3"
+    elif flags.get("qkv_bias") == "true" or flags.get("add_qkv_bias") == "true":
+        model_type = "qwen2"
+    return Conversion(
+        converter_of(model_type, where), dimensions_of_arguments(arguments, where), where
+    )
+
+
+def _stated_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the config of a GPT model states of the keys of ``config.json`` that the shapes do not show."""
+    arguments: dict[str, Any] = {key: _number(config.get(key)) for key in _DIMENSIONS}
+    arguments["group_query_attention"] = arguments["num_query_groups"] is not None
+    arguments["moe_router_topk"] = _number(config.get("moe_router_topk"))
+    for argument, key in (("norm_epsilon", "layernorm_epsilon"), ("rotary_base", "rotary_base")):
+        with contextlib.suppress(ValueError):
+            arguments[argument] = float(str(config.get(key)))
+    return config_of_arguments(arguments)
+
+
+def _number(value: object) -> int | None:
+    """Return a number of the config, in which each scalar is text; None for null or another value."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
+        return int(value)
+    return None
+
+
+def nemo_details(
+    path: Path, content: bytes, sizes: Mapping[str, int] | None
+) -> Mapping[str, tuple[str, ...]]:
+    """Return the sections for ``ckpt show``: the artifacts, with their *sizes* in bytes if these are known, and the
+    config as written, which is *content*."""
+    artifacts: list[str] = []
+    for key, name in artifacts_in(parse_config(path, content)):
+        line = f"{key}: {name}"
+        if sizes is not None:
+            size = f"{sizes[name]} bytes" if name in sizes else "missing"
+            line = f"{line} ({size})"
+        artifacts.append(line)
+    return {"artifacts": tuple(artifacts), CONFIG: tuple(content.decode().splitlines())}
+
+
+# ---------------------------------------------------------------- weights
+
+
+def _source(packed: PackedFiles, directory: Path) -> Source:
+    config = read_config(packed)
+    if WEIGHTS in packed.files:
+        model = _model(packed, WEIGHTS)
+        tensors = model.tensors_in(packed.files[WEIGHTS].file)
+        num_values = model.num_values
+    else:
+        ranked = list(_ranked_files(packed))
+        tensors = merged_ranks(ranked, config, packed.path)
+        num_values = sum(item.model.num_values for item in ranked)
+    notes = [_UNCHECKED]
+    omitted: list[str] = []
+    if num_values:
+        omitted.append(values_text(num_values))
+        notes.append(left_out(values_text(num_values), num_values))
+    names = sorted({name for _, name in artifacts_in(config)})
+    if names:
+        omitted.append(f"artifacts of NeMo ({', '.join(names[:5])})")
+    return Source(
+        packed.root,
+        directory,
+        tensors,
+        notes=tuple(notes),
+        omitted=tuple(omitted),
+        stated_config=_stated_config(config),
+    )
+
+
+def _distributed_source(packed: PackedFiles, directory: Path) -> Source:
+    """Describe a distributed checkpoint of Megatron-Core that is packed in an archive."""
+    path = packed.path / DISTRIBUTED_WEIGHTS / layout.DCP_METADATA
+    _check_backend(packed)
+    total = sum(stored.nbytes for stored in packed.files.values())
+    name = f"{DISTRIBUTED_WEIGHTS}/{layout.DCP_METADATA}"
+    content = parse_content(packed.read(name, max_metadata_bytes(total)), path)
+    weights: dict[str, Described] = {}
+    for fqn, described in content.tensors.items():
+        if is_model_tensor(fqn):
+            chunks = tuple(
+                (box, _packed_item(item, packed, path)) for box, item in described.chunks
+            )
+            weights[fqn] = replace(described, chunks=chunks)
+    tensors: dict[str, Tensor] = {}
+    for tensor in read_tensors(packed.root, DcpContent(weights, {})):
+        tensors[tensor.fqn] = tensor
+    if not tensors:
+        raise unusable("there are no weights in this .nemo file", path, "no tensors of a model")
+    stated = _stated_config(read_config(packed))
+    return Source(packed.root, directory, tensors, notes=(_UNCHECKED,), stated_config=stated)
+
+
+def _packed_item(item: Item, packed: PackedFiles, path: Path) -> Item:
+    """Return the byte range of the archive for an item of a packed ``.distcp`` file."""
+    name = f"{DISTRIBUTED_WEIGHTS}/{item.file}"
+    stored = packed.files.get(name)
+    if stored is None:
+        raise unusable("a file of the distributed checkpoint is missing", path, name)
+    if item.start + item.nbytes > stored.nbytes:
+        value = f"{name} has {stored.nbytes} bytes, an item ends at {item.start + item.nbytes}"
+        raise unusable("a file of the distributed checkpoint is truncated", path, value)
+    return Item(stored.file, stored.start + item.start, item.nbytes)
+
+
+def _check_backend(packed: PackedFiles) -> None:
+    """Raise :class:`CheckpointUnusable` for a distributed checkpoint in another form than PyTorch DCP's."""
+    if f"{DISTRIBUTED_WEIGHTS}/{layout.DCP_METADATA}" not in packed.files:
+        raise CheckpointUnusable(
+            "the distributed checkpoint in this .nemo file cannot be read in place",
+            where=str(packed.path),
+            value=f"{DISTRIBUTED_WEIGHTS}/ without {layout.DCP_METADATA}",
+            hint=f"unpack it (`ckpt unpack {packed.path} DIR`), and use the directory",
+        )
+
+
+def _ranked_files(packed: PackedFiles) -> Iterator[RankedFile]:
+    for directory in packed.directories():
+        rank = rank_of_directory(directory)
+        if rank is None:
+            continue
+        name = f"{directory}/{WEIGHTS}"
+        if name not in packed.files:
+            raise unusable("a rank's weights are missing", packed.path / directory, WEIGHTS)
+        yield RankedFile(*rank, _model(packed, name), packed.files[name].file)
+
+
+def _model(packed: PackedFiles, name: str) -> TorchModel:
+    stored = packed.files[name]
+    return read_model(packed.root / stored.file, start=stored.start, nbytes=stored.nbytes)

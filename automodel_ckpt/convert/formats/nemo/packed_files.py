@@ -1,0 +1,190 @@
+"""The files of a model that another program packed in one tar archive, or left in a directory. Imports no torch.
+
+In an archive each file is a byte range, so that its tensors are slices of the archive: nothing is unpacked. Only an
+archive that is compressed with gzip is decompressed first. Formats that exist in both forms (NeMo, TensorRT-LLM) read
+both through :class:`PackedFiles`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from automodel_ckpt.checkpoint.files.safe_open import open_safely
+from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.decoded import decoded_directory
+from automodel_ckpt.convert.formats.files import check_regular_files, first_bytes
+from automodel_ckpt.convert.formats.nemo.tar_reading import (
+    BLOCK_BYTES,
+    TarReader,
+    decompress,
+    decompressed_head,
+    is_gzip,
+    is_tar,
+    tar_members,
+)
+from automodel_ckpt.errors import CheckpointUnusable
+
+_DECOMPRESSED = "archive.tar"
+_MAX_DEPTH = 8
+_MAX_FILES = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """*nbytes* at byte *start* of the file *file*, which is relative to the root of its :class:`PackedFiles`."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFiles:
+    """The files in *path*, an archive or a directory, by relative name. Their bytes are in files below *root*."""
+
+    path: Path
+    root: Path
+    files: Mapping[str, StoredFile]
+
+    def read(self, name: str, limit: int) -> bytes:
+        """Return the content of a file of at most *limit* bytes. Raises :class:`CheckpointUnusable`."""
+        stored = self.files.get(name)
+        where = self.path / name
+        if stored is None:
+            raise unusable(f"the file {name} is missing", self.path, "no such file")
+        if stored.nbytes > limit:
+            what = f"the file {name} is too large"
+            raise unusable(what, where, f"{stored.nbytes} bytes, more than {limit}")
+        try:
+            descriptor = open_safely(self.root, stored.file)
+        except OSError as error:
+            raise unusable(f"the file {name} cannot be read", where, error.strerror) from error
+        try:
+            content = os.pread(descriptor, stored.nbytes, stored.start)
+        finally:
+            os.close(descriptor)
+        if len(content) < stored.nbytes:
+            raise unusable(f"the file {name} is truncated", where, f"{len(content)} bytes")
+        return content
+
+    def names_below(self, directory: str) -> list[str]:
+        """Return the names of the files directly in *directory*, without it, in order."""
+        prefix = f"{directory}/"
+        names: list[str] = []
+        for name in self.files:
+            rest = name.removeprefix(prefix)
+            if rest != name and "/" not in rest:
+                names.append(rest)
+        return sorted(names)
+
+    def directories(self) -> list[str]:
+        """Return the names of the top directories that contain files, in order."""
+        found: set[str] = set()
+        for name in self.files:
+            directory, separator, _ = name.partition("/")
+            if separator:
+                found.add(directory)
+        return sorted(found)
+
+
+def is_archive(path: Path) -> bool:
+    """Return whether *path* is a tar archive, compressed with gzip or not. Raises OSError if it cannot be read."""
+    if not path.is_file():
+        return False
+    head = first_bytes(path, BLOCK_BYTES)
+    if is_gzip(head):
+        head = decompressed_head(path)
+    return is_tar(head)
+
+
+def has_member(path: Path, name: str) -> bool:
+    """Return whether the archive *path* contains *name* before any damage; False for a file that is no archive.
+
+    If the archive is compressed with gzip, everything before that member is decompressed.
+    """
+    if not is_archive(path):
+        return False
+    try:
+        with TarReader(Path(os.path.realpath(path))) as reader:
+            return any(member.name == name for member in reader)
+    except CheckpointUnusable:
+        return False
+
+
+def read_beginning(path: Path, name: str, limit: int) -> tuple[bytes, Mapping[str, int] | None]:
+    """Return the content of the member *name*, of at most *limit* bytes, and the sizes of all files in the archive.
+
+    If the archive is compressed with gzip, only the part up to *name* is read, and the sizes are None. Raises
+    :class:`CheckpointUnusable` for a damaged archive, or if it has no such member.
+    """
+    content: bytes | None = None
+    sizes: dict[str, int] = {}
+    with TarReader(Path(os.path.realpath(path))) as reader:
+        for member in reader:
+            if member.is_directory:
+                continue
+            sizes[member.name] = member.nbytes
+            if member.name != name:
+                continue
+            if member.nbytes > limit:
+                what = f"the file {name} is too large"
+                raise unusable(what, path / name, f"{member.nbytes} bytes, more than {limit}")
+            content = b"".join(reader.blocks(member))
+            if reader.is_compressed:
+                return content, None
+    if content is None:
+        raise unusable(f"the file {name} is missing", path, "no such file")
+    return content, sizes
+
+
+def files_in_archive(path: Path) -> PackedFiles:
+    """Describe the files in the archive *path*. Symbolic links to it are followed.
+
+    One that is compressed with gzip is decompressed to a temporary file (``decoded.py``), once for all processes that
+    read it. Raises :class:`CheckpointUnusable` if it is damaged.
+    """
+    real = Path(os.path.realpath(path))
+    if is_gzip(first_bytes(real, 2)):
+        directory = decoded_directory(real, "gzip", partial(_decompress, real))
+        real = directory / _DECOMPRESSED
+    files: dict[str, StoredFile] = {}
+    for member in tar_members(real):
+        if not member.is_directory:
+            files[member.name] = StoredFile(real.name, member.start, member.nbytes)
+    return PackedFiles(path, real.parent, files)
+
+
+def _decompress(archive: Path, directory: Path) -> None:
+    decompress(archive, directory / _DECOMPRESSED)
+
+
+def files_in_directory(path: Path) -> PackedFiles:
+    """Describe the files in the directory *path* and its subdirectories.
+
+    Raises :class:`CheckpointUnusable` for a symbolic link, a special or sparse file, a directory that cannot be read,
+    and for more files than a model has.
+    """
+    files: dict[str, StoredFile] = {}
+
+    def reject(error: OSError) -> NoReturn:
+        reason = str(error.strerror)
+        raise unusable("this directory cannot be read", Path(error.filename), reason) from error
+
+    # Without onerror, os.walk() leaves out what it cannot read.
+    for parent, directories, names in os.walk(path, onerror=reject):
+        relative = os.path.relpath(parent, path)
+        # os.walk() does not enter links to directories. As files, they are rejected.
+        links = [name for name in directories if os.path.islink(os.path.join(parent, name))]
+        check_regular_files(Path(parent), [*links, *names])
+        if relative.count("/") >= _MAX_DEPTH or len(files) + len(names) > _MAX_FILES:
+            raise unusable("this directory has more files than a model", path, relative)
+        for name in names:
+            file = os.path.normpath(os.path.join(relative, name))
+            nbytes = os.lstat(os.path.join(parent, name)).st_size
+            files[file] = StoredFile(file, 0, nbytes)
+    return PackedFiles(path, path, files)

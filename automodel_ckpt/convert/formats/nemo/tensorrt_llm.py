@@ -1,0 +1,289 @@
+"""Checkpoints of TensorRT-LLM: a directory, or a ``.qnemo`` file of NeMo, which is a tar archive of it. No torch.
+
+Layout (source: nvidia-modelopt 0.47, modelopt.torch.export): ``config.json`` with ``producer``, ``architecture``,
+``mapping`` and ``quantization``, and a file ``rank{i}.safetensors`` for each rank. ``.qnemo`` files add a tokenizer.
+
+The weights of models that are not quantized are read: those of Llama and Mistral as Hugging Face tensors, whose parts
+on the ranks are merged; those of other architectures under their own names, if there is one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safetensors_header import read_header_at
+from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
+from automodel_ckpt.convert.formats.files import names_in, read_json
+from automodel_ckpt.convert.formats.format import Format
+from automodel_ckpt.convert.formats.nemo.nemo_ranks import concatenated
+from automodel_ckpt.convert.formats.nemo.packed_files import (
+    PackedFiles,
+    files_in_archive,
+    files_in_directory,
+    has_member,
+    read_beginning,
+)
+from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
+from automodel_ckpt.convert.names.slicing import RowRange, join_rows
+from automodel_ckpt.convert.names.tensorrt_llm import Rule, heads_of_rank, rules
+from automodel_ckpt.errors import CheckpointUnusable
+
+CONFIG = "config.json"
+FIRST_RANK = "rank0.safetensors"
+LLAMA_DECODER = "llama"
+_MAX_CONFIG_BYTES = 16 << 20
+_MAX_RANKS = 4096
+_UNCHECKED = "the weights are unchecked: a checkpoint of TensorRT-LLM has no digests"
+
+
+class QnemoFile(Format):
+    """A ``.qnemo`` file."""
+
+    name = "a .qnemo file of TensorRT-LLM"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return has_member(path, FIRST_RANK)
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Symbolic links to the file are followed: the user chose it."""
+        return _source(files_in_archive(path), path.parent)
+
+    def stored_tensors(self, path: Path) -> StoredTensors:
+        return _stored(files_in_archive(path))
+
+    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+        content, _ = read_beginning(path, CONFIG, _MAX_CONFIG_BYTES)
+        return _details(content)
+
+
+class TensorRtLlmDirectory(Format):
+    """A directory with ``rank0.safetensors`` and the config of TensorRT-LLM."""
+
+    name = "a checkpoint of TensorRT-LLM"
+    has_own_config = True
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        names = names_in(path)
+        if FIRST_RANK not in names or CONFIG not in names:
+            return False
+        try:
+            config = read_json(path, CONFIG)
+        except CheckpointUnusable:
+            return False
+        return config is not None and isinstance(config.get("mapping"), dict)
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Symbolic links are never followed."""
+        return _source(files_in_directory(path), path)
+
+    def stored_tensors(self, path: Path) -> StoredTensors:
+        return _stored(files_in_directory(path))
+
+    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+        packed = files_in_directory(path)
+        return _details(packed.read(CONFIG, _MAX_CONFIG_BYTES))
+
+
+def _details(content: bytes) -> Mapping[str, tuple[str, ...]]:
+    return {CONFIG: tuple(content.decode(errors="replace").splitlines())}
+
+
+# ---------------------------------------------------------------- files
+
+
+def _config(packed: PackedFiles) -> dict[str, Any]:
+    path = packed.path / CONFIG
+    try:
+        value = parse_json(packed.read(CONFIG, _MAX_CONFIG_BYTES))
+    except ValueError as error:
+        what = "the config of this checkpoint cannot be read"
+        raise unusable(what, path, repr(error)[:300]) from error
+    if not isinstance(value, dict):
+        what = "the config of this checkpoint is not a mapping"
+        raise unusable(what, path, type(value).__name__)
+    return value
+
+
+def _num_ranks(config: Mapping[str, Any], packed: PackedFiles) -> int:
+    """Return the tensor-parallel size. Raises :class:`CheckpointUnusable` for pipeline parallelism."""
+    path = packed.path / CONFIG
+    mapping = config.get("mapping")
+    if not isinstance(mapping, dict):
+        raise unusable("the config has no mapping of ranks", path, "mapping")
+    sizes: dict[str, int] = {}
+    for key in ("world_size", "tp_size", "pp_size"):
+        size = mapping.get(key, 1)
+        # Not isinstance: True is an int, too.
+        if type(size) is not int or not 0 < size <= _MAX_RANKS:
+            raise unusable(f"the config's mapping.{key} is no number of ranks", path, str(size))
+        sizes[key] = size
+    if sizes["world_size"] != sizes["tp_size"]:
+        raise CheckpointUnusable(
+            "a checkpoint of TensorRT-LLM with another than tensor parallelism is not read",
+            where=str(path),
+            value=str(mapping)[:200],
+            hint="export it again with pipeline parallel size 1",
+        )
+    return sizes["tp_size"]
+
+
+def _rank_tensors(packed: PackedFiles, rank: int) -> dict[str, Tensor]:
+    name = f"rank{rank}.safetensors"
+    stored = packed.files.get(name)
+    if stored is None:
+        raise unusable("the weights of a rank are missing", packed.path, name)
+    path = packed.root / stored.file
+    header = read_header_at(path, stored.start, stored.nbytes)
+    tensors: dict[str, Tensor] = {}
+    for fqn, entry in header.tensors.items():
+        start = stored.start + entry.start
+        tensors[fqn] = whole_tensor(fqn, entry.dtype, entry.shape, stored.file, start)
+    return tensors
+
+
+def _stored(packed: PackedFiles) -> StoredTensors:
+    """Return the tensors as they are stored: with several ranks, the name of each begins with its rank."""
+    num_ranks = _num_ranks(_config(packed), packed)
+    if num_ranks == 1:
+        return StoredTensors(packed.root, _rank_tensors(packed, 0))
+    tensors: dict[str, Tensor] = {}
+    for rank in range(num_ranks):
+        for fqn, tensor in _rank_tensors(packed, rank).items():
+            name = f"rank{rank}.{fqn}"
+            tensors[name] = tensor.renamed(name)
+    return StoredTensors(packed.root, tensors)
+
+
+# ---------------------------------------------------------------- the model
+
+
+def _source(packed: PackedFiles, directory: Path) -> Source:
+    config = _config(packed)
+    _check_not_quantized(config, packed)
+    num_ranks = _num_ranks(config, packed)
+    parts = [_rank_tensors(packed, rank) for rank in range(num_ranks)]
+    if config.get("decoder") == LLAMA_DECODER:
+        tensors = _LlamaRanks(parts, config, str(packed.path / CONFIG)).merged()
+    elif num_ranks == 1:
+        tensors = parts[0]
+    else:
+        raise CheckpointUnusable(
+            "the ranks of this architecture cannot be merged",
+            where=str(packed.path / CONFIG),
+            value=str(config.get("architecture"))[:100],
+            hint="export it again with tensor parallel size 1; the ranks of Llama and Mistral are merged",
+        )
+    return Source(packed.root, directory, tensors, notes=(_UNCHECKED,))
+
+
+def _check_not_quantized(config: Mapping[str, Any], packed: PackedFiles) -> None:
+    quantization = config.get("quantization")
+    if not isinstance(quantization, dict):
+        return
+    algorithm = quantization.get("quant_algo")
+    if algorithm is not None:
+        raise CheckpointUnusable(
+            "the weights of this checkpoint of TensorRT-LLM are quantized",
+            where=str(packed.path / CONFIG),
+            value=str(algorithm)[:100],
+            hint="use the checkpoint that it was quantized from; `ckpt show` lists the tensors",
+        )
+
+
+class _LlamaRanks:
+    """The tensors of all ranks of a Llama, in order. Raises :class:`CheckpointUnusable` if they contradict the config.
+
+    *where* is the path of the config.
+    """
+
+    def __init__(
+        self, ranks: list[dict[str, Tensor]], config: Mapping[str, Any], where: str
+    ) -> None:
+        self.ranks = ranks
+        self.where = where
+        names = {"head_dim": "head_size"}
+        keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
+        translated = {key: config.get(names.get(key, key)) for key in (*keys, "head_dim")}
+        translated["vocab_size"] = config.get("vocab_size")
+        self.dimensions: Dimensions = dimensions_of_config(translated, where)
+        heads = heads_of_rank(self.dimensions, len(ranks))
+        if heads is None or self.dimensions.vocab_size is None:
+            value = f"{self.dimensions.num_heads} heads on {len(ranks)} ranks"
+            raise unusable("the ranks cannot divide the model's heads", Path(where), value)
+        self.heads = heads
+        self.vocab_size = self.dimensions.vocab_size
+
+    def merged(self) -> dict[str, Tensor]:
+        """Return the tensors of the Hugging Face model."""
+        if self.dimensions.num_layers > len(self.ranks[0]):
+            raise self._unusable("there are fewer tensors than layers", self.dimensions.num_layers)
+        found: dict[str, Tensor] = {}
+        used: set[str] = set()
+        for rule in rules(self.dimensions.num_layers):
+            parts = self._parts(rule.name)
+            if not parts:
+                # The output layer of a model with a shared embedding table.
+                if rule.name == "lm_head.weight":
+                    continue
+                raise self._unusable("a tensor of the model is missing", rule.name)
+            used.add(rule.name)
+            for name, tensor in self._hugging_face(rule, parts):
+                found[name] = tensor.renamed(name)
+        for tensors in self.ranks:
+            unknown = sorted(tensors.keys() - used)
+            if unknown:
+                raise self._unusable("the checkpoint has an unknown tensor", unknown[0])
+        return found
+
+    def _parts(self, name: str) -> list[Tensor]:
+        """Return the tensor of each rank, all of one shape and dtype; empty if no rank has it."""
+        found = [tensors[name] for tensors in self.ranks if name in tensors]
+        if not found:
+            return []
+        if len(found) != len(self.ranks):
+            raise self._unusable("a rank lacks a tensor", name)
+        if len({(part.dtype, part.shape) for part in found}) > 1:
+            raise self._unusable("the ranks have different shapes or dtypes of a tensor", name)
+        return found
+
+    def _hugging_face(self, rule: Rule, parts: list[Tensor]) -> list[tuple[str, Tensor]]:
+        target = rule.hugging_face[0]
+        shape = parts[0].shape
+        if rule.division == "equal":
+            return [(target, parts[0])]
+        if len(shape) != 2:
+            raise self._unusable("a tensor is not a matrix", f"{rule.name} {list(shape)}")
+        if rule.division == "rows":
+            return [(target, concatenated(parts, axis=0))]
+        if rule.division == "columns":
+            return [(target, concatenated(parts, axis=1))]
+        if rule.division == "vocabulary":
+            num_rows = -(-self.vocab_size // len(parts))
+            if shape[0] != num_rows:
+                raise self._unusable("a tensor has other rows than the vocabulary", rule.name)
+            whole = concatenated(parts, axis=0)
+            return [(target, join_rows(target, [whole], [RowRange(0, 0, self.vocab_size)]))]
+        return self._queries_keys_and_values(rule, parts)
+
+    def _queries_keys_and_values(self, rule: Rule, parts: list[Tensor]) -> list[tuple[str, Tensor]]:
+        query_rows, key_rows = self.heads.query_rows, self.heads.key_rows
+        if parts[0].shape[0] != query_rows + 2 * key_rows:
+            text = f"{rule.name} {list(parts[0].shape)}"
+            raise self._unusable("a tensor does not have the rows of the model's heads", text)
+        queries = [RowRange(rank, 0, query_rows) for rank in range(len(parts))]
+        # Ranks can share key-value heads: those of the first rank are used.
+        owners = range(0, len(parts), self.heads.num_sharing)
+        keys = [RowRange(rank, query_rows, key_rows) for rank in owners]
+        values = [RowRange(rank, query_rows + key_rows, key_rows) for rank in owners]
+        found: list[tuple[str, Tensor]] = []
+        for name, ranges in zip(rule.hugging_face, (queries, keys, values), strict=True):
+            found.append((name, join_rows(name, parts, ranges)))
+        return found
+
+    def _unusable(self, what: str, value: object) -> CheckpointUnusable:
+        return unusable(what, Path(self.where), value)

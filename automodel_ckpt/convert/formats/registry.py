@@ -1,0 +1,165 @@
+"""The external formats, in order of precedence. A new format is a module of this package and an entry in FORMATS."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.convert.formats.accelerate_fsdp import AccelerateFsdp, AccelerateState
+from automodel_ckpt.convert.formats.automodel import AutoModel
+from automodel_ckpt.convert.formats.deepspeed.deepspeed import DeepSpeed
+from automodel_ckpt.convert.formats.files import names_in
+from automodel_ckpt.convert.formats.format import Format
+from automodel_ckpt.convert.formats.gguf.gguf_file import GgufFile
+from automodel_ckpt.convert.formats.hugging_face import HuggingFaceFiles
+from automodel_ckpt.convert.formats.lightning import LightningDistributed, LightningFile
+from automodel_ckpt.convert.formats.nemo.megatron import (
+    MegatronCore,
+    MegatronRanks,
+    MegatronRun,
+    Nemo2,
+)
+from automodel_ckpt.convert.formats.nemo.nemo import NemoDirectory, NemoFile
+from automodel_ckpt.convert.formats.nemo.tensorrt_llm import QnemoFile, TensorRtLlmDirectory
+from automodel_ckpt.convert.formats.nemo.zarr_arrays import ZarrArrays
+from automodel_ckpt.convert.formats.peft_adapter import PeftAdapter
+from automodel_ckpt.convert.formats.safetensors_file import SafetensorsFile
+from automodel_ckpt.convert.formats.safetensors_shards import SafetensorsShards
+from automodel_ckpt.convert.formats.tensorflow.tensorflow import TensorFlowCheckpoint
+from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
+from automodel_ckpt.convert.formats.torch.torch_files import TorchFile, TorchModelDirectory
+from automodel_ckpt.convert.formats.trainer import TransformersTrainer
+from automodel_ckpt.convert.formats.unsupported_files import (
+    Hdf5File,
+    LfsPointer,
+    LitGptModel,
+    NumpyArchive,
+    OtherWeights,
+    Pickle,
+    TarArchive,
+    UnknownFile,
+    VerlShards,
+    ZipArchive,
+)
+from automodel_ckpt.convert.imports.source_files import has_links_outside
+
+MEGATRON: tuple[Format, ...] = (MegatronCore(), MegatronRun(), MegatronRanks(), Nemo2())
+DCP = PyTorchDcp()
+ADAPTER = PeftAdapter()
+HUGGING_FACE = HuggingFaceFiles()
+SHARDS = SafetensorsShards()
+SINGLE_FILE: Format = SafetensorsFile()
+TORCH_FILE: Format = TorchFile()
+
+FORMATS: tuple[Format, ...] = (
+    # Directories. Megatron-Core's also contain .metadata, like those of PyTorch DCP.
+    # A model of NeMo can have a directory for each rank, as Megatron-LM's.
+    NemoDirectory(),
+    *MEGATRON,
+    # Hugging Face files or an adapter, beside the state of the training.
+    TransformersTrainer(),
+    ADAPTER,
+    # A run of transformers' Trainer with DeepSpeed also has model.safetensors: these are the same weights, rounded.
+    DeepSpeed(),
+    # A directory of PyTorch DCP, too.
+    LightningDistributed(),
+    # A checkpoint of the Trainer with FSDP can have model.safetensors, too.
+    AccelerateFsdp(),
+    # It also has model.safetensors or pytorch_model.bin.
+    AccelerateState(),
+    DCP,
+    # It also has config.json and *.safetensors.
+    TensorRtLlmDirectory(),
+    ZarrArrays(),
+    # Both are recognized by *.safetensors: first the one that looks into a header.
+    HUGGING_FACE,
+    SHARDS,
+    # Older than safetensors: a directory often has the model in both, and safetensors has digests here.
+    TorchModelDirectory(),
+    # The oldest of the formats that one directory can have, as that of BERT: a directory, or an index file.
+    TensorFlowCheckpoint(),
+    VerlShards(),
+    # Beside lit_model.pth, there can be the Hugging Face files that it was made from.
+    LitGptModel(),
+    OtherWeights(),
+    # Single files. The first bytes count more than the suffix .safetensors.
+    GgufFile(),
+    NumpyArchive(),
+    LightningFile(),
+    TORCH_FILE,
+    ZipArchive(),
+    NemoFile(),
+    QnemoFile(),
+    TarArchive(),
+    Pickle(),
+    Hdf5File(),
+    LfsPointer(),
+    SINGLE_FILE,
+    UnknownFile(),
+)
+
+
+_RUN: Format = AutoModel()
+
+
+def detect_run(path: Path) -> Format | None:
+    """Return the format of the training state in *path*; None if no format recognizes it.
+
+    This is that of :func:`detect`, except for a checkpoint whose parts have a format each. Such a checkpoint is shown
+    as its parts, and its weights are those of one part.
+    """
+    return detect_parts(path) or detect(path, follow_links=True, readable_only=True)
+
+
+def detect_parts(path: Path) -> Format | None:
+    """Return the format of a checkpoint whose parts have a format each; None if *path* is no such checkpoint."""
+    return _RUN if _RUN.detect(path) else None
+
+
+def detect(path: Path, *, follow_links: bool = False, readable_only: bool = False) -> Format | None:
+    """Return the first format that recognizes the directory or file *path*; None if there is none.
+
+    With *readable_only*, formats that are only recognized are skipped. Raises OSError for a file that cannot be read.
+    """
+    for known in FORMATS:
+        if readable_only and not known.is_readable:
+            continue
+        if known.detect(path, follow_links=follow_links):
+            return known
+    return None
+
+
+def formats_in(directory: Path) -> dict[str, Format]:
+    """Return the readable formats of *directory* (``.``) and its subdirectories, by relative path; or of a file.
+
+    Links to directories are not followed, and a checkpoint of this program is not an external format. The files of
+    *directory* itself can be links within it, or those of the Hub's cache. A subdirectory that is a part of what
+    *directory* itself contains is not listed again, and one that cannot be read is skipped. Empty if no format is
+    recognized. Raises PermissionError if *directory* itself cannot be read.
+    """
+    parts: frozenset[str] = frozenset()
+    found: dict[str, Format] = {}
+    if directory.is_file():
+        known = detect(directory, follow_links=True, readable_only=True)
+        return {".": known} if known is not None else {}
+    for name in (".", *names_in(directory)):
+        path = directory / name
+        if name != "." and (path.is_symlink() or not path.is_dir()):
+            continue
+        if os.path.lexists(path / layout.MANIFEST):
+            continue
+        try:
+            follows = name == "." and not has_links_outside(path)
+            known = detect(path, follow_links=follows, readable_only=True)
+        except PermissionError:
+            if name == ".":
+                raise
+            # A directory of another user, such as lost+found, does not hide the others.
+            continue
+        if known is None or name in parts:
+            continue
+        found[name] = known
+        if name == ".":
+            parts = known.parts(directory)
+    return found

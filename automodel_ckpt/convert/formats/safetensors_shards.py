@@ -1,0 +1,142 @@
+"""Safetensors shards: slices of tensors, as PyTorch's HuggingFaceStorageWriter and NeMo AutoModel write them.
+
+``DCP_SHARDING_INFO`` in each header has the tensor of each slice, and its offsets. There are no digests.
+A ``model/`` directory of this program without its manifest has this format, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safetensors_header import Header, read_header
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts
+from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
+from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
+from automodel_ckpt.convert.formats.files import check_regular_files, names_in
+from automodel_ckpt.convert.formats.format import Format
+from automodel_ckpt.convert.formats.torch.nested_state import names_without_wrappers
+from automodel_ckpt.errors import CheckpointUnusable
+
+SHARDING_INFO = "DCP_SHARDING_INFO"
+_UNCHECKED = "the shards are unchecked: there is no manifest with their digests"
+_NO_SHAPES = "the headers do not state global shapes: they are taken from the shards that are here"
+
+
+class SafetensorsShards(Format):
+    """A directory with safetensors files. Register it after the formats of complete safetensors files."""
+
+    name = "safetensors shards"
+    has_own_names = True
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return any(name.endswith(".safetensors") for name in names_in(path))
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Links are never followed: all shards are in one directory."""
+        names = [name for name in names_in(path) if name.endswith(".safetensors")]
+        check_no_links(path, (*names, layout.HF_METADATA))
+        check_regular_files(path, names)
+        found: dict[str, _Found] = {}
+        for name in names:
+            _add_slices_of(path / name, found)
+        plain = names_without_wrappers(found)
+        tensors: dict[str, Tensor] = {}
+        for fqn, parts in found.items():
+            tensors[plain[fqn]] = _tensor(fqn, parts, path).renamed(plain[fqn])
+        notes = [_UNCHECKED]
+        if any(parts.shape is None for parts in found.values()):
+            notes.append(_NO_SHAPES)
+        return Source(path, path, tensors, notes=tuple(notes))
+
+
+@dataclass(slots=True)
+class _Found:
+    """The slices of one tensor in the shards read so far, and its global shape if a header states it."""
+
+    slices: list[Slice] = field(default_factory=list)
+    shape: tuple[int, ...] | None = None
+
+
+def _add_slices_of(path: Path, found: dict[str, _Found]) -> None:
+    header = read_header(path)
+    info = _sharding_info(header, path)
+    for fqn in header.tensors:
+        stored, shape = _slice(fqn, header, info, path)
+        parts = found.setdefault(fqn, _Found())
+        parts.slices.append(stored)
+        if shape is None:
+            continue
+        if parts.shape is not None and parts.shape != shape:
+            raise unusable(f"shards disagree on the shape of {fqn!r}", path, list(shape))
+        parts.shape = shape
+
+
+def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
+    text = header.metadata.get(SHARDING_INFO)
+    if text is None:
+        raise CheckpointUnusable(
+            "this file is not a shard: its header does not state where its slices belong",
+            where=str(path),
+            value=f"no {SHARDING_INFO}",
+            hint="remove the file if it is not one of the shards; complete Hugging Face files need no consolidation",
+        )
+    try:
+        info = parse_json(text)
+    except ValueError as error:
+        raise unusable(f"{SHARDING_INFO} is not JSON", path, repr(error)) from None
+    if not isinstance(info, dict):
+        raise unusable(f"{SHARDING_INFO} is not a mapping", path, type(info).__name__)
+    return info
+
+
+def _slice(
+    fqn: str, header: Header, info: Mapping[str, Any], path: Path
+) -> tuple[Slice, tuple[int, ...] | None]:
+    """Return the slice of a tensor in one shard, and the tensor's global shape if the header states it."""
+    entry = header.tensors[fqn]
+    stated = info.get(fqn)
+    offsets = None
+    shape = None
+    if isinstance(stated, dict):
+        offsets = counts(stated.get("saved_offsets"))
+        if "global_shape" in stated:
+            shape = counts(stated["global_shape"])
+    if offsets is None or len(offsets) != len(entry.shape):
+        what = f"the header does not state where its slice of {fqn!r} belongs"
+        raise unusable(what, path, repr(stated)[:200])
+    nbytes = entry.end - entry.start
+    stored = Slice(fqn, entry.dtype, offsets, entry.shape, path.name, entry.start, nbytes)
+    return stored, shape
+
+
+def _tensor(fqn: str, found: _Found, directory: Path) -> Tensor:
+    """Return the tensor that the slices make up. Raises :class:`CheckpointUnusable` if they do not tile its shape."""
+    slices = found.slices
+    dtypes = {stored.dtype for stored in slices}
+    num_dimensions = {len(stored.sizes) for stored in slices}
+    if len(dtypes) > 1 or len(num_dimensions) > 1:
+        where = directory / slices[-1].file
+        raise unusable(f"shards disagree on the dtype or rank of {fqn!r}", where, sorted(dtypes))
+    # PyTorch's writer states no global shape. Then a missing last shard only makes the tensor
+    # smaller, which nothing here can detect: the note _NO_SHAPES reports it.
+    shape = _extents(slices) if found.shape is None else found.shape
+    fault = tiling_fault([stored.box for stored in slices], shape)
+    if fault:
+        files = ", ".join(sorted({stored.file for stored in slices}))
+        what = f"the slices of {fqn!r} do not make it up: {fault}"
+        raise unusable(what, directory, f"slices in {files}")
+    return Tensor(fqn, slices[0].dtype, shape, tuple(slices))
+
+
+def _extents(slices: list[Slice]) -> tuple[int, ...]:
+    """Return the smallest shape that contains all slices."""
+    shape = [0] * len(slices[0].sizes)
+    for stored in slices:
+        for axis, (offset, size) in enumerate(zip(stored.offsets, stored.sizes, strict=True)):
+            shape[axis] = max(shape[axis], offset + size)
+    return tuple(shape)

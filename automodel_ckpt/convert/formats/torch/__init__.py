@@ -1,0 +1,1 @@
+"""Files of torch: state dicts and DCP directories, with the state of optimizers."""

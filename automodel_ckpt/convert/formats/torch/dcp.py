@@ -1,0 +1,180 @@
+"""PyTorch DCP: a directory of ``.metadata`` and ``.distcp`` files, in which another program saved a state dict."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from automodel_ckpt.base.units import left_out, others_text, values_text
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
+from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
+from automodel_ckpt.convert.formats.files import check_regular_files, names_in
+from automodel_ckpt.convert.formats.format import Counters, Format, Inventory, TensorSummary
+from automodel_ckpt.convert.formats.torch.dcp_directory import (
+    DcpContent,
+    read_content,
+    read_tensors,
+)
+from automodel_ckpt.convert.formats.torch.dcp_training_state import (
+    optimizer_key,
+    read_counters,
+    read_training_state,
+)
+from automodel_ckpt.convert.formats.torch.nested_state import (
+    Keys,
+    keys_of_model,
+    names_without_wrappers,
+)
+from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
+from automodel_ckpt.convert.names.torchtitan import with_fused_attention
+from automodel_ckpt.errors import CheckpointUnusable
+
+DATA_SUFFIX = ".distcp"
+_UNCHECKED = "the .distcp files are unchecked: there is no manifest with their digests"
+# The keys under which programs nest the state dict of the model in the one that they save.
+_MODEL_KEYS = ("model", "module", "model_state_dict", "state_dict", "model_state")
+
+
+class PyTorchDcp(Format):
+    """A directory with ``.metadata``. The state dict can contain more than the model, such as optimizer state."""
+
+    name = "PyTorch DCP"
+    has_own_names = True
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return os.path.lexists(path / layout.DCP_METADATA)
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Links are never followed: torch writes all files to one directory."""
+        data_files = [name for name in names_in(path) if name.endswith(DATA_SUFFIX)]
+        check_no_links(path, (*data_files, layout.DCP_METADATA, layout.HF_METADATA))
+        check_regular_files(path, data_files)
+        content = _read(path)
+        names = self.names(content)
+        model = DcpContent({stored: content.tensors[stored] for stored in names}, {})
+        tensors: dict[str, Tensor] = {}
+        for tensor in read_tensors(path, model):
+            name = names[tensor.fqn]
+            tensors[name] = replace(tensor, fqn=name)
+        if not tensors:
+            raise CheckpointUnusable(
+                "there are no tensors here",
+                where=str(path),
+                value=f"{len(content.values)} other values",
+                hint="name the directory that the model was saved to",
+            )
+        num_others = len(content.tensors) - len(tensors)
+        num_values = len(content.values)
+        notes = [_UNCHECKED]
+        omitted: list[str] = []
+        if num_others:
+            omitted.append(others_text(num_others))
+            notes.append(left_out(others_text(num_others), num_others))
+        if num_values:
+            omitted.append(values_text(num_values))
+            notes.append(left_out(values_text(num_values), num_values))
+        return Source(path, path, tensors, notes=tuple(notes), omitted=tuple(omitted))
+
+    def names(self, content: DcpContent) -> Mapping[str, str]:
+        """Return {stored name: name in the model} of the model's tensors. A format of one program overrides this."""
+        return plain_model_names(content)
+
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        """Return the optimizer's state, counters and LR schedule, if they are in the same directory as the model.
+
+        They have the names of the parameters: *parameters* is not called.
+        """
+        weights = with_fused_attention(self.open(path).tensors)
+        return read_training_state(path, _read(path), weights)
+
+    def counters(self, path: Path) -> Counters:
+        return read_counters(path, _read(path))
+
+    def has_training_state(self, path: Path) -> bool:
+        try:
+            return optimizer_key(_read(path)) is not None
+        except CheckpointUnusable:
+            return False
+
+    def stored_tensors(self, path: Path) -> StoredTensors:
+        tensors = {tensor.fqn: tensor for tensor in read_tensors(path, read_content(path))}
+        return StoredTensors(path, tensors)
+
+    def inventory(self, path: Path) -> Inventory:
+        content = read_content(path)
+        summaries = {
+            fqn: TensorSummary(entry.dtype, entry.shape, len(entry.chunks))
+            for fqn, entry in content.tensors.items()
+        }
+        return Inventory(summaries, len(content.values))
+
+
+def _read(path: Path) -> DcpContent:
+    """Read ``.metadata``. Keys around the model's and the optimizer's state dicts (``app``) are removed from paths."""
+    content = read_content(path)
+    root = _keys_of_model(content)[:-1]
+    if not root:
+        return content
+    paths: dict[str, Keys] = {}
+    for fqn, keys in content.paths.items():
+        is_below = keys[: len(root)] == root and len(keys) > len(root)
+        paths[fqn] = keys[len(root) :] if is_below else keys
+    return replace(content, paths=paths)
+
+
+def _keys_of_model(content: DcpContent) -> Keys:
+    paths: list[Keys] = []
+    for fqn, described in content.tensors.items():
+        path = content.paths.get(fqn, (fqn,))
+        # Random state is a tensor of bytes beside the state dicts.
+        if len(path) > 1 or described.dtype != "U8":
+            paths.append(path)
+    return keys_of_model(paths, _MODEL_KEYS)
+
+
+def plain_model_names(content: DcpContent) -> Mapping[str, str]:
+    """Return {stored name: name in the model} for each tensor that belongs to the model, without those of wrappers."""
+    names = _model_names(content)
+    plain = names_without_wrappers(list(names.values()))
+    return {stored: plain[name] for stored, name in names.items()}
+
+
+def _model_names(content: DcpContent) -> Mapping[str, str]:
+    """Return {stored name: name in the model's own state dict} for each tensor that belongs to the model.
+
+    If the saved state dict was nested, the mapping with the names of a state dict is the model, or the one under
+    ``model`` or a similar key. Otherwise all tensors are, except those of an optimizer and of the program's counters,
+    which torchtitan saves beside the weights.
+    """
+    paths = {fqn: path for fqn, path in content.paths.items() if fqn in content.tensors}
+    keys = _keys_of_model(content)
+    below: dict[str, str] = {}
+    for fqn, path in paths.items():
+        if path[: len(keys)] == keys and len(path) > len(keys):
+            below[fqn] = ".".join(map(str, path[len(keys) :]))
+    if keys and len(set(below.values())) == len(below):
+        return below
+    for key in _MODEL_KEYS:
+        found = {
+            fqn: ".".join(map(str, path[1:]))
+            for fqn, path in paths.items()
+            if path[0] == key and len(path) > 1
+        }
+        # Two paths can join to one name: ("a.b",) and ("a", "b").
+        is_unique = len(set(found.values())) == len(found)
+        if found and is_unique:
+            return found
+    optimizer = optimizer_key(content)
+    if optimizer is None:
+        return {fqn: fqn for fqn in content.tensors}
+    names: dict[str, str] = {}
+    for fqn in content.tensors:
+        keys = content.paths.get(fqn, (fqn,))
+        # A weight has one key, its FQN, when its state dict is merged into that of the program.
+        if keys == (fqn,) and not fqn.startswith(f"{optimizer}."):
+            names[fqn] = fqn
+    return names

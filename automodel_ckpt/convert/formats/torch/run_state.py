@@ -1,0 +1,206 @@
+"""The training state of a checkpoint of this program, for exports to programs that continue its run.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
+from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
+from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.parts.tree import OBJECTS
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
+from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.formats.torch.plain_values import plain_values
+from automodel_ckpt.convert.formats.torch.torch_files import faults_of
+from automodel_ckpt.convert.formats.torch.torch_objects import describe_archive
+from automodel_ckpt.convert.formats.torch.training_state import ParameterGroup
+
+_MODEL_ATTRIBUTE = "model."
+_MAX_STATE_BYTES = 16 << 20
+_OPTION = re.compile(r"param_groups\.([0-9]{1,3})\.(\w+)", re.ASCII)
+_FORMS = "forms"
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The state of a run, by the names of the model's parameters.
+
+    *tensors* maps a parameter to its tensors by entry, those of one element (``step``) included: slices of files below
+    *root*. *values* has the entries that are not tensors. Numbers in *groups* are those of the optimizer's groups, and
+    the parameters in each are in the order of ``named_parameters()``. *schedule* is the state of the LR schedule.
+    *epochs_done* counts finished epochs, and *steps_in_epoch* the optimizer steps since.
+    """
+
+    root: Path
+    step: int
+    epochs_done: int
+    steps_in_epoch: int
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    values: Mapping[str, Mapping[str, Any]]
+    groups: tuple[ParameterGroup, ...]
+    schedule: Mapping[str, Any] | None
+
+
+def read_run_state(checkpoint: Path) -> RunState | None:
+    """Return the training state of a *checkpoint* of this program; None if it has no optimizer.
+
+    Raises :class:`CheckpointUnusable` if a file is damaged, or if there are several optimizers.
+    """
+    manifest = Manifest.read(checkpoint)
+    optimizers = [name for name, record in manifest.state.items() if record.kind == "optimizer"]
+    if not optimizers:
+        return None
+    if len(optimizers) > 1:
+        what = "a run with several optimizers cannot be exported with its training state"
+        raise unusable(what, checkpoint, ", ".join(optimizers))
+    (name,) = optimizers
+    tree = manifest.trees[name]
+    reader = _Values(checkpoint)
+    if f"{name}.{_FORMS}" in tree.objects:
+        what = "the optimizer's state has containers, which other programs do not load"
+        raise unusable(what, checkpoint, name)
+    groups = tuple(_groups(name, tree, reader))
+    parameters = {parameter for group in groups for parameter in group.parameters}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for fqn, tensor in tree.tensors.items():
+        parameter, entry = _entry(name, fqn, parameters, checkpoint)
+        tensors.setdefault(parameter, {})[entry] = tensor
+    for fqn, blob in tree.objects.items():
+        if fqn.startswith(f"{name}.state."):
+            parameter, entry = _entry(name, fqn, parameters, checkpoint)
+            values.setdefault(parameter, {})[entry] = reader.read(fqn, blob)
+    epochs_done, steps_in_epoch = _position(checkpoint, manifest)
+    schedule = _schedule(manifest, tree, reader)
+    return RunState(
+        checkpoint,
+        manifest.step,
+        epochs_done,
+        steps_in_epoch,
+        tensors,
+        values,
+        groups,
+        schedule,
+    )
+
+
+def first_renamed(run: RunState, names: Container[str]) -> str | None:
+    """Return the first trained parameter that is not among *names*, those of the model's files; None without one.
+
+    Files can have other names: transformers merges the experts of a layer in memory.
+    """
+    for group in run.groups:
+        for name in group.parameters:
+            if name not in names:
+                return name
+    return None
+
+
+def _groups(name: str, tree: Tree, reader: _Values) -> Iterator[ParameterGroup]:
+    found: dict[int, dict[str, Any]] = {}
+    for fqn, blob in tree.objects.items():
+        match = _OPTION.fullmatch(fqn.removeprefix(f"{name}."))
+        if match is not None:
+            found.setdefault(int(match[1]), {})[match[2]] = reader.read(fqn, blob)
+    for number in sorted(found):
+        options = found[number]
+        parameters = options.pop("params", [])
+        yield ParameterGroup(tuple(map(_model_name, parameters)), options)
+
+
+def _model_name(name: str) -> str:
+    """Return the name of a parameter in the model: the optimizer's names begin with the attribute of its module."""
+    return name.removeprefix(_MODEL_ATTRIBUTE)
+
+
+def _entry(name: str, fqn: str, parameters: set[str], checkpoint: Path) -> tuple[str, str]:
+    """Return the parameter and the entry of a value in the optimizer's state."""
+    rest = _model_name(fqn.removeprefix(f"{name}.state."))
+    parameter, _, entry = rest.rpartition(".")
+    if parameter not in parameters:
+        what = "a value in the optimizer's state belongs to no parameter of its groups"
+        raise unusable(what, checkpoint, fqn)
+    return parameter, entry
+
+
+def _schedule(manifest: Manifest, tree: Tree, reader: _Values) -> Mapping[str, Any] | None:
+    for name, record in manifest.state.items():
+        if record.kind != "lr_scheduler" or name not in tree.objects:
+            continue
+        # The state is stored in a tuple of one, which DCP keeps whole.
+        value = reader.read(name, tree.objects[name])
+        if isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], dict):
+            return value[0]
+    return None
+
+
+def _position(checkpoint: Path, manifest: Manifest) -> tuple[int, int]:
+    """Return the number of finished epochs, and of optimizer steps since."""
+    epochs_done = manifest.epoch
+    for path in manifest.files:
+        if path == "step_scheduler.pt":
+            stated = _state(checkpoint, path).get("epochs_done")
+            if type(stated) is int:
+                epochs_done = stated
+    for state in _data_states(checkpoint, manifest):
+        samples, size = state.get("consumed_samples"), state.get("global_batch_size")
+        if type(samples) is not int or type(size) is not int or size < 1:
+            continue
+        if state.get("epoch") != epochs_done:
+            return epochs_done, 0
+        # The last batch of an epoch can have fewer samples.
+        return epochs_done, -(-samples // size)
+    return epochs_done, 0
+
+
+def _data_states(checkpoint: Path, manifest: Manifest) -> Iterator[Mapping[str, Any]]:
+    """Yield the state of the data loader, of one rank after another."""
+    tree = manifest.trees.get("dataloader")
+    if tree is not None and tree.format == OBJECTS:
+        values = _Values(checkpoint)
+        for name, blob in tree.objects.items():
+            state = values.read(name, blob)
+            yield state if isinstance(state, dict) else {}
+        return
+    for path in manifest.files:
+        if path.startswith("dataloader"):
+            yield _state(checkpoint, path)
+
+
+def _state(checkpoint: Path, path: str) -> dict[str, Any]:
+    with faults_of(checkpoint / path):
+        archive = describe_archive(read_safely(checkpoint, path, limit=_MAX_STATE_BYTES))
+    return archive.value if isinstance(archive.value, dict) else {}
+
+
+class _Values:
+    """Reads the values of a checkpoint that are not tensors, and compares them with their digests."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+
+    def read(self, fqn: str, blob: Blob) -> Any:
+        """Return the plain value *fqn*. Raises :class:`CheckpointUnusable` if it is damaged."""
+        where = self._checkpoint / blob.file
+        if blob.nbytes > _MAX_STATE_BYTES:
+            raise unusable("a value of the optimizer is too large", where, f"{fqn}: {blob.nbytes}")
+        with os.fdopen(open_safely(self._checkpoint, blob.file), "rb") as file:
+            file.seek(blob.start)
+            data = file.read(blob.nbytes)
+        if blob.digest is not None and digest_of(data) != blob.digest:
+            raise unusable("a value of the optimizer is damaged: its digest differs", where, fqn)
+        with faults_of(where):
+            # In a mapping, because the function copies only containers.
+            plain = plain_values({"value": describe_archive(data).value})
+            if "value" not in plain:
+                raise Fault(f"{fqn} is not plain data")
+            return plain["value"]

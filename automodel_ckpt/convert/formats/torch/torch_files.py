@@ -1,0 +1,477 @@
+"""Weights in files of ``torch.save``: one file (.pt, .pth, .bin, .ckpt), or a directory with ``pytorch_model.bin``.
+
+The pickle in such a file is read as a description (``torch_objects.py``): no code of it runs, whatever it contains. The
+bytes of tensors are uncompressed at an offset in the file, so that a tensor is a slice of the file and is never copied.
+
+The model is the state dict at the top level or under one of the usual keys. A training state of PyTorch Lightning, of
+a plain training script, or of FSDP's full state dict has the model under such a key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.base.units import left_out, others_text, values_text
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
+from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.parts.tiling import shape_fault
+from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.convert.formats.files import first_bytes, names_in
+from automodel_ckpt.convert.formats.format import Counters, Format
+from automodel_ckpt.convert.formats.torch.nested_state import (
+    Keys,
+    keys_of_model,
+    names_without_wrappers,
+)
+from automodel_ckpt.convert.formats.torch.torch_objects import (
+    Archive,
+    Opaque,
+    StoredView,
+    describe_archive,
+    has_tensor,
+    views_in,
+)
+from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
+from automodel_ckpt.convert.formats.unsupported_files import Pickle
+from automodel_ckpt.errors import CheckpointUnusable
+
+BIN_FILE = "pytorch_model.bin"
+BIN_INDEX = "pytorch_model.bin.index.json"
+LIGHTNING_VERSION = "pytorch-lightning_version"
+"""The key in every file of PyTorch Lightning."""
+_UNCHECKED = "these files are unchecked: there is no manifest with their digests"
+_MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module", "model_state")
+_MAX_DEPTH = 32
+# The elements of a tensor that is larger than its storage.
+_MAX_REPEATED_ELEMENTS = 1 << 16
+_TORCH_RECORDS = ("data.pkl", "byteorder", ".format_version", "version", ".storage_alignment")
+_HEAD_BYTES = 512
+# Keys of training states that look like a model and are not one, with what to do.
+_PARTS = {
+    "ds_version": (
+        "a rank's file of DeepSpeed",
+        "name the directory that the files of all ranks are in, or the directory with the file `latest`",
+    ),
+    "checkpoint_version": (
+        "a rank's file of Megatron-LM",
+        "convert it to Hugging Face files with Megatron Bridge, or tools/checkpoint/convert.py of Megatron-LM",
+    ),
+    "param_groups": (
+        "the state of an optimizer, not a model",
+        "use the file with the model's weights",
+    ),
+}
+
+
+class TorchFile(Format):
+    """A single file of ``torch.save``, in the zip format that PyTorch has written since 1.6."""
+
+    name = "a file of torch.save"
+    has_own_names = True
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        if not path.is_file():
+            return False
+        return is_torch_archive(first_bytes(path, _HEAD_BYTES))
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model in the file. Symbolic links are followed: the user chose this file."""
+        real = Path(os.path.realpath(path))
+        model = read_model(real)
+        # Slices name files below a root. Behind a link, a file can be anywhere.
+        root = Path("/") if follow_links else real.parent
+        file = str(real).lstrip("/") if follow_links else real.name
+        return model.source(root, path.parent, file)
+
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        # Imported here: the module describes what this one finds, and imports it.
+        from automodel_ckpt.convert.formats.torch.torch_training_state import read_training_state
+
+        return read_training_state(Path(os.path.realpath(path)), parameters)
+
+    def has_training_state(self, path: Path) -> bool:
+        from automodel_ckpt.convert.formats.torch.torch_training_state import has_training_state
+
+        return has_training_state(Path(os.path.realpath(path)))
+
+    def counters(self, path: Path) -> Counters:
+        from automodel_ckpt.convert.formats.torch.torch_training_state import read_counters
+
+        return read_counters(Path(os.path.realpath(path)))
+
+
+class TorchModelDirectory(Format):
+    """A directory with ``pytorch_model.bin``, or with several such files and their index, as transformers 4 wrote."""
+
+    name = "PyTorch files of transformers"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        names = names_in(path)
+        return BIN_FILE in names or BIN_INDEX in names
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Raises :class:`CheckpointUnusable` if the files and their index disagree."""
+        weight_map = read_weight_map(path / BIN_INDEX, follow_links=follow_links)
+        names = [BIN_FILE] if weight_map is None else sorted(set(weight_map.values()))
+        tensors: dict[str, Tensor] = {}
+        num_values = num_others = 0
+        for name in names:
+            real = Path(os.path.realpath(path / name)) if follow_links else path / name
+            model = read_model(real)
+            file = str(real).lstrip("/") if follow_links else name
+            found = model.tensors_in(file)
+            twice = sorted(found.keys() & tensors.keys())
+            if twice:
+                raise unusable(f"two files hold the tensor {twice[0]!r}", path / name, BIN_INDEX)
+            if weight_map is not None:
+                _check_index(path, name, weight_map, found)
+            tensors |= found
+            num_values += model.num_values
+            num_others += model.num_others
+        notes, omitted = _reports(num_others, num_values)
+        root = Path("/") if follow_links else path
+        side_files = path if (path / "config.json").is_file() else None
+        return Source(root, path, tensors, notes=notes, omitted=omitted, side_files=side_files)
+
+
+class TorchModel:
+    """The model in one file: its tensors by name, and the number of other tensors and of other values.
+
+    *attribute* is the attribute of a LightningModule that was removed from all names, with a dot.
+    """
+
+    def __init__(
+        self,
+        views: Mapping[str, StoredView],
+        archive: Archive,
+        *,
+        attribute: str,
+        num_others: int,
+        num_values: int,
+    ) -> None:
+        self.views = views
+        self.attribute = attribute
+        self.num_others = num_others
+        self.num_values = num_values
+        self._archive = archive
+
+    def tensors_in(self, file: str) -> dict[str, Tensor]:
+        """Return the tensors, as slices of *file*. Raises :class:`Fault` for one that is not in the file."""
+        return {
+            fqn: tensor_of_view(fqn, view, self._archive, file) for fqn, view in self.views.items()
+        }
+
+    def source(self, root: Path, directory: Path, file: str) -> Source:
+        """Return the description of a model that consists of this file, which is *file* below *root*."""
+        notes, omitted = _reports(self.num_others, self.num_values)
+        side_files = directory if (directory / "config.json").is_file() else None
+        return Source(
+            root,
+            directory,
+            self.tensors_in(file),
+            notes=notes,
+            omitted=omitted,
+            side_files=side_files,
+        )
+
+
+def is_torch_archive(head: bytes) -> bool:
+    """Return whether a file that begins with *head* is a zip archive of ``torch.save``, by its first entry's name."""
+    if head[:4] != b"PK\x03\x04":
+        return False
+    # The local file header of a zip archive: the length of the name, and the name from byte 30.
+    length = int.from_bytes(head[26:28], "little")
+    first_name = head[30 : 30 + length].decode(errors="replace")
+    return first_name.rpartition("/")[2] in _TORCH_RECORDS
+
+
+def read_model(path: Path, *, start: int = 0, nbytes: int | None = None) -> TorchModel:
+    """Describe the model in the file *path*, which is not a symbolic link.
+
+    If the model's file is packed in another one, *start* and *nbytes* are its byte range in *path*.
+    Raises :class:`CheckpointUnusable` if the file is damaged, contains no model, or only a part of one.
+    """
+    return model_of(read_archive(path, start=start, nbytes=nbytes), path)
+
+
+def model_of(archive: Archive, path: Path) -> TorchModel:
+    """Describe the model in *archive*, the description of the file *path*. Raises :class:`CheckpointUnusable`."""
+    with faults_of(path):
+        return _model_of(archive, path)
+
+
+def read_archive(path: Path, *, start: int = 0, nbytes: int | None = None) -> Archive:
+    """Describe the object in the file *path*, which is not a symbolic link, or in a byte range of it.
+
+    The storages of the archive are byte ranges of *path* in both cases.
+    Raises :class:`CheckpointUnusable` if the file is missing or damaged.
+    """
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError as error:
+        raise unusable("a file of weights is missing", path, "no such file") from error
+    except OSError as error:
+        raise unusable("a file of weights cannot be read", path, error.strerror) from error
+    try:
+        with (
+            faults_of(path),
+            mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content,
+            memoryview(content) as everything,
+        ):
+            end = len(everything) if nbytes is None else start + nbytes
+            if Pickle().matches(bytes(everything[start : start + 2])):
+                Pickle().open(path)  # raises an error with the command that converts it
+            # The views must be released before the map can be closed.
+            with everything[start:end] as data:
+                archive = describe_archive(data)
+            return archive if start == 0 else _shifted(archive, start)
+    finally:
+        os.close(descriptor)
+
+
+def _shifted(archive: Archive, start: int) -> Archive:
+    storages = {key: (begin + start, end + start) for key, (begin, end) in archive.storages.items()}
+    return Archive(archive.value, storages)
+
+
+@contextlib.contextmanager
+def faults_of(path: Path) -> Iterator[None]:
+    """Raise any error in the block, other than CheckpointUnusable, as one that names the file *path*."""
+    try:
+        yield
+    except CheckpointUnusable:
+        raise
+    except Exception as error:  # a damaged pickle makes the unpickler raise anything
+        value = str(error) if isinstance(error, Fault) else repr(error)
+        raise unusable("this file of torch.save cannot be read", path, value[:300]) from error
+
+
+def _model_of(archive: Archive, path: Path) -> TorchModel:
+    value = archive.value
+    if isinstance(value, Opaque):
+        raise _no_model(path, f"an object of the class {value.kind}")
+    if not isinstance(value, dict):
+        raise _no_model(path, f"a {type(value).__name__}")
+    for key, (what, hint) in _PARTS.items():
+        if key in value:
+            raise CheckpointUnusable(f"this file is {what}", where=str(path), value=key, hint=hint)
+    state_dict = _state_dict(value)
+    views: dict[str, StoredView] = {}
+    num_values = 0
+    for name, item in _leaves(state_dict):
+        if isinstance(item, StoredView):
+            views[name] = item
+        elif has_tensor(item):
+            raise _unknown_tensor(path, name, item)
+        else:
+            num_values += 1
+    if not views:
+        raise _no_model(path, "no tensors")
+    for name, view in views.items():
+        check_view(name, view, archive)
+    num_all = len(set(map(id, views_in(value))))
+    num_used = len(set(map(id, views.values())))
+    if state_dict is not value:
+        num_values += len(value) - 1
+    attribute = _attribute(value, list(views))
+    plain = plain_names(value, list(views))
+    renamed = {plain[name]: view for name, view in views.items()}
+    return TorchModel(
+        renamed, archive, attribute=attribute, num_others=num_all - num_used, num_values=num_values
+    )
+
+
+def _state_dict(value: dict[Any, Any]) -> dict[Any, Any]:
+    state = state_in(value)
+    key = model_key(state)
+    if key is not None:
+        nested: dict[Any, Any] = state[key]
+        return nested
+    others = {name: item for name, item in state.items() if not is_optimizer(item)}
+    return state if len(others) == len(state) else others
+
+
+def is_optimizer(value: object) -> bool:
+    """Return whether *value* is the state dict of an optimizer."""
+    return isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
+
+
+def state_in(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Return *value* with one key for the model's state dict: mappings around it are replaced by their content."""
+    for key in _keys_of_model(value)[:-1]:
+        others = {other: item for other, item in value.items() if other != key}
+        value = {**others, **value[key]}
+    return value
+
+
+def model_key(value: dict[Any, Any]) -> str | int | None:
+    """Return the key under which *value* has the model's state dict; None if it is the model itself.
+
+    Without names of a state dict, it is the first usual key of a mapping with tensors.
+    """
+    keys = _keys_of_model(value)
+    if keys:
+        return keys[0]
+    for key in _MODEL_KEYS:
+        nested = value.get(key)
+        if isinstance(nested, dict) and any(True for _ in views_in(nested)):
+            return key
+    return None
+
+
+def _keys_of_model(value: dict[Any, Any]) -> Keys:
+    return keys_of_model(list(_paths(value, (), set())), _MODEL_KEYS)
+
+
+def _paths(mapping: dict[Any, Any], keys: Keys, seen: set[int]) -> Iterator[Keys]:
+    """Yield the keys of each tensor in nested mappings. *seen* has the mappings that were visited."""
+    # A pickle can repeat a mapping any number of times, also inside of itself.
+    if len(keys) > _MAX_DEPTH or id(mapping) in seen:
+        return
+    seen.add(id(mapping))
+    for key, item in mapping.items():
+        if not isinstance(key, str | int):
+            continue
+        if isinstance(item, dict):
+            yield from _paths(item, (*keys, key), seen)
+        # Random state is a tensor of bytes beside the state dicts.
+        elif isinstance(item, StoredView) and (keys or item.dtype != "U8"):
+            yield (*keys, key)
+
+
+def _leaves(mapping: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a nested mapping, with the keys joined by dots."""
+    if depth > _MAX_DEPTH:
+        raise Fault(f"its mappings are nested more than {_MAX_DEPTH} levels deep")
+    for key, item in mapping.items():
+        if isinstance(key, (Opaque, tuple, bytes)):
+            raise Fault(f"a name of its model is not text: {type(key).__name__}")
+        name = f"{prefix}{key}"
+        # A lone surrogate would fail much later, when the name is written.
+        if not name.isprintable():
+            raise Fault(f"a name of its model is not printable: {name[:100]!r}")
+        if isinstance(item, dict) and item:
+            yield from _leaves(item, f"{name}.", depth + 1)
+        else:
+            yield name, item
+
+
+def tensor_of_view(fqn: str, view: StoredView, archive: Archive, file: str) -> Tensor:
+    """Return a tensor as a slice of *file*, with strides if its elements are not in row-major order there.
+
+    The view must have passed :func:`check_view`.
+    """
+    begin, _ = archive.storages[view.key]
+    start = begin + view.offset * DTYPE_BITS[view.dtype] // 8
+    tensor = whole_tensor(fqn, view.dtype, view.shape, file, start)
+    if view.num_outer_dimensions == 0 or not tensor.nbytes:
+        return tensor
+    (stored,) = tensor.slices
+    return replace(tensor, slices=(replace(stored, strides=view.strides),))
+
+
+def check_view(name: str, view: StoredView, archive: Archive) -> None:
+    """Raise :class:`Fault` unless the elements of *view* are in the storage that the archive has."""
+    place = archive.storages.get(view.key)
+    if place is None:
+        raise Fault(f"the bytes of {name[:100]!r} are not in the file")
+    begin, end = place
+    if end - begin != view.storage_bytes:
+        raise Fault(
+            f"the storage of {name[:100]!r} has {end - begin} bytes, not {view.storage_bytes}"
+        )
+    fault = shape_fault(view.shape)
+    if fault:
+        raise Fault(f"the tensor {name[:100]!r}: {fault}")
+    if not math.prod(view.shape):
+        return
+    last = view.offset
+    for extent, stride in zip(view.shape, view.strides, strict=True):
+        # Strides are counts, never negative: the last index has the largest offset.
+        last += (extent - 1) * stride
+    if (last + 1) * DTYPE_BITS[view.dtype] // 8 > view.storage_bytes:
+        raise Fault(f"the tensor {name[:100]!r} ends after its storage")
+    # Elements are repeated where a stride is 0: a small file could describe any number of them.
+    num_elements = math.prod(view.shape)
+    nbytes = num_elements * DTYPE_BITS[view.dtype] // 8
+    if nbytes > view.storage_bytes and num_elements > _MAX_REPEATED_ELEMENTS:
+        raise Fault(
+            f"the tensor {name[:100]!r} repeats the elements of a smaller one (it was saved expanded): "
+            "save its .contiguous()"
+        )
+
+
+def plain_names(value: dict[Any, Any], names: list[str]) -> dict[str, str]:
+    """Return {name in the file: name in the model}: without the names that wrappers and Lightning add.
+
+    *value* is the object in the file.
+    """
+    attribute = _attribute(value, names)
+    plain = names_without_wrappers(names)
+    return {name: plain[name].removeprefix(attribute) for name in names}
+
+
+def _attribute(value: dict[Any, Any], names: list[str]) -> str:
+    """Return the attribute of a LightningModule that all *names* begin with; empty for a file of another program."""
+    if LIGHTNING_VERSION not in value:
+        return ""
+    return attribute_prefix(list(names_without_wrappers(names).values()))
+
+
+def attribute_prefix(names: Sequence[str]) -> str:
+    """Return the attribute of a LightningModule that all *names* begin with, often ``model.``; else an empty text.
+
+    A model of transformers has a prefix too (``model.``), but not for all tensors: its output layer has none.
+    """
+    attribute = names[0].partition(".")[0] + "."
+    is_common = all(name.startswith(attribute) for name in names)
+    return attribute if is_common else ""
+
+
+def _check_index(
+    directory: Path, file: str, weight_map: Mapping[str, str], found: Mapping[str, Tensor]
+) -> None:
+    missing = [fqn for fqn, name in weight_map.items() if name == file and fqn not in found]
+    if missing:
+        what = "the index names a tensor that is not in its file"
+        raise unusable(what, directory / BIN_INDEX, f"{missing[0]} ({file})")
+
+
+def _reports(num_others: int, num_values: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the notes for the user, and what is omitted."""
+    notes = [_UNCHECKED]
+    omitted: list[str] = []
+    for number, text in ((num_others, others_text), (num_values, values_text)):
+        if number:
+            omitted.append(text(number))
+            notes.append(left_out(text(number), number))
+    return tuple(notes), tuple(omitted)
+
+
+def _no_model(path: Path, value: str) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        "there is no model in this file",
+        where=str(path),
+        value=value,
+        hint="save model.state_dict(), at the top level or under the key state_dict",
+    )
+
+
+def _unknown_tensor(path: Path, name: str, item: Any) -> CheckpointUnusable:
+    kind = item.kind if isinstance(item, Opaque) else type(item).__name__
+    return CheckpointUnusable(
+        "a tensor of the model is of a class that is not read",
+        where=str(path),
+        value=f"{name[:200]}: {kind}",
+        hint="save plain tensors (of a DTensor: .full_tensor(); of a quantized one: .dequantize())",
+    )

@@ -1,0 +1,201 @@
+"""A checkpoint of transformers' Trainer: Hugging Face files or an adapter, beside the state of the training.
+
+``checkpoint-N/`` has model.safetensors (or shards with an index, or adapter_model.safetensors), ``optimizer.pt`` and
+``scheduler.pt`` (state dicts, ``torch.save``), ``trainer_state.json``, ``rng_state*.pth`` and ``training_args.bin``
+(source: transformers 5.23, ``Trainer._save_checkpoint``). The last two contain objects of classes: nothing of the
+random state is read, and of the arguments only their description (``torch_objects.py``), for the number of
+micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.convert.formats.files import check_regular_files, names_in, read_json
+from automodel_ckpt.convert.formats.format import Counters, Format
+from automodel_ckpt.convert.formats.hugging_face import HuggingFaceFiles
+from automodel_ckpt.convert.formats.peft_adapter import PeftAdapter
+from automodel_ckpt.convert.formats.torch.numbered_optimizer import optimizer_state
+from automodel_ckpt.convert.formats.torch.torch_files import TorchModelDirectory, read_archive
+from automodel_ckpt.convert.formats.torch.torch_objects import Opaque
+from automodel_ckpt.convert.formats.torch.training_state import (
+    OptimizerState,
+    Parameters,
+    TrainingState,
+)
+from automodel_ckpt.errors import CheckpointUnusable
+
+STATE_FILE = "trainer_state.json"
+OPTIMIZER_FILE = "optimizer.pt"
+SCHEDULER_FILE = "scheduler.pt"
+_ARGUMENTS_FILE = "training_args.bin"
+_DEEPSPEED_FILE = "latest"
+_RANDOM_FILE = re.compile(r"rng_state(_[0-9]{1,6})?\.pth", re.ASCII)
+# The formats of the weights, in order of precedence. An adapter's directory has no other weights.
+_WEIGHTS: tuple[Format, ...] = (PeftAdapter(), HuggingFaceFiles(), TorchModelDirectory())
+# Counters below this are exact in all numbers of a run.
+_MAX_COUNT = 2**53
+
+
+class TransformersTrainer(Format):
+    """The directory of one checkpoint of transformers' Trainer."""
+
+    name = "transformers Trainer"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        names = names_in(path)
+        if STATE_FILE not in names:
+            return False
+        if _DEEPSPEED_FILE in names and layout.ADAPTER_MODEL not in names:
+            # Trained with DeepSpeed, whose files have the exact weights and the optimizer.
+            return False
+        return _weights_of(path, follow_links) is not None
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the weights."""
+        known = _weights_of(path, follow_links)
+        assert known is not None, "detect() has found weights"
+        return known.open(path, follow_links=follow_links)
+
+    def counters(self, path: Path) -> Counters:
+        """Return the steps, finished epochs and samples of the trainer's state."""
+        state = read_json(path, STATE_FILE) or {}
+        step = _count(state.get("global_step"))
+        samples = None
+        if step is not None:
+            samples = _consumed_samples(path, names_in(path), state, step)
+        return Counters(step, _finished_epochs(state), samples)
+
+    def losses(self, path: Path) -> Mapping[str, Any]:
+        """Return the last logged losses."""
+        try:
+            state = read_json(path, STATE_FILE) or {}
+        except CheckpointUnusable:
+            return {}
+        found: dict[str, Any] = {}
+        history = state.get("log_history")
+        for line in history if isinstance(history, list) else []:
+            if not isinstance(line, dict):
+                continue
+            # Later lines replace earlier ones.
+            if "loss" in line:
+                found["train_loss"] = line["loss"]
+            if "eval_loss" in line:
+                found["val_loss"] = line["eval_loss"]
+        return found
+
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        """Return the counters, the optimizer and the schedule.
+
+        Raises :class:`CheckpointUnusable` if a file is damaged, or the optimizer does not belong to the model.
+        """
+        state = read_json(path, STATE_FILE)
+        if state is None:
+            return None
+        names = names_in(path)
+        check_regular_files(
+            path, [name for name in (OPTIMIZER_FILE, SCHEDULER_FILE) if name in names]
+        )
+        step = _count(state.get("global_step"))
+        if step is None:
+            raise unusable(
+                "the trainer's state has no step",
+                path / STATE_FILE,
+                repr(state.get("global_step"))[:100],
+            )
+        optimizer = None
+        if OPTIMIZER_FILE in names:
+            optimizer = _optimizer(path, parameters)
+        scheduler = None
+        if SCHEDULER_FILE in names:
+            scheduler = _scheduler(path)
+        omitted = [
+            name for name in names if _RANDOM_FILE.fullmatch(name) or name == _ARGUMENTS_FILE
+        ]
+        if state.get("best_metric") is not None:
+            omitted.append("the best metric")
+        return TrainingState(
+            step=step,
+            epoch=_finished_epochs(state),
+            consumed_samples=_consumed_samples(path, names, state, step),
+            optimizer=optimizer,
+            scheduler=scheduler,
+            omitted=tuple(omitted),
+        )
+
+
+def _weights_of(path: Path, follow_links: bool) -> Format | None:
+    for known in _WEIGHTS:
+        if known.detect(path, follow_links=follow_links):
+            return known
+    return None
+
+
+def _optimizer(path: Path, parameters: Parameters) -> OptimizerState:
+    archive = read_archive(path / OPTIMIZER_FILE)
+    return optimizer_state(
+        archive.value, archive, parameters, root=path, file=OPTIMIZER_FILE, by_trainer=True
+    )
+
+
+def _scheduler(path: Path) -> dict[str, Any]:
+    """Return the plain values of the scheduler's state."""
+    value = read_archive(path / SCHEDULER_FILE).value
+    if not isinstance(value, dict):
+        what = "the state of the learning-rate schedule is not a mapping"
+        raise unusable(what, path / SCHEDULER_FILE, type(value).__name__)
+    return {key: item for key, item in value.items() if isinstance(key, str)}
+
+
+def _count(value: object) -> int | None:
+    """Return a counter; None for any other value."""
+    # Not isinstance: True is an int, too.
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
+        return None
+    return value
+
+
+def _finished_epochs(state: Mapping[str, Any]) -> int | None:
+    """Return the number of finished epochs: the integer part of the trainer's fractional ``epoch``."""
+    epoch = state.get("epoch")
+    if not isinstance(epoch, int | float) or not math.isfinite(epoch):
+        return None
+    return int(epoch) if 0 <= epoch < _MAX_COUNT else None
+
+
+def _consumed_samples(
+    path: Path, names: list[str], state: Mapping[str, Any], step: int
+) -> int | None:
+    """Return the samples of *step* global batches; None if the files do not state the size of one.
+
+    The size is that of a rank's micro-batch x micro-batches per step x ranks, each of which saves a file of its random
+    state. The last batch of an epoch may have been smaller.
+    """
+    micro_batch = _count(state.get("train_batch_size"))
+    accumulation = _accumulation_steps(path, names)
+    if not micro_batch or not accumulation:
+        return None
+    num_ranks = max(1, sum(1 for name in names if _RANDOM_FILE.fullmatch(name)))
+    consumed = step * micro_batch * accumulation * num_ranks
+    return consumed if consumed < _MAX_COUNT else None
+
+
+def _accumulation_steps(path: Path, names: list[str]) -> int | None:
+    """Return ``gradient_accumulation_steps`` of the arguments, read from their description."""
+    if _ARGUMENTS_FILE not in names or os.path.islink(path / _ARGUMENTS_FILE):
+        return None
+    try:
+        arguments = read_archive(path / _ARGUMENTS_FILE).value
+    except CheckpointUnusable:
+        # They are only used for this number, and may contain anything.
+        return None
+    if not isinstance(arguments, Opaque) or not isinstance(arguments.state, dict):
+        return None
+    return _count(arguments.state.get("gradient_accumulation_steps"))

@@ -1,0 +1,176 @@
+"""Files of other programs that are recognized, and not read. Imports no torch.
+
+Single files are recognized by their first bytes, directories by names of files. Nothing is unpickled or unpacked. A
+.safetensors file is a separate format (``safetensors_file.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NoReturn
+
+from automodel_ckpt.base.git_lfs import POINTER
+from automodel_ckpt.base.other_weights import (
+    TORCH_SCRIPT,
+    is_torch_script,
+    kind_of_file,
+    weights_of_another_program,
+)
+from automodel_ckpt.convert.formats.files import first_bytes, names_in
+from automodel_ckpt.convert.formats.format import UnsupportedFormat
+from automodel_ckpt.convert.formats.nemo.tar_reading import is_gzip, is_tar
+from automodel_ckpt.errors import CheckpointUnusable
+
+_HEAD_BYTES = 512
+_VERL_RANK = re.compile(r"model_world_size_\d+_rank_\d+\.pt", re.ASCII)
+_SAVE_AGAIN = (
+    "save it again in the format of PyTorch 1.6 and later, and use that file: "
+    "python -c \"import torch; torch.save(torch.load('FILE', weights_only=True), 'FILE.pt')\""
+)
+
+
+class _FileByContent(UnsupportedFormat):
+    """A file that is recognized by its first bytes. Raises OSError in :meth:`detect` if it cannot be read."""
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return path.is_file() and self.matches(first_bytes(path, _HEAD_BYTES))
+
+    def matches(self, head: bytes) -> bool:
+        """Return whether a file that begins with *head* has this format."""
+        raise NotImplementedError
+
+
+class NumpyArchive(_FileByContent):
+    name = "an archive of NumPy arrays"
+    hint = "save its arrays with safetensors.numpy.save_file, and import that"
+
+    def matches(self, head: bytes) -> bool:
+        return _first_zip_entry(head).endswith((".npy", ".npz"))
+
+
+class ZipArchive(_FileByContent):
+    name = "a zip archive"
+    hint = "unpack it, and import the directory of the model's files"
+
+    def matches(self, head: bytes) -> bool:
+        return _is_zip(head)
+
+
+class TarArchive(_FileByContent):
+    """An archive that is neither a model of NeMo nor of TensorRT-LLM, or too damaged to recognize one."""
+
+    name = "a tar or gzip archive"
+    hint = (
+        "unpack it (tar), and use the directory; a .nemo file contains model_config.yaml: if this is one, take it "
+        "from another copy"
+    )
+
+    def matches(self, head: bytes) -> bool:
+        return is_gzip(head) or is_tar(head)
+
+
+class Pickle(_FileByContent):
+    name = "a pickle, such as torch.save wrote before PyTorch 1.6"
+    hint = _SAVE_AGAIN
+
+    def matches(self, head: bytes) -> bool:
+        # The opcode PROTO and a protocol number. torch.save writes protocol 2.
+        return head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+
+class Hdf5File(_FileByContent):
+    name = "HDF5, as Keras writes"
+    hint = "load it with the program that wrote it, and save it as safetensors"
+
+    def matches(self, head: bytes) -> bool:
+        return head[:8] == b"\x89HDF\r\n\x1a\n"
+
+
+class LfsPointer(_FileByContent):
+    """What a clone of a repository has in the place of a large file if Git LFS is not installed."""
+
+    name = "a pointer of Git LFS in the place of the file"
+    hint = "download the file itself: git lfs pull, or hf download"
+
+    def matches(self, head: bytes) -> bool:
+        return head.startswith(POINTER)
+
+
+class VerlShards(UnsupportedFormat):
+    """A directory of verl's checkpoints with FSDP, or the file of one of its ranks, which has a part of each tensor."""
+
+    name = "a checkpoint of verl, a file for each rank"
+    hint = (
+        "merge the ranks: python -m verl.model_merger merge --backend fsdp --local_dir DIRECTORY --target_dir MERGED; "
+        "MERGED has Hugging Face files"
+    )
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        names = [path.name] if path.is_file() else names_in(path)
+        return any(_VERL_RANK.fullmatch(name) for name in names)
+
+
+class OtherWeights(UnsupportedFormat):
+    """A directory, or a file, with weights that only another program reads, such as Flax, Keras or Orbax."""
+
+    name = "weights of another program"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return _other_weights(path) is not None
+
+    def open(self, path: Path, *, follow_links: bool = False) -> NoReturn:
+        _, hint = _other_weights(path) or ("", "")
+        raise CheckpointUnusable(
+            f"this format cannot be read: {self.describe(path)}",
+            where=str(path),
+            value=path.name,
+            hint=hint,
+        )
+
+    def describe(self, path: Path) -> str:
+        found = _other_weights(path)
+        return self.name if found is None else found[0]
+
+
+def _other_weights(path: Path) -> tuple[str, str] | None:
+    if path.is_dir():
+        return weights_of_another_program(path)
+    if is_torch_script(path):
+        return TORCH_SCRIPT
+    return kind_of_file(path.name)
+
+
+class LitGptModel(UnsupportedFormat):
+    """A directory of LitGPT's without the files that it was converted from."""
+
+    name = "a model of LitGPT"
+    hint = (
+        "convert it: litgpt convert_from_litgpt DIRECTORY CONVERTED; then name CONVERTED/model.pth, and DIRECTORY "
+        "with --config"
+    )
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return "lit_model.pth" in names_in(path)
+
+
+class UnknownFile(_FileByContent):
+    """Any other file. Register it last."""
+
+    name = "unknown"
+    hint = "use a directory of *.safetensors or of PyTorch DCP, or a .safetensors file"
+
+    def matches(self, head: bytes) -> bool:
+        return True
+
+
+def _is_zip(head: bytes) -> bool:
+    return head[:4] == b"PK\x03\x04"
+
+
+def _first_zip_entry(head: bytes) -> str:
+    """Return the name of a zip archive's first entry (source: the format's local file header), or an empty string."""
+    if not _is_zip(head):
+        return ""
+    length = int.from_bytes(head[26:28], "little")
+    return head[30 : 30 + length].decode(errors="replace")

@@ -1,0 +1,1 @@
+"""Import: the files of another program become a checkpoint."""

@@ -1,0 +1,452 @@
+"""An adapter of another program as a checkpoint of this program. Imports no torch.
+
+``adapter_config.json`` (peft 0.21, ``LoraConfig``) states the kind of an adapter, and the names in
+``adapter_model.safetensors`` state where it is: ``base_model.model.<layer>.lora_A.weight``. Only options that a
+recipe's ``peft`` section has are accepted. peft itself never reads the file: it imports modules that the file names
+(``megatron_core``), and evaluates its regular expressions, which can take forever.
+
+The command that imports builds the model with these settings, without memory, because the base and its layers decide
+the names and the order of the parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.export.adapter_record import base_revision
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
+from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.convert.formats.files import read_json
+from automodel_ckpt.convert.formats.torch.training_state import ModelParameter, Parameters
+from automodel_ckpt.convert.imports.base_copies import check_copies, check_same
+from automodel_ckpt.convert.merging.layer_patterns import matches_layer
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+
+_PREFIX = "base_model.model."
+# Between the name of a module and those of its tensors, in a module that is trained in full.
+_TRAINED = ".modules_to_save."
+_UNTRAINED = ".original_module."
+_MATRIX = 2
+_ADAPTER_PARTS = (
+    ".lora_A.",
+    ".lora_B.",
+    ".lora_embedding_A",
+    ".lora_embedding_B",
+    ".lora_magnitude_vector",
+)
+_BIASES = ("none", "all", "lora_only")
+_NAME = re.compile(r"[A-Za-z0-9_.]+", re.ASCII)
+_MAX_RANK = 1 << 16
+# Pairs of a pattern and a layer. A million pairs take seconds.
+_MAX_MATCHES = 1 << 22
+_MAX_NAMED = 5
+_CONTINUE = (
+    "continue it with peft: it is no change of the base's weights, and cannot be merged into them"
+)
+_MERGE = "merge it into its base with peft (merge_and_unload), and import the result"
+# What these add is no change of the base's weights (peft 0.21: their merge_and_unload raises an error).
+_UNMERGEABLE = frozenset(
+    {
+        "ADAPTION_PROMPT",
+        "CARTRIDGE",
+        "CPT",
+        "MULTITASK_PROMPT_TUNING",
+        "PREFIX_TUNING",
+        "PROMPT_TUNING",
+        "P_TUNING",
+        "XLORA",
+        "SHADOW",
+        "alora_invocation_tokens",
+        "arrow_config",
+        "layer_replication",
+        "use_qalora",
+    }
+)
+# Options with any value: a recipe has them, or they do not affect the function that the adapter computes.
+_READ_OPTIONS = frozenset(
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "ensure_weight_tying",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_core",
+        "modules_to_save",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "rank_pattern",
+        "revision",
+        "target_modules",
+        "target_parameters",
+        "task_type",
+        "use_dora",
+        "use_rslora",
+    }
+)
+# Other ways of drawing an adapter (such as pissa) also change the weights of the base.
+_INITS = (True, False, "gaussian", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """The kind and the location of an adapter: fields of a recipe's ``peft`` section.
+
+    *targets* are the full names of the layers with an adapter, *saved* those of the modules that are trained in full.
+    *parameters* are ends of names of other parameters with an adapter (fused experts), whose modules are among
+    *targets*, too.
+    *rank_pattern* and *alpha_pattern* have the ranks and alphas of layers with others than *r* and *alpha*.
+    *rows* has the number of rows of each module whose weight is in the file, which an embedding that was resized has.
+    *base* is the name of the base in the file: a directory or a name on the Hub, empty if the file has none. *revision*
+    is its branch, tag or commit on the Hub; None: the main branch.
+    """
+
+    r: int
+    alpha: int
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, int]
+    dropout: float
+    targets: tuple[str, ...]
+    parameters: tuple[str, ...]
+    saved: tuple[str, ...]
+    rows: Mapping[str, int]
+    use_dora: bool
+    use_rslora: bool
+    bias: str
+    ensure_weight_tying: bool
+    task_type: str | None
+    base: str
+    revision: str | None
+
+    def renamed(self, names: Mapping[str, str]) -> AdapterSettings:
+        """Return the same settings for layers with new *names*, by those that they have here."""
+
+        def keys(mapping: Mapping[str, int]) -> dict[str, int]:
+            return {names.get(name, name): value for name, value in mapping.items()}
+
+        return replace(
+            self,
+            targets=tuple(names.get(name, name) for name in self.targets),
+            saved=tuple(names.get(name, name) for name in self.saved),
+            rank_pattern=keys(self.rank_pattern),
+            alpha_pattern=keys(self.alpha_pattern),
+            rows=keys(self.rows),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterModel:
+    """A model with an adapter, as a recipe builds it.
+
+    *parameters* are those that train, in the order of ``named_parameters()``. *shapes* has the tensors of the adapter's
+    file by name. *base_names* maps the names that frozen tensors have in peft to their names in the base's files, of
+    which a tied tensor has several. *files* are the side files of a checkpoint, by name. *base* is the directory of the
+    base, and *section* the ``peft`` section of a recipe that continues from the adapter. *vocab_size* is that of the
+    recipe's model, if the vocabulary of the base was resized. *renamed* maps the names of layers in the adapter's file
+    to those in the base, where an earlier version of transformers named them in another way.
+    """
+
+    parameters: tuple[ModelParameter, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    base_names: Callable[[], Mapping[str, Sequence[str]]]
+    files: Mapping[str, bytes]
+    base: Path
+    section: Mapping[str, Any]
+    vocab_size: int | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def with_names_of_base(self, weights: Tensors) -> Tensors:
+        """Return the tensors of the adapter's file under the names of layers in the base."""
+        if not self.renamed:
+            return weights
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in weights.tensors.items():
+            new = _renamed(name, self.renamed)
+            tensors[new] = tensor.renamed(new)
+        return replace(weights, tensors=tensors)
+
+    def parameters_in(self, _: Path) -> Parameters:
+        """Return a function that lists the parameters, whatever the directory of config.json is."""
+        return lambda: self.parameters
+
+
+AdapterBuilder = Callable[[AdapterSettings], AdapterModel]
+"""Builds the model of an adapter. The command that imports passes it: building needs torch, transformers and peft.
+
+It raises :class:`CheckpointUnusable` if the base is missing, or has no such layers, and :class:`RecipeError` if a
+recipe cannot have the adapter.
+"""
+
+
+def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> AdapterModel:
+    """Return the model of the adapter in *directory*, whose file has the tensors *weights*.
+
+    The file can have more tensors than the model's *shapes*: copies of the base's weights. Raises
+    :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors are not
+    those of the adapter.
+    """
+    settings = _read_settings(directory, _without_wrapped(directory, weights))
+    model = _built(directory, settings, build)
+    weights = model.with_names_of_base(weights)
+    tensors = _without_wrapped(directory, weights)
+    more = tensors.keys() - model.shapes.keys()
+    if more:
+        base_names = model.base_names()
+        copies = more & base_names.keys()
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
+        check_copies(directory, weights, copies, model.base, base_names)
+    _check_tensors(directory, tensors, model)
+    files = {**model.files, **read_files(directory, ADAPTER_SIDE_FILES)}
+    return replace(model, files=files)
+
+
+def _without_wrapped(directory: Path, weights: Tensors) -> dict[str, Tensor]:
+    """Return the tensors without those that peft adds for modules trained in full, with ``save_embedding_layers``.
+
+    These are the module of the base, which is not used, and a second copy of the trained one. Raises
+    :class:`CheckpointUnusable` if the two copies differ.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.tensors.items():
+        trained = weights.tensors.get(name.replace(_TRAINED, "."))
+        if _TRAINED in name and trained is not None:
+            check_same(directory / layout.ADAPTER_MODEL, weights.root, tensor, trained)
+        elif _UNTRAINED not in name:
+            found[name] = tensor
+    return found
+
+
+def _renamed(name: str, layers: Mapping[str, str]) -> str:
+    """Return the name of a tensor with the new name of its layer, which *layers* maps; else the same name."""
+    inner = name.removeprefix(_PREFIX)
+    end = inner.rfind(".")
+    while end > 0:
+        if inner[:end] in layers:
+            return f"{_PREFIX}{layers[inner[:end]]}{inner[end:]}"
+        end = inner.rfind(".", 0, end)
+    return name
+
+
+def _rows_in(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    rows: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        module = name.removeprefix(_PREFIX).removesuffix(".weight").removesuffix(".base_layer")
+        if name.endswith(".weight") and len(tensor.shape) == _MATRIX:
+            rows[module] = tensor.shape[0]
+    return rows
+
+
+def _built(directory: Path, settings: AdapterSettings, build: AdapterBuilder) -> AdapterModel:
+    try:
+        return build(settings)
+    except RecipeError as error:
+        # Its hints are for the keys of a recipe, and the user has none.
+        problem = error.problems[0]
+        where = str(directory / layout.ADAPTER_CONFIG)
+        raise CheckpointUnusable(
+            problem.what, where=where, value=problem.value, hint=_MERGE
+        ) from error
+
+
+def _read_settings(directory: Path, tensors: Mapping[str, Tensor]) -> AdapterSettings:
+    path = directory / layout.ADAPTER_CONFIG
+    options = read_json(directory, layout.ADAPTER_CONFIG)
+    if options is None:
+        raise _unusable("the adapter has no description", path, "no such file")
+    options = _with_whole_numbers(options)
+    _check_options(options, path)
+    targets, others = _modules_of(tensors, path)
+    ranks = _numbers_of(options, "rank_pattern", targets, path)
+    alphas = _numbers_of(options, "alpha_pattern", targets, path)
+    saved_names = options.get("modules_to_save") or []
+    saved = [name for name in others if name.endswith(tuple(saved_names))]
+    return AdapterSettings(
+        r=options["r"],
+        alpha=options["lora_alpha"],
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        dropout=float(options.get("lora_dropout", 0.0)),
+        targets=tuple(targets),
+        parameters=tuple(options.get("target_parameters") or ()),
+        saved=tuple(saved),
+        rows=_rows_in(tensors),
+        use_dora=bool(options.get("use_dora")),
+        use_rslora=bool(options.get("use_rslora")),
+        bias=options.get("bias", "none"),
+        ensure_weight_tying=bool(options.get("ensure_weight_tying")),
+        task_type=options.get("task_type"),
+        base=options.get("base_model_name_or_path") or "",
+        revision=base_revision(options, path),
+    )
+
+
+def _with_whole_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return *options* with integers for ``16.0``, as some programs write ``lora_alpha``."""
+
+    def whole(value: Any) -> Any:
+        return int(value) if type(value) is float and value.is_integer() else value
+
+    changed = dict(options)
+    for name in ("r", "lora_alpha"):
+        changed[name] = whole(options.get(name))
+    for name in ("rank_pattern", "alpha_pattern"):
+        if isinstance(patterns := options.get(name), dict):
+            changed[name] = {key: whole(value) for key, value in patterns.items()}
+    return changed
+
+
+def _numbers_of(
+    options: Mapping[str, Any], option: str, targets: Sequence[str], path: Path
+) -> dict[str, int]:
+    """Return the numbers that patterns give to layers: by the patterns, if a recipe has them, else by full names.
+
+    peft ignores patterns that match no layer.
+    """
+    patterns = options.get(option) or {}
+    if not isinstance(patterns, dict) or len(patterns) * len(targets) > _MAX_MATCHES:
+        raise _unusable("an option of the adapter is damaged", path, f"{option}: {patterns!r:.100}")
+    by_layer: dict[str, int] = {}
+    used: dict[str, int] = {}
+    for pattern, number in patterns.items():
+        if type(number) is not int or not 0 < number <= _MAX_RANK:
+            what = "an option of the adapter is not a positive whole number"
+            raise _unusable(what, path, f"{option}: {pattern[:100]!r}: {number!r:.100}")
+        try:
+            matches = [name for name in targets if matches_layer(pattern, name)]
+        except ValueError as error:
+            raise CheckpointUnusable(
+                "a pattern of the adapter is not read, because it can take forever to match",
+                where=str(path),
+                value=f"{option}: {pattern[:100]!r} ({error})",
+                hint=f"replace it in the file by names of layers; or {_MERGE}",
+            ) from error
+        if matches:
+            used[pattern] = number
+        for name in matches:
+            by_layer.setdefault(name, number)
+    if all(_NAME.fullmatch(pattern) for pattern in used):
+        return used
+    return by_layer
+
+
+def unknown_options(options: Mapping[str, Any]) -> list[str]:
+    """The names of what is set in adapter_config.json and no recipe has, such as ``trainable_token_indices``."""
+    return [name for name, value in options.items() if name not in _READ_OPTIONS and value]
+
+
+def _check_options(options: Mapping[str, Any], path: Path) -> None:
+    """Raise :class:`CheckpointUnusable` for options that are damaged, or that the ``peft`` section does not have."""
+    if options.get("peft_type") != "LORA":
+        raise _unsupported("peft_type", options.get("peft_type"), path)
+    if options.get("init_lora_weights", True) not in _INITS:
+        raise _unsupported("init_lora_weights", options["init_lora_weights"], path)
+    for name in unknown_options(options):
+        raise _unsupported(name, options[name], path)
+    for name in ("r", "lora_alpha"):
+        value = options.get(name)
+        if type(value) is not int or not 0 < value <= _MAX_RANK:
+            raise _unusable(
+                "an option of the adapter is not a positive whole number",
+                path,
+                f"{name}: {value!r:.100}",
+            )
+    dropout = options.get("lora_dropout", 0.0)
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        raise _unusable(
+            "an option of the adapter is damaged", path, f"lora_dropout: {dropout!r:.100}"
+        )
+    if options.get("bias", "none") not in _BIASES:
+        raise _unusable(
+            "an option of the adapter is damaged", path, f"bias: {options['bias']!r:.100}"
+        )
+    for name in ("task_type", "base_model_name_or_path"):
+        if not isinstance(options.get(name), str | None):
+            raise _unusable(
+                "an option of the adapter is damaged", path, f"{name}: {options[name]!r:.100}"
+            )
+    _check_names(options, path)
+
+
+def _check_names(options: Mapping[str, Any], path: Path) -> None:
+    for option in ("modules_to_save", "target_parameters"):
+        names = options.get(option)
+        if names is None:
+            continue
+        is_list = isinstance(names, list)
+        if not is_list or not all(isinstance(name, str) and name for name in names):
+            raise _unusable(
+                "an option of the adapter is damaged", path, f"{option}: {names!r:.100}"
+            )
+    for name in options.get("target_parameters") or ():
+        # Patterns of the recipe's section are globs.
+        if _NAME.fullmatch(name) is None:
+            raise _unsupported("target_parameters", name, path)
+
+
+def _modules_of(names: Iterable[str], path: Path) -> tuple[list[str], list[str]]:
+    """Return the full names of the layers with an adapter, and of the other modules in the adapter's file."""
+    targets: dict[str, None] = {}
+    others: dict[str, None] = {}
+    for name in names:
+        if not name.startswith(_PREFIX):
+            what = "a tensor of the adapter does not have one of peft's names"
+            raise _unusable(what, path.with_name(layout.ADAPTER_MODEL), name[:200])
+        # Patterns of the recipe's section are globs.
+        if _NAME.fullmatch(name) is None:
+            what = "a tensor of the adapter has a name that no module has"
+            raise _unusable(what, path.with_name(layout.ADAPTER_MODEL), repr(name[:200]))
+        inner = name.removeprefix(_PREFIX)
+        parts = [part for part in _ADAPTER_PARTS if part in inner]
+        if parts:
+            targets[inner.partition(parts[0])[0]] = None
+        else:
+            others[inner.rpartition(".")[0]] = None
+    return list(targets), list(others)
+
+
+def _check_tensors(directory: Path, tensors: Mapping[str, Tensor], model: AdapterModel) -> None:
+    """Raise :class:`CheckpointUnusable` unless the file has exactly the tensors of the model's adapter."""
+    lines: list[str] = []
+    for name in sorted({*tensors, *model.shapes}):
+        stored = list(tensors[name].shape) if name in tensors else "missing"
+        built = list(model.shapes[name]) if name in model.shapes else "no such tensor"
+        if stored != built:
+            lines.append(f"{name[:200]}: in the file {stored}, in the model {built}")
+    if lines:
+        raise CheckpointUnusable(
+            "the adapter's tensors are not those of an adapter on this base",
+            where=str(directory / layout.ADAPTER_MODEL),
+            value="\n    " + "\n    ".join(lines[:_MAX_NAMED]),
+            hint="name the directory of the base that it was trained on with --base, or restore the file from "
+            "another copy",
+        )
+
+
+def _unsupported(option: str, value: object, path: Path) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        "this kind of adapter cannot be imported, because a recipe has none like it",
+        where=str(path),
+        value=f"{option}: {value!r:.100}",
+        hint=_CONTINUE if {option, str(value)} & _UNMERGEABLE else _MERGE,
+    )
+
+
+def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        what, where=str(path), value=value, hint="restore the file from another copy"
+    )

@@ -1,0 +1,136 @@
+"""Descriptions of directories of other programs for display: nothing in them can be verified. Imports no torch.
+
+A directory can contain several formats, such as a checkpoint of NeMo AutoModel (``model/``, ``optim/``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.convert.formats.format import Format, Inventory
+from automodel_ckpt.convert.formats.registry import formats_in
+from automodel_ckpt.convert.imports.source_files import check_links_of_weights
+from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
+
+_MAX_LOSSES_BYTES = 1 << 20
+# The directory may be anything, and the list is only displayed.
+_MAX_FILES = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalTree:
+    """A directory with tensors: its format and their inventory, or the *problems* due to which it cannot be read.
+
+    *details* are further lines about it, by section title.
+    """
+
+    format: Format
+    inventory: Inventory
+    problems: tuple[Problem, ...] = ()
+    details: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalDirectory:
+    """A directory or a single file of another program.
+
+    *formats* maps relative paths (``.``: itself) to formats, and *files* relative paths to sizes in bytes. *losses* is
+    the content of losses.json, and *written* the time of the last change (seconds since 1970).
+    """
+
+    path: Path
+    formats: Mapping[str, Format]
+    files: Mapping[str, int]
+    losses: Mapping[str, Any]
+    written: float
+
+    @property
+    def kind(self) -> str:
+        """The formats in words: ``model: safetensors shards, optim: PyTorch DCP``."""
+        words: list[str] = []
+        for name, known in self.formats.items():
+            words.append(known.name if name == "." else f"{name}: {known.name}")
+        return ", ".join(words)
+
+    def trees(self) -> dict[str, ExternalTree]:
+        """Return the tensors of each directory, from headers and metadata: no tensor is read."""
+        return {name: _tree(self.path / name, known) for name, known in self.formats.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+
+def read_external(directory: Path) -> ExternalDirectory | None:
+    """Return the content of *directory* or of a single file; None without a known format, or for a checkpoint of this
+    program."""
+    if directory.is_dir() and os.path.lexists(directory / layout.MANIFEST):
+        return None
+    formats = formats_in(directory)
+    if not formats:
+        return None
+    written = directory.stat().st_mtime
+    if directory.is_file():
+        size = directory.stat().st_size
+        return ExternalDirectory(directory, formats, {directory.name: size}, {}, written)
+    losses = losses_in(directory, formats.get("."))
+    return ExternalDirectory(directory, formats, dict(_files(directory)), losses, written)
+
+
+def losses_in(directory: Path, known: Format | None = None) -> Mapping[str, Any]:
+    """Return the losses that the files of a format state, or the content of losses.json; empty if there are none."""
+    if known is not None:
+        stated = known.losses(directory)
+        if stated:
+            return stated
+    try:
+        value = parse_json(read_safely(directory, layout.LOSSES, limit=_MAX_LOSSES_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _tree(directory: Path, known: Format) -> ExternalTree:
+    details: Mapping[str, tuple[str, ...]] = {}
+    try:
+        # First: a model whose weights cannot be read here still shows its config.
+        details = known.details(directory)
+        if directory.is_dir():
+            check_links_of_weights(directory)
+        return ExternalTree(known, known.inventory(directory), details=details)
+    except CheckpointUnusable as error:
+        problems = error.problems
+    except OSError as error:
+        problems = (os_problem(error, f"{known.name} cannot be read", hint="check the path"),)
+    return ExternalTree(known, Inventory({}), problems, details)
+
+
+def _files(directory: Path) -> Iterator[tuple[str, int]]:
+    """Yield relative paths and sizes in bytes. A link to a file, as in the Hub's cache, has the size of the file."""
+    count = 0
+    for parent, directories, names in os.walk(directory):
+        directories.sort()
+        for name in sorted(names):
+            count += 1
+            if count > _MAX_FILES:
+                return
+            path = os.path.join(parent, name)
+            with contextlib.suppress(FileNotFoundError):  # a file that is being written or removed
+                yield os.path.relpath(path, directory), _size(path)
+
+
+def _size(path: str) -> int:
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        if stat.S_ISREG(found.st_mode):
+            return found.st_size
+    return os.lstat(path).st_size

@@ -1,0 +1,213 @@
+"""The files of another program that an import reads: where their weights are, in which format, and what else is there.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.safe_open import is_sparse
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.sources.opening import MODEL
+from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.convert.formats.files import names_in
+from automodel_ckpt.convert.formats.format import Format
+from automodel_ckpt.convert.formats.peft_adapter import OLD_ADAPTER
+from automodel_ckpt.convert.formats.registry import detect, detect_run, formats_in
+from automodel_ckpt.convert.imports.source_files import (
+    check_links_of_weights,
+    side_files_of,
+    unusable,
+    without_unused_code,
+)
+from automodel_ckpt.convert.open import Weights, open_weights
+from automodel_ckpt.errors import CheckpointUnusable
+
+_SINGLE_FILES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".nemo", ".qnemo")
+_MAX_NAMED = 5
+_PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
+# State that NeMo AutoModel saves beside the model.
+_OTHER_STATE = ("dataloader", "rng", "step_scheduler.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class ImportSource:
+    """What a user asked to import: a directory or a file at *path*, whose weights are in *directory*.
+
+    *known* is the format of the weights, and *opened* describes them.
+    """
+
+    path: Path
+    directory: Path
+    known: Format
+    opened: Weights
+
+    @staticmethod
+    def of(path: Path, config: Path | None) -> ImportSource:
+        """Locate and open the weights in *path*.
+
+        *config* is the directory of the model's config.json, to whose names those of Megatron and torchtitan are
+        converted. Raises :class:`CheckpointUnusable` if there are no weights in a known format.
+        """
+        path = _resolved(path)
+        if path.is_file():
+            known = detect(path, follow_links=True)
+            opened = open_weights(path, config)
+            assert known is not None, "open_weights raises for an unknown format"
+            return ImportSource(path, path.parent, known, opened)
+        directory, known = _located(path)
+        return ImportSource(path, directory, known, open_weights(directory, config))
+
+    @property
+    def is_file(self) -> bool:
+        return self.path.is_file()
+
+    @property
+    def run_directory(self) -> Path:
+        """The directory in which the recipe and the losses of the other program are looked for."""
+        return self.directory if self.is_file else self.path
+
+    def states(self) -> Iterator[tuple[Path, Format]]:
+        """Yield the paths that may have a training state, with their formats: the source, and where its weights are."""
+        for path in dict.fromkeys((self.path, self.directory)):
+            known = detect_run(path)
+            if known is not None:
+                yield path, known
+
+    @property
+    def has_training_state(self) -> bool:
+        return any(known.has_training_state(path) for path, known in self.states())
+
+    def side_files(self, config: Path | None) -> dict[str, bytes]:
+        """Return the config and the tokenizer's files: those in the directory *config*, else those of the source."""
+        chosen = config or self.opened.side_files
+        files = side_files_of(chosen, chosen) if chosen is not None else {}
+        if files or self.known.has_own_config:
+            return files
+        if self.is_file:
+            return without_unused_code(side_files_of(self.directory, self.directory))
+        return side_files_of(self.path, self.directory)
+
+    def left_out(self, omitted: Iterable[str], *, has_training: bool) -> Iterator[str]:
+        """Yield what exists in the source and is not imported, in words.
+
+        *omitted* is what the formats name themselves. *has_training*: the training state is imported.
+        """
+        known = detect_run(self.path) if has_training else None
+        imported = known.parts(self.path) if known is not None else frozenset()
+        for name, text in self._other_directories():
+            if name not in imported:
+                yield text
+        yield from omitted
+        if not has_training:
+            yield from self._other_state()
+
+    def _other_directories(self) -> Iterator[tuple[str, str]]:
+        """Yield the name of each directory with a known format, other than that of the weights, and a text about it."""
+        if not self.path.is_dir():
+            return
+        for name, known in formats_in(self.path).items():
+            if (self.path / name).resolve() != self.directory.resolve():
+                yield name, f"{name}: {known.name}"
+
+    def _other_state(self) -> Iterator[str]:
+        for name in _OTHER_STATE:
+            if os.path.lexists(self.path / name):
+                yield name
+
+
+def check_merged(weights: Tensors, where: Path) -> None:
+    """Raise :class:`CheckpointUnusable` for a model with adapters in its layers, as a script saves it with peft."""
+    for name in weights.tensors:
+        if ".lora_A." in name:
+            base = name.partition(".lora_A.")[0] + ".base_layer.weight"
+            if base in weights.tensors:
+                raise CheckpointUnusable(
+                    "these are the weights of a base and of an adapter that is not merged into it",
+                    where=str(where),
+                    value=f"{base[:200]}, {name[:200]}",
+                    hint="in your own code, load them into the model of peft, and save the adapter (save_pretrained), "
+                    "or the merged model (merge_and_unload().save_pretrained)",
+                )
+
+
+def check_not_sparse(weights: Tensors) -> None:
+    """Raise :class:`CheckpointUnusable` for a sparse file: it could make an import write terabytes of zeros."""
+    files: set[str] = set()
+    for tensor in weights.tensors.values():
+        files.update(stored.file for stored in tensor.slices)
+    for file in sorted(files):
+        path = weights.root / file
+        status = os.lstat(path)
+        if is_sparse(status):
+            what = "this file is sparse: nearly all of it is unallocated"
+            raise unusable(what, path, f"{status.st_size} bytes")
+
+
+def _resolved(source: Path) -> Path:
+    """Return the path without symbolic links, except the last part of a file: its name determines the format."""
+    if source.is_file():
+        return Path(os.path.realpath(source.parent), source.name)
+    return Path(os.path.realpath(source))
+
+
+def _located(source: Path) -> tuple[Path, Format]:
+    """Return the directory of the weights, and its format. Raises :class:`CheckpointUnusable`."""
+    if not source.is_dir():
+        raise CheckpointUnusable(
+            "the path to import does not exist",
+            where=str(source),
+            value="no such file or directory",
+            hint=f"check the path; relative paths start at the working directory, {os.getcwd()}",
+        )
+    known = detect(source)
+    if known is not None and not known.is_readable:
+        known.open(source)  # raises an error that names the format
+    # lexists(): a broken link must not make a checkpoint look like files of another program.
+    is_ours = any(os.path.lexists(place / layout.MANIFEST) for place in (source, source.parent))
+    if is_ours or resume.newest(source) is not None:
+        raise CheckpointUnusable(
+            "this is already a checkpoint or a run of automodel_ckpt: there is nothing to import",
+            where=str(source),
+            value=layout.MANIFEST,
+            hint="use it in init_from.path (a new run) or checkpoint.restore_from (the same run)",
+        )
+    for place in _PLACES:
+        directory = source / place
+        if directory.is_symlink() or not directory.is_dir():
+            continue
+        known = _importable(directory)
+        if known is not None:
+            return directory, known
+    raise unusable("no weights that can be imported were found", source, _found(source))
+
+
+def _importable(directory: Path) -> Format | None:
+    """Return the format of a directory with weights; None if there are none. Raises :class:`CheckpointUnusable`."""
+    # Before detect(), which follows links: they must not lead out of the directory.
+    check_links_of_weights(directory)
+    return detect(directory, follow_links=True, readable_only=True)
+
+
+def _found(source: Path) -> str:
+    names = sorted(os.listdir(source))
+    if OLD_ADAPTER in names:
+        return f"{OLD_ADAPTER} of an old version of peft: load it with peft, and save it again"
+    files = [name for name in names if name.endswith(_SINGLE_FILES)]
+    if files:
+        return f"it contains {files[0]}: name the file, if it has the model's weights"
+    if {"blobs", "snapshots"} <= set(names):
+        commits = names_in(source / "snapshots")
+        shown = ", ".join(f"snapshots/{name}" for name in commits[:_MAX_NAMED])
+        return f"it is a model in the Hub's cache: name one of its commits ({shown or 'none here'})"
+    if not names:
+        return "it is empty"
+    directories = [name for name in names if (source / name).is_dir()]
+    if directories:
+        return f"it contains the directories {', '.join(directories[:_MAX_NAMED])}: name the one with the weights"
+    return f"it contains {', '.join(names[:_MAX_NAMED])}"

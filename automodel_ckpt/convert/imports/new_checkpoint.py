@@ -1,0 +1,306 @@
+"""A checkpoint of weights that is written from files, for ``ckpt import`` and ``ckpt average``. Imports no torch.
+
+It is complete, in the layout ``hf``, written and published as any save: staged, with digests, and renamed once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan
+from automodel_ckpt.checkpoint.export.script import no_need_script
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, Data, FileJob, run_all
+from automodel_ckpt.checkpoint.jobs.rank_manifest import (
+    RankManifest,
+    merge_files,
+    merge_tree,
+    readable_bytes,
+)
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.failures import SAME_COMMAND, as_failure
+from automodel_ckpt.checkpoint.parts.manifest import Manifest, StateRecord, Summary, Tree
+from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.run import maintenance, resume
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
+from automodel_ckpt.checkpoint.run.policy import KeepPolicy, metric_of
+from automodel_ckpt.checkpoint.run.writable import check_not_a_file
+from automodel_ckpt.checkpoint.saving.environment import environment
+from automodel_ckpt.checkpoint.sources.opening import MODEL
+from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.tensors.stored import whole_checked
+from automodel_ckpt.convert.imports.adapter_import import AdapterModel
+from automodel_ckpt.convert.imports.training_import import (
+    OPTIMIZER,
+    TrainingImport,
+    training_jobs,
+    written_optimizer,
+)
+from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
+from automodel_ckpt.errors import CheckpointUnusable
+
+_FORMAT = "hf"
+_CONFIG = "config.json"
+_ABSENT = ("optimizer", "learning-rate schedule", "data position", "random numbers", "counters")
+
+
+@dataclass(frozen=True, slots=True)
+class NewCheckpoint:
+    """The checkpoint that is written to ``run/name`` from the weights in *source*.
+
+    *side_files* are written to ``model/``, *other_files* to the checkpoint, each by name. *left_out* lists what exists
+    in the source and is not written. *contents*, if given, computes the data of each tensor of *weights*; by default
+    it is read from the source. *lineage* is recorded in the manifest, by default the path and kind of the source.
+    *training* is the training state, if it was asked for; without it, *has_training_state* is whether the format has
+    one. *position_from* states where step and epoch in the name come from, in words. *adapter* is the model
+    of an adapter. *name_notes* state which names of tensors are not those of the model, or that this is unknown.
+    """
+
+    source: Path
+    kind: str
+    weights: Tensors
+    plan: Plan
+    side_files: Mapping[str, bytes]
+    other_files: Mapping[str, bytes]
+    losses: Mapping[str, Any]
+    run: Path
+    name: layout.CheckpointName
+    left_out: tuple[str, ...]
+    contents: Callable[[Tensor], Blocks] | None = None
+    lineage: Mapping[str, Any] | None = None
+    training: TrainingImport | None = None
+    has_training_state: bool = False
+    position_from: str = ""
+    adapter: AdapterModel | None = None
+    name_notes: tuple[str, ...] = ()
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """What the checkpoint does not contain, in words."""
+        return _ABSENT if self.training is None else tuple(self.training.absent)
+
+    @property
+    def target(self) -> Path:
+        return self.run / str(self.name)
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether no checkpoint of the run is later, so that commands that get the run's directory use this one."""
+        return all(name <= self.name for name in resume.checkpoint_names(self.run))
+
+    @property
+    def has_config(self) -> bool:
+        """Whether the model's config.json is among the side files."""
+        return _CONFIG in self.side_files
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the weights are those of an adapter, a single file that PEFT reads."""
+        return layout.ADAPTER_CONFIG in self.side_files
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether the source has digests that its tensors are compared with."""
+        digests: list[str | None] = []
+        for tensor in self.weights.tensors.values():
+            digests += [stored.digest for stored in tensor.slices if stored.nbytes]
+        return bool(digests) and None not in digests
+
+    @property
+    def nbytes(self) -> int:
+        contents = [*self.side_files.values(), *self.other_files.values()]
+        training = self.training.nbytes if self.training is not None else 0
+        return self.plan.nbytes + training + sum(len(content) for content in contents)
+
+
+def check_free(run: Path, name: layout.CheckpointName) -> None:
+    """Check that the checkpoint *name* can be added to *run*. Raises :class:`CheckpointUnusable`."""
+    _check_name_is_free(run / str(name))
+    _check_step_order(run, name)
+
+
+def _check_name_is_free(target: Path) -> None:
+    if os.path.lexists(target):
+        raise CheckpointUnusable(
+            "a checkpoint of this step already exists",
+            where=str(target),
+            value=target.name,
+            hint="choose another run directory, or another --step",
+        )
+
+
+def _check_step_order(run: Path, name: layout.CheckpointName) -> None:
+    """Raise :class:`CheckpointUnusable` if weights would become the newest checkpoint of a training run.
+
+    The run resumes from its newest checkpoint, and weights alone would lose its optimizer state.
+    """
+    newest = resume.newest(run) if run.is_dir() else None
+    if newest is None or (newest.step, newest.epoch) > name:
+        return
+    if not Summary.read(run / newest.name).has_optimizer:
+        return
+    raise CheckpointUnusable(
+        "weights without an optimizer would become the newest checkpoint of an existing training run",
+        where=str(run),
+        value=newest.name,
+        hint="choose a separate run directory, and start from it with init_from",
+    )
+
+
+def write_checkpoint(planned: NewCheckpoint) -> Path:
+    """Write and publish a checkpoint, and return its path.
+
+    ``LATEST`` then points at the newest checkpoint of the run. Raises :class:`SaveFailed` if it cannot be written, and
+    :class:`CheckpointUnusable` if the source cannot be read; then nothing of it remains.
+    """
+    run = RunDirectory(planned.run, KeepPolicy(), "val_loss")
+    check_not_a_file(planned.run)
+    try:
+        # The lease first: recover() removes staging directories, which a live run may be writing.
+        run.hold(COMMAND_HINT)
+        maintenance.recover(run.root)
+        _check_step_order(planned.run, planned.name)  # a run may have saved since it was planned
+        return _write(planned, run.root)
+    except OSError as error:
+        raise as_failure(
+            error, f"writing {planned.name}", run.root, restart=SAME_COMMAND
+        ) from error
+    finally:
+        run.release()
+
+
+def _write(planned: NewCheckpoint, run: Path) -> Path:
+    staging = commit.reserve(run, str(planned.name))
+    try:
+        written = RankManifest(0)
+        run_all(_jobs(planned), staging, written)
+        if planned.training is not None:
+            run_all(training_jobs(planned.training), staging, written)
+        manifest = _manifest(planned, written)
+        commit.finalize(staging, readable_bytes(manifest, run / str(planned.name)))
+        published = commit.publish(staging, str(planned.name))
+        newest = resume.newest(run)
+        assert newest is not None
+        # Not to this checkpoint itself: one of an earlier step must not move LATEST back.
+        commit.point(run, layout.LATEST, newest.name)
+        return published
+    finally:
+        commit.discard(staging)
+
+
+def _jobs(planned: NewCheckpoint) -> Iterator[FileJob]:
+    for file in planned.plan.files:
+        chunks = list(_chunks(planned, file))
+        yield FileJob(f"{MODEL}/{file.name}", chunks, MODEL, file.nbytes)
+    beside = dict(planned.side_files)
+    if not planned.is_adapter:
+        beside[layout.HF_INDEX] = planned.plan.index()
+        beside[layout.CONSOLIDATE_SCRIPT] = no_need_script().encode()
+    contents = {f"{MODEL}/{name}": data for name, data in beside.items()}
+    contents.update(planned.other_files)
+    contents[layout.LOSSES] = json.dumps(_losses(planned), indent=2).encode() + b"\n"
+    for name, data in contents.items():
+        yield FileJob(name, [Chunk(0, data)], nbytes=len(data))
+
+
+def _chunks(planned: NewCheckpoint, file: OutputFile) -> Iterator[Chunk]:
+    """Yield the header and the tensors of a file. A tensor is read when its chunk is written."""
+    yield Chunk(0, file.header)
+    path = f"{MODEL}/{file.name}"
+    for tensor, start in file.placed():
+        entry = whole_tensor(tensor.fqn, tensor.dtype, tensor.stored.shape, path, start)
+        data = _data(planned.weights.root, tensor.stored)
+        if planned.contents is not None:
+            data = planned.contents(tensor.stored)
+        yield Chunk(start, data, entry)
+
+
+def _data(root: Path, tensor: Tensor) -> Data:
+    """Return a tensor's row-major bytes for a job.
+
+    A tensor that is one range of bytes is mapped. One that has to be gathered, from several slices or through strides,
+    is read in blocks: memory does not grow with the tensor.
+    """
+    filled = [stored for stored in tensor.slices if stored.nbytes]
+    is_strided = any(stored.strides is not None for stored in filled)
+    if len(filled) > 1 or is_strided:
+        return Blocks(tensor.nbytes, partial(tensor_blocks, root, tensor, tensor.dtype))
+    return partial(_mapped, root, tensor)
+
+
+def _mapped(root: Path, tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor in one slice, compared with their digest if there is one."""
+    return whole_checked(root, tensor).reshape(-1).view("u1").data
+
+
+def _losses(planned: NewCheckpoint) -> dict[str, Any]:
+    """Return the content of losses.json: the source's losses, null if they are not finite numbers."""
+    return {
+        "step": planned.name.step,
+        "epoch": planned.name.epoch,
+        "train_loss": metric_of(planned.losses, "train_loss"),
+        "val_loss": metric_of(planned.losses, "val_loss"),
+    }
+
+
+def _manifest(planned: NewCheckpoint, written: RankManifest) -> Manifest:
+    model = merge_tree(MODEL, _FORMAT, [written], {})
+    trees = {MODEL: _without_ties(model, planned.side_files.get(_CONFIG))}
+    state = {MODEL: StateRecord("module", "replicated", f"{MODEL}/")}
+    lineage = dict(planned.lineage or {})
+    if not lineage:
+        lineage = {"imported_from": str(planned.source), "imported_kind": planned.kind}
+    progress: dict[str, Any] = {}
+    training = planned.training
+    if training is not None:
+        state |= training.records()
+        lineage |= training.lineage()
+        progress = training.progress
+        if training.state.optimizer is not None:
+            trees[OPTIMIZER] = written_optimizer(written)
+    return Manifest(
+        step=planned.name.step,
+        epoch=planned.name.epoch,
+        created=time.time(),
+        world_size=1,
+        dp_size=1,
+        progress=progress,
+        losses=_losses(planned),
+        validated=False,
+        environment=environment(),
+        lineage=lineage,
+        state=state,
+        trees=trees,
+        files=merge_files([written]),
+    )
+
+
+def _without_ties(tree: Tree, config: bytes | None) -> Tree:
+    """Record the head as a copy of the embedding, if config.json ties them and both have the same bytes."""
+    if config is None or not parse_json(config).get("tie_word_embeddings"):
+        return tree
+    heads = [fqn for fqn in tree.tensors if fqn.endswith("lm_head.weight")]
+    embeddings = [fqn for fqn in tree.tensors if fqn.endswith("embed_tokens.weight")]
+    tied = {}
+    for head in heads:
+        for embedding in embeddings:
+            if _equal(tree, embedding, head):
+                tied[head] = embedding
+                break
+    tensors = {fqn: tensor for fqn, tensor in tree.tensors.items() if fqn not in tied}
+    copies = {fqn: tree.tensors[fqn] for fqn in tied}
+    return replace(tree, tensors=tensors, tied=tied, copies=copies)
+
+
+def _equal(tree: Tree, one: str, other: str) -> bool:
+    a, b = tree.tensors[one], tree.tensors[other]
+    return (a.dtype, a.shape, a.slices[0].digest) == (b.dtype, b.shape, b.slices[0].digest)

@@ -1,0 +1,95 @@
+"""The files of another program that an import copies: the config, the tokenizer and the recipe. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.safe_open import model_file, read_safely
+from automodel_ckpt.checkpoint.sources.model_files import base_files, unreadable
+from automodel_ckpt.convert.formats.torch.torch_files import BIN_INDEX
+from automodel_ckpt.errors import CheckpointUnusable
+
+_CONFIG = "config.json"
+# It is parsed, and then takes up to 25 times its size.
+_MAX_CONFIG_BYTES = 16 << 20
+_MAX_RECIPE_BYTES = 1 << 20
+_WEIGHT_FILES = (
+    ".safetensors",
+    ".distcp",
+    ".bin",
+    layout.HF_INDEX,
+    BIN_INDEX,
+    layout.DCP_METADATA,
+    layout.EXPORT_MANIFEST,
+)
+_HINT = "use a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
+
+
+def side_files_of(source: Path, directory: Path) -> dict[str, bytes]:
+    """Return config, tokenizer and the like: from ``.hf_metadata``, beside the weights, or in the directory above."""
+    for place in (directory / layout.HF_METADATA, directory, source):
+        if place.is_symlink() or not (place / _CONFIG).is_file():
+            continue
+        files = base_files(place)
+        if len(files[_CONFIG]) > _MAX_CONFIG_BYTES:
+            raise unusable("config.json is too large", place / _CONFIG, len(files[_CONFIG]))
+        check_links(place, (layout.EXPORT_MANIFEST,))
+        export = find_export_manifest(place, follow_links=True)
+        if export is not None:
+            for name, content in files.items():
+                export.check_bytes(name, content)
+        return files
+    return {}
+
+
+def without_unused_code(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return side files without Python files if no JSON file refers to code of the model (``auto_map``).
+
+    A single file of weights is often in the directory of the scripts that wrote it.
+    """
+    for name, content in files.items():
+        if name.endswith(".json") and b'"auto_map"' in content:
+            return dict(files)
+    return {name: content for name, content in files.items() if not name.endswith(".py")}
+
+
+def recipe_of(source: Path) -> dict[str, bytes]:
+    """Return the recipe that the other program saved, unchanged, for reference, by its name; empty without one."""
+    path = source / layout.CONFIG
+    if not path.is_file() or path.is_symlink() or path.stat().st_size > _MAX_RECIPE_BYTES:
+        return {}
+    return {layout.CONFIG: read_safely(source, layout.CONFIG, limit=_MAX_RECIPE_BYTES)}
+
+
+def check_links(directory: Path, endings: tuple[str, ...]) -> None:
+    """Check symbolic links to the files with these *endings*. Raises :class:`CheckpointUnusable` for a link that
+    :func:`~automodel_ckpt.checkpoint.files.safe_open.model_file` does not follow.
+    """
+    for path in directory.iterdir():
+        if path.name.endswith(endings):
+            try:
+                model_file(directory, path.name)
+            except OSError as error:
+                raise CheckpointUnusable.all_of([unreadable(error)]) from error
+
+
+def check_links_of_weights(directory: Path) -> None:
+    """Check symbolic links to the files of weights in *directory* by :func:`check_links`."""
+    check_links(directory, _WEIGHT_FILES)
+
+
+def has_links_outside(directory: Path) -> bool:
+    """Return whether :func:`check_links_of_weights` rejects a link in *directory*."""
+    try:
+        check_links_of_weights(directory)
+    except CheckpointUnusable:
+        return True
+    return False
+
+
+def unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
+    """Return the error for a source that cannot be imported."""
+    return CheckpointUnusable(what, where=str(where), value=value, hint=_HINT)

@@ -1,0 +1,355 @@
+"""The training state of another program as the state of a run of this program. Imports no torch.
+
+An imported checkpoint has the optimizer, the LR schedule and the step counters under the names that the recipes of this
+program use, so that ``ckpt-train`` continues from it. The position in the data follows from the counters when the run
+continues, since it depends on the recipe's data set, and random numbers are drawn anew: no program can read another
+one's random state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.jobs.described_tree import DescribedTree
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
+from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest, merge_tree
+from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, StateRecord, Tree
+from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.pickles.dcp_metadata import KeyPath
+from automodel_ckpt.checkpoint.pickles.torch_archive_writing import plain_archive
+from automodel_ckpt.checkpoint.sources.opening import MODEL
+from automodel_ckpt.checkpoint.state.param_groups import CYCLE, CYCLE_OPTIONS
+from automodel_ckpt.convert.formats.torch.training_state import (
+    OptimizerState,
+    ParameterGroup,
+    TrainingState,
+)
+from automodel_ckpt.errors import CheckpointUnusable
+
+# The format of the optimizer's tree, as checkpoint/formats/torch_save.py names it.
+_FORMAT = "torch_save"
+OPTIMIZER = "optimizer"
+SCHEDULE = "lr_scheduler"
+COUNTERS = "step_scheduler"
+DATA = "dataloader"
+RANDOM = "rng"
+"""Attributes of the recipes (``automodel_ckpt/train/recipe.py``), as checkpoints name them."""
+_ADAM_ENTRIES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+# The options of torch.optim.AdamW (2.13) and their values in the recipes' default optimizer.
+_ADAM_OPTIONS: Mapping[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": True,
+    "decoupled_weight_decay": True,
+}
+# What another program's implementation of Adam stores under these names has the same meaning.
+_TRANSFERRED = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "amsgrad",
+    "maximize",
+    "decoupled_weight_decay",
+    "initial_lr",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingImport:
+    """What is written of a training state: *state* with its optimizer under the model's names, at *step* and *epoch*.
+
+    *schedule* is the state of the LR scheduler as it is written, None if the source has none.
+    """
+
+    state: TrainingState
+    step: int
+    epoch: int
+    schedule: Mapping[str, Any] | None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the optimizer's tensors."""
+        if self.state.optimizer is None:
+            return 0
+        total = 0
+        for entries in self.state.optimizer.tensors.values():
+            total += sum(tensor.nbytes for tensor in entries.values())
+        return total
+
+    @property
+    def contents(self) -> list[str]:
+        """What is imported, in words."""
+        found = []
+        optimizer = self.state.optimizer
+        if optimizer is not None:
+            entries = sorted({entry for each in optimizer.tensors.values() for entry in each})
+            moments = "without moments"
+            if entries:
+                number = counted(len(optimizer.tensors), "parameter")
+                moments = f"{number}: {', '.join(entries)}"
+            found.append(f"optimizer ({moments})")
+            if optimizer.names_from:
+                found.append(f"names of its parameters {optimizer.names_from}")
+        if self.schedule is not None:
+            found.append(
+                f"learning-rate schedule (after {counted(self.schedule['last_epoch'], 'step')})"
+            )
+        found.append(f"step {self.step}")
+        found.append(f"epoch {self.epoch}")
+        if self.state.consumed_samples is not None:
+            found.append(f"{self.state.consumed_samples} consumed samples")
+        return found
+
+    @property
+    def absent(self) -> list[str]:
+        """What the checkpoint does not contain, in words; a run that continues starts with new values."""
+        found = []
+        if self.state.optimizer is None:
+            found.append("optimizer")
+        if self.schedule is None:
+            found.append("learning-rate schedule")
+        if self.state.consumed_samples is None:
+            found.append("consumed samples (computed from the step and the recipe's batch size)")
+        return [*found, "data order", "random numbers", "consumed tokens"]
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """The manifest's ``progress``."""
+        if self.state.consumed_samples is None:
+            return {}
+        return {"consumed_samples": self.state.consumed_samples}
+
+    def lineage(self) -> dict[str, Any]:
+        """Additions to the manifest's ``lineage``: what was not transferred, in words."""
+        return {"not_transferred": [*self.absent, *self.state.omitted]}
+
+    def records(self) -> dict[str, StateRecord]:
+        """The manifest's records of all attributes but the model."""
+        optim = f"{layout.state_directory(OPTIMIZER)}/"
+        optimizer_scope = "replicated" if self.state.optimizer is not None else NOT_SAVED
+        schedule_scope = "replicated" if self.schedule is not None else NOT_SAVED
+        counters = layout.state_file(COUNTERS)
+        return {
+            OPTIMIZER: StateRecord("optimizer", optimizer_scope, optim),
+            SCHEDULE: StateRecord("lr_scheduler", schedule_scope, optim),
+            COUNTERS: StateRecord("object", "replicated", counters, (counters,)),
+            DATA: StateRecord("object", NOT_SAVED, f"{DATA}/"),
+            RANDOM: StateRecord("object", NOT_SAVED, f"{RANDOM}/"),
+        }
+
+
+def training_import(
+    state: TrainingState,
+    weights: Mapping[str, Tensor],
+    tied: Mapping[str, str],
+    *,
+    where: str,
+    step: int | None,
+    epoch: int | None,
+) -> TrainingImport:
+    """Complete a training state for a checkpoint of the model *weights*.
+
+    *step* and *epoch* are those that the user gave, for a source that does not state them. Raises
+    :class:`CheckpointUnusable` if there is no step, or if the optimizer does not belong to this model.
+    """
+    if state.step is None and step is None:
+        raise CheckpointUnusable(
+            "the source does not state its step, and a run continues after one",
+            where=where,
+            value="no step",
+            hint="add --step S, the number of optimizer steps that were taken",
+        )
+    for option, given, stated in (("--step", step, state.step), ("--epoch", epoch, state.epoch)):
+        if given is not None and stated is not None and given != stated:
+            raise CheckpointUnusable(
+                f"{option} contradicts the training state",
+                where=where,
+                value=f"{given}; the source states {stated}",
+                hint=f"remove {option}, or import without --training-state",
+            )
+    if state.optimizer is not None:
+        _check_optimizer(state.optimizer, weights, tied, where)
+    final_step = state.step if state.step is not None else step
+    final_epoch = state.epoch if state.epoch is not None else epoch
+    assert final_step is not None
+    return TrainingImport(state, final_step, final_epoch or 0, _schedule(state, final_step))
+
+
+def _check_optimizer(
+    optimizer: OptimizerState, weights: Mapping[str, Tensor], tied: Mapping[str, str], where: str
+) -> None:
+    """Raise :class:`CheckpointUnusable` if a moment has another shape than its weight, or groups overlap."""
+    seen: set[str] = set()
+    for group in optimizer.groups:
+        for name in group.parameters:
+            if name in seen:
+                raise _damaged("a parameter is in two groups of the optimizer", where, name)
+            seen.add(name)
+    for name, entries in optimizer.tensors.items():
+        if name not in seen:
+            raise _damaged(
+                "the optimizer has state of a parameter in none of its groups", where, name
+            )
+        weight = weights.get(tied.get(name, name))
+        for entry, tensor in entries.items():
+            # transformers merges the experts of a layer in memory: then the optimizer has other names than the files.
+            if weight is not None and tensor.shape not in (weight.shape, ()):
+                value = f"{name}: {entry} {list(tensor.shape)}, weight {list(weight.shape)}"
+                raise _damaged(
+                    "the optimizer's state and the weight have different shapes", where, value
+                )
+
+
+def _damaged(what: str, where: str, value: str) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        what, where=where, value=value, hint="import the weights without --training-state"
+    )
+
+
+def _schedule(state: TrainingState, step: int) -> dict[str, Any] | None:
+    """Return the state that a schedule of transformers (LambdaLR, torch 2.13) has after *step* steps.
+
+    The shape of the schedule comes from the recipe; the position and the base rates are those of the source. None if
+    the source has no schedule, or does not state the base rates.
+    """
+    if state.scheduler is None or state.optimizer is None:
+        return None
+    base_rates = _base_rates(state.scheduler, state.optimizer.groups)
+    if base_rates is None:
+        return None
+    cycle = [_cycle_options(group) for group in state.optimizer.groups]
+    return {
+        **({CYCLE: cycle} if None not in cycle else {}),
+        "base_lrs": base_rates,
+        "last_epoch": step,
+        "_step_count": step + 1,
+        "_is_initial": False,
+        "_get_lr_called_within_step": False,
+        "_last_lr": [group.options.get("lr", 0.0) for group in state.optimizer.groups],
+        "lr_lambdas": [None] * len(base_rates),
+    }
+
+
+def _cycle_options(group: ParameterGroup) -> dict[str, float] | None:
+    """Return what OneCycleLR set in a parameter group; None if it did not."""
+    names = ("initial_lr", *CYCLE_OPTIONS)
+    found = {name: group.options[name] for name in names if name in group.options}
+    if any(type(value) not in (int, float) for value in found.values()):
+        return None
+    # The momentum is only there if it is part of the cycle.
+    return found if {"initial_lr", "max_lr", "min_lr"} <= found.keys() else None
+
+
+def _base_rates(
+    scheduler: Mapping[str, Any], groups: tuple[ParameterGroup, ...]
+) -> list[float] | None:
+    """Return the peak rate of each group: ``initial_lr`` of its options, or ``base_lrs`` of the scheduler.
+
+    Under OneCycleLR (torch 2.13), ``initial_lr`` is the rate of the first step, and ``max_lr`` the peak.
+    """
+    rates = [group.options.get("max_lr", group.options.get("initial_lr")) for group in groups]
+    stated = scheduler.get("base_lrs")
+    if None in rates and isinstance(stated, list | tuple) and len(stated) == len(groups):
+        rates = list(stated)
+    found: list[float] = []
+    for rate in rates:
+        if type(rate) not in (int, float) or not math.isfinite(rate):
+            return None
+        found.append(float(rate))
+    return found
+
+
+# ---------------------------------------------------------------- writing
+
+
+def training_jobs(planned: TrainingImport) -> Iterator[FileJob]:
+    """Yield the jobs of the counters and the optimizer."""
+    data = plain_archive(_counters(planned))
+    yield FileJob(layout.state_file(COUNTERS), [Chunk(0, data)], nbytes=len(data))
+    if planned.state.optimizer is not None:
+        yield from _tree(planned.state.optimizer, planned.schedule).jobs()
+
+
+def written_optimizer(written: RankManifest) -> Tree:
+    """Return the tree of the optimizer as :func:`training_jobs` wrote it."""
+    return merge_tree(OPTIMIZER, _FORMAT, [written], {})
+
+
+def _counters(planned: TrainingImport) -> dict[str, Any]:
+    """Return the state of ``train/counters/step_scheduler.py``."""
+    return {
+        "step": planned.step,
+        "epoch": planned.epoch,
+        "epochs_done": planned.epoch,
+        "consumed_samples": planned.state.consumed_samples or 0,
+        "consumed_tokens": 0,
+        "elapsed_seconds": 0.0,
+        "planned_steps": None,
+        "best": None,
+        "validation_is_due": False,
+        "save_was_due": False,
+    }
+
+
+def _tree(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> DescribedTree:
+    entries_of_all = {entry for entries in optimizer.tensors.values() for entry in entries}
+    is_adam = "exp_avg" in entries_of_all and entries_of_all <= _ADAM_ENTRIES
+    is_adam = is_adam and not any(_is_another_class(group.options) for group in optimizer.groups)
+    stored: dict[KeyPath, Tensor] = {}
+    numbers: dict[KeyPath, float] = {}
+    for name, entries in optimizer.tensors.items():
+        path = (OPTIMIZER, "state", f"{MODEL}.{name}")
+        for entry, number in optimizer.values.get(name, {}).items():
+            numbers[*path, entry] = float(number)
+        for entry, tensor in entries.items():
+            stored[*path, entry] = tensor
+    objects: dict[KeyPath, Any] = {}
+    for number, group in enumerate(optimizer.groups):
+        options = dict(group.options)
+        if is_adam:
+            options = _adam_options(group.options)
+        for option in CYCLE_OPTIONS:
+            options.pop(option, None)
+        if schedule is not None:
+            options["initial_lr"] = schedule["base_lrs"][number]
+        else:
+            options.pop("initial_lr", None)
+        for option, value in options.items():
+            objects[OPTIMIZER, "param_groups", number, option] = value
+        names = [f"{MODEL}.{name}" for name in group.parameters]
+        objects[OPTIMIZER, "param_groups", number, "params"] = names
+    if schedule is not None:
+        objects[SCHEDULE,] = (dict(schedule),)
+    directory = layout.state_directory(OPTIMIZER)
+    return DescribedTree(OPTIMIZER, directory, optimizer.root, stored, numbers, objects)
+
+
+def _is_another_class(options: Mapping[str, Any]) -> bool:
+    """Whether a parameter group is one of torch.optim, but not of Adam: NAdam and RAdam have moments of its names.
+
+    All classes of torch.optim (2.13) with such moments have ``differentiable``, and only Adam and AdamW ``amsgrad``.
+    """
+    return "differentiable" in options and "amsgrad" not in options
+
+
+def _adam_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the recipes' AdamW, with the values that another implementation has for them."""
+    options = dict(_ADAM_OPTIONS)
+    for name in _TRANSFERRED:
+        if given.get(name) is not None:
+            options[name] = given[name]
+    options["betas"] = tuple(options["betas"])
+    return options

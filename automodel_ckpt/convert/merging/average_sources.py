@@ -1,0 +1,245 @@
+"""What the sources of an average must have in common, and the side files of the result. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.sources.model_files import (
+    ADAPTER_SIDE_FILES,
+    MAX_SIDE_BYTES,
+    read_files,
+)
+from automodel_ckpt.checkpoint.sources.opening import MODEL
+from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.state.model_config import CONFIG, config_changes
+from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
+from automodel_ckpt.checkpoint.tensors.integrity import require_intact
+from automodel_ckpt.convert.imports.source_files import side_files_of, without_unused_code
+from automodel_ckpt.convert.merging.average_options import Integers
+from automodel_ckpt.convert.open import Weights
+from automodel_ckpt.errors import CheckpointUnusable, Problem
+
+_HINT = "average checkpoints of the same model"
+_MIXED = frozenset({"BF16", "F16", "F32"})
+"""Types in which the sources may have the same tensor."""
+_SHOWN = 5
+# Options of an adapter that decide what its tensors mean. The base decides, too; it is compared by its digest.
+_ADAPTER_OPTIONS = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+)
+_ADAPTER_FILES = (layout.ADAPTER_CONFIG, layout.AUTOMODEL_PEFT_CONFIG)
+
+
+def model_in(opened: Weights) -> Tensors:
+    """Return the module to average: ``model``. Raises :class:`CheckpointUnusable` if there is none."""
+    module = opened.modules.get(MODEL)
+    if module is None:
+        raise CheckpointUnusable(
+            "this checkpoint has no module named 'model'",
+            where=str(opened.path),
+            value=", ".join(opened.modules),
+            hint="name the directory of one of its modules",
+        )
+    return module
+
+
+def check_consistent(first: Tensors, other: Tensors, first_path: Path, other_path: Path) -> None:
+    """Check that names, shapes and dtypes agree; floats of 16 and 32 bits may differ in their dtype.
+
+    Raises :class:`CheckpointUnusable`, which lists the differences.
+    """
+    problems: list[Problem] = []
+    for what, names in (
+        ("a tensor is missing", first.tensors.keys() - other.tensors.keys()),
+        (f"a tensor is not in {first_path}", other.tensors.keys() - first.tensors.keys()),
+    ):
+        if names:
+            problems.append(Problem(what, str(other_path), _some(sorted(names)), _HINT))
+    different: list[str] = []
+    for fqn, tensor in first.tensors.items():
+        found = other.tensors.get(fqn)
+        if found is None:
+            continue
+        is_same = found.dtype == tensor.dtype or {found.dtype, tensor.dtype} <= _MIXED
+        if not is_same or found.shape != tensor.shape:
+            expected = f"{tensor.dtype} {list(tensor.shape)}"
+            different.append(f"{fqn}: {found.dtype} {list(found.shape)}, not {expected}")
+    if different:
+        what = f"a tensor has another dtype or shape than in {first_path}"
+        problems.append(Problem(what, str(other_path), _some(different), _HINT))
+    if problems:
+        raise CheckpointUnusable.all_of(problems)
+
+
+def averaged_types(modules: Sequence[Tensors]) -> dict[str, Tensor]:
+    """The tensors of the first module, with the dtypes of the average: float32 where the modules differ.
+
+    A run that moved from a GPU to a CPU has saved frozen weights in two types.
+    """
+    found: dict[str, Tensor] = {}
+    for fqn, tensor in modules[0].tensors.items():
+        types = {module.tensors[fqn].dtype for module in modules}
+        found[fqn] = tensor if len(types) == 1 else replace(tensor, dtype="F32")
+    return found
+
+
+def check_unaveraged(modules: Sequence[Tensors], integers: Integers) -> list[str]:
+    """Compare the tensors that cannot be averaged; return those that differ, if that is allowed.
+
+    Raises :class:`CheckpointUnusable` if it is not: packed weights of one source with the scales of all would be wrong
+    without notice.
+    """
+    different: list[str] = []
+    for fqn, tensor in modules[0].tensors.items():
+        if tensor.dtype in ORDINARY_FLOATS or _are_equal(fqn, modules):
+            continue
+        for module in modules:
+            # Otherwise damage would be reported as a difference.
+            require_intact(module.root, module.tensors[fqn])
+        different.append(f"{fqn} ({tensor.dtype})")
+    if different and integers == "equal":
+        raise CheckpointUnusable(
+            "tensors that cannot be averaged differ between the sources",
+            where=str(modules[0].root),
+            value=_some(different),
+            hint="if they are counters or the like, copy those of one source: --integers first, or last",
+        )
+    return different
+
+
+def _are_equal(fqn: str, modules: Sequence[Tensors]) -> bool:
+    readers = [BoxReader(module.root, module.tensors[fqn]) for module in modules]
+    for box in boxes(modules[0].tensors[fqn].shape):
+        first = readers[0].read(box).tobytes()
+        if any(reader.read(box).tobytes() != first for reader in readers[1:]):
+            return False
+    return True
+
+
+def _some(names: Sequence[str]) -> str:
+    text = "; ".join(names[:_SHOWN])
+    if len(names) <= _SHOWN:
+        return text
+    return f"{text}; and {len(names) - _SHOWN} more"
+
+
+# ---------------------------------------------------------------- side files
+
+
+def side_files_and_notes(opened: Sequence[Weights]) -> tuple[dict[str, bytes], list[str]]:
+    """Return the side files of the first source, and notes for the user."""
+    first = opened[0]
+    adapters = [_adapter_files(weights_in.path) for weights_in in opened]
+    if any(adapters):
+        _check_adapters(opened, adapters)
+        tokenizer = read_files(_metadata_directory(first.path), ADAPTER_SIDE_FILES)
+        note = (
+            "the factors of the adapters are averaged, which is not the average of their products"
+        )
+        return {**tokenizer, **adapters[0]}, [note]
+    files = _side_files(first.path)
+    return files, list(_notes_of_configs(first.path, files, opened[1:]))
+
+
+def _side_files(path: Path) -> dict[str, bytes]:
+    if path.is_file():
+        return without_unused_code(side_files_of(path.parent, path.parent))
+    return side_files_of(path, path / MODEL if (path / MODEL).is_dir() else path)
+
+
+def _notes_of_configs(
+    first: Path, files: Mapping[str, bytes], others: Sequence[Weights]
+) -> Iterator[str]:
+    """Yield a line for each source whose config.json describes a model that computes something else than *first* does.
+
+    *files* has the files beside the weights of *first*, by name.
+    """
+    expected = _json(files.get(CONFIG), first)
+    for weights_in in others:
+        found = _json(_side_files(weights_in.path).get(CONFIG), weights_in.path)
+        changes = config_changes(found, expected, there="there")
+        if expected and found and changes.function:
+            yield (
+                f"config.json of {weights_in.path} describes a model that computes something else than {first}, whose "
+                f"config the average gets: {_some(changes.function)}"
+            )
+
+
+def _metadata_directory(path: Path) -> Path:
+    """Return the directory with the side files of an adapter."""
+    for directory in (path / MODEL / layout.HF_METADATA, path / layout.HF_METADATA, path / MODEL):
+        if (directory / layout.ADAPTER_CONFIG).is_file():
+            return directory
+    return path
+
+
+def _adapter_files(path: Path) -> dict[str, bytes]:
+    """Return the files that describe an adapter; empty if *path* has no adapter."""
+    directory = _metadata_directory(path)
+    files: dict[str, bytes] = {}
+    for name in _ADAPTER_FILES:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            files[name] = read_safely(directory, name, limit=MAX_SIDE_BYTES)
+    if layout.ADAPTER_CONFIG not in files:
+        return {}
+    record = _json(files.get(layout.AUTOMODEL_PEFT_CONFIG), directory)
+    if isinstance(record.get("base"), dict):
+        # It is the path from another run directory.
+        record["base"]["relative_to_run"] = None
+        files[layout.AUTOMODEL_PEFT_CONFIG] = json.dumps(record, indent=2).encode() + b"\n"
+    return files
+
+
+def _check_adapters(opened: Sequence[Weights], adapters: Sequence[Mapping[str, bytes]]) -> None:
+    """Check that all sources are adapters with the same options and the same base."""
+    described = []
+    for weights_in, files in zip(opened, adapters, strict=True):
+        config = _json(files.get(layout.ADAPTER_CONFIG), weights_in.path)
+        base = _json(files.get(layout.AUTOMODEL_PEFT_CONFIG), weights_in.path).get("base")
+        options = {name: config.get(name) for name in _ADAPTER_OPTIONS}
+        if isinstance(base, dict):
+            options["digest of the base"] = base.get("digest")
+        described.append(options)
+    for weights_in, options in zip(opened[1:], described[1:], strict=True):
+        for key in {*described[0], *options}:
+            if options.get(key) != described[0].get(key):
+                raise CheckpointUnusable(
+                    f"the adapters differ in {key}",
+                    where=str(weights_in.path),
+                    value=f"{options.get(key)}, not {described[0].get(key)}",
+                    hint="merge each adapter into its base (`ckpt export --merge`), and average the results",
+                )
+
+
+def _json(content: bytes | None, where: Path) -> dict[str, Any]:
+    if content is None:
+        return {}
+    try:
+        value = parse_json(content)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise CheckpointUnusable(
+            "a file that describes the model is not a JSON mapping",
+            where=str(where),
+            value=repr(content[:40]),
+            hint="restore the file from another copy",
+        )
+    return value

@@ -1,0 +1,287 @@
+"""Base and adapter as one model in Hugging Face files: named, split and described as the base's.
+
+The base is read tensor by tensor, once for its digest and once to be copied; memory is that of the largest tensor, four
+times over. Staged and published as every export. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from automodel_ckpt.checkpoint.export.adapter_record import (
+    base_revision,
+    find_base,
+    read_peft_record,
+)
+from automodel_ckpt.checkpoint.export.base_identity import identify_base
+from automodel_ckpt.checkpoint.export.consolidate import ConsolidationReport, consolidate
+from automodel_ckpt.checkpoint.export.copy_engine import Digested
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
+from automodel_ckpt.checkpoint.export.files import (
+    agreeing_config,
+    cast_lines,
+    write_manifest,
+    write_side_files,
+)
+from automodel_ckpt.checkpoint.export.output import Output, create_output
+from automodel_ckpt.checkpoint.export.plan import (
+    ExportTensor,
+    OutputFile,
+    Plan,
+    make_plan,
+    parse_cast_dtype,
+)
+from automodel_ckpt.checkpoint.export.publish import check_target, resolved_target, staged
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.verify import verify
+from automodel_ckpt.checkpoint.sources.model_files import (
+    EMBEDDING_FILES,
+    GENERATION_CONFIG,
+    TOKENIZER_FILES,
+    base_files,
+    is_embedding_file,
+    is_tokenizer_file,
+    read_files,
+)
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.convert.formats.files import read_json
+from automodel_ckpt.convert.formats.hugging_face import tensors_in_file
+from automodel_ckpt.convert.merging.merge_rules import (
+    Naming,
+)
+from automodel_ckpt.convert.merging.merged_model import Adapter, MergedModel
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+
+
+def merge(
+    source: Path,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    base: str | None,
+    directory_of: Callable[[str, str | None], Path | None],
+    naming_of: Callable[[Path, Path | None], Naming],
+    cast_dtype: str | None = None,
+    cache: Path | None = None,
+    log: Log,
+) -> ConsolidationReport:
+    """Write the base and the adapter of the checkpoint *source* (or its ``model/``) as one model to *output*.
+
+    *output* defaults to ``merged`` in the model's directory. *base* is the name or directory of the base; None is the
+    one that the checkpoint names. *directory_of* returns the directory of a base's name at a revision of the Hub (None:
+    the main one), and *naming_of* the names of its tensors in memory, with the config that its second argument names
+    (None: the base's own). Digests of the base are stored in *cache*.
+
+    Raises :class:`CheckpointUnusable` if the checkpoint is damaged or has no adapter, if the base is not the adapter's,
+    and for tensors that cannot be merged; :class:`SaveFailed` if the output cannot be written; :class:`RecipeError` for
+    a wrong argument. In each case nothing was written.
+    """
+    started = time.monotonic()
+    cast_code = parse_cast_dtype(cast_dtype)
+    checkpoint, name = _checkpoint_of(source)
+    target = resolved_target(output, checkpoint / name / layout.MERGED)
+    check_target(target)
+    manifest = Manifest.read(checkpoint)
+    record = read_peft_record(
+        checkpoint, name, without="leave out --merge: the model is already complete"
+    )
+    with _adapter(checkpoint, name, manifest) as adapter:
+        base_name = base
+        if base_name is None:
+            base_name = find_base(record, checkpoint.parent)
+        directory = directory_of(base_name, _revision(adapter, record, base_name))
+        base_dir = _base(record, base_name, directory, checkpoint, cache)
+        model = MergedModel(adapter, base_dir, naming_of(base_dir, adapter.model_config))
+        plan = make_plan(model.tensors, {}, model.maps, cast_dtype=cast_code, where=str(base_dir))
+        files, warnings = _side_files(adapter, base_dir, model, plan)
+        for warning in warnings:
+            log(f"warning: {warning}")
+        for text in [*model.notes, *cast_lines(plan.casts)]:
+            log(text)
+        with staged(target, log) as staging:
+            parts: list[Digested] = []
+            for file in plan.files:
+                parts.extend(_write(file, model, staging))
+            write_side_files(files, staging)
+            origin = Source(checkpoint, checkpoint / name, {}, manifest=manifest)
+            write_manifest(plan, origin, staging, parts)
+    seconds = time.monotonic() - started
+    sizes = (len(plan.files), len(model.tensors), plan.nbytes)
+    return ConsolidationReport(target, *sizes, seconds, True, plan.casts, tuple(warnings))
+
+
+def _checkpoint_of(source: Path) -> tuple[Path, str]:
+    """Return the checkpoint that *source* is, or is a part of, and the name of the part with the adapter.
+
+    Raises :class:`CheckpointUnusable` if another program wrote *source*.
+    """
+    if os.path.lexists(source / layout.MANIFEST):
+        return source, "model"
+    if os.path.lexists(source.parent / layout.MANIFEST):
+        return source.parent, source.name
+    raise CheckpointUnusable(
+        "only adapters in a checkpoint of this program can be merged",
+        where=str(source),
+        value=f"no {layout.MANIFEST}",
+        hint="import the adapter of another program with `ckpt import DIR RUN`, then merge it with "
+        "`ckpt export RUN --merge`",
+    )
+
+
+def _revision(adapter: Adapter, record: Mapping[str, Any], base_name: str) -> str | None:
+    """Return the revision of the base in the adapter's configuration; None for a base with another name."""
+    if base_name != record["base"]["name"]:
+        return None
+    return base_revision(adapter.config, adapter.directory / layout.ADAPTER_CONFIG)
+
+
+def _base(
+    record: Mapping[str, Any],
+    base_name: str,
+    directory: Path | None,
+    checkpoint: Path,
+    cache: Path | None,
+) -> Path:
+    """Return the *directory* of the base after its digest was compared with the *record* of the adapter.
+
+    Raises :class:`RecipeError` if there is none, and :class:`CheckpointUnusable` if the adapter was trained on another.
+    """
+    if directory is None:
+        raise RecipeError(
+            "the base model is not on this machine",
+            where="--base",
+            value=base_name,
+            hint="load it once while there is a network, or give its directory with --base",
+        )
+    identity = identify_base(base_name, directory, run=checkpoint.parent, cache=cache)
+    digest = record["base"].get("digest")
+    # Shapes prove nothing: an adapter on another base loads and answers nonsense.
+    if identity.digest != digest:
+        raise CheckpointUnusable(
+            "this is not the base that the adapter was trained on",
+            where=str(directory),
+            value=f"digest {identity.digest}, not {digest}",
+            hint=f"give the directory of the original {record['base'].get('name')} with --base",
+        )
+    return directory
+
+
+@contextlib.contextmanager
+def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapter]:
+    """Yield the verified adapter. If it is sharded, it is consolidated into a temporary directory."""
+    with contextlib.ExitStack() as stack:
+        directory = checkpoint / name
+        if f"{name}/{layout.ADAPTER_MODEL}" in manifest.files:
+            files = {
+                path: record
+                for path, record in manifest.files.items()
+                if path.startswith(f"{name}/")
+            }
+            problems = verify(checkpoint, dataclasses.replace(manifest, files=files), "digest")
+            if problems:
+                raise CheckpointUnusable.all_of(problems)
+        else:
+            scratch = tempfile.TemporaryDirectory(prefix="automodel_ckpt-")
+            directory = Path(stack.enter_context(scratch), "adapter")
+            consolidate(checkpoint / name, directory)
+        tensors = tensors_in_file(directory, layout.ADAPTER_MODEL, follow_links=True)
+        config = read_json(directory, layout.ADAPTER_CONFIG)
+        if config is None:
+            raise CheckpointUnusable(
+                "the description of the adapters is not there",
+                where=str(directory),
+                value=layout.ADAPTER_CONFIG,
+                hint="restore the file from another copy, or use another checkpoint",
+            )
+        yield Adapter(directory, tensors, config)
+
+
+def _side_files(
+    adapter: Adapter, base_dir: Path, model: MergedModel, plan: Plan
+) -> tuple[dict[str, bytes], list[str]]:
+    """Return the side files of the merged model, and warnings.
+
+    They are the base's, but the tokenizer's are the checkpoint's if it has them, and so are those that describe how
+    embeddings are computed. config.json matches the weights.
+    """
+    tokenizer = read_files(adapter.directory, TOKENIZER_FILES)
+    of_embeddings = read_files(adapter.directory, EMBEDDING_FILES)
+    files: dict[str, bytes] = {}
+    for name, data in base_files(base_dir).items():
+        if tokenizer and is_tokenizer_file(name):
+            continue
+        if of_embeddings and is_embedding_file(name):
+            continue
+        files[name] = data
+    path = base_dir / "config.json"
+    if adapter.model_config is not None:
+        path = adapter.model_config
+        files |= {"config.json": read_files(path.parent, [path.name])[path.name]}
+        # It is that of the base, which generates text.
+        files.pop(GENERATION_CONFIG, None)
+    config, warnings = agreeing_config(files["config.json"], plan, model.maps, path)
+    files |= tokenizer | of_embeddings | read_files(adapter.directory, [GENERATION_CONFIG])
+    files["config.json"] = _changed_config(config, model)
+    files[layout.HF_INDEX] = plan.index()
+    return files, warnings
+
+
+def _changed_config(raw: bytes, model: MergedModel) -> bytes:
+    """Return config.json, changed if embeddings are no longer tied or have another number of rows, or if the base was
+    quantized."""
+    config = parse_json(raw)
+    # Models of several modalities have a config for each part, such as text_config.
+    sections = [config]
+    for key, value in config.items():
+        if key.endswith("_config") and isinstance(value, dict):
+            sections.append(value)
+    is_changed = False
+    if model.is_dequantized:
+        del config["quantization_config"]
+        is_changed = True
+    for section in sections:
+        if model.untied and (section is config or "tie_word_embeddings" in section):
+            section["tie_word_embeddings"] = False
+            is_changed = True
+        for before, after in model.rows:
+            if section.get("vocab_size") == before:
+                section["vocab_size"] = after
+                is_changed = True
+    if not is_changed:
+        return raw
+    return json.dumps(config, indent=2).encode() + b"\n"
+
+
+def _write(file: OutputFile, model: MergedModel, staging: Path) -> Iterator[Digested]:
+    """Write a file, fsync it, and yield the digests of its parts."""
+    descriptor, _ = create_output(staging / file.name, file.header, file.nbytes, None)
+    output = Output(staging / file.name, clones=False)
+    try:
+        yield Digested(file.name, 0, len(file.header), digest_of(file.header))
+        for tensor, at in file.placed():
+            data = _bytes_of(tensor, model)
+            output.write(data, at, ())
+            yield Digested(file.name, at, len(data), digest_of(data))
+        # Before the rename that publishes: a name must not become durable before its data.
+        os.fsync(descriptor)
+    finally:
+        output.close()
+        os.close(descriptor)
+
+
+def _bytes_of(tensor: ExportTensor, model: MergedModel) -> memoryview:
+    # The merged weight of a transposed layer is a view, whose bytes are not in row-major order.
+    values = np.ascontiguousarray(model.value(tensor.fqn, tensor.dtype)).reshape(-1)
+    return values.view(np.uint8).data

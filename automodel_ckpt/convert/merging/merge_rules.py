@@ -1,0 +1,267 @@
+"""Merging an adapter into tensors of its base: LoRA, rsLoRA, DoRA, and modules trained as a whole. Pure functions.
+
+With P a layer's weight as (outputs, inputs), A and B the adapter's factors and s its scale, the merged weight is
+P' = P + s B A. With DoRA and its magnitude m, each row of P' is scaled to the length that m has for it (sources: Hu
+et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732: s = alpha / sqrt(r); Liu et al. 2024,
+arXiv:2402.09353).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from automodel_ckpt.checkpoint.tensors.float_cast import Array
+from automodel_ckpt.convert.merging.layer_patterns import matches_layer
+from automodel_ckpt.errors import CheckpointUnusable
+
+_LARGEST_ALPHA = 1e9
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(
+    r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
+)
+# The roles of an adapter's tensors in the formulas above.
+_ROLES = {
+    "lora_A": "a",
+    "lora_B": "b",
+    "lora_embedding_A": "a",
+    "lora_embedding_B": "b",
+    "lora_magnitude_vector": "m",
+}
+
+
+@dataclass(slots=True)
+class Change:
+    """How a tensor changes: the adapter's keys of its new value (*whole*), of the factors (a, b) and of the magnitude
+    (m). *experts* is not None for the factors of fused experts."""
+
+    whole: str | None = None
+    factors: dict[str, str] = field(default_factory=dict)
+    experts: ExpertRange | None = None
+
+
+class Experts(Protocol):
+    """A parameter in memory with the weights of all experts of a layer.
+
+    *parts* maps names in files to (expert, slices of the expert's matrix); it is empty if the files have one tensor.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def parts(self) -> Mapping[str, tuple[int, tuple[slice, ...]]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRange:
+    """The experts of a tensor in files: one of *num_experts*, or all of them if *expert* is None."""
+
+    num_experts: int
+    expert: int | None = None
+    columns: tuple[slice, ...] = ()
+    """The part of the expert's matrix in memory that the tensor contains."""
+
+
+class Naming(Protocol):
+    """The names of the base's tensors.
+
+    *files* maps names in memory to names in files, and *tied* each further name of a tensor (in memory) to its first.
+    The weights of the modules in *transposed* have one row for each input. *experts* has the parameters of modules with
+    fused experts, in the module's order. *others* are the tensors in files that the model does not have. *exported*
+    maps names in files to names in the merged model's files, where these differ.
+    """
+
+    @property
+    def files(self) -> Mapping[str, str]: ...
+    @property
+    def tied(self) -> Mapping[str, str]: ...
+    @property
+    def transposed(self) -> frozenset[str]: ...
+    @property
+    def experts(self) -> Mapping[str, Sequence[Experts]]: ...
+    @property
+    def others(self) -> frozenset[str]: ...
+    @property
+    def exported(self) -> Mapping[str, str]: ...
+
+
+def changes_by(keys: Mapping[str, Any], where: str) -> dict[str, Change]:
+    """Return {name in memory: its change} for the *keys* of an adapter's file.
+
+    Raises :class:`CheckpointUnusable` for a key of another kind of adapter, or if a factor is missing.
+    """
+    changes: dict[str, Change] = {}
+    for key in keys:
+        name = key.removeprefix(_PREFIX)
+        match = _FACTOR.fullmatch(name)
+        if match is not None:
+            change = changes.setdefault(f"{match[1]}.weight", Change())
+            change.factors[_ROLES[match[2]]] = key
+        # All tensors of an adapter have peft's prefix, which is missing if the name is the key.
+        elif name == key or "lora_" in name:
+            what = "this tensor is not one of LoRA, rsLoRA, DoRA or a whole module"
+            raise _unusable(what, where, key)
+        else:
+            # peft wraps a layer that has both a new value and factors.
+            change = changes.setdefault(name.replace(".base_layer.", "."), Change())
+            change.whole = key
+    for name, change in changes.items():
+        if change.factors and not {"a", "b"} <= change.factors.keys():
+            raise _unusable("an adapter lacks one of its two factors", where, name)
+    return changes
+
+
+def expert_changes(
+    changes: dict[str, Change],
+    module: str,
+    experts: Sequence[Experts],
+    config: Mapping[str, Any],
+) -> Iterator[tuple[Experts, Change]]:
+    """Remove the changes of the fused *experts* in *module* from *changes*, and yield each parameter with its own.
+
+    peft wraps the module once for each parameter that ``target_parameters`` selects, in the order of the parameters:
+    the innermost wrapper belongs to the first (source: peft 0.21, ``BaseTuner._inject_parameters``). Raises ValueError
+    if there are other changes than selected parameters.
+    """
+    wrapper = module
+    found: list[Change] = []
+    while f"{wrapper}.weight" in changes:
+        found.append(changes.pop(f"{wrapper}.weight"))
+        wrapper += ".base_layer"
+    if not found:
+        return
+    wanted = config.get("target_parameters")
+    names = [str(name) for name in wanted] if isinstance(wanted, list) else []
+    selected: list[Experts] = []
+    for parameter in experts:
+        if any(_names_parameter(name, parameter.name) for name in names):
+            selected.append(parameter)
+    if len(selected) != len(found):
+        raise ValueError(f"{len(found)} adapters for {len(selected)} target_parameters in {module}")
+    yield from zip(selected, reversed(found), strict=True)
+
+
+def _names_parameter(suffix: str, name: str) -> bool:
+    return name == suffix or name.endswith(f".{suffix}")
+
+
+def merged_experts(
+    weight: Array,
+    factors: Mapping[str, Array],
+    config: Mapping[str, Any],
+    experts: ExpertRange,
+    *,
+    name: str,
+    transposed: bool,
+) -> Array:
+    """Return the *weight* of fused experts merged with their adapter, of the same shape and dtype.
+
+    *name* is that of the parameter in memory, of shape [experts, outputs, inputs], or if *transposed* [experts, inputs,
+    outputs]. *weight* is the tensor in files that *experts* describes. The factors are a: [rank * experts, inputs], in
+    which the rank varies fastest, and b: [outputs, rank * experts], in which the expert does (source: peft 0.21,
+    ``lora.layer.ParamWrapper``). Raises ValueError if the shapes do not match.
+    """
+    a = _as_matrix(factors["a"])
+    b = _as_matrix(factors["b"])
+    rank, rest = divmod(len(a), experts.num_experts)
+    if rest or rank == 0 or b.shape[1] != len(a):
+        raise ValueError(f"A {a.shape}, B {b.shape} for {experts.num_experts} experts")
+    scale = np.asarray(scale_of(config, rank, name), weight.dtype)
+    a = a.reshape(experts.num_experts, rank, -1)
+    b = b.reshape(len(b), rank, experts.num_experts)
+    result = weight.copy()
+    # With one expert per tensor, the tensor is its matrix; otherwise it stacks the matrices of all experts.
+    if experts.expert is None:
+        numbers = list(range(experts.num_experts))
+        matrices = result
+    else:
+        numbers = [experts.expert]
+        matrices = result[None]
+    if len(matrices) != len(numbers):
+        raise ValueError(f"weight {weight.shape} for {experts.num_experts} experts")
+    for matrix, number in zip(matrices, numbers, strict=True):
+        change = b[:, :, number] @ a[number]
+        if transposed:
+            change = change.T
+        change = change[experts.columns]
+        if change.shape != matrix.shape:
+            raise ValueError(f"weight {matrix.shape}, A and B {change.shape}")
+        matrix += scale * change
+    return result
+
+
+def scale_of(config: Mapping[str, Any], rank: int, module: str) -> float:
+    """Return the scale of the adapter of that *rank* on a *module*.
+
+    The module's entry of ``alpha_pattern`` takes precedence over ``lora_alpha`` (source: peft, LoraConfig). Raises
+    ValueError if the content of adapter_config.json gives no scale.
+    """
+    alpha: Any = config.get("lora_alpha")
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, Mapping):
+        raise ValueError(f"alpha_pattern is {str(patterns)[:50]}")
+    for pattern, value in patterns.items():
+        if _names_module(str(pattern), module):
+            alpha = value
+            break
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    # The comparison is false for NaN.
+    if not is_number or not abs(alpha) <= _LARGEST_ALPHA:
+        raise ValueError(f"lora_alpha is {str(alpha)[:50]}")
+    if config.get("use_rslora"):
+        return float(alpha / math.sqrt(rank))
+    return float(alpha / rank)
+
+
+def _names_module(pattern: str, module: str) -> bool:
+    try:
+        return matches_layer(pattern, module)
+    except ValueError as error:
+        raise ValueError(f"alpha_pattern has a regular expression: {pattern[:50]}") from error
+
+
+def merged(
+    weight: Array,
+    factors: Mapping[str, Array],
+    config: Mapping[str, Any],
+    *,
+    module: str,
+    transposed: bool,
+) -> Array:
+    """Return the *weight* of the *module* merged with its adapter, of the same shape and dtype.
+
+    *factors* has the arrays a, b and, for DoRA, m, of the weight's dtype. If *transposed*, the weight has shape
+    [inputs, outputs]. Raises ValueError if the shapes do not match.
+    """
+    # transformers' Conv1D (GPT-2) stores weights as (inputs, outputs).
+    matrix = weight.T if transposed else _as_matrix(weight)
+    a = _as_matrix(factors["a"])
+    b = _as_matrix(factors["b"])
+    if b.shape[1] != a.shape[0] or matrix.shape != (b.shape[0], a.shape[1]):
+        raise ValueError(f"weight {weight.shape}, A {factors['a'].shape}, B {factors['b'].shape}")
+    scale = np.asarray(scale_of(config, len(a), module), weight.dtype)
+    result: Array = matrix + scale * (b @ a)
+    if "m" in factors:
+        magnitude = factors["m"].reshape(-1)
+        row_norms = np.linalg.norm(result, axis=1)
+        result *= (magnitude / row_norms)[:, None]
+    if transposed:
+        return result.T
+    return result.reshape(weight.shape)
+
+
+def _as_matrix(array: Array) -> Array:
+    """Return an array of shape [len(array), rest]: a convolution's kernel becomes a row per output."""
+    return array.reshape(len(array), -1)
+
+
+def _unusable(what: str, where: str, value: str) -> CheckpointUnusable:
+    hint = "load base and adapter with peft in your own code, and call merge_and_unload"
+    return CheckpointUnusable(what, where=where, value=value, hint=hint)

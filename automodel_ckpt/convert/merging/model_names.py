@@ -1,0 +1,217 @@
+"""Whether the tensors of an import are those of the model that its config.json describes. Imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.errors import CheckpointUnusable
+
+_MAX_NAMED = 3
+# Keys of sizes in most config.json.
+_HIDDEN = ("hidden_size", "d_model", "n_embd")
+_INNER = ("intermediate_size", "moe_intermediate_size", "d_ff", "n_inner")
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+# Megatron pads vocabularies to a multiple of 128 rows for each of up to 64 ranks.
+_MAX_PADDING = 128 * 64
+# Each one is compared with the model.
+_MAX_PREFIXES = 4
+# Usual names of the backbone in a model, which all tensors are in if the output layer is tied.
+_BACKBONES = ("model", "transformer")
+
+
+@dataclass(frozen=True, slots=True)
+class NameDifferences:
+    """The differences between stored names and those of a model, the name of whose class is *model*.
+
+    *unknown* are stored, and no tensor of the model has them. *missing* are tensors of the model that are not stored.
+    *shapes* are those of the model's parameters, by the stored name, as far as they are known. *vocab_size* is that of
+    the model.
+    """
+
+    model: str
+    unknown: tuple[str, ...]
+    missing: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    vocab_size: int | None = None
+
+    def check(self, where: str) -> None:
+        """Raise :class:`CheckpointUnusable` if stored tensors have other names than the model's."""
+        # Either alone is usual: a head that another model has or lacks, or buffers of another version.
+        if not self.unknown or not self.missing:
+            return
+        name = self.unknown[0]
+        similar = max(self.missing, key=lambda each: _num_common(each[::-1], name[::-1]))
+        raise CheckpointUnusable(
+            f"these tensors do not have the names of a {self.model}, whose config.json this is",
+            where=where,
+            value="\n    " + "\n    ".join(self.lines()),
+            hint="use the config.json of this model; or give --names a file with lines such as "
+            f"`{name[:200]}: {similar}`, in which {{i}} is any number",
+        )
+
+    def check_shapes(self, stored: Mapping[str, Tensor], where: str, *, is_quantized: bool) -> None:
+        """Raise :class:`CheckpointUnusable` if *stored* tensors have other shapes than the model's parameters.
+
+        Padding of the vocabulary is no difference. Matrices of a quantized model can be stored in any shape.
+        """
+        different = []
+        for name, shape in self.shapes.items():
+            tensor = stored.get(name)
+            is_packed = is_quantized and len(shape) > 1
+            if tensor is None or is_packed or tensor.dtype not in ORDINARY_FLOATS:
+                continue
+            if self._fits(tensor.shape, shape):
+                continue
+            different.append(f"{name[:200]}: {list(tensor.shape)}, by config.json {list(shape)}")
+        if not different:
+            return
+        shown = different[:_MAX_NAMED]
+        if len(different) > _MAX_NAMED:
+            shown.append(f"and {counted(len(different) - _MAX_NAMED, 'other tensor')}")
+        raise CheckpointUnusable(
+            f"these tensors do not have the shapes of the {self.model} that config.json describes",
+            where=where,
+            value="\n    " + "\n    ".join(shown),
+            hint="give --config the directory of this model's own config.json: this one is that of a model of another "
+            "size",
+        )
+
+    def padded_rows(self, stored: Mapping[str, Tensor]) -> int | None:
+        """Return how many rows the vocabulary has in *stored* tensors, if it is padded there."""
+        for name, shape in self.shapes.items():
+            tensor = stored.get(name)
+            if (
+                tensor is not None
+                and tensor.shape != shape
+                and self._is_padded(tensor.shape, shape)
+            ):
+                return tensor.shape[0]
+        return None
+
+    def _fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of the shape *stored* can be a parameter of the model's *shape*."""
+        has_one_element = math.prod(stored) == math.prod(shape) == 1
+        return stored == shape or has_one_element or self._is_padded(stored, shape)
+
+    def _is_padded(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        if self.vocab_size is None or shape[:1] != (self.vocab_size,):
+            return False
+        same_width = stored[1:] == shape[1:]
+        return bool(stored) and same_width and _is_vocabulary(stored[0], self.vocab_size)
+
+    def lines(self) -> Iterator[str]:
+        """Describe the differences."""
+        if self.unknown:
+            names = _listed(self.unknown)
+            yield f"{counted(len(self.unknown), 'tensor')} that a {self.model} does not have: {names}"
+        if self.missing:
+            names = _listed(self.missing)
+            yield f"{counted(len(self.missing), 'tensor')} of a {self.model} not found: {names}"
+
+
+NameComparer = Callable[[bytes, Collection[str]], NameDifferences | None]
+"""Compares names with those of the model that the content of a config.json describes; None if these are unknown.
+
+The command that imports passes it: it builds the model, which needs torch and transformers.
+"""
+
+
+def has_stated_sizes(config: Mapping[str, Any], stored: Mapping[str, Tensor]) -> bool:
+    """Return whether *stored* tensors have the sizes that *config* states, also in its parts.
+
+    True is certain enough for files whose config.json was saved with them. False means that only the model itself can
+    tell, which takes seconds to build: its tensors may be combinations of these sizes, or quantized.
+    """
+    matrices = {tensor.shape[-2:] for tensor in stored.values() if len(tensor.shape) > 1}
+    parts = [config, *(each for each in config.values() if isinstance(each, dict))]
+    stating = [part for part in parts if any(_stated(part, _HIDDEN))]
+    return bool(stating) and all(_has_stated_sizes(part, matrices) for part in stating)
+
+
+def _has_stated_sizes(config: Mapping[str, Any], matrices: Collection[tuple[int, ...]]) -> bool:
+    """Return whether *matrices* are those between the hidden size of *config* and its other sizes."""
+    hidden = next(_stated(config, _HIDDEN))
+    head_dim = next(_stated(config, ("head_dim",)), 0)
+    num_heads = next(_stated(config, _HEADS), 0)
+    if not head_dim and num_heads:
+        head_dim = hidden // num_heads
+    sizes = [head_dim * number for number in _stated(config, _HEADS)]
+    sizes += _stated(config, _INNER)
+    if any((size, hidden) not in matrices and (hidden, size) not in matrices for size in sizes):
+        return False
+    for vocab_size in _stated(config, ("vocab_size",)):
+        if not any(
+            width == hidden and _is_vocabulary(rows, vocab_size) for rows, width in matrices
+        ):
+            return False
+    return True
+
+
+def _is_vocabulary(rows: int, vocab_size: int) -> bool:
+    """Whether that many *rows* can be those of *vocab_size* tokens, and padding."""
+    return vocab_size <= rows <= vocab_size + _MAX_PADDING
+
+
+def _stated(config: Mapping[str, Any], keys: Iterable[str]) -> Iterator[int]:
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, int) and value > 0:
+            yield value
+
+
+def fitting_prefixes(
+    names: Iterable[str], missing: Iterable[str], fits: Callable[[str], bool]
+) -> list[str]:
+    """Return the prefixes without which stored *names* are those of the model: usually one, the attribute of a script.
+
+    *missing* are tensors of the model that *names* lack. *fits* compares the names that have a prefix, without it, with
+    those of the model. A model and its average (EMA) have a prefix each.
+    """
+    return [each for each in _possible_prefixes(names, missing)[:_MAX_PREFIXES] if fits(each)]
+
+
+def _possible_prefixes(names: Iterable[str], missing: Iterable[str]) -> list[str]:
+    """Return prefixes with which *names* are those of *missing* tensors of the model."""
+    found: set[str] = set()
+    suffixes = [f".{name}" for name in itertools.islice(missing, _MAX_NAMED)]
+    for name in names:
+        for suffix in suffixes:
+            if name.endswith(suffix):
+                found.add(name[: len(name) - len(suffix) + 1])
+    return sorted(found)
+
+
+def has_odd_prefix(names: Iterable[str]) -> bool:
+    """Return whether all *names* begin with a component that models rarely have, such as an attribute of a script.
+
+    Comparing names takes seconds, which an import of Hugging Face files does not need otherwise.
+    """
+    prefixes: set[str] = set()
+    seconds: set[str] = set()
+    for name in names:
+        first, _, rest = name.partition(".")
+        prefixes.add(first)
+        seconds.add(rest.partition(".")[0])
+    if len(prefixes) != 1:
+        return False
+    (prefix,) = prefixes
+    return prefix not in _BACKBONES or bool(seconds & {prefix, "lm_head"})
+
+
+def _num_common(one: str, other: str) -> int:
+    """Return how many characters two texts begin with in common."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = [name[:200] for name in list(names)[:_MAX_NAMED]]
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(shown) + more

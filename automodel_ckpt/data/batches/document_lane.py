@@ -1,0 +1,231 @@
+"""One lane of a packed stream: some of its documents, tokenized and packed in blocks, with an exact state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from automodel_ckpt.data.batches.document_rows import Document, Row, RowRules
+from automodel_ckpt.data.batches.sampler import permutation
+from automodel_ckpt.data.rows.files import UNREADABLE
+from automodel_ckpt.data.rows.row_stream import RowStream
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.errors import RecipeError
+
+ROWS_PER_BLOCK = 32
+"""A lane packs so many rows at a time. More waste less of the rows, and a resume tokenizes up to so many again."""
+_DOCUMENTS_PER_CALL = 64
+"""Documents that are tokenized in one call of the tokenizer."""
+State = dict[str, Any]
+"""A state as checkpoints store it: mappings of numbers, text and arrays."""
+
+
+class Lane:
+    """The rows of one lane, packed in blocks of at least *num_documents* documents and :data:`ROWS_PER_BLOCK` rows.
+
+    The state is the position of the block in the documents, the documents that were left of the block before, and the
+    number of rows that were taken. A block is a function of the state at its start.
+    """
+
+    def __init__(
+        self,
+        documents: LaneDocuments,
+        rules: RowRules,
+        seed: int,
+        num_documents: int,
+        *,
+        shuffle: bool,
+        state: State | None,
+    ) -> None:
+        self._documents, self._rules, self._seed = documents, rules, seed
+        self._num_documents, self._shuffle = num_documents, shuffle
+        self._rows: list[Row] = []
+        self._left: list[Document] = []
+        self._block = 0
+        self._taken = 0
+        self._start = documents.state_dict()
+        self._left_before: list[Document] = []
+        if state is not None:
+            documents.load_state_dict(state["documents"])
+            self._left = _documents_in(state["left"])
+            self._block = state["block"]
+            # The block that was interrupted keeps its size, also if the recipe's shuffle_block has changed.
+            self._num_documents = state["num_documents"]
+            self._start, self._left_before = documents.state_dict(), self._left
+            if state["taken"]:
+                self._read_block()
+                self._taken = state["taken"]
+
+    def next(self) -> Row:
+        """The next row."""
+        while self._taken == len(self._rows):
+            self._block += bool(self._rows)
+            self._read_block()
+        self._taken += 1
+        return self._rows[self._taken - 1]
+
+    def state_dict(self) -> State:
+        """The state after the rows that were taken."""
+        return {
+            "documents": self._start,
+            "left": _arrays_of(self._left_before),
+            "block": self._block,
+            "num_documents": self._num_documents,
+            "taken": self._taken,
+        }
+
+    def _read_block(self) -> None:
+        self._start = self._documents.state_dict()
+        self._left_before = self._left
+        documents = list(self._left)
+        wanted = ROWS_PER_BLOCK * self._rules.size
+        num_tokens = sum(len(document.tokens) for document in documents)
+        num_read = 0
+        is_last = False
+        while not is_last and (num_read < self._num_documents or num_tokens < wanted):
+            found, is_last = self._documents.read(_DOCUMENTS_PER_CALL)
+            num_read += len(found)
+            num_tokens += sum(len(document.tokens) for document in found)
+            documents += found
+        if self._rules.splits:
+            # What is left continues in the next row, so it stays first.
+            first = len(self._left)
+            order = [first + number for number in self._order(len(documents) - first)]
+            documents = [*documents[:first], *(documents[number] for number in order)]
+        self._rows, self._left = self._rules.rows(documents, self._order)
+        self._taken = 0
+
+    def _order(self, count: int) -> Sequence[int]:
+        order: list[int] = permutation(count, self._seed, self._block, self._shuffle).tolist()
+        return order
+
+
+class LaneDocuments:
+    """The tokenized documents of lane *number* of *count*, again and again."""
+
+    def __init__(
+        self, stream: RowStream, name: str, number: int, count: int, rules: RowRules
+    ) -> None:
+        self._stream = stream
+        self._name = name
+        self._lane = (number, count)
+        self._rules = rules
+        self._rows = stream.rows.lane(number, count)
+        self._beginning = self._rows.state_dict()
+        self._iterator: Iterator[Any] | None = None
+        self._has_some = False
+
+    def read(self, count: int) -> tuple[list[Document], bool]:
+        """Return the next documents, at most *count*, and whether they are the last before the stream begins again."""
+        if self._iterator is None:
+            self._iterator = iter(self._rows)
+        rows = self._next_rows(self._iterator, count)
+        documents = self._tokenized(rows) if rows else []
+        self._has_some = self._has_some or bool(documents)
+        is_last = len(rows) < count
+        if is_last:
+            self._begin_again()
+        return documents, is_last
+
+    def _next_rows(self, iterator: Iterator[Any], count: int) -> list[Any]:
+        try:
+            return list(islice(iterator, count))
+        except (*UNREADABLE, ValueError, RuntimeError) as error:
+            source = self._stream.source
+            if not source.is_file:
+                raise
+            raise source.unreadable(error) from error
+
+    def _tokenized(self, rows: list[Any]) -> list[Document]:
+        stream = self._stream
+        table = _SomeRows(stream.source.path, rows, stream.rows.fields)
+        documents = []
+        for number, sample in enumerate(stream.encode(table)):
+            truncated = stream.policy.apply(sample, partial(table.place, number))
+            if truncated is not None:
+                self._check_length(len(truncated.tokens), partial(table.place, number))
+                documents.append(Document.of(truncated.tokens, truncated.labelled))
+        return documents
+
+    def _check_length(self, length: int, where: Callable[[], str]) -> None:
+        if length > self._rules.size and not self._rules.splits:
+            raise RecipeError(
+                "a document is longer than a row",
+                where=where(),
+                value=f"{length} tokens, packed_sequence.size {self._rules.size}",
+                hint="set pretrain.split_documents true, dataset.seq_length to the size of a row with "
+                "dataset.truncation right, or a larger packed_sequence.size",
+            )
+
+    def _begin_again(self) -> None:
+        if not self._has_some:
+            number, count = self._lane
+            raise RecipeError(
+                "a stream has too few documents to divide it among the rows of a global batch",
+                where=f"dataset.sources.{self._name}" if self._name else "dataset",
+                value=f"part {number + 1} of {count} of {self._stream.source.path} has no document with labels",
+                hint="read it without streaming, or use more data or a smaller step_scheduler.global_batch_size",
+            )
+        self._rows.load_state_dict(copy.deepcopy(self._beginning))
+        self._iterator = None
+
+    def state_dict(self) -> State:
+        state: State = copy.deepcopy(self._rows.state_dict())
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        self._rows.load_state_dict(copy.deepcopy(state))
+        self._iterator = None
+        self._has_some = True
+
+
+class _SomeRows(Rows):
+    """A table of some *rows* of a stream: pairs of content and place. *known* are the fields of the stream's rows."""
+
+    def __init__(self, path: str, rows: Sequence[Any], known: Sequence[str]) -> None:
+        self.path = path
+        self._rows = rows
+        self._known = known
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    @property
+    def fields(self) -> Sequence[str]:
+        names = dict.fromkeys(self._known)
+        for content, _ in self._rows:
+            names.update(dict.fromkeys(content))
+        return list(names)
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        return [[content.get(field) for content, _ in self._rows] for field in fields]
+
+    def place(self, row: int) -> str:
+        return self._rows[row][1] or f"{self.path}, a row of the stream"
+
+
+def _arrays_of(documents: Sequence[Document]) -> State:
+    """The documents as arrays, which checkpoints store."""
+    tokens = [document.tokens for document in documents]
+    labelled = [document.labelled for document in documents]
+    return {
+        "tokens": np.concatenate([np.empty(0, np.int32), *tokens]),
+        "labelled": np.concatenate([np.empty(0, np.bool_), *labelled]),
+        "lengths": [len(each) for each in tokens],
+    }
+
+
+def _documents_in(arrays: State) -> list[Document]:
+    documents = []
+    start = 0
+    for length in arrays["lengths"]:
+        stop = start + length
+        documents.append(Document(arrays["tokens"][start:stop], arrays["labelled"][start:stop]))
+        start = stop
+    return documents

@@ -1,0 +1,480 @@
+"""The loader of global batches. Its state is a position in the global order of samples."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.data.batches.micro_batches import (
+    Batch,
+    Collate,
+    Request,
+    SampleReader,
+    isolated_rng,
+    read_all,
+)
+from automodel_ckpt.data.batches.packed_stream import PackedStream
+from automodel_ckpt.data.batches.sampler import accumulation_steps, permutation, rank_part
+from automodel_ckpt.data.batches.stream_batches import (
+    BatchSizes,
+    StreamBatch,
+    StreamPosition,
+    StreamReader,
+    is_split_by_rank,
+    read_stream,
+    restores_exactly,
+    shuffles,
+)
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
+
+log = logging.getLogger(__name__)
+
+_STATE_KEYS = frozenset(
+    {"epoch", "consumed_samples", "seed", "shuffle", "num_samples", "global_batch_size"}
+)
+
+
+@dataclass(slots=True)
+class GlobalBatch:
+    """One global batch as one rank sees it.
+
+    *sample_ids* are those of the whole global batch, the same on every rank: indices of a map-style data set,
+    positions in the epoch of an iterable one. *micro_batches* are this rank's, the same number on every rank; if the
+    rank's part is empty, it is a batch of one sample whose labels are all -100. *index* counts global batches and
+    *start* samples from the beginning of the epoch. *source_state* is an iterable data set's own state after it.
+    """
+
+    epoch: int
+    index: int
+    start: int
+    sample_ids: list[int]
+    micro_batches: list[Batch] = field(repr=False)
+    last_of_epoch: bool
+    source_state: Any = field(default=None, repr=False)
+
+
+class GlobalBatchLoader:
+    """Iterates over the rest of the current epoch in global batches, for one data parallel rank.
+
+    *dataset* is map-style (``__len__`` and ``__getitem__``) or iterable. *collate_fn* turns a list of samples into a
+    mapping of tensors with a key ``labels``. The global random generators are unchanged. Call :meth:`mark_consumed`
+    after each optimizer step: only this advances :attr:`epoch` and :attr:`consumed_samples`, which are the saved state,
+    so prefetched samples are never counted. Load a state before iterating. With *with_preceding*, *collate_fn* gets one
+    more sample before those of a micro-batch: the one before its first sample in the global batch, whose first sample
+    follows its last. This does not depend on the number of ranks.
+
+    Raises :class:`RecipeError` for an empty data set and for batch sizes that do not divide.
+    """
+
+    checkpoint_scope = "dp_rank"
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        local_batch_size: int,
+        collate_fn: Collate,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        with_preceding: bool = False,
+    ) -> None:
+        accumulation_steps(global_batch_size, local_batch_size, dp_size)
+        self.dataset = dataset
+        self.sizes = BatchSizes(
+            global_batch_size, local_batch_size, dp_rank, dp_size, drop_last, with_preceding
+        )
+        self.collate_fn = collate_fn
+        self.seed = seed
+        self.shuffle = shuffle
+        self.num_workers = num_workers
+        self.num_samples = _length(dataset)
+        self.epoch = 0
+        self.consumed_samples = 0
+        self._source_state: Any = None
+        self._start_state: Any = None
+        if self.num_samples is None:
+            self._prepare_stream()
+        else:
+            self._require_a_batch(self.num_samples)
+
+    def __len__(self) -> int:
+        """The number of global batches in an epoch. Raises :class:`TypeError` for an iterable data set."""
+        if self.num_samples is None:
+            raise TypeError("an iterable data set has no length")
+        size = self.sizes.global_batch_size
+        if self.sizes.drop_last:
+            return self.num_samples // size
+        return -(-self.num_samples // size)
+
+    def __iter__(self) -> Generator[GlobalBatch]:
+        batches = (
+            self._stream_batches()
+            if self.num_samples is None
+            else self._map_batches(self.num_samples)
+        )
+        # If the caller stops early, worker processes end now and not when garbage is collected.
+        with closing(batches):
+            first = next(batches, None)
+            if first is not None:
+                yield first
+                yield from batches
+                return
+        # The saved position is the end of an epoch, for example because the global batch size changed.
+        self._skip_to_next_epoch()
+        yield from self
+
+    def mark_consumed(self, batch: GlobalBatch) -> None:
+        """Count *batch* as trained on. Raises :class:`AutomodelError` unless it is the next one."""
+        if (batch.epoch, batch.start) != (self.epoch, self.consumed_samples):
+            raise AutomodelError(
+                "global batches must be marked as consumed once each and in order",
+                where="GlobalBatchLoader.mark_consumed",
+                value=f"epoch {batch.epoch} sample {batch.start}, "
+                f"but the next is epoch {self.epoch} sample {self.consumed_samples}",
+                hint="call mark_consumed(batch) right after the optimizer step of each batch",
+            )
+        self._source_state = batch.source_state
+        if batch.last_of_epoch:
+            self.epoch += 1
+            self.consumed_samples = 0
+        else:
+            # The whole global batch, not this rank's part: the position is the same on every rank.
+            self.consumed_samples += len(batch.sample_ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last finished optimizer step, which is independent of the number of ranks."""
+        state: dict[str, Any] = {
+            "epoch": self.epoch,
+            "consumed_samples": self.consumed_samples,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_samples": self.num_samples,
+            "global_batch_size": self.sizes.global_batch_size,
+        }
+        if self._identity is not None:
+            state["data"] = self._identity
+        if self._source_state is not None:
+            state["source"] = self._source_state
+        return state
+
+    def gather_state(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Complete the state for the next :meth:`state_dict`, before a save. A collective: call it on all ranks.
+
+        A packed stream is the only data set of which each rank has a part of the state. *gather* returns the objects of
+        all ranks.
+        """
+        if isinstance(self.dataset, PackedStream) and self._source_state is not None:
+            self._source_state = self.dataset.merged(gather(self._source_state))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position, on any number of ranks.
+
+        The saved order (seed, shuffle) takes precedence over the recipe's. Logs a warning if they differ, if the global
+        batch size changed, and if the data changed but kept its length. Raises :class:`RecipeError` if the data set has
+        another length, and :class:`CheckpointUnusable` if *state* is not the state of a loader.
+        """
+        missing = sorted(_STATE_KEYS - state.keys())
+        if missing:
+            raise CheckpointUnusable(
+                "this is not the state of a data loader",
+                where="dataloader",
+                value=f"missing {', '.join(missing)}",
+                hint="resume from another checkpoint (checkpoint.restore_from)",
+            )
+        position = {name: state[name] for name in ("epoch", "consumed_samples")}
+        # A checkpoint is data from outside: a float, a bool or a huge number must not become an index.
+        is_valid = [type(count) is int and 0 <= count < 2**53 for count in position.values()]
+        if not all(is_valid):
+            shown = [f"{name} {str(count)[:40]}" for name, count in position.items()]
+            raise CheckpointUnusable(
+                "the saved position in the data is invalid",
+                where="dataloader",
+                value=", ".join(shown),
+                hint="resume from another checkpoint (checkpoint.restore_from)",
+            )
+        self._require_same_data(state["num_samples"])
+        self._report_other_data(state)
+        self._report_differences(state)
+        # Assigned after all checks, so that a rejected state changes nothing.
+        self.epoch = state["epoch"]
+        self.consumed_samples = state["consumed_samples"]
+        self.seed = state["seed"]
+        self.shuffle = state["shuffle"]
+        if self.num_samples is None:
+            self._load_source_state(state.get("source"))
+
+    def start_after(self, num_steps: int, consumed_samples: int | None) -> None:
+        """Continue after *num_steps* steps of another program on the same data, which used *consumed_samples*.
+
+        Samples that another program counts, or None, are replaced by steps if they are that number of full global
+        batches: the last batch of an epoch may have been smaller. Logs the position and, if the global batch size
+        differs, a warning.
+        """
+        size = self.sizes.global_batch_size
+        if consumed_samples is not None and consumed_samples != num_steps * size:
+            self._warn(
+                f"the imported run used {counted(consumed_samples, 'sample')} in {counted(num_steps, 'step')}; with "
+                f"global_batch_size {size} they would be {num_steps * size}: global batches and step counts differ "
+                "from here on"
+            )
+            self._start_at_sample(consumed_samples)
+        elif self.num_samples is None:
+            self._start_at_sample(num_steps * size)
+        else:
+            self.epoch, batches_of_epoch = divmod(num_steps, len(self))
+            self.consumed_samples = batches_of_epoch * size
+        if self.sizes.dp_rank == 0:
+            log.info(
+                "continuing after sample %d of epoch %d, in the order of the recipe's data set",
+                self.consumed_samples,
+                self.epoch,
+            )
+
+    def _start_at_sample(self, consumed_samples: int) -> None:
+        if self.num_samples is None:
+            # The length of an epoch is unknown: where the stream ends earlier, the next epoch begins.
+            self.epoch, self.consumed_samples = 0, consumed_samples
+            self._load_source_state(None)
+            return
+        size = self.sizes.global_batch_size
+        samples_per_epoch = len(self) * size if self.sizes.drop_last else self.num_samples
+        self.epoch, self.consumed_samples = divmod(consumed_samples, samples_per_epoch)
+
+    @property
+    def samples_before(self) -> int:
+        """The samples before the position, in all epochs; those of an epoch of a stream are not known."""
+        if self.num_samples is None:
+            return self.consumed_samples
+        size = self.sizes.global_batch_size
+        samples_per_epoch = len(self) * size if self.sizes.drop_last else self.num_samples
+        return self.epoch * samples_per_epoch + self.consumed_samples
+
+    def _map_batches(self, num_samples: int) -> Generator[GlobalBatch]:
+        epoch = self.epoch
+        size = self.sizes.global_batch_size
+        order = permutation(num_samples, self.seed, epoch, self.shuffle).numpy()
+        # A mixture uses other samples in each epoch.
+        epoch_indices = getattr(self.dataset, "epoch_indices", None)
+        if epoch_indices is not None:
+            order = epoch_indices(epoch, self.seed, shuffle=self.shuffle)[order]
+        end = num_samples - size + 1 if self.sizes.drop_last else num_samples
+        starts = range(self.consumed_samples, end, size)
+        batches_of_ids = (order[start : start + size] for start in starts)
+        # Workers prefetch, so requests are drawn early: they must not depend on what is consumed.
+        requests = chain.from_iterable(self._requests(epoch, ids) for ids in batches_of_ids)
+        reader = SampleReader(self.dataset, self.collate_fn)
+        advances_rng = reader.may_draw or self.num_workers > 0
+        with closing(read_all(reader, requests, self.num_workers)) as batches:
+            for start in starts:
+                ids = order[start : start + size].tolist()
+                num_micro_batches = len(self._rank_part(ids))
+                # Left before the yield: the training step draws from the generators that
+                # checkpoints store.
+                with isolated_rng() if advances_rng else nullcontext():
+                    micro_batches = list(islice(batches, num_micro_batches))
+                is_last = start == starts[-1]
+                yield GlobalBatch(
+                    epoch, start // size, start, ids, micro_batches, last_of_epoch=is_last
+                )
+
+    def _requests(self, epoch: int, ids: np.ndarray[Any, Any]) -> Iterator[Request]:
+        """Yield the requests for this rank's micro-batches of the global batch with these sample ids."""
+        global_ids = ids.tolist()
+        # By offset, since a mixture can have a sample twice in a global batch.
+        for offsets in self._rank_part(range(len(global_ids))):
+            part = [global_ids[offset] for offset in offsets]
+            before = None
+            if self.sizes.with_preceding:
+                before = global_ids[(offsets[0] if offsets else 0) - 1]
+            yield Request(self.seed, epoch, part, filler=global_ids[0], preceding=before)
+
+    def _rank_part(self, ids: Sequence[int]) -> list[list[int]]:
+        return rank_part(ids, self.sizes.dp_rank, self.sizes.dp_size, self.sizes.local_batch_size)
+
+    def _stream_batches(self) -> Generator[GlobalBatch]:
+        epoch = self.epoch
+        position = StreamPosition(
+            self.seed,
+            epoch,
+            self.consumed_samples,
+            self._source_state,
+            self._start_state,
+            self.shuffle,
+        )
+        if isinstance(self.dataset, PackedStream):
+            found = self.dataset.read(position, self.sizes, self.collate_fn, self.num_workers)
+        else:
+            reader = StreamReader(self.dataset, self.collate_fn, self.sizes, position)
+            found = read_stream(reader, self.num_workers)
+        with closing(found) as batches:
+            while (part := _next_isolated(batches)) is not None:
+                index = part.start // self.sizes.global_batch_size
+                end = part.start + part.num_samples
+                ids = list(range(part.start, end))
+                yield GlobalBatch(
+                    epoch, index, part.start, ids, part.micro_batches, part.last, part.source_state
+                )
+
+    def _skip_to_next_epoch(self) -> None:
+        # Otherwise __iter__ would continue forever with a source that yields nothing.
+        if self.consumed_samples == 0:
+            raise _empty(f"epoch {self.epoch} of the iterable data set yields no {self._unit()}")
+        self._warn(
+            f"epoch {self.epoch} has no further {self._unit()} after {counted(self.consumed_samples, 'sample')}: "
+            f"continuing with epoch {self.epoch + 1}"
+        )
+        self.epoch += 1
+        self.consumed_samples = 0
+
+    def _unit(self) -> str:
+        return "full global batch (drop_last is set)" if self.sizes.drop_last else "sample"
+
+    def _prepare_stream(self) -> None:
+        if is_split_by_rank(self.dataset):
+            raise RecipeError(
+                "the stream is already split by rank",
+                where="dataset",
+                value="datasets.distributed.split_dataset_by_node",
+                hint="remove the split: the loader gives each rank its part of every global batch, so that global "
+                "batches do not depend on the number of ranks",
+            )
+        if self.shuffle and not shuffles(self.dataset):
+            self._warn(
+                "an iterable data set is read in its own order; dataloader.shuffle does not apply"
+            )
+        if self.num_workers > 1 and not isinstance(self.dataset, PackedStream):
+            self._warn(
+                f"an iterable data set is read by one worker process, not {self.num_workers}"
+            )
+        if restores_exactly(self.dataset):
+            self._source_state = self._start_state = self.dataset.state_dict()
+
+    def _require_a_batch(self, num_samples: int) -> None:
+        if num_samples == 0:
+            raise _empty("the data set is empty")
+        if self.sizes.drop_last and num_samples < self.sizes.global_batch_size:
+            raise RecipeError(
+                "the data set has fewer samples than one global batch, and drop_last drops them all",
+                where="dataloader.drop_last",
+                value=f"{counted(num_samples, 'sample')}, global_batch_size {self.sizes.global_batch_size}",
+                hint="set dataloader.drop_last false or a smaller step_scheduler.global_batch_size",
+            )
+
+    def _require_same_data(self, saved: int | None) -> None:
+        if saved == self.num_samples:
+            return
+        raise RecipeError(
+            "the data set differs from the one in the checkpoint",
+            where="dataset",
+            value=f"the checkpoint was saved with {_size(saved)}, the recipe has {_size(self.num_samples)}",
+            hint="resume with the same data set; to train on other data, start a new run from the exported model "
+            "in another checkpoint_dir",
+        )
+
+    @property
+    def _identity(self) -> str | None:
+        known = getattr(self.dataset, "identity", None)
+        return known if isinstance(known, str) else None
+
+    def _report_other_data(self, state: Mapping[str, Any]) -> None:
+        current, saved = self._identity, state.get("data")
+        # Checkpoints of earlier versions have no identity of the data.
+        is_known = current is not None and saved is not None
+        if is_known and current != saved:
+            self._warn(
+                "the data has changed since this checkpoint was saved, although its length is the same: its files, "
+                "seq_length, truncation, tokenizer or chat template differ. Training continues with the current data "
+                f"after sample {state['consumed_samples']} of epoch {state['epoch']}"
+            )
+
+    def _report_differences(self, state: Mapping[str, Any]) -> None:
+        has_own_order = self.num_samples is None and not shuffles(self.dataset)
+        names = ("seed",) if has_own_order else ("seed", "shuffle")
+        for name in names:
+            if state[name] != getattr(self, name):
+                self._warn(
+                    f"keeping the saved data order ({name} {state[name]}) instead of the recipe's {name} "
+                    f"{getattr(self, name)}: another order would repeat and skip samples"
+                )
+        size = self.sizes.global_batch_size
+        if state["global_batch_size"] != size:
+            self._warn(
+                f"global_batch_size changed from {state['global_batch_size']} to {size}: training continues after "
+                f"sample {state['consumed_samples']} of epoch {state['epoch']}, with different global batches "
+                "and step counts"
+            )
+
+    def _load_source_state(self, source_state: Any) -> None:
+        if source_state is not None and restores_exactly(self.dataset):
+            self._source_state = source_state
+            return
+        self._source_state = self._start_state if isinstance(self.dataset, PackedStream) else None
+        if self.consumed_samples:
+            self._warn(
+                f"the stream has no state to resume from: reading and discarding {self.consumed_samples} samples"
+            )
+
+    def _warn(self, message: str) -> None:
+        """Log a warning on data parallel rank 0 only."""
+        if self.sizes.dp_rank == 0:
+            log.warning(message)
+
+
+def _next_isolated(batches: Iterator[StreamBatch]) -> StreamBatch | None:
+    with isolated_rng():
+        return next(batches, None)
+
+
+def _length(dataset: Any) -> int | None:
+    """The number of samples of a map-style data set; None for an iterable one.
+
+    Raises :class:`RecipeError` if *dataset* is neither.
+    """
+    # Checked first: it inherits __getitem__ from torch's Dataset, and may have __len__.
+    if isinstance(dataset, IterableDataset):
+        return None
+    if isinstance(dataset, Mapping):
+        raise RecipeError(
+            "the data set is a mapping of several data sets",
+            where="dataset",
+            value=", ".join(str(name) for name in list(dataset)[:8]),
+            hint="return one of them from the function that builds it, for example the split train",
+        )
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return len(dataset)
+    if hasattr(dataset, "__iter__"):
+        return None
+    raise RecipeError(
+        "the data set is neither map-style nor iterable",
+        where="dataset",
+        value=type(dataset).__name__,
+        hint="give it __len__ and __getitem__, or __iter__",
+    )
+
+
+def _size(num_samples: int | None) -> str:
+    if num_samples is None:
+        return "an iterable data set"
+    return f"a data set of {counted(num_samples, 'sample')}"
+
+
+def _empty(what: str) -> RecipeError:
+    return RecipeError(
+        what,
+        where="dataset",
+        value="0 samples",
+        hint="check its path, split and filters; an iterable data set must restart at each __iter__",
+    )

@@ -1,0 +1,192 @@
+"""Read and collate the samples of one micro-batch, with the same result in the rank and in a worker process.
+
+The random generators are seeded before each sample from (seed, epoch, sample). A sample therefore depends neither on
+the worker that read it nor on the samples read before, and a resumed epoch equals an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from automodel_ckpt.base.seeds import seed_everything
+from automodel_ckpt.base.user_code import location_in_user_code
+from automodel_ckpt.data.batches.sampler import derive_seed
+from automodel_ckpt.data.batches.workers import run_workers
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.errors import AutomodelError, RecipeError
+
+Batch = dict[str, torch.Tensor]
+
+Collate = Callable[[list[Any]], Batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One micro-batch to read: its sample ids. If there are none, the sample *filler* is read, without labels.
+
+    *preceding* is the sample that the collator gets before these; None: it gets only these.
+    """
+
+    seed: int
+    epoch: int
+    sample_ids: list[int]
+    filler: int
+    preceding: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error that a worker process passes to the rank, where it is raised."""
+
+    error: AutomodelError
+
+
+class SampleReader(Dataset[Any]):
+    """A map-style data set of micro-batches: indexed by a :class:`Request`."""
+
+    def __init__(self, dataset: Any, collate_fn: Collate) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.may_draw = not (_draws_nothing(dataset) and _draws_nothing(collate_fn))
+
+    def __getitem__(self, request: Request) -> Batch | Failure:
+        # FSDP needs equal numbers of forward passes, so a rank without samples reads one.
+        ids = request.sample_ids or [request.filler]
+        if request.preceding is not None:
+            ids = [request.preceding, *ids]
+        try:
+            samples = [self._read(request, sample_id) for sample_id in ids]
+            # A collator that draws continues with the seed of the last sample, as on a resume.
+            return collate(self.collate_fn, samples, ids, empty=not request.sample_ids)
+        except AutomodelError as error:
+            # Not raised: torch would replace it in the rank by one whose only argument is a
+            # traceback.
+            return Failure(error)
+
+    def _read(self, request: Request, sample_id: int) -> Any:
+        if self.may_draw:
+            seed = derive_seed(request.seed, request.epoch, sample_id)
+            # CPU generators only: a forked worker must not initialize CUDA.
+            seed_everything(seed, devices=False)
+        return read_sample(self.dataset, sample_id)
+
+
+def read_sample(dataset: Any, sample_id: int) -> Any:
+    """Read a sample of a map-style data set. Raises :class:`AutomodelError` with the location of one that fails."""
+    try:
+        return dataset[sample_id]
+    except Exception as error:
+        raise with_location(error, f"dataset[{sample_id}]", "could not be read") from error
+
+
+def _draws_nothing(part: Any) -> bool:
+    """Whether a data set or collator declares that it draws no random numbers.
+
+    The declaration is not inherited: a subclass may draw.
+    """
+    declares = vars(type(part)).get("draws_nothing") is True
+    for name in ("dataset", "collate_fn"):
+        wrapped = getattr(part, name, None)
+        if wrapped is not None:
+            declares = declares and _draws_nothing(wrapped)
+    return declares
+
+
+def collate(collate_fn: Collate, samples: list[Any], ids: Sequence[int], *, empty: bool) -> Batch:
+    """Collate a micro-batch of *samples*. With *empty*, all labels are set to -100, so that it has no loss."""
+    try:
+        batch = collate_fn(samples)
+    except Exception as error:
+        raise with_location(
+            error,
+            f"samples {list(ids)} of the data set",
+            "could not be collated",
+            hint="pad samples of different lengths in dataloader.collate_fn, labels too, or leave it out: "
+            "the default pads",
+        ) from error
+    if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), torch.Tensor):
+        raise RecipeError(
+            "collate_fn must return a mapping of tensors with a key 'labels'",
+            where="dataloader.collate_fn",
+            value=_types_in(batch),
+            hint="return {'input_ids': ..., 'attention_mask': ..., 'labels': ...}",
+        )
+    if empty:
+        return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
+    return batch
+
+
+def _types_in(batch: object) -> str:
+    """The type of *batch*, and of each value in a mapping, as text."""
+    if not isinstance(batch, Mapping):
+        return type(batch).__name__
+    return ", ".join(f"{key}: {type(value).__name__}" for key, value in batch.items()) or "no keys"
+
+
+def with_location(
+    error: Exception,
+    where: str,
+    what: str,
+    *,
+    hint: str = "correct or remove this sample, or fix the data set's code",
+) -> AutomodelError:
+    """Return *error* with the location *where* of its sample in front.
+
+    An exception of another library is wrapped in an :class:`AutomodelError` with its file and line.
+    """
+    if isinstance(error, AutomodelError):
+        problems = []
+        for problem in error.problems:
+            # As text, because a worker process pickles the error for the rank.
+            value = str(problem.value)
+            problems.append(replace(problem, where=f"{where}: {problem.where}", value=value))
+        return type(error).all_of(problems)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return AutomodelError(
+        f"{where} {what}",
+        where=location_in_user_code(error) or f"{frame.filename}:{frame.lineno} in {frame.name}",
+        value=f"{type(error).__name__}: {error}",
+        hint=hint,
+    )
+
+
+@contextmanager
+def isolated_rng() -> Iterator[None]:
+    """Restore the host generators of python, numpy and torch on exit."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def read_all(
+    reader: SampleReader, requests: Iterable[Request], num_workers: int
+) -> Generator[Batch]:
+    """Yield the micro-batches of *requests* in order, read by *num_workers* processes, or in this one for 0.
+
+    Reading in this process advances its random generators; :func:`isolated_rng` restores them. Raises
+    :class:`AutomodelError` for a sample that cannot be read.
+    """
+    if num_workers:
+        items = run_workers(reader, num_workers, sampler=requests)
+    else:
+        items = (reader[request] for request in requests)
+    with closing(items):
+        for item in items:
+            if isinstance(item, Failure):
+                raise item.error
+            yield item

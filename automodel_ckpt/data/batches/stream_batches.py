@@ -1,0 +1,253 @@
+"""Global batches of iterable data sets: every rank reads the whole stream and uses its part of each global batch.
+
+Ranks therefore need no communication. A source may postpone expensive work: its ``prepare(sample)`` is called only on
+the rank that uses the sample.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from automodel_ckpt.base.seeds import seed_everything
+from automodel_ckpt.data.batches.micro_batches import (
+    Batch,
+    Collate,
+    Failure,
+    collate,
+    with_location,
+)
+from automodel_ckpt.data.batches.sampler import derive_seed, rank_part
+from automodel_ckpt.data.batches.workers import run_workers
+from automodel_ckpt.errors import AutomodelError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """How a global batch is divided into micro-batches, and the rank that reads its part.
+
+    *with_preceding*: the collator also gets the sample before those of a micro-batch.
+    """
+
+    global_batch_size: int
+    local_batch_size: int
+    dp_rank: int
+    dp_size: int
+    drop_last: bool
+    with_preceding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPosition:
+    """The position to continue from: *consumed* samples into *epoch*.
+
+    *source_state* is the source's own state at this position, or None. *start_state* is its state before the first
+    sample.
+    """
+
+    seed: int
+    epoch: int
+    consumed: int
+    source_state: Any
+    start_state: Any = None
+    shuffle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StreamBatch:
+    """One rank's part of a global batch, and the source's state after the global batch."""
+
+    start: int
+    num_samples: int
+    micro_batches: list[Batch]
+    last: bool
+    source_state: Any
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """The samples of a global batch, and the source's state after them."""
+
+    start: int
+    samples: list[Any]
+    source_state: Any
+
+
+class StreamReader(IterableDataset[Any]):
+    """Yields one rank's part of the remaining global batches of an epoch.
+
+    It reads one global batch ahead, to detect the last one. An error is yielded as a :class:`Failure`, and ends the
+    iteration.
+    """
+
+    def __init__(
+        self, source: Any, collate_fn: Collate, sizes: BatchSizes, position: StreamPosition
+    ) -> None:
+        self.source = source
+        self.collate_fn = collate_fn
+        self.sizes = sizes
+        self.position = position
+        self.stateful = restores_exactly(source)
+        self.prepare = getattr(source, "prepare", None)
+
+    def __iter__(self) -> Generator[StreamBatch | Failure]:
+        try:
+            yield from self._batches()
+        except AutomodelError as error:
+            yield Failure(error)
+
+    def _batches(self) -> Iterator[StreamBatch]:
+        chunks = self._chunks(self._resume())
+        current = next(chunks, None)
+        is_restored = self.position.source_state is not None
+        if current is None and is_restored and self.position.consumed == 0:
+            # A source that is restored to the end of an epoch may end immediately, and restart only in its next
+            # iteration. Those of the library datasets never restart.
+            self.source.load_state_dict(copy.deepcopy(self.position.start_state))
+            chunks = self._chunks(iter(self.source))
+            current = next(chunks, None)
+        while current is not None:
+            following = next(chunks, None)
+            is_last = following is None
+            if is_last:
+                # The state after the end, which may differ from the state after the last sample.
+                current.source_state = self._source_state()
+            part = self._part(current, last=is_last)
+            report = getattr(self.source, "report", None)
+            if is_last and callable(report):
+                report()
+            yield part
+            current = following
+
+    def _resume(self) -> Iterator[Any]:
+        """Iterate over the source from the position on. Reads and discards samples if there is no state to restore."""
+        position = self.position
+        if shuffles(self.source):
+            self.source.set_order(position.seed, position.epoch, shuffle=position.shuffle)
+        if callable(getattr(self.source, "set_epoch", None)):
+            self.source.set_epoch(position.epoch)
+        num_to_skip = position.consumed
+        if position.source_state is not None:
+            # Copied, because the source may change the dictionary that it loads.
+            self.source.load_state_dict(copy.deepcopy(position.source_state))
+            num_to_skip = 0
+        stream: Iterator[Any] = iter(self.source)
+        for number in range(num_to_skip):
+            # Seeded like a sample that is used, so that a source that draws reaches the same state.
+            if not self._read(stream, number):
+                break
+        return stream
+
+    def _chunks(self, stream: Iterator[Any]) -> Iterator[_Chunk]:
+        start, size = self.position.consumed, self.sizes.global_batch_size
+        while True:
+            samples: list[Any] = []
+            while len(samples) < size:
+                found = self._read(stream, start + len(samples))
+                if not found:
+                    break
+                samples += found
+            is_full = len(samples) == size
+            if not samples or (self.sizes.drop_last and not is_full):
+                return
+            yield _Chunk(start, samples, self._source_state())
+            start += len(samples)
+
+    def _read(self, stream: Iterator[Any], number: int) -> list[Any]:
+        """Return the next sample as a list of one; an empty list at the end of the stream."""
+        seed = derive_seed(self.position.seed, self.position.epoch, number)
+        seed_everything(seed, devices=False)
+        try:
+            return [next(stream)]
+        except StopIteration:
+            return []
+        except Exception as error:
+            raise with_location(
+                error, f"sample {number} of the stream", "could not be read"
+            ) from error
+
+    def _source_state(self) -> Any:
+        if not self.stateful:
+            return None
+        return copy.deepcopy(self.source.state_dict())
+
+    def _part(self, chunk: _Chunk, *, last: bool) -> StreamBatch:
+        sizes = self.sizes
+        num_samples = len(chunk.samples)
+        parts = rank_part(range(num_samples), sizes.dp_rank, sizes.dp_size, sizes.local_batch_size)
+        micro_batches = [self._collate(chunk, part) for part in parts]
+        return StreamBatch(chunk.start, num_samples, micro_batches, last, chunk.source_state)
+
+    def _collate(self, chunk: _Chunk, offsets: list[int]) -> Batch:
+        is_empty = not offsets
+        # FSDP needs equal numbers of forward passes, so a rank without samples runs one whose labels do not count.
+        chosen = offsets or [0]
+        if self.sizes.with_preceding:
+            chosen = [(chosen[0] - 1) % len(chunk.samples), *chosen]
+        ids = [chunk.start + offset for offset in chosen]
+        # Seeded again: how far the source was read ahead must not change what collate_fn draws.
+        seed = derive_seed(self.position.seed, self.position.epoch, ids[0])
+        seed_everything(seed, devices=False)
+        samples = [self._prepared(chunk, offset) for offset in chosen]
+        return collate(self.collate_fn, samples, ids, empty=is_empty)
+
+    def _prepared(self, chunk: _Chunk, offset: int) -> Any:
+        sample = chunk.samples[offset]
+        if self.prepare is None:
+            return sample
+        try:
+            return self.prepare(sample)
+        except Exception as error:
+            raise with_location(
+                error, f"sample {chunk.start + offset} of the stream", "could not be prepared"
+            ) from error
+
+
+def read_stream(reader: StreamReader, num_workers: int) -> Generator[StreamBatch]:
+    """Yield the batches of *reader*, read by one worker process, or in this one if *num_workers* is 0.
+
+    Several workers would each read the whole stream. Reading in this process advances its random
+    generators; :func:`isolated_rng` restores them. Raises :class:`AutomodelError` for a sample that cannot be read.
+    """
+    items = run_workers(reader, 1) if num_workers else iter(reader)
+    with closing(items):
+        for item in items:
+            if isinstance(item, Failure):
+                raise item.error
+            yield item
+
+
+def restores_exactly(source: Any) -> bool:
+    """Whether the source can continue from its own state; otherwise, a resume reads and discards consumed samples.
+
+    A source with a shuffle buffer of ``datasets`` cannot: its state does not contain the buffered samples.
+    """
+    saves = callable(getattr(source, "state_dict", None))
+    loads = callable(getattr(source, "load_state_dict", None))
+    return saves and loads and not _has_shuffle_buffer(source)
+
+
+def shuffles(source: Any) -> bool:
+    """Whether the source has a method ``set_order(seed, epoch, shuffle=...)`` that defines its order."""
+    return callable(getattr(source, "set_order", None))
+
+
+def is_split_by_rank(source: Any) -> bool:
+    """Whether ``datasets.distributed.split_dataset_by_node`` was used on the source."""
+    return getattr(source, "_distributed", None) is not None
+
+
+def _has_shuffle_buffer(source: Any) -> bool:
+    if hasattr(source, "buffer_size"):
+        return True
+    # The names are private to datasets: a wrapper has one inner iterable, or several.
+    inner = getattr(source, "_ex_iterable", None) or getattr(source, "ex_iterable", None)
+    if inner is not None:
+        return _has_shuffle_buffer(inner)
+    several = getattr(source, "ex_iterables", None) or []
+    return any(map(_has_shuffle_buffer, several))

@@ -1,0 +1,170 @@
+"""Locate the assistant's text by rendering a conversation up to it, for a chat template without generation markers."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from automodel_ckpt.data.conversations.chat_renderer import MARK, ChatRenderer
+from automodel_ckpt.data.conversations.common_prefix import common_length
+from automodel_ckpt.data.conversations.messages import UnusableSample, calls_of
+
+METHOD = "rendering the conversation up to each assistant turn"
+
+
+class AnswerPrefixes(NamedTuple):
+    """The conversation up to the start of the assistant's text in a turn, and up to its end.
+
+    *is_rewritten*: the template writes the turns up to here in another way when no more messages follow.
+    """
+
+    before: str
+    after: str
+    is_rewritten: bool = False
+
+
+def answer_prefixes(
+    renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any, number: int, whole: str
+) -> AnswerPrefixes:
+    """Locate the assistant's text of turn *number* in *whole*, the text of the whole conversation.
+
+    Raises :class:`UnusableSample` if that is impossible.
+    """
+    if number == 0:
+        return _located(renderer, turns, tools, number, whole) or _raise_unknown_header()
+    try:
+        return _by_prefixes(renderer, turns, tools, number, whole)
+    except UnusableSample:
+        located = _located(renderer, turns, tools, number, whole)
+        if located is None:
+            raise
+        return located._replace(is_rewritten=True)
+
+
+def _raise_unknown_header() -> AnswerPrefixes:
+    raise UnusableSample(
+        "the first message is the assistant's, and its text cannot be found in what the chat template writes",
+        METHOD,
+        "begin the conversation with a user or system message",
+    )
+
+
+def _located(
+    renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any, number: int, whole: str
+) -> AnswerPrefixes | None:
+    """Locate the assistant's text of turn *number* by what changes in the text with another content of the turn.
+
+    Returns None if the template does not write the content once and unchanged before the end of the turn.
+    """
+    turn = turns[number]
+    if not isinstance(turn.get("content", ""), str):
+        return None
+    changed = [*turns[:number], turn | {"content": MARK}, *turns[number + 1 :]]
+    try:
+        before, mark, rest = renderer.text(changed, tools).partition(MARK)
+    except UnusableSample:
+        return None
+    if not mark or MARK in rest or not whole.startswith(before):
+        return None
+    if number + 1 == len(turns):
+        return AnswerPrefixes(before, whole)
+    end = renderer.end_of_turn
+    if calls_of(turn):
+        # A template may write other white space between the content and the calls if there is content.
+        end_of_text = whole.find(end.strip() or MARK, len(before))
+        end = end[len(end) - len(end.lstrip()) :]
+    else:
+        end_of_text = len(whole) - len(rest) if whole.endswith(rest) else -1
+    if end_of_text < len(before):
+        return None
+    return AnswerPrefixes(before, whole[: end_of_text + common_length(whole[end_of_text:], end)])
+
+
+def _by_prefixes(
+    renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any, number: int, whole: str
+) -> AnswerPrefixes:
+    """Render the conversation up to the start of the assistant's text in turn *number*, and up to its end.
+
+    Raises :class:`UnusableSample` if one of the returned texts is not a prefix of *whole*.
+    """
+    before = renderer.text(turns[:number], tools, add_generation_prompt=True)
+    if renderer.header and whole.startswith(before + renderer.header):
+        # Some templates write a header without a generation prompt, for example after a tool's result.
+        before += renderer.header
+    after = whole
+    if number + 1 < len(turns):
+        after = renderer.text(turns[: number + 1], tools)
+    end = getattr(renderer.tokenizer, "eos_token", None) or ""
+    if not whole.startswith(after) and whole.startswith(after.removesuffix(end)):
+        # For example, Phi's template writes the end token after the conversation, not after each turn.
+        after = after.removesuffix(end)
+    if calls_of(turns[number]):
+        after = _without_header_of_tool(renderer, after, turns[: number + 1], tools)
+    _require_prefix(before, whole, number)
+    _require_prefix(after, whole, number + 1)
+    return AnswerPrefixes(before, after)
+
+
+def _without_header_of_tool(
+    renderer: ChatRenderer, text: str, turns: list[dict[str, Any]], tools: Any
+) -> str:
+    """Remove the header of a tool's result, or its beginning, from the end of *text*.
+
+    *text* is the rendered *turns*, whose last turn calls the tool.
+    """
+    header = _header_of_tool(renderer, turns, tools)
+    for length in range(len(header), 0, -1):
+        start = header[:length]
+        # What ends the assistant's turn keeps its label, even if a tool's header begins with it.
+        ends_turn = renderer.end_of_turn.startswith(start)
+        if text.endswith(start) and start.strip() and not ends_turn:
+            return text.removesuffix(start)
+    return text
+
+
+def _header_of_tool(renderer: ChatRenderer, turns: list[dict[str, Any]], tools: Any) -> str:
+    """Find the header that the template writes before each result of the tool that the last of *turns* calls."""
+    called = calls_of(turns[-1])[0]
+    calls = turns[-1].get("tool_calls") or [{}]
+    call_id = calls[0].get("id", "probe0000")
+    result = {"role": "tool", "name": called.get("name"), "tool_call_id": call_id}
+    first = "first probe"
+    second = "second probe"
+    results = [result | {"content": first}, result | {"content": second}]
+    text = ""
+    with suppress(UnusableSample):
+        text = renderer.text([*turns, *results], tools)
+    if first not in text or second not in text:
+        return ""
+    before_first, _, rest = text.partition(first)
+    before_second, _, _ = rest.partition(second)
+    return _common_end(renderer, before_first, before_second)
+
+
+def _common_end(renderer: ChatRenderer, first: str, second: str) -> str:
+    """Find the longest common suffix of both texts that consists of special tokens and the texts between them."""
+    tokenizer = getattr(renderer.tokenizer, "tokenizer", renderer.tokenizer)  # that of a processor
+    added = tokenizer.get_added_vocab()
+    if not added:
+        return ""
+    longest_first = sorted(added, key=len, reverse=True)
+    # re takes the first alternative that matches: a longer token precedes its own beginning.
+    pattern = "|".join(re.escape(token) for token in longest_first)
+    parts = re.split(f"({pattern})", first)[::-1]
+    others = re.split(f"({pattern})", second)[::-1]
+    common = parts[: common_length(parts, others)]
+    return "".join(reversed(common))
+
+
+def _require_prefix(text: str, whole: str, num_messages: int) -> None:
+    """Raise :class:`UnusableSample` unless *text*, the first messages of a conversation, begins the *whole* text."""
+    if whole.startswith(text):
+        return
+    same = common_length(text, whole)
+    raise UnusableSample(
+        f"the chat template writes the first {num_messages} messages differently when more messages follow, so the "
+        "assistant's tokens cannot be located",
+        f"{text[same : same + 40]!r} becomes {whole[same : same + 40]!r}",
+        "set dataset.chat_template to a template with {% generation %} markers, or dataset.learn last",
+    )

@@ -1,0 +1,231 @@
+"""Render conversations with a chat template, and find out how the template writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from automodel_ckpt.base.bounded_templates import bound_chat_templates
+from automodel_ckpt.data.conversations.messages import UnusableSample, as_rendered
+from automodel_ckpt.data.samples.fast_encoding import encode_one
+from automodel_ckpt.errors import RecipeError
+
+Span = tuple[int, int]
+"""The first character of a part of a text, and the one after the last."""
+MARK = "__shown__"
+"""A text that no conversation contains. Its presence in the output shows that the template wrote it."""
+_WATCHED = "{% macro strftime_now(form) %}" + MARK + "{% endmacro %}"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Noncharacters of Unicode around a text that must not become a control token."""
+_AS_TEXT = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}")
+_LIKE_TOKEN = re.compile(r"<[^<>\s]{1,60}>|\[[A-Za-z_/]{2,40}\]")
+_QUESTION = [{"role": "user", "content": "probe"}]
+
+
+@dataclass(frozen=True)
+class ChatRenderer:
+    """Renders conversations with a chat template. A conversation is a list of messages from :func:`turns_of`.
+
+    *tokenizer* may be a processor. *variables* are those of ``dataset.template_kwargs``. Methods raise
+    :class:`UnusableSample` if the template cannot render a conversation.
+    """
+
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    template: str = field(repr=False)
+    variables: dict[str, Any]
+    encodes_as_text: bool = False
+    """Whether special tokens in the text of messages are encoded as text."""
+
+    def text(self, turns: list[dict[str, Any]], tools: Any = None, **options: Any) -> str:
+        """Render a conversation as text with its special tokens. *options* are those of ``apply_chat_template``."""
+        apply: Any = self.tokenizer.apply_chat_template
+        rendered = [as_rendered(turn) for turn in turns]
+        with _reporting_errors():
+            text = apply(
+                rendered,
+                tools=tools,
+                chat_template=self.template,
+                tokenize=False,
+                **options,
+                **self.variables,
+            )
+        return str(text)
+
+    def can_render(self, turns: list[dict[str, Any]]) -> bool:
+        """Whether the template renders a conversation without an error."""
+        try:
+            self.text(turns)
+        except UnusableSample:
+            return False
+        return True
+
+    def text_with_marks(self, turns: list[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+        """Render a conversation. Returns the text and all spans inside the template's generation markers."""
+        render: Any = render_jinja_template
+        rendered = [as_rendered(turn) for turn in turns]
+        variables = {**self.special_tokens, **self.variables}
+        with _reporting_errors():
+            texts, marks = render(
+                conversations=[rendered],
+                tools=tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **variables,
+            )
+        return texts[0], [(start, end) for start, end in marks[0]]
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a rendered text."""
+        # The template has written the special tokens: the tokenizer must not add them again.
+        if not self.encodes_as_text:
+            return encode_one(self.tokenizer, text)
+        return self.encode_with_offsets(text, with_offsets=False)[0]
+
+    def encode_with_offsets(
+        self, text: str, *, with_offsets: bool = True
+    ) -> tuple[list[int], list[Span]]:
+        """Tokenize a rendered text. Returns the tokens and their characters, if *with_offsets*.
+
+        What is between :data:`BEGIN` and :data:`END` is encoded as text. Raises NotImplementedError if the tokenizer
+        does not know the characters of its tokens.
+        """
+        pieces = _AS_TEXT.split(text) if self.encodes_as_text else [text]
+        tokens: list[int] = []
+        spans: list[Span] = []
+        position = 0
+        for number, piece in enumerate(pieces):
+            is_text = number % 2 == 1
+            position += is_text  # the mark before it
+            encode: Any = self.tokenizer
+            options = {"split_special_tokens": True} if is_text else {}
+            encoded = encode(
+                piece.replace(BEGIN, "").replace(END, "") if self.encodes_as_text else piece,
+                add_special_tokens=False,
+                return_offsets_mapping=with_offsets,
+                verbose=False,
+                **options,
+            )
+            tokens += encoded["input_ids"]
+            for start, end in encoded["offset_mapping"] if with_offsets else ():
+                spans.append((position + start, position + end))
+            position += len(piece) + is_text
+        return tokens, spans
+
+    @cached_property
+    def control_tokens(self) -> frozenset[str]:
+        """The special tokens of the tokenizer."""
+        inner: Any = getattr(self.tokenizer, "tokenizer", self.tokenizer)  # that of a processor
+        added = inner.added_tokens_decoder.values()
+        return frozenset(token.content for token in added if token.special)
+
+    @cached_property
+    def token_pattern(self) -> re.Pattern[str]:
+        """A pattern that finds special tokens, and other text like them, faster than all special tokens would."""
+        others = [token for token in self.control_tokens if not _LIKE_TOKEN.fullmatch(token)]
+        longest_first = sorted(filter(str.strip, others), key=len, reverse=True)
+        return re.compile("|".join([*map(re.escape, longest_first), _LIKE_TOKEN.pattern]))
+
+    @property
+    def special_tokens(self) -> dict[str, Any]:
+        """The special tokens by name, which templates read as variables."""
+        return dict(self.tokenizer.special_tokens_map)
+
+    @property
+    def has_markers(self) -> bool:
+        """Whether the template itself marks the assistant's text."""
+        return _GENERATION.search(self.template) is not None
+
+    @property
+    def writes_the_date(self) -> bool:
+        """Whether the template writes the current time, so that samples depend on it."""
+        if "strftime_now" not in self.template:
+            return False
+        # A macro takes precedence over the function of this name that transformers provides.
+        watched = replace(self, template=_WATCHED + self.template)
+        with suppress(UnusableSample):
+            return MARK in watched.text(_QUESTION)
+        return False
+
+    # cached_property writes to __dict__: a frozen dataclass allows it, one with slots does not.
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template writes the text of a content that is a list of parts, rather than the list itself."""
+        parts = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
+        try:
+            text = self.text(parts)
+        except UnusableSample:
+            return False
+        writes_list = re.search(r"['\"]type['\"]", text) is not None
+        return "probe" in text and not writes_list
+
+    @cached_property
+    def needs_objects(self) -> bool:
+        """Whether the arguments of calls have to be objects: the template fails for JSON text, or puts it in quotes."""
+        try:
+            text = self.text(_calling('{"probe": 1}'))
+        except UnusableSample:
+            return self.can_render(_calling({"probe": 1}))
+        return '{\\"probe' in text
+
+    @cached_property
+    def header(self) -> str:
+        """The header that the template writes before the assistant's text: its generation prompt."""
+        with suppress(UnusableSample):
+            asked = self.text(_QUESTION)
+            prompted = self.text(_QUESTION, add_generation_prompt=True)
+            if prompted.startswith(asked):
+                return prompted.removeprefix(asked)
+        return ""
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """The text that the template writes after the assistant's text."""
+        answer = "answer of the probe"
+        with suppress(UnusableSample):
+            text = self.text([*_QUESTION, {"role": "assistant", "content": answer}])
+            _, _, end = text.partition(answer)
+            return end
+        return ""
+
+
+@contextmanager
+def _reporting_errors() -> Iterator[None]:
+    """Raise the template's errors as :class:`UnusableSample`, including exceeded limits of time and size.
+
+    A template that cannot be parsed raises :class:`RecipeError`: no sample is the cause.
+    """
+    bound_chat_templates()
+    try:
+        yield
+    except TemplateSyntaxError as error:
+        raise RecipeError(
+            "the chat template is not valid Jinja",
+            where="dataset.chat_template",
+            value=f"line {error.lineno}: {error.message}",
+            hint="correct the template; without the key, the tokenizer's template is used",
+        ) from error
+    except Exception as error:  # a template can raise anything, for example divide by zero
+        value = f"{type(error).__name__}: {error}"
+        hint = "correct the conversation, the template, or dataset.template_kwargs"
+        raise UnusableSample(
+            "the chat template cannot render this conversation", value, hint
+        ) from error
+
+
+def _calling(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
+    """Make a conversation with a tool call, to test how a template writes it."""
+    call = {
+        "id": "probe0000",
+        "type": "function",
+        "function": {"name": "probe", "arguments": arguments},
+    }
+    return [*_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]

@@ -1,0 +1,361 @@
+"""Tokenize conversations with a chat template, with labels on the assistant's turns.
+
+The template's ``{% generation %}`` markers determine which tokens are the assistant's. Without markers, they are
+located by rendering the conversation up to each assistant turn, with and without the turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from automodel_ckpt.data.conversations.answer_prefixes import METHOD, answer_prefixes
+from automodel_ckpt.data.conversations.chat_renderer import MARK, ChatRenderer, Span
+from automodel_ckpt.data.conversations.common_prefix import common_length
+from automodel_ckpt.data.conversations.content_parts import CHECKED_ROLES, check_types, parts_of
+from automodel_ckpt.data.conversations.conversation_notes import (
+    REWRITTEN,
+    leaves_out_end,
+    notes_of,
+    warn_once,
+    with_control_tokens_marked,
+)
+from automodel_ckpt.data.conversations.marked_answers import marked_answers
+from automodel_ckpt.data.conversations.messages import (
+    UnusableSample,
+    calls_of,
+    is_trained_on,
+    parsed,
+    with_functions,
+)
+from automodel_ckpt.data.conversations.reasoning_spans import reasoning_spans
+from automodel_ckpt.data.conversations.training_templates import model_of
+from automodel_ckpt.data.samples.tokenized import TokenizedSample
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Turns a conversation into tokens and labels. Raises :class:`UnusableSample`.
+
+    With *last_only*, only the last turn of the assistant has labels; with *mask_reasoning*, reasoning has none. If
+    *max_tokens* is set, the oldest exchanges of a longer conversation are removed.
+    """
+
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    template: str = field(repr=False)
+    variables: dict[str, Any]
+    last_only: bool
+    mask_reasoning: bool = False
+    max_tokens: int | None = None
+    special_tokens_as_text: bool = False
+
+    @property
+    def method(self) -> str:
+        """A description of how the assistant's tokens are located, for the log."""
+        model = model_of(self.template)
+        if model is not None:
+            return (
+                f"the generation markers of the training template for {model}, which replaces the tokenizer's "
+                "(dataset.chat_template original keeps that one)"
+            )
+        if self.renderer.has_markers:
+            return "the template's generation markers"
+        return METHOD
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Everything that the samples depend on besides the tokenizer."""
+        key: tuple[object, ...] = (self.template, sorted(self.variables.items()), self.last_only)
+        # Options are added if they are set, so that the keys of samples that do not need them stay the same.
+        if self.mask_reasoning:
+            key += ("mask_reasoning",)
+        if self.max_tokens is not None:
+            key += ("max_tokens", self.max_tokens)
+        if self.special_tokens_as_text:
+            key += ("special_tokens_as_text",)
+        if self._for_tools is not None:
+            key += ("tools", self._for_tools.template)
+        return key
+
+    @cached_property
+    def _for_tools(self) -> ChatTemplate | None:
+        """The same with the template ``tool_use`` of a tokenizer with several, as in transformers; None without one."""
+        named: Any = getattr(self.tokenizer, "chat_template", None)
+        if not isinstance(named, dict) or self.template != named.get("default"):
+            return None
+        for_tools = named.get("tool_use")
+        return None if for_tools is None else replace(self, template=for_tools)
+
+    # cached_property writes to __dict__: a frozen dataclass allows it, one with slots does not.
+    @cached_property
+    def renderer(self) -> ChatRenderer:
+        """The template with the tokenizer and the variables that it gets."""
+        return ChatRenderer(
+            self.tokenizer, self.template, self.variables, self.special_tokens_as_text
+        )
+
+    def text(self, conversation: list[dict[str, Any]]) -> str:
+        """Render a conversation, a list of messages from :func:`turns_of`, as text with its special tokens.
+
+        Raises :class:`UnusableSample` if the template cannot render it.
+        """
+        turns = self._with_text_contents(conversation)
+        text = self.renderer.text(turns)
+        for note in notes_of(self.renderer, turns, text):
+            warn_once(note)
+        return text
+
+    def sample(self, conversation: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+        """Tokenize a conversation, a list of messages from :func:`turns_of`, with labels on the assistant's tokens.
+
+        Raises :class:`UnusableSample` if the template cannot render it or if no token has a label.
+        """
+        if self._for_tools is not None and parsed(tools):
+            return self._for_tools.sample(conversation, tools)
+        turns, offered = self.prepared(conversation, tools)
+        turns = self._fitting(turns, offered)
+        if self.special_tokens_as_text:
+            turns = [with_control_tokens_marked(self.renderer, turn) for turn in turns]
+        locate = self._by_markers if self.renderer.has_markers else self._by_prefixes
+        sample = locate(turns, offered)
+        labelled = sample.labelled
+        if self.last_only:
+            labelled = _last_run(labelled)
+        if self.mask_reasoning:
+            labelled = self._without_reasoning(turns, offered, sample.tokens, labelled)
+        # The first token is never predicted, so its label does not count.
+        if not any(labelled[1:]):
+            raise _no_labels(turns)
+        return sample._replace(labelled=labelled)
+
+    def prepared(
+        self, conversation: list[dict[str, Any]], tools: Any
+    ) -> tuple[list[dict[str, Any]], Any]:
+        """Return a conversation, a list of messages from :func:`turns_of`, and its tools as the template takes them.
+
+        Raises :class:`UnusableSample` if the template would omit the tools or a call of one.
+        """
+        turns = self._with_arguments(self._with_text_contents(conversation))
+        offered = self._offered(tools)
+        self._check_calls_rendered(turns, offered)
+        return turns, offered
+
+    def _fitting(self, turns: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+        """Remove the oldest exchanges until the rest has at most *max_tokens* tokens, or one exchange remains.
+
+        An exchange begins with a message of the user. System messages at the beginning remain.
+        """
+        if self.max_tokens is None or self._num_tokens(turns, tools) <= self.max_tokens:
+            return turns
+        is_system = [turn["role"] in ("system", "developer") for turn in turns]
+        num_system = (*is_system, False).index(False)
+        starts = [
+            number
+            for number, turn in enumerate(turns)
+            if number >= num_system and turn["role"] == "user"
+        ]
+        remaining = turns
+        for start in starts:
+            remaining = turns[:num_system] + turns[start:]
+            if self._num_tokens(remaining, tools) <= self.max_tokens:
+                break
+        return remaining
+
+    def _num_tokens(self, turns: list[dict[str, Any]], tools: Any) -> int:
+        return len(self.renderer.encode(self.renderer.text(turns, tools)))
+
+    def _without_reasoning(
+        self,
+        turns: list[dict[str, Any]],
+        tools: Any,
+        tokens: Sequence[int],
+        labelled: Sequence[bool],
+    ) -> list[bool]:
+        """Copy *labelled* without the tokens of the reasoning that the template writes, and of the tags around it."""
+        encode = self.renderer.encode
+        whole = self.renderer.text(turns, tools)
+        remaining = list(labelled)
+        for start, end in reasoning_spans(self.renderer, turns, tools, whole):
+            first = common_length(encode(whole[:start]), tokens)
+            last = common_length(encode(whole[:end]), tokens)
+            remaining[first:last] = [False] * (last - first)
+        return remaining
+
+    def _with_text_contents(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Replace lists of parts by their text, if the template supports only text.
+
+        Raises :class:`UnusableSample` for a part that the template would leave out.
+        """
+        converted = []
+        for turn in turns:
+            if isinstance(turn.get("content"), list):
+                turn = turn | {"content": self._content_of(turn)}
+            converted.append(turn)
+        return converted
+
+    def _content_of(self, turn: dict[str, Any]) -> Any:
+        """The content of a message, a list of parts, as the template supports it."""
+        if not self.renderer.takes_parts:
+            return _text_of(turn["content"])
+        if turn["role"] not in CHECKED_ROLES:
+            return turn["content"]
+        parts = parts_of(turn["content"])
+        check_types(parts, ("text",), self.template)
+        return parts
+
+    def _with_arguments(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Parse the arguments of calls that are JSON text, if the template requires objects."""
+        arguments = [call.get("arguments") for turn in turns for call in calls_of(turn)]
+        has_text = any(isinstance(each, str) for each in arguments)
+        if not has_text or not self.renderer.needs_objects:
+            return turns
+        return [with_functions(turn, _with_arguments_read) for turn in turns]
+
+    def _offered(self, tools: Any) -> Any:
+        """Return the *tools* of a sample, a list or its JSON text, for the template; None if there are none.
+
+        Raises :class:`UnusableSample` if the template does not write tools: the model would be trained to call what it
+        was never told of.
+        """
+        offered = parsed(tools) or None
+        if offered is not None and "tools" not in self.template:
+            raise UnusableSample(
+                "the chat template omits the tools of this conversation",
+                repr(offered)[:80],
+                "set dataset.chat_template to a template that writes tools, or remove them from the data",
+            )
+        return offered
+
+    def _check_calls_rendered(self, turns: list[dict[str, Any]], tools: Any) -> None:
+        """Raise :class:`UnusableSample` if the template omits a tool call.
+
+        Otherwise, the model would be trained to answer nothing in place of a call.
+        """
+        names = {str(call.get("name")) for turn in turns for call in calls_of(turn)}
+        if not names:
+            return
+        # A mark behind each name, because the name alone may occur elsewhere in the text.
+        marked = [with_functions(turn, _with_marked_name) for turn in turns]
+        text = self.renderer.text(marked, tools)
+        omitted = sorted(name for name in names if name + MARK not in text)
+        if omitted:
+            raise UnusableSample(
+                "the chat template omits the tool calls in this conversation",
+                ", ".join(omitted),
+                "set dataset.chat_template to a template that writes tool calls, or remove such conversations",
+            )
+
+    def _by_markers(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+        """Tokenize a conversation. The generation markers of the template determine the labels."""
+        # Not transformers' mask of assistant tokens: a character without a token throws it off.
+        text, labeled_spans = marked_answers(self.renderer, turns, tools)
+        try:
+            tokens, spans = self.renderer.encode_with_offsets(text)
+        except NotImplementedError as error:
+            raise UnusableSample(
+                "the chat template has generation markers, but the tokenizer cannot map tokens to characters",
+                type(self.tokenizer).__name__,
+                "use a fast tokenizer, or set dataset.chat_template to a template without generation markers",
+            ) from error
+        notes = [*notes_of(self.renderer, turns, text)]
+        if labeled_spans:
+            notes += leaves_out_end(self.renderer, text[labeled_spans[-1][1] :])
+        return TokenizedSample(tokens, _within(spans, labeled_spans), notes=tuple(notes))
+
+    def _by_prefixes(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+        """Tokenize a conversation. Rendering it up to each assistant turn determines the labels."""
+        encode = self.renderer.encode
+        whole = self.renderer.text(turns, tools)
+        tokens = encode(whole)
+        labelled = [False] * len(tokens)
+        notes = [*notes_of(self.renderer, turns, whole)]
+        for number in self.labeled_turns(turns):
+            # Borders are located in the tokens of the whole text: the text before a border,
+            # tokenized alone, may end in other tokens.
+            found = answer_prefixes(self.renderer, turns, tools, number, whole)
+            start = common_length(encode(found.before), tokens)
+            end = len(tokens)
+            if found.after != whole:
+                end = common_length(encode(found.after), tokens)
+            labelled[start:end] = [True] * (end - start)
+            if found.is_rewritten:
+                notes.append(REWRITTEN)
+        return TokenizedSample(tokens, labelled, notes=tuple(notes))
+
+    def labeled_turns(self, turns: list[dict[str, Any]]) -> list[int]:
+        """Return the numbers of the messages that get labels."""
+        numbers = [number for number, turn in enumerate(turns) if is_trained_on(turn)]
+        return numbers[-1:] if self.last_only else numbers
+
+
+def _no_labels(turns: list[dict[str, Any]]) -> UnusableSample:
+    hint = "remove it, or use the role assistant for the messages to train on"
+    if any(turn["role"] == "assistant" for turn in turns):
+        hint = "remove it: all of its assistant messages have weight 0"
+    if any(map(is_trained_on, turns)):
+        hint = "correct the chat template or its generation markers: they mark no assistant token"
+    roles = ", ".join(str(turn["role"]) for turn in turns)
+    return UnusableSample("this conversation has no assistant token to train on", roles, hint)
+
+
+def _with_marked_name(call: dict[str, Any]) -> dict[str, Any]:
+    return call | {"name": f"{call.get('name')}{MARK}"}
+
+
+def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:
+    """Parse the arguments of a call if they are JSON text; other calls are returned unchanged."""
+    try:
+        return call | {"arguments": json.loads(call["arguments"])}
+    except (KeyError, TypeError, ValueError):
+        return call
+
+
+def _text_of(content: Any) -> Any:
+    """Join the texts of a content that is a list of parts; other contents are returned unchanged.
+
+    Raises :class:`UnusableSample` for a part that is not text.
+    """
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            raise UnusableSample(
+                "a message has a part that is not text, but the chat template supports only text",
+                repr(part)[:80],
+                "remove the part; images require a vision-language model and automodel_ckpt.data.vlm.conversations",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _within(spans: Sequence[Span], labeled_spans: Sequence[Span]) -> list[bool]:
+    """Return for each of *spans* whether it overlaps one of *labeled_spans*. Both are in the order of the text."""
+    rest = list(reversed(labeled_spans))
+    overlaps = []
+    for start, end in spans:
+        while rest and rest[-1][1] <= start:
+            rest.pop()
+        if not rest:
+            overlaps.append(False)
+            continue
+        labeled_start, labeled_end = rest[-1]
+        overlaps.append(max(start, labeled_start) < min(end, labeled_end))
+    return overlaps
+
+
+def _last_run(labelled: Sequence[bool]) -> list[bool]:
+    """Copy *labelled* with only its last uninterrupted run of True."""
+    end = len(labelled)
+    while end > 0 and not labelled[end - 1]:
+        end -= 1
+    start = end
+    while start > 0 and labelled[start - 1]:
+        start -= 1
+    return [start <= number < end for number in range(len(labelled))]

@@ -1,0 +1,273 @@
+"""Parse and check the messages of a conversation: ``{"role", "content", ...}``, or ShareGPT's ``{"from", "value"}``.
+
+An optional ``weight`` follows OpenAI's format: an assistant message with weight 0 gets no labels. Other programs have
+other keys for it, which are read as a weight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from automodel_ckpt.data.conversations.tool_turns import CALL, RESULT, InvalidCall, with_tool_calls
+
+_WEIGHT = "weight"
+_TRAINS = ("train", "training", "trainable", "loss", "train_on_turn")
+"""Keys of other programs for whether a message gets labels: true or false."""
+_UNCLEAR = ("mask", "masked", "loss_mask", "loss_weight", "train_detail", "training_detail")
+"""Keys that exclude messages from training, or parts of them, by values that differ between programs."""
+_TEXTS = ("value", "text")
+"""Keys for the content of a message that has no ``content``."""
+_SHAREGPT = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function_call": CALL,
+    "tool_call": CALL,
+    "observation": RESULT,
+    "tool_response": RESULT,
+}
+"""ShareGPT's speaker -> role."""
+ROLES = ("user", "assistant", "system", "developer", "tool", "function", "ipython")
+"""The roles of usual chat templates."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message for the reasoning before an answer. Chat templates read one of them."""
+CONTENTS = ("content", "tool_calls", "function_call", *REASONING)
+"""Keys of what a message says."""
+KEYS = ("role", "name", "tool_call_id", _WEIGHT, *CONTENTS)
+"""The keys of a message that this module or most chat templates read."""
+
+
+class UnusableSample(Exception):
+    """A conversation cannot be used as a sample. *hint* states what to change; the caller adds the location."""
+
+    def __init__(self, what: str, value: object, hint: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.value = value
+        self.hint = hint
+
+
+def turns_of(conversation: Any) -> list[dict[str, Any]]:
+    """Return the messages of a conversation, or of its JSON text. Raises :class:`UnusableSample` if it is not one."""
+    given = parsed(conversation)
+    turns = []
+    if isinstance(given, list):
+        turns = [_usual(turn) for turn in given]
+        turns = _with_tool_calls(turns)
+    are_messages = all(isinstance(turn, dict) and "role" in turn for turn in turns)
+    if not turns or not are_messages:
+        raise UnusableSample(
+            "this is not a conversation",
+            repr(conversation)[:80],
+            'a conversation is [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
+        )
+    for turn in turns:
+        _require_content(turn)
+        _require_weight(turn)
+    return turns
+
+
+def _with_tool_calls(turns: list[Any]) -> list[Any]:
+    try:
+        return with_tool_calls(turns)
+    except InvalidCall as error:
+        raise UnusableSample(str(error), repr(turns)[:80], error.hint) from error
+
+
+def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:
+    """Join two lists of messages to one conversation with labels only on the assistant messages of *completion*.
+
+    Raises :class:`UnusableSample` if one of them is not a list, or if one answer is divided between them.
+    """
+    _require_lists(prompt, completion)
+    before = [_usual(turn) for turn in prompt]
+    after = [_usual(turn) for turn in completion]
+    if len(after) > len(before) and after[: len(before)] == before:
+        # The completion is the whole conversation.
+        after = after[len(before) :]
+    if _is_assistant(before[-1:]) and _is_assistant(after[:1]):
+        raise UnusableSample(
+            "the completion continues the assistant's message in the prompt",
+            repr(before[-1])[:80],
+            "move the whole message into the completion",
+        )
+    turns = []
+    for turn in before:
+        turns.append(turn | {_WEIGHT: 0} if isinstance(turn, dict) else turn)
+    return turns_of(turns + after)
+
+
+def _require_lists(prompt: Any, completion: Any) -> None:
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return
+    invalid, other, value = "completion", "prompt", completion
+    if isinstance(completion, list):
+        invalid, other, value = "prompt", "completion", prompt
+    raise UnusableSample(
+        f"the {invalid} is not a list of messages, but the {other} is",
+        repr(value)[:80],
+        "provide both as lists of messages, or both as text",
+    )
+
+
+def _is_assistant(turns: list[Any]) -> bool:
+    """Whether *turns* is one message of the assistant."""
+    return len(turns) == 1 and isinstance(turns[0], dict) and turns[0].get("role") == "assistant"
+
+
+def is_trained_on(turn: Mapping[str, Any]) -> bool:
+    """Whether a message gets labels: it is the assistant's and its weight is not 0."""
+    return turn["role"] == "assistant" and turn.get(_WEIGHT) != 0
+
+
+def is_empty(turn: Mapping[str, Any]) -> bool:
+    """Whether a message gets labels but has neither text nor calls."""
+    others = turn.keys() - {"role", "name", "content", _WEIGHT}
+    content = turn.get("content")
+    return is_trained_on(turn) and not others and isinstance(content, str) and not content.strip()
+
+
+def as_rendered(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a message for the chat template, without its weight."""
+    return {key: value for key, value in turn.items() if key != _WEIGHT}
+
+
+def parsed(value: Any) -> Any:
+    """Parse *value* if it is JSON text. Raises :class:`UnusableSample` for text that is not JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise UnusableSample("this is not JSON", value[:80], "correct this sample") from error
+
+
+def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """List the functions, with name and arguments, that a message calls, in any of the formats for calls."""
+    calls = [turn.get("function_call"), *(turn.get("tool_calls") or [])]
+    functions = []
+    for call in calls:
+        if isinstance(call, dict):
+            functions.append(call.get("function") or call)
+    return functions
+
+
+def with_functions(
+    turn: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Copy a message, with each function call replaced by *change*."""
+    changed = dict(turn)
+    if isinstance(turn.get("function_call"), dict):
+        changed["function_call"] = change(turn["function_call"])
+    if isinstance(turn.get("tool_calls"), list):
+        changed["tool_calls"] = [_changed(call, change) for call in turn["tool_calls"]]
+    return changed
+
+
+def _changed(call: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return call | {"function": change(call["function"])}
+    return change(call)
+
+
+def _usual(turn: Any) -> Any:
+    """Convert a message to the usual keys and roles. A value that is not a message is returned unchanged.
+
+    Null values mean that a key is missing, as in transformers.
+    """
+    if not isinstance(turn, dict):
+        return turn
+    # Only the keys of the message: a null in the arguments of a call is a value.
+    turn = {key: value for key, value in turn.items() if value is not None}
+    if "role" not in turn and "from" in turn:
+        speaker = turn.pop("from")
+        if speaker not in _SHAREGPT:
+            raise UnusableSample(
+                "unknown speaker of a message",
+                f"from: {speaker!r}",
+                f"use one of {', '.join(_SHAREGPT)}; or write the conversation with role and content",
+            )
+        turn = {"role": speaker, **turn}
+    role = turn.get("role")
+    if isinstance(role, str):
+        turn["role"] = _SHAREGPT.get(role, role)
+    found = next((key for key in _TEXTS if key in turn), None)
+    if found is not None and turn.keys().isdisjoint(("content", "tool_calls", "function_call")):
+        turn["content"] = turn.pop(found)
+    return _weighted(turn)
+
+
+def _weighted(turn: dict[str, Any]) -> dict[str, Any]:
+    """Replace the keys of other programs that exclude a message from training by a weight."""
+    unclear = next((key for key in _UNCLEAR if key in turn), None)
+    if unclear is not None:
+        raise UnusableSample(
+            "a message has a key whose meaning differs between programs",
+            f"{unclear}: {turn[unclear]!r}"[:80],
+            "use weight 0 for assistant messages to exclude from training, and remove this key",
+        )
+    for key in _TRAINS:
+        if key not in turn:
+            continue
+        value = turn.pop(key)
+        if value not in (0, 1):
+            raise UnusableSample(
+                "a message's key for training is neither true nor false",
+                f"{key}: {value!r}"[:80],
+                "use false for assistant messages to exclude from training",
+            )
+        if turn.setdefault(_WEIGHT, int(value)) != value:
+            raise UnusableSample(
+                "a message's weight and its key for training differ",
+                f"{_WEIGHT}: {turn[_WEIGHT]!r}, {key}: {value!r}",
+                "remove one of them",
+            )
+    return turn
+
+
+def _require_content(turn: dict[str, Any]) -> None:
+    # Templates write nothing for such a message, or the word None, which the model would be trained on.
+    if turn.keys().isdisjoint((*CONTENTS, "tool_call_id")):
+        raise UnusableSample(
+            "a message has no content",
+            repr(turn)[:80],
+            "add content or tool_calls, or remove the message",
+        )
+    content = turn.get("content", "")
+    if not isinstance(content, str | list) and turn["role"] in ("system", "user", "assistant"):
+        hint = 'use text, or a list of parts such as {"type": "text", "text": "..."}'
+        raise UnusableSample(
+            "a message's content is neither text nor a list of parts", repr(content)[:80], hint
+        )
+
+
+def _require_weight(turn: dict[str, Any]) -> None:
+    weight = turn.get(_WEIGHT, 0)
+    if weight not in (0, 1):
+        raise UnusableSample(
+            "a message's weight is neither 0 nor 1",
+            f"{_WEIGHT}: {weight!r}",
+            "use 0 for assistant messages to exclude from training, 1 (or no weight) for the others",
+        )
+    if weight and turn["role"] != "assistant":
+        raise UnusableSample(
+            "a message that is not the assistant's has a weight",
+            f"role: {turn['role']}",
+            "remove the weight or set it to 0: only assistant messages are trained on",
+        )
+
+
+def without_nulls(value: Any) -> Any:
+    """Copy *value* without nulls: typed tables such as Parquet contain them for keys that only other rows have."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value

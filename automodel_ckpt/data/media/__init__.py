@@ -1,0 +1,1 @@
+"""Images and sound beside text."""

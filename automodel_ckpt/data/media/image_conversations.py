@@ -1,0 +1,487 @@
+"""Conversations with images or audio, rendered by the processor's chat template with a placeholder for each of them.
+
+The assistant's text is located in the rendered text. The processor converts the texts, images and audio of a
+micro-batch to tensors (:mod:`.image_collate`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.data.conversations.answer_prefixes import answer_prefixes
+from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
+from automodel_ckpt.data.conversations.chat_template import ChatTemplate
+from automodel_ckpt.data.conversations.content_parts import (
+    CHECKED_ROLES,
+    check_types,
+    parts_of,
+    with_normal_media,
+)
+from automodel_ckpt.data.conversations.conversation_notes import notes_of, warn_once
+from automodel_ckpt.data.conversations.marked_answers import marked_answers
+from automodel_ckpt.data.conversations.messages import UnusableSample, as_rendered, turns_of
+from automodel_ckpt.data.conversations.template_choice import CHOICES, read_template
+from automodel_ckpt.data.conversations.training_templates import select_template
+from automodel_ckpt.data.media.audio_files import Samples, open_audio
+from automodel_ckpt.data.media.images import open_image, pillow
+from automodel_ckpt.data.media.media import (
+    AUDIO,
+    IMAGE,
+    MEDIA,
+    Media,
+    media_of,
+    placeholders_of,
+    sampling_rate_of,
+)
+from automodel_ckpt.data.rows.arguments import at_most, require_choice
+from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ImageText:
+    """A conversation as text with a placeholder for each of its *images*, which are Pillow images, and *audios*.
+
+    *where* is the location of the sample, for error messages. A sample of more than *seq_length* tokens (None: no
+    limit) is rejected (*truncation* ``error``), truncated (``right``) or skipped (``skip``).
+    """
+
+    text: str = field(repr=False)
+    images: list[Any] = field(repr=False)
+    labeled_spans: list[tuple[int, int]]
+    """The (start, end) characters of the assistant's text."""
+    where: str = "a sample"
+    seq_length: int | None = None
+    truncation: str = "error"
+    audios: list[Samples] = field(default_factory=list, repr=False)
+    """Samples of one channel at the sampling rate of the processor."""
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """How rows become samples: the arguments that all builders of conversations with images have.
+
+    Raises :class:`RecipeError` for an unknown choice.
+    """
+
+    seq_length: int | None = 2048
+    truncation: str = "error"
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    learn: str = "all"
+    answer_prefix: str = ""
+    image_marker: str | None = None
+    """Text in a message that marks the place of an image; None: there is none."""
+    audio_marker: str | None = None
+    """Text in a message that marks the place of an audio; None: there is none."""
+
+    def __post_init__(self) -> None:
+        require_choice("learn", self.learn, ("all", "last"))
+        require_choice("truncation", self.truncation, ("error", "right", "skip"))
+
+    def template(self, processor: Any) -> ImageChatTemplate:
+        """Return the chat template for a processor. Raises :class:`RecipeError` if there is none."""
+        return ImageChatTemplate(
+            processor,
+            _template(processor, self.chat_template),
+            dict(self.template_kwargs),
+            self.learn == "last",
+            answer_prefix=self.answer_prefix,
+            image_marker=self.image_marker,
+            audio_marker=self.audio_marker,
+        )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The options that the number of tokens of a sample depends on, besides the template."""
+        return self.seq_length, self.truncation
+
+
+@dataclass(frozen=True)
+class RowContent:
+    """What a row contains: *messages*, *images* and *audios* for the entries that are empty, and *tools*."""
+
+    messages: Any
+    images: list[Any]
+    tools: Any = None
+    audios: list[Any] = field(default_factory=list)
+
+
+class ImageConversations:
+    """A map-style data set of :class:`ImageText`: a conversation of each row of *source*, at most *max_samples*.
+
+    *content_of* converts a row, whose fields include *fields*, to its messages and images; it raises
+    :class:`UnusableSample`. *key* identifies what it does. *media* are those that samples may have. *numbers* are the
+    rows that are used; None: all. Indexing raises :class:`RecipeError` for an unusable row.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        source: Source,
+        fields: Sequence[str],
+        content_of: Callable[[Mapping[str, Any]], RowContent],
+        options: ImageOptions,
+        *,
+        key: tuple[object, ...],
+        max_samples: int | None = None,
+        media: Media = frozenset([IMAGE]),
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        if IMAGE in media:
+            pillow()
+        self.media = media
+        self.numbers = numbers
+        self.source = source
+        self.content_of = content_of
+        self.options = options
+        self.template = options.template(processor)
+        self.key = key
+        source.require(fields)
+        num_rows = source.num_rows if numbers is None else len(numbers)
+        self.num_samples = at_most(max_samples, num_rows)
+        self.folder = source.folder
+        log.info("%s: the assistant's tokens are found by %s", source.path, self.template.method)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> ImageText:
+        # IndexError also ends an iteration over this class, which has no __iter__.
+        if not 0 <= index < self.num_samples:
+            raise IndexError(index)
+        number = index if self.numbers is None else int(self.numbers[index])
+        row = self.source.row(number)
+        try:
+            content = self.content_of(row)
+            return image_text(
+                self.template,
+                content.messages,
+                content.images,
+                self.folder,
+                content.tools,
+                given_audios=content.audios,
+                media=self.media,
+                where=f"sample {index} of {self.source.path}",
+                seq_length=self.options.seq_length,
+                truncation=self.options.truncation,
+            )
+        except UnusableSample as error:
+            where = f"sample {index} ({self.source.place(number)})"
+            raise RecipeError(
+                error.what, where=where, value=error.value, hint=error.hint
+            ) from error
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return a key that changes with the rows and with what is made of them; reads the source.
+
+        It does not change if an image file that a row names gets another content.
+        """
+        return (
+            self.source.fingerprint(),
+            self.num_samples,
+            *self.key,
+            *self.options.key,
+            *self.template.key,
+        )
+
+
+def image_text(
+    template: ImageChatTemplate,
+    conversation: Any,
+    images: Sequence[Any],
+    folder: Path = Path(),
+    tools: Any = None,
+    *,
+    given_audios: Sequence[Any] = (),
+    media: Media = frozenset([IMAGE]),
+    **options: Any,
+) -> ImageText:
+    """Make a sample of a *conversation*, and the *images* and *given_audios* for its empty entries.
+
+    Relative paths of files start at *folder*. *tools*, a list or its JSON text, are passed to the template. *media* are
+    those that a sample may have. *options* are further fields of :class:`ImageText`. Raises :class:`UnusableSample` if
+    the conversation has no assistant text, its images or audios do not match, or the template cannot write it.
+    """
+    given = [_with_parts(turn) for turn in turns_of(conversation)]
+    given = _with_marks(given, template.image_marker, IMAGE)
+    given = _with_marks(given, template.audio_marker, AUDIO)
+    turns, values = _assigned(given, list(images), IMAGE)
+    turns, audio_values = _assigned(turns, list(given_audios), AUDIO)
+    known = ("text", *(kind for kind in MEDIA if kind in media_of(template.tokenizer)))
+    for turn in turns:
+        if turn["role"] in CHECKED_ROLES:
+            check_types(turn["content"], known, template.template)
+    _check_media(media, values, audio_values)
+    _check_placeholders(turns, template.placeholders)
+    text, labeled_spans = template.render(turns, tools)
+    for note in notes_of(template.renderer, turns, text):
+        warn_once(note)
+    if not labeled_spans:
+        roles = ", ".join(str(turn["role"]) for turn in turns)
+        raise UnusableSample(
+            "this conversation has no assistant text to train on", roles, "remove it"
+        )
+    opened = [open_image(value, folder) for value in values]
+    audios = []
+    if audio_values:
+        rate = sampling_rate_of(template.tokenizer)
+        audios = [open_audio(value, folder, rate) for value in audio_values]
+    return ImageText(text, opened, labeled_spans, audios=audios, **options)
+
+
+def _check_media(media: Media, images: Sequence[Any], audios: Sequence[Any]) -> None:
+    """Raise :class:`UnusableSample` for media that the data set does not announce: see :class:`ImageConversations`.
+
+    Each rank has to run the same towers for each micro-batch, also for one that has none of their inputs.
+    """
+    for kind, values in ((IMAGE, images), (AUDIO, audios)):
+        if values and kind not in media:
+            wanted = ", ".join(each for each in MEDIA if each in {*media, kind})
+            raise UnusableSample(
+                f"a conversation has an {kind}, which this data set does not announce",
+                f"media: {', '.join(sorted(media)) or 'none'}",
+                f"set dataset.media: [{wanted}], or [{kind}] if all samples have nothing else",
+            )
+
+
+@dataclass(frozen=True)
+class ProcessorRenderer(ChatRenderer):
+    """Renders conversations with a processor's chat template: :attr:`tokenizer` is the processor."""
+
+    @property
+    def special_tokens(self) -> dict[str, Any]:
+        """The special tokens by name, which templates read as variables."""
+        processor: Any = self.tokenizer
+        return dict(processor.tokenizer.special_tokens_map)
+
+
+@dataclass(frozen=True)
+class ImageChatTemplate(ChatTemplate):
+    """A processor's chat template: :attr:`tokenizer` is the processor."""
+
+    answer_prefix: str = ""
+    """Text to insert before each assistant text, without labels."""
+    image_marker: str | None = None
+    """Text in a message that marks the place of an image; None: there is none."""
+    audio_marker: str | None = None
+    """Text in a message that marks the place of an audio; None: there is none."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Everything that the samples depend on besides the processor."""
+        key = (*super().key, self.answer_prefix, self.image_marker)
+        # Added only if it is set, so that the keys of data without audio stay the same.
+        return key if self.audio_marker is None else (*key, self.audio_marker)
+
+    @cached_property
+    def renderer(self) -> ChatRenderer:
+        """The template with the processor and the variables that it gets."""
+        return ProcessorRenderer(self.tokenizer, self.template, self.variables)
+
+    @property
+    def placeholders(self) -> set[str]:
+        """The texts that the processor replaces by an image or an audio."""
+        found = set(placeholders_of(self.tokenizer).values())
+        token = getattr(self.tokenizer, "boi_token", None)
+        if isinstance(token, str) and token:
+            found.add(token)
+        return found
+
+    def render(
+        self, turns: list[dict[str, Any]], tools: Any = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Render a conversation and the *tools* that are offered in it, a list or its JSON text.
+
+        Returns the text and the (start, end) characters of the assistant's text in it.
+        """
+        turns = self._with_arguments(turns)
+        offered = self._offered(tools)
+        self._check_calls_rendered(turns, offered)
+        if not self.takes_parts:
+            turns = [self._as_text(turn) for turn in turns]
+        text, labeled_spans = self._located(turns, offered)
+        if not self.answer_prefix:
+            return text, labeled_spans
+        unweighted = [as_rendered(turn) for turn in turns]
+        _, spans = replace(self, last_only=False)._located(unweighted, offered)
+        return _with_prefix(self.answer_prefix, text, spans, labeled_spans)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template writes the entries of a content that is a list, rather than the list as it is."""
+        kind = IMAGE if IMAGE in media_of(self.tokenizer) else AUDIO
+        entries = [{"type": kind}, {"type": "text", "text": "probe"}]
+        try:
+            text = self.renderer.text([{"role": "user", "content": entries}])
+        except UnusableSample:
+            return not self.renderer.can_render([{"role": "user", "content": "probe"}])
+        return re.search(r"['\"]type['\"]", text) is None
+
+    def _located(
+        self, turns: list[dict[str, Any]], tools: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Render a conversation and locate the assistant's text that gets labels."""
+        if self.renderer.has_markers:
+            text, spans = marked_answers(self.renderer, turns, tools)
+            if self.last_only:
+                spans = spans[-1:]
+            return text, spans
+        whole = self.renderer.text(turns, tools)
+        spans = []
+        for number in self.labeled_turns(turns):
+            found = answer_prefixes(self.renderer, turns, tools, number, whole)
+            spans.append((len(found.before), len(found.after)))
+        return whole, spans
+
+    def _as_text(self, turn: dict[str, Any]) -> dict[str, Any]:
+        """Copy a message with its content as text, for a template that supports only text."""
+        placeholders = placeholders_of(self.tokenizer)
+        texts = []
+        for part in turn["content"]:
+            kind = part.get("type")
+            if kind not in MEDIA:
+                texts.append(str(part.get("text", "")))
+                continue
+            if kind not in placeholders:
+                raise UnusableSample(
+                    f"the chat template supports only text, and the processor has no {kind}_token for {kind} parts",
+                    type(self.tokenizer).__name__,
+                    f"set dataset.chat_template to a template that writes {kind} entries",
+                )
+            texts.append(placeholders[kind])
+        return turn | {"content": "".join(texts)}
+
+
+def _with_prefix(
+    prefix: str,
+    text: str,
+    spans: Sequence[tuple[int, int]],
+    labeled_spans: Sequence[tuple[int, int]],
+) -> tuple[str, list[tuple[int, int]]]:
+    """Insert *prefix* into *text* at the start of each of *spans*; returns the text and the moved *labeled_spans*."""
+    starts = sorted(start for start, _ in spans)
+    pieces = []
+    previous = 0
+    for start in starts:
+        pieces += [text[previous:start], prefix]
+        previous = start
+    pieces.append(text[previous:])
+    moved = []
+    for start, end in labeled_spans:
+        # A prefix at the start of a span lies before it; one at its end belongs to the next span.
+        before_start = bisect.bisect_right(starts, start)
+        before_end = bisect.bisect_left(starts, end)
+        moved.append((start + before_start * len(prefix), end + before_end * len(prefix)))
+    return "".join(pieces), moved
+
+
+def _template(processor: Any, given: str | None) -> str:
+    if given not in CHOICES:
+        return read_template(str(given))
+    own = getattr(processor, "chat_template", None) or getattr(
+        processor.tokenizer, "chat_template", None
+    )
+    if isinstance(own, dict):
+        own = own.get("default")
+    if not isinstance(own, str):
+        raise RecipeError(
+            "the processor has no chat template",
+            where="dataset.chat_template",
+            value=type(processor).__name__,
+            hint="set a template or the path of a template file; processors of instruct models come with one",
+        )
+    return select_template(own, given)
+
+
+def _with_marks(turns: list[dict[str, Any]], marker: str | None, kind: str) -> list[dict[str, Any]]:
+    """Replace each *marker* in the users' text by an empty entry of a *kind*; LLaVA's data mark images this way."""
+    if not marker:
+        return turns
+    return [_split_at(turn, marker, kind) for turn in turns]
+
+
+def _split_at(turn: dict[str, Any], marker: str, kind: str) -> dict[str, Any]:
+    parts = []
+    for part in turn["content"]:
+        text = str(part.get("text", ""))
+        if turn["role"] != "user" or marker not in text:
+            parts.append(part)
+            continue
+        for number, piece in enumerate(text.split(marker)):
+            if number:
+                parts.append({"type": kind})
+            if piece.strip():
+                parts.append({"type": "text", "text": piece.strip()})
+    return {**turn, "content": parts}
+
+
+def _assigned(
+    turns: list[dict[str, Any]], given: list[Any], kind: str
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Assign values to the entries of a *kind*. Returns turns with empty entries, and the values in their order.
+
+    Raises :class:`UnusableSample` if the number of *given* values does not match the empty entries.
+    """
+    turns = [dict(turn) for turn in turns]
+    entries = []
+    for turn in turns:
+        entries += [part for part in turn["content"] if part.get("type") == kind]
+    if given and not entries:
+        entries = [{"type": kind} for _ in given]
+        of_user = [turn for turn in turns if turn["role"] == "user"]
+        first = of_user[0] if of_user else turns[0]
+        first["content"] = [*entries, *first["content"]]
+    inline = [entry.get(kind) for entry in entries]
+    num_empty = sum(value is None for value in inline)
+    if num_empty != len(given):
+        num_entries = "1 entry" if num_empty == 1 else f"{num_empty} entries"
+        raise UnusableSample(
+            f"the number of {kind}s does not match the number of {kind} entries",
+            f"{num_entries} for {counted(len(given), kind)}",
+            f'provide one {kind} for each entry {{"type": "{kind}"}}, or remove these entries',
+        )
+    rest = iter(given)
+    values = [next(rest) if value is None else value for value in inline]
+    bare = [{**turn, "content": _without_inline(turn["content"], kind)} for turn in turns]
+    return bare, values
+
+
+def _without_inline(parts: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """Copy the *parts* of a content, with empty entries of a *kind*."""
+    return [{"type": kind} if part.get("type") == kind else part for part in parts]
+
+
+def _check_placeholders(turns: list[dict[str, Any]], placeholders: set[str]) -> None:
+    """Raise :class:`UnusableSample` if a text contains a placeholder, which the processor would replace."""
+    for placeholder in sorted(placeholders):
+        for turn in turns:
+            for part in turn["content"]:
+                if placeholder not in str(part.get("text", "")):
+                    continue
+                raise UnusableSample(
+                    "a message contains the processor's placeholder for an image or an audio",
+                    placeholder,
+                    "remove it: images and audio come first in their question; or write an entry such as "
+                    '{"type": "image"} where each belongs',
+                )
+
+
+def _with_parts(turn: dict[str, Any]) -> dict[str, Any]:
+    """Copy a message with its content as a list of parts."""
+    content = turn.get("content")
+    is_checked = turn["role"] in CHECKED_ROLES
+    if not is_checked and isinstance(content, list) and all(isinstance(e, dict) for e in content):
+        # The results of tools have the types that the template expects.
+        return {**turn, "content": with_normal_media(content)}
+    return {**turn, "content": parts_of(content)}

@@ -1,0 +1,299 @@
+"""Packs of conversations with images: samples that share a row, with the tensors of their images in the same order.
+
+The number of tokens of a sample is known only after its images are processed, so all samples are measured once before
+training. The result is cached. A micro-batch contains the samples of its packs, padded, and :data:`PACK_IDS`;
+:class:`ImageRowLayout` arranges them in rows where the model is available, because some models compute the positions
+of image tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from torch.utils.data import Dataset
+
+from automodel_ckpt.base.units import counted, counted_are
+from automodel_ckpt.data.batches.micro_batches import Failure
+from automodel_ckpt.data.batches.packing import (
+    IS_TOKEN,
+    PackedDataset,
+    check_has_length,
+    gathered,
+    tokens_of_rows,
+)
+from automodel_ckpt.data.batches.workers import run_workers
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.data.media.image_conversations import ImageText
+from automodel_ckpt.data.rows.cache import cached
+from automodel_ckpt.data.rows.files import digest
+from automodel_ckpt.errors import AutomodelError, RecipeError
+
+log = logging.getLogger(__name__)
+
+PACK_IDS = "pack_ids"
+"""Key of a tensor [samples] with the number of the row that each sample of a micro-batch belongs to."""
+_FORMAT = 2
+"""Part of the cache's keys. Increase it when the measured lengths of the same data change."""
+_LOG_EVERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class ImagePack:
+    """Samples that share a row, with the numbers of tokens that they had when they were measured."""
+
+    samples: list[ImageText]
+    lengths: list[int]
+
+
+class MeasuredImages:
+    """A data set of :class:`ImageText` whose numbers of tokens are known, without the samples that are skipped."""
+
+    def __init__(self, dataset: Any, lengths: npt.NDArray[np.int64]) -> None:
+        """*lengths* are those of all samples of *dataset*, 0 for samples that are skipped."""
+        self.dataset = dataset
+        self.numbers = np.flatnonzero(lengths)
+        self.lengths = lengths[self.numbers]
+        if not len(self.numbers):
+            raise RecipeError(
+                "no sample is left to pack",
+                where="dataset.truncation",
+                value=f"{counted_are(len(lengths), 'sample')} longer than dataset.seq_length",
+                hint="increase dataset.seq_length, or use smaller images",
+            )
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> ImageText:
+        sample: ImageText = self.dataset[int(self.numbers[index])]
+        return sample
+
+
+class PackedImages(PackedDataset):
+    """A map-style data set in which sample i is an :class:`ImagePack` of at most *size* tokens.
+
+    Raises :class:`RecipeError` for a sample of more than *size* tokens.
+    """
+
+    def __init__(self, dataset: MeasuredImages, size: int) -> None:
+        super().__init__(dataset, size)
+        self.lengths = dataset.lengths
+
+    def __getitem__(self, index: int) -> ImagePack:  # type: ignore[override]
+        numbers = self.packs[index]
+        samples = [self.dataset[number] for number in numbers]
+        return ImagePack(samples, [int(self.lengths[number]) for number in numbers])
+
+
+class PackCollator:
+    """Collates :class:`ImagePack` to the tensors of :class:`ImageTextCollator`, one row per sample, and PACK_IDS.
+
+    Raises :class:`RecipeError` if a sample no longer has the number of tokens that was measured.
+    """
+
+    def __init__(self, collate: ImageTextCollator) -> None:
+        self.collate = collate
+
+    def __call__(self, packs: Sequence[ImagePack]) -> dict[str, torch.Tensor]:
+        samples: list[ImageText] = []
+        lengths: list[int] = []
+        pack_ids: list[int] = []
+        for number, pack in enumerate(packs):
+            samples += pack.samples
+            lengths += pack.lengths
+            pack_ids += [number] * len(pack.samples)
+        batch = self.collate(samples)
+        found: list[int] = batch["attention_mask"].sum(1).tolist()
+        for sample, measured, length in zip(samples, lengths, found, strict=False):
+            if measured != length:
+                raise _changed(sample, measured, length)
+        if len(found) > len(samples):
+            # A blank image, which lets the vision tower run. The shortest row has most space for it.
+            fills = [sum(pack.lengths) for pack in packs]
+            pack_ids.append(fills.index(min(fills)))
+        return {**batch, PACK_IDS: torch.tensor(pack_ids)}
+
+
+def _changed(sample: ImageText, measured: int, length: int) -> RecipeError:
+    return RecipeError(
+        "a sample has another number of tokens than when the packs were made",
+        where=sample.where,
+        value=f"{length}, measured: {measured}",
+        hint="an image file has changed since: put it back, or start again with another AUTOMODEL_CKPT_CACHE",
+    )
+
+
+PositionsOf = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+"""Computes the rotary positions [3, samples, L] of a padded batch, in models where they depend on the images."""
+
+
+@dataclass(frozen=True)
+class ImageRowLayout:
+    """Arranges the samples of packs in the rows of one forward pass, for a model that separates samples in a row.
+
+    ``position_ids`` restart at 0 with each sample; with *positions_of*, they are [4, rows, length]: those of the text,
+    and the model's three rotary positions. With *one_row*, all packs are in one row, as flash attention requires.
+    *multiple* rounds the row length up. *marks_tokens* adds the mask IS_TOKEN if some positions have no token.
+    """
+
+    positions_of: PositionsOf | None = None
+    one_row: bool = False
+    multiple: int = 1
+    marks_tokens: bool = False
+
+    def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Arrange a *batch* of :class:`PackCollator`; others are returned unchanged.
+
+        The tensors with a value for each token become [rows, length], without ``attention_mask``. Those of images stay
+        as they are: the rows have the images in the same order. The sum of the losses over the labels does not change.
+        """
+        if PACK_IDS not in batch:
+            return dict(batch)
+        mask = batch["attention_mask"].numpy() != 0
+        rows = self._rows(batch[PACK_IDS].tolist())
+        lengths = mask.sum(1)
+        longest = max(int(lengths[row].sum()) for row in rows)
+        width = -(-longest // self.multiple) * self.multiple
+        taken = tokens_of_rows(mask, rows, width)
+        positions = mask.cumsum(1) - 1
+        arranged = {"position_ids": self._positions(batch, positions, taken)}
+        for name, tensor in batch.items():
+            if name in (PACK_IDS, "attention_mask"):
+                continue
+            source = tensor.numpy()
+            if name == "labels":
+                # The first token has no label, because the token before it belongs to another sample.
+                source = np.where(positions == 0, IGNORE_INDEX, source)
+                arranged[name] = gathered(source, taken, IGNORE_INDEX)
+            elif tensor.shape == mask.shape and not tensor.is_floating_point():
+                arranged[name] = gathered(source, taken, 0)
+            else:
+                arranged[name] = tensor
+        is_empty = taken < 0
+        if self.marks_tokens and bool(is_empty.any()):
+            # The mask of a batch leaves out further positions.
+            arranged.setdefault(IS_TOKEN, torch.from_numpy(~is_empty))
+        return arranged
+
+    def _rows(self, pack_ids: list[int]) -> list[list[int]]:
+        """Return the samples of each row. Their order in the rows is that of the images' tensors."""
+        if self.one_row:
+            return [list(range(len(pack_ids)))]
+        rows: list[list[int]] = [[] for _ in range(max(pack_ids) + 1)]
+        for sample, pack in enumerate(pack_ids):
+            rows[pack].append(sample)
+        return rows
+
+    def _positions(
+        self,
+        batch: Mapping[str, torch.Tensor],
+        positions: npt.NDArray[np.int64],
+        taken: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        of_text = gathered(positions, taken, 0)
+        if self.positions_of is None:
+            return of_text
+        kinds = [of_text]
+        for rotary in self.positions_of(batch):
+            kinds.append(gathered(rotary.numpy(), taken, 0))
+        return torch.stack(kinds)
+
+
+def measure(dataset: Any, collate: ImageTextCollator, num_workers: int = 0) -> MeasuredImages:
+    """Count the tokens of all samples of *dataset*, in *num_workers* processes or in this one for 0; cached.
+
+    The cache is used for a data set with a method ``fingerprint()``. Raises :class:`RecipeError` for a data set without
+    a length, for samples that are not :class:`ImageText`, and for unusable or too long samples.
+    """
+    check_has_length(dataset)
+    fingerprint = getattr(dataset, "fingerprint", None)
+    if fingerprint is None:
+        return MeasuredImages(dataset, _lengths(dataset, collate, num_workers))
+
+    def build(directory: Path) -> None:
+        np.save(directory / "lengths.npy", _lengths(dataset, collate, num_workers))
+
+    key = (
+        _FORMAT,
+        fingerprint(),
+        processor_fingerprint(collate.processor),
+        transformers.__version__,
+    )
+    # np.load rejects pickled objects by default.
+    lengths = np.load(cached("image_lengths", key, build) / "lengths.npy")
+    return MeasuredImages(dataset, lengths)
+
+
+def _lengths(dataset: Any, collate: ImageTextCollator, num_workers: int) -> npt.NDArray[np.int64]:
+    num_samples = counted(len(dataset), "sample")
+    log.info("counting the tokens of %s with images, to pack them", num_samples)
+    measuring = _Measuring(dataset, collate)
+    items: Any = (measuring[number] for number in range(len(dataset)))
+    # torch warns about more workers than cores, and they would not be faster.
+    num_workers = min(num_workers, len(os.sched_getaffinity(0)))
+    if num_workers:
+        items = run_workers(measuring, num_workers, shuffle=False)
+    lengths = np.zeros(len(dataset), dtype=np.int64)
+    with closing(items):
+        for number, length in enumerate(_logged(items, len(dataset))):
+            if isinstance(length, Failure):
+                raise length.error
+            lengths[number] = length
+    num_skipped = int((lengths == 0).sum())
+    if num_skipped:
+        log.warning("%d of %d samples are skipped: they are too long", num_skipped, len(dataset))
+    return lengths
+
+
+def _logged(items: Any, num_samples: int) -> Iterator[Any]:
+    """Yield *items* and log the progress."""
+    last_log = time.monotonic()
+    for number, item in enumerate(items):
+        yield item
+        now = time.monotonic()
+        if now - last_log > _LOG_EVERY_SECONDS:
+            log.info("counted the tokens of %d of %d samples", number + 1, num_samples)
+            last_log = now
+
+
+class _Measuring(Dataset[Any]):
+    """A map-style data set of the numbers of tokens of another one's samples."""
+
+    def __init__(self, dataset: Any, collate: ImageTextCollator) -> None:
+        self.dataset = dataset
+        self.collate = collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int) -> int | Failure:
+        try:
+            return self.collate.num_tokens(self.dataset[number])
+        except AutomodelError as error:
+            # Not raised: torch would replace it in the rank by one whose only argument is a traceback.
+            return Failure(error)
+
+
+def processor_fingerprint(processor: Any) -> str:
+    """Return a digest of the files that a processor is saved as."""
+    with TemporaryDirectory() as directory:
+        processor.save_pretrained(directory)
+        contents = []
+        for path in sorted(Path(directory).rglob("*")):
+            if path.is_file():
+                contents.append(f"{path.name} {digest(path)}")
+    return hashlib.blake2b("\n".join(contents).encode(), digest_size=16).hexdigest()

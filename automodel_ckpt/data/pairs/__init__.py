@@ -1,0 +1,1 @@
+"""Samples of several texts: preferences, pairs, retrieval."""

@@ -1,0 +1,150 @@
+"""Tokenize prompts with completions: as concatenated texts, as lists of messages, or as texts in a chat template."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from automodel_ckpt.data.chat import conversations
+from automodel_ckpt.data.conversations.chat_template import ChatTemplate
+from automodel_ckpt.data.conversations.messages import prompt_and_completion
+from automodel_ckpt.data.conversations.template_choice import template_of
+from automodel_ckpt.data.pairs.chat_pairs import AsChat, chat_pairs, pair_template
+from automodel_ckpt.data.rows.arguments import require_tokenizer
+from automodel_ckpt.data.rows.fields import names_in
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.samples.encoder import Encoder
+from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, TokenizedSample
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PairEncoder:
+    """Makes a sample of each row's prompt and completion. The fields are names or Jinja templates of several fields.
+
+    Raises :class:`RecipeError` for a *system_field* without *as_chat*.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    prompt_field: str
+    completion_field: str
+    system_field: str | None
+    as_chat: AsChat
+    chat_template: str | None
+    template_kwargs: dict[str, Any]
+    learn: Literal["completion", "all"]
+
+    def __post_init__(self) -> None:
+        if self.system_field is not None and not self.as_chat:
+            raise self._no_system_message(
+                "prompts are not rendered as messages", "set dataset.as_chat true"
+            )
+
+    def encode(self, rows: Rows) -> list[TokenizedSample]:
+        """Make a sample of each row. Raises :class:`RecipeError` with the location of a row that cannot be used."""
+        samples = self._encode(rows)
+        if self.learn == "completion":
+            return samples
+        return [_labeled(sample) for sample in samples]
+
+    @property
+    def names(self) -> list[str]:
+        """The fields of the data that are used."""
+        used = [*self._text_fields, "tools"]
+        names: list[str] = []
+        for field in used:
+            names += names_in(field)
+        return names
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Everything that the samples depend on besides the tokenizer."""
+        key = (*self._fields, *self._template.key)
+        # Options are added if they are set, so that the keys of samples that do not need them stay the same.
+        if self.as_chat:
+            key += ("as_chat", self.as_chat, self.system_field)
+        if self.learn == "all":
+            key += ("learn", self.learn)
+        return key
+
+    @cached_property
+    def _texts(self) -> Encoder:
+        return Encoder(self.tokenizer)
+
+    @property
+    def _fields(self) -> tuple[object, ...]:
+        return self.prompt_field, self.completion_field
+
+    @property
+    def _text_fields(self) -> list[str]:
+        fields = [self.prompt_field, self.completion_field]
+        if self.system_field is not None:
+            fields.append(self.system_field)
+        return fields
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        """The template of messages; empty if neither the recipe nor the tokenizer has one, for plain text."""
+        text = ""
+        if self.chat_template is not None or require_tokenizer(self.tokenizer).chat_template:
+            text = template_of(self.tokenizer, self.chat_template)
+        return ChatTemplate(self.tokenizer, text, self.template_kwargs, False)
+
+    def _encode(self, rows: Rows) -> list[TokenizedSample]:
+        fields = [self.prompt_field, self.completion_field]
+        if rows.contain_messages(fields):
+            return conversations(
+                self._message_template, rows, fields, "tools", prompt_and_completion
+            )
+        template = self._pair_template
+        prompts, completions, *systems = rows.texts(self._text_fields)
+        if template is None and systems:
+            raise self._no_system_message(
+                "the tokenizer has no chat template", "set dataset.chat_template"
+            )
+        if template is None:
+            samples = self._texts.pairs(prompts, completions)
+        else:
+            samples = chat_pairs(template, rows, prompts, completions, *systems)
+        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            start = prompt.strip()
+            if start and completion.lstrip().startswith(start):
+                notes = (*samples[number].notes, REPEATED_PROMPT)
+                samples[number] = samples[number]._replace(notes=notes)
+        return samples
+
+    @cached_property
+    def _message_template(self) -> ChatTemplate:
+        """The template of messages; logs once how it locates the assistant's tokens."""
+        # Raises the error for a missing template, which _template accepts for plain text.
+        template_of(self.tokenizer, self.chat_template)
+        log.info("the assistant's tokens are found by %s", self._template.method)
+        return self._template
+
+    @cached_property
+    def _pair_template(self) -> ChatTemplate | None:
+        """The template of texts with ``as_chat``; None if they are concatenated."""
+        template = pair_template(
+            self.tokenizer, self.as_chat, self.chat_template, self.template_kwargs
+        )
+        return None if template is None else self._message_template
+
+    def _no_system_message(self, reason: str, hint: str) -> RecipeError:
+        return RecipeError(
+            f"system_field is set, but {reason}",
+            where="dataset.system_field",
+            value=self.system_field,
+            hint=f"{hint}, or write the field into dataset.prompt_field: '{{{{ a }}}} {{{{ b }}}}'",
+        )
+
+
+def _labeled(sample: TokenizedSample) -> TokenizedSample:
+    """Copy a sample with labels on all tokens; one without any label stays as it is, because it is skipped."""
+    is_used = any(sample.labelled)
+    return sample._replace(labelled=[is_used] * len(sample.tokens))

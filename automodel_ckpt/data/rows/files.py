@@ -1,0 +1,223 @@
+"""Local data files: which ones a path selects, and their formats.
+
+A file is ``.jsonl`` (or ``.ndjson``), ``.json``, ``.parquet``, ``.arrow``, ``.csv``, ``.tsv``, or ``.txt`` with a
+document on each line; behind ``.gz``, ``.bz2``, ``.xz`` or ``.zst`` it is compressed. For what the files contain, see
+:mod:`.row_files`.
+"""
+
+from __future__ import annotations
+
+import bz2
+import difflib
+import glob
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import re
+import stat
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from automodel_ckpt.data.rows.zstd_file import open_zstd
+from automodel_ckpt.errors import RecipeError, os_problem
+
+LOADERS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+}
+"""Suffix -> the builder of ``datasets`` that reads it."""
+UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
+"""Errors of reading a damaged file. Those without an errno come from decompressing it."""
+_COMPRESSED: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": open_zstd,
+}
+_BESIDE_DATA = {
+    "config.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+}
+_REMOTE = re.compile(r"\w+:/")
+
+
+def is_pattern(path: str) -> bool:
+    """Whether *path* is a pattern: it contains wildcards, and no file has this name."""
+    return glob.has_magic(path) and not Path(path).expanduser().exists()
+
+
+def files_of(paths: Sequence[str]) -> list[Path]:
+    """List the files of *paths*, which are names or patterns: in the given order, and sorted within a pattern.
+
+    Raises :class:`RecipeError` for no file, an unreadable file, files of several formats, and a repeated file.
+    """
+    files = []
+    for path in paths:
+        files += [require_readable(file) for file in _matching(path)]
+    kinds = sorted({kind_of(file) for file in files})
+    if len(kinds) > 1:
+        raise RecipeError(
+            "data files of different formats cannot be combined",
+            where="dataset.path",
+            value=", ".join(f"*{kind}" for kind in kinds),
+            hint="use files of one format, for example data/*.jsonl",
+        )
+    # By real path: a pattern may match a file and a link to it.
+    real_paths = Counter(os.path.realpath(file) for file in files)
+    [(name, count)] = real_paths.most_common(1)
+    if count > 1:
+        raise RecipeError(
+            "a data file is listed twice",
+            where="dataset.path",
+            value=name,
+            hint="list each file once; otherwise its samples are trained on twice in each epoch",
+        )
+    return files
+
+
+def _matching(path: str) -> list[Path]:
+    expanded = os.path.expanduser(path)
+    # A URL may contain ? as well. require_readable rejects it with its own hint.
+    if not is_pattern(path) or _REMOTE.match(path):
+        return [Path(expanded)]
+    names = sorted(glob.glob(expanded, recursive=True))
+    files = [Path(name) for name in names if os.path.isfile(name)]
+    if not files:
+        raise RecipeError(
+            "no data file matches this pattern",
+            where="dataset.path",
+            value=path,
+            hint=_where_paths_start(),
+        )
+    return files
+
+
+def digest(path: Path) -> str:
+    """Return a digest of a file's format and content."""
+    # With the format, because the same bytes are other rows in another format.
+    with path.open("rb") as file:
+        return kind_of(path) + hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def kind_of(path: Path) -> str:
+    """Return the suffix that determines a file's format, in lower case; of ``a.csv.gz`` it is ``.csv``."""
+    if path.suffix.lower() in _COMPRESSED:
+        path = path.with_suffix("")
+    kind = path.suffix.lower()
+    return ".jsonl" if kind == ".ndjson" else kind
+
+
+def open_data(path: Path) -> IO[bytes]:
+    """Open a file for reading bytes. It is decompressed according to its suffix."""
+    decompress = _COMPRESSED.get(path.suffix.lower())
+    if decompress is None:
+        return path.open("rb")
+    decompressed: IO[bytes] = decompress(path)
+    return decompressed
+
+
+def has_content(path: Path) -> bool:
+    """Whether a file has a line that is not blank, or a table has a row."""
+    return not _is_table_without_rows(path) and next(lines_of(path), None) is not None
+
+
+def _is_table_without_rows(path: Path) -> bool:
+    if kind_of(path) != ".parquet":
+        return False
+    from pyarrow import ArrowInvalid  # type: ignore[import-untyped]
+    from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
+
+    try:
+        return bool(ParquetFile(path).metadata.num_rows == 0)
+    except ArrowInvalid:  # reading the file reports the reason
+        return False
+
+
+def is_about_data(path: Path) -> bool:
+    """Whether a file is hidden, or one that ``datasets`` writes in addition to data."""
+    return path.name in _BESIDE_DATA or path.name.startswith(".")
+
+
+def saved_table(directory: Path) -> list[Path] | None:
+    """List the files that ``Dataset.save_to_disk`` of ``datasets`` wrote, in order; None for other directories."""
+    state = directory / "state.json"
+    if not (state.is_file() and (directory / "dataset_info.json").is_file()):
+        return None
+    parts = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
+    return [directory / part["filename"] for part in parts]
+
+
+def _where_paths_start(path: Path | None = None) -> str:
+    """The hint for a *path* that does not exist, or for a pattern, with the most similar name beside the path."""
+    hint = f"check dataset.path; relative paths start at the working directory, {Path.cwd()}"
+    if path is None or path.exists() or not path.parent.is_dir():
+        return hint
+    near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
+    return f"did you mean {path.parent / near[0]}? Otherwise {hint}" if near else hint
+
+
+def require_readable(path: Path) -> Path:
+    """Return *path*. Raises :class:`RecipeError` if its format is unknown or it cannot be read."""
+    if kind_of(path) not in LOADERS and path.exists():
+        known = ", ".join("*" + kind for kind in LOADERS)
+        hint = f"use a file named {known} (also {', '.join(_COMPRESSED)} behind it), a directory, or a Hub name"
+        raise RecipeError("unknown data file format", where="dataset.path", value=path, hint=hint)
+    try:
+        mode = path.stat().st_mode
+        # Opening a named pipe would wait for a writer, and its content could not be read again.
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            path.open("rb").close()
+        else:
+            raise RecipeError(
+                "a data file is not a regular file",
+                where=str(path),
+                value=stat.filemode(mode),
+                hint="copy its content to a file: data is read again in each epoch and after a resume",
+            )
+    except OSError as error:
+        hint = _where_paths_start(path)
+        if _REMOTE.match(str(path)):
+            hint = "copy the file to a local disk: only local files and data sets of the Hub can be read"
+        raise RecipeError.all_of(
+            [os_problem(error, "a data file cannot be read", hint=hint)]
+        ) from error
+    return path
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (number from 1, line) for each line that is not blank. Raises :class:`RecipeError` for a damaged file."""
+    try:
+        with open_data(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line
+    except UNREADABLE as error:
+        if not is_damage(error):
+            raise
+        raise damaged(path, error) from error
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether reading failed because a compressed file is damaged, and not because of a system error."""
+    if isinstance(error, OSError):
+        return error.errno is None
+    return isinstance(error, UNREADABLE)
+
+
+def damaged(path: Path, error: Exception) -> RecipeError:
+    """Make the error for a compressed file that cannot be decompressed."""
+    hint = "download or compress it again, and check that its suffix matches its compression"
+    return RecipeError("a compressed file is damaged", where=str(path), value=error, hint=hint)

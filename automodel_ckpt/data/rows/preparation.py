@@ -1,0 +1,248 @@
+"""Tokenize all rows of a table in parts, on all cores, into flat arrays: in files, or in memory without a directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from automodel_ckpt.data.rows.row_workers import in_order, usable_cores
+from automodel_ckpt.data.rows.rows import RowRange, Rows
+from automodel_ckpt.data.samples.tokenized import (
+    TokenizedDataset,
+    TokenizedSample,
+    known_numbers,
+    save_notes,
+    save_numbers,
+)
+from automodel_ckpt.data.samples.truncation import Truncation, longest_with_labels
+
+log = logging.getLogger(__name__)
+
+Encode = Callable[[Rows], list[TokenizedSample]]
+"""A function that makes a sample of each row of a table, or for each row the samples of a group."""
+ROWS_PER_PART = 1000
+"""Rows that are in memory as Python objects, in each process."""
+FEWEST_ROWS_FOR_WORKERS = 5000
+"""Fewer rows are tokenized faster than processes start."""
+_LINE_SECONDS = 30.0
+
+
+class Part(NamedTuple):
+    """The samples of a range of rows after truncation, concatenated. *ends* counts from the start of the part.
+
+    With the policy ``error``, *used* are the numbers of all rows with labels and *lengths* their tokens, which the
+    error for long samples describes.
+    """
+
+    num_rows: int
+    tokens: npt.NDArray[np.int32]
+    ends: npt.NDArray[np.int64]
+    labelled: npt.NDArray[np.bool_]
+    counts: npt.NDArray[np.int64]
+    used: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    numbers: list[float]
+    notes: Counter[str]
+
+
+def prepare(
+    rows: Rows,
+    encode: Encode,
+    policy: Truncation,
+    directory: Path | None = None,
+    *,
+    report: Callable[[], None] = lambda: None,
+    kind: type[TokenizedDataset] = TokenizedDataset,
+) -> TokenizedDataset | None:
+    """Make a data set of class *kind* of all *rows*, whose samples *encode* makes and *policy* truncates.
+
+    With a *directory*, the data set is written there as :meth:`TokenizedDataset.save` would write it, and None is
+    returned. *report* is called after the last row was tokenized. Raises :class:`RecipeError` for the first row that
+    *encode* does not accept, and then for all samples that are too long.
+    """
+    num_rows = rows.num_rows
+    parts = _encoded_parts(rows, encode, policy, kind.group_size, is_shared=directory is not None)
+    tokens = _Column("tokens", np.dtype(np.int32), directory)
+    ends = _Column("ends", np.dtype(np.int64), directory)
+    labelled = _Column("labelled", np.dtype(np.bool_), directory)
+    used, lengths = [], []
+    numbers: list[float] = []
+    counts = np.zeros(3, dtype=np.int64)
+    notes: Counter[str] = Counter()
+    with tokens, ends, labelled, _progress(rows.path, num_rows) as show:
+        for part in parts:
+            ends.append(part.ends + tokens.size)
+            tokens.append(part.tokens)
+            labelled.append(part.labelled)
+            counts += part.counts
+            used.append(part.used)
+            lengths.append(part.lengths)
+            numbers += part.numbers
+            notes += part.notes
+            show(part.num_rows)
+    report()
+    policy.require_short(np.concatenate(used), np.concatenate(lengths), rows.place)
+    if directory is not None:
+        np.save(directory / "counts.npy", counts)
+        save_numbers(directory, known_numbers(numbers))
+        save_notes(directory, notes)
+        return None
+    known = known_numbers(numbers)
+    dataset = kind(tokens.array(), ends.array(), labelled.array(), counts, known)
+    dataset.notes = notes
+    return dataset
+
+
+def _encoded_parts(
+    rows: Rows, encode: Encode, policy: Truncation, group_size: int, *, is_shared: bool
+) -> Iterator[Part]:
+    """Yield the samples of all *rows* in parts.
+
+    *is_shared*: the other ranks of the node wait for the result; otherwise each of them prepares the rows, too.
+    """
+    num_rows = rows.num_rows
+    known: dict[tuple[str, ...], bool] = {}
+    encode_range = partial(_encode_range, rows, encode, policy, group_size, known)
+    # The first part is encoded here: without rows, this raises the error for that, and the workers inherit what
+    # encoders find out once, with its log lines.
+    first = min(ROWS_PER_PART, num_rows)
+    yield encode_range(0, first)
+    ranges = []
+    for start in range(first, num_rows, ROWS_PER_PART):
+        ranges.append((start, min(start + ROWS_PER_PART, num_rows)))
+    num_workers = 1
+    if num_rows >= FEWEST_ROWS_FOR_WORKERS:
+        num_ranks = 1 if is_shared else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_workers = min(usable_cores(num_ranks), len(ranges))
+    yield from in_order(encode_range, ranges, num_workers)
+
+
+def _encode_range(
+    rows: Rows,
+    encode: Encode,
+    policy: Truncation,
+    group_size: int,
+    known: dict[tuple[str, ...], bool],
+    start: int,
+    stop: int,
+) -> Part:
+    samples = encode(RowRange(rows, start, stop, known))
+    truncation = policy.anew()
+    rejects = policy.policy == "error"
+    remaining = []
+    used, lengths = [], []
+    for number in range(start, stop):
+        first = (number - start) * group_size
+        group = samples[first : first + group_size]
+        if rejects:
+            longest = longest_with_labels(group)
+            if longest:
+                used.append(number)
+                lengths.append(longest)
+            # One error reports all of them after the last row.
+            if longest > policy.seq_length:
+                continue
+        remaining += truncation.apply_to_group(group, partial(rows.place, number))
+    counts = (
+        truncation.num_cut,
+        truncation.num_left_out,
+        truncation.num_empty,
+    )
+    sizes = [len(sample.tokens) for sample in remaining]
+    return Part(
+        num_rows=stop - start,
+        tokens=np.fromiter(chain.from_iterable(sample.tokens for sample in remaining), np.int32),
+        ends=np.cumsum(sizes, dtype=np.int64),
+        labelled=np.fromiter(
+            chain.from_iterable(sample.labelled for sample in remaining), np.bool_
+        ),
+        counts=np.array(counts, dtype=np.int64),
+        used=np.array(used, dtype=np.int64),
+        lengths=np.array(lengths, dtype=np.int64),
+        numbers=[sample.number for sample in remaining],
+        notes=truncation.notes,
+    )
+
+
+class _Column:
+    """A flat array that grows: in the file *name*.npy of a directory, or in memory."""
+
+    def __init__(self, name: str, dtype: np.dtype[Any], directory: Path | None) -> None:
+        self.size = 0
+        self._dtype = dtype
+        self._parts: list[npt.NDArray[Any]] = []
+        self._file: IO[bytes] | None = None
+        if directory is not None:
+            self._file = (directory / f"{name}.npy").open("wb")
+            self._write_header(self._file)
+
+    def __enter__(self) -> _Column:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            with self._file as file:
+                file.seek(0)
+                self._write_header(file)
+
+    def append(self, values: npt.NDArray[Any]) -> None:
+        """Add *values* at the end."""
+        self.size += len(values)
+        if self._file is None:
+            self._parts.append(values)
+        else:
+            self._file.write(values.astype(self._dtype, copy=False).tobytes())
+
+    def array(self) -> npt.NDArray[Any]:
+        """The whole array, if it is in memory."""
+        return np.concatenate(self._parts)
+
+    def _write_header(self, file: IO[bytes]) -> None:
+        # numpy reserves space for the digits of a growing axis, so the header has the same size for each length.
+        form = np.lib.format.dtype_to_descr(self._dtype)
+        header = {"descr": form, "fortran_order": False, "shape": (self.size,)}
+        np.lib.format.write_array_header_1_0(file, header)
+
+
+@contextmanager
+def _progress(what: str, num_rows: int) -> Iterator[Callable[[int], None]]:
+    """Show how many rows are done: a bar on a terminal, elsewhere a log line every 30 seconds.
+
+    Yields a function that is called with the number of rows of each part that is done.
+    """
+    if sys.stderr.isatty():
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
+        with tqdm(total=num_rows, unit="row", desc="tokenizing", leave=False, delay=1) as bar:
+
+            def advance(count: int) -> None:
+                bar.update(count)
+
+            yield advance
+        return
+    began = shown = time.monotonic()
+    done = 0
+
+    def show(count: int) -> None:
+        nonlocal done, shown
+        done += count
+        now = time.monotonic()
+        if now - shown < _LINE_SECONDS or done == num_rows:
+            return
+        shown = now
+        rate = done / (now - began)
+        log.info("%s: tokenized %d of %d rows, %.0f rows/s", what, done, num_rows, rate)
+
+    yield show

@@ -1,0 +1,144 @@
+"""Read the rows of JSON, CSV, TSV and text files without type inference.
+
+A row depends only on its own line: text that looks like a date is text, ``1`` is an integer even if another row has
+``2.5``, integers of any size are exact, and a key that only other rows have is missing. Values of CSV and TSV files are
+text; an empty value is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from automodel_ckpt.data.rows.files import damaged, is_damage, kind_of, open_data
+from automodel_ckpt.data.rows.json_records import json_record, read_json, read_json_lines
+from automodel_ckpt.data.rows.records import BEGINNING, Lane, Lines, Mark, Record, decoded
+from automodel_ckpt.data.rows.table_records import column_names, read_table, separator_of
+from automodel_ckpt.errors import RecipeError
+
+KINDS = frozenset({".jsonl", ".json", ".csv", ".tsv", ".txt"})
+"""Suffixes of the files that this module reads."""
+FIRST_ROWS = 1000
+"""Number of rows that are read of a file before training, to find mistakes and fields."""
+
+
+def read_lane(path: Path, start: Mark, lane: Lane) -> Iterator[Record]:
+    """Yield the records of a file that belong to *lane*, as :func:`read_records` does.
+
+    Lines of ``.jsonl`` and ``.txt`` files that belong to other lanes are neither decoded nor parsed.
+    """
+    read_lines = _READERS_OF_LINES.get(kind_of(path))
+    if lane.count == 1 or read_lines is None:
+        for record in read_records(path, start):
+            if lane.takes_next():
+                yield record
+        return
+    try:
+        with open_data(path) as file:
+            yield from _read_lane(path, file, start, lane, read_lines)
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        raise damaged(path, error) from error
+
+
+def read_records(path: Path, start: Mark | None = None) -> Iterator[Record]:
+    """Yield the records of a file of one of :data:`KINDS`, from *start* on: the ``end`` of a record, or the beginning.
+
+    Raises :class:`RecipeError` with file and line for a line that is not UTF-8, JSON or CSV, for a row with more or
+    fewer values than the header, and for a damaged compressed file.
+    """
+    read = _READERS[kind_of(path)]
+    try:
+        with open_data(path) as file:
+            yield from read(path, file, start or BEGINNING)
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        raise damaged(path, error) from error
+
+
+def header(path: Path) -> list[str] | None:
+    """Return the column names of a CSV or TSV file; None for other formats, and for an empty file."""
+    if kind_of(path) not in (".csv", ".tsv"):
+        return None
+    try:
+        with open_data(path) as file:
+            return column_names(Lines(path, file, BEGINNING), separator_of(path))
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        raise damaged(path, error) from error
+
+
+def check_tables(paths: Sequence[Path]) -> None:
+    """Raise :class:`RecipeError` unless all CSV or TSV files have the same columns, in any order.
+
+    The first rows of each file are read as well, so that a stream reports a broken file before training.
+    """
+    first_path, first_names = None, None
+    for path in paths:
+        names = header(path)
+        if names is None:
+            continue
+        if first_names is None:
+            first_path, first_names = path, names
+        if sorted(names) != sorted(first_names):
+            raise RecipeError(
+                "a data file has different columns than the first one",
+                where=f"{path}:1",
+                value=f"{', '.join(names)}; {first_path} has {', '.join(first_names)}",
+                hint="give all files the same columns, or list only files that have them",
+            )
+        for number, _ in enumerate(read_records(path)):
+            if number == FIRST_ROWS:
+                break
+
+
+def _read_lane(
+    path: Path,
+    file: IO[bytes],
+    start: Mark,
+    lane: Lane,
+    read_line: Callable[[Path, str, Mark], Record | None],
+) -> Iterator[Record]:
+    """Yield the records of the lines that belong to *lane*. *read_line* makes a record of a line and its end."""
+    skips_blank_lines = read_line is json_record
+    file.seek(start.offset)
+    offset, number = start
+    for raw in file:
+        offset += len(raw)
+        number += 1
+        if skips_blank_lines and raw.isspace():
+            continue
+        if not lane.takes_next():
+            continue
+        record = read_line(path, decoded(raw, path, number), Mark(offset, number))
+        if record is not None:
+            yield record
+
+
+def _read_text(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
+    lines = Lines(path, file, start)
+    for text in lines:
+        yield _text_record(path, text, lines.mark)
+
+
+def _text_record(path: Path, text: str, end: Mark) -> Record:
+    # Only the end of the line: other white space belongs to the document.
+    document = text.removesuffix("\n").removesuffix("\r")
+    return Record({"text": document}, end.num_lines, end)
+
+
+_READERS: dict[str, Callable[[Path, IO[bytes], Mark], Iterator[Record]]] = {
+    ".jsonl": read_json_lines,
+    ".json": read_json,
+    ".csv": read_table,
+    ".tsv": read_table,
+    ".txt": _read_text,
+}
+_READERS_OF_LINES: dict[str, Callable[[Path, str, Mark], Record | None]] = {
+    ".jsonl": json_record,
+    ".txt": _text_record,
+}

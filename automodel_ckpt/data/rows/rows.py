@@ -1,0 +1,317 @@
+"""Tables of rows: their fields as columns of values or texts, and the location of each row for error messages."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from automodel_ckpt.data.rows.fields import FieldTemplate, is_template, names_in
+from automodel_ckpt.data.rows.record_table import RecordTable
+from automodel_ckpt.errors import RecipeError
+
+_FIRST_ROWS = 100
+
+
+class Rows:
+    """A table of rows that become samples. Each row has a location, which error messages report."""
+
+    path: str
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        raise NotImplementedError
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """The names of all fields that occur."""
+        raise NotImplementedError
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        """The values of each field, row by row; None if a row does not have the field."""
+        raise NotImplementedError
+
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
+        """The values of each field in the rows *start* to *stop*; None if a row does not have the field."""
+        return [column[start:stop] for column in self.read(fields)]
+
+    def place(self, row: int) -> str:
+        """The location of a row: file and line, or the number of the row from 0."""
+        raise NotImplementedError
+
+    def number_in_data(self, row: int) -> int:
+        """The number of a row, from 0, in the table that this one is a part of."""
+        return row
+
+    def class_names(self, field: str) -> Sequence[str] | None:
+        """The names that the data gives to the numbers of a field (ClassLabel), also in lists; None without such."""
+        return None
+
+    def values(self, field: str) -> list[Any]:
+        """The values of one field, row by row."""
+        [values] = self.read([field])
+        return values
+
+    def columns(self, fields: Sequence[str]) -> list[list[Any]]:
+        """The values of each field, row by row. Raises :class:`RecipeError` for no rows, or for an unknown field."""
+        self.require(fields)
+        return self.read(fields)
+
+    def require(self, fields: Sequence[str]) -> None:
+        """Raise :class:`RecipeError` if there are no rows, or if no row has one of *fields*."""
+        if self.num_rows == 0:
+            raise empty_data(self.path)
+        missing = [field for field in fields if field not in self.fields]
+        if missing:
+            what = "field" if len(missing) == 1 else "fields"
+            raise RecipeError(
+                f"the data has no {what} {', '.join(missing)}",
+                where=self.path,
+                value=f"its fields are {', '.join(map(_visible, self.fields))}",
+                hint=_hint_for(self.fields),
+            )
+
+    def texts(self, fields: Sequence[str]) -> list[list[str]]:
+        """A column of texts for each of *fields*, which are names of fields or templates of several.
+
+        Raises :class:`RecipeError` with the row's location for a value that is not text.
+        """
+        names = _names_in_all(fields)
+        values = dict(zip(names, self.columns(names), strict=True))
+        columns = []
+        for field in fields:
+            if is_template(field):
+                columns.append(self._written(field, values))
+            else:
+                columns.append(self._require_texts(field, values[field]))
+        return columns
+
+    def contain_messages(self, fields: Sequence[str]) -> bool:
+        """Whether one of these fields contains lists of messages.
+
+        Raises :class:`RecipeError` for no rows, or for an unknown field.
+        """
+        self.require(_names_in_all(fields))
+        for field in fields:
+            if is_template(field):
+                continue
+            first = self._first_value(field)
+            if isinstance(first, list) and isinstance(first[0], Mapping):
+                return True
+        return False
+
+    def _first_value(self, field: str) -> Any:
+        """The first value of a field that is not empty; None if there is none."""
+        for start in range(0, self.num_rows, _FIRST_ROWS):
+            stop = min(start + _FIRST_ROWS, self.num_rows)
+            [values] = self.read_range([field], start, stop)
+            for value in values:
+                if value:
+                    return value
+        return None
+
+    def has_field(self, field: str) -> bool:
+        """Whether a row has this field."""
+        return field in self.fields
+
+    def _written(self, field: str, values: Mapping[str, list[Any]]) -> list[str]:
+        template = FieldTemplate(field)
+        texts = []
+        for number in range(self.num_rows):
+            row = {name: values[name][number] for name in template.names}
+            texts.append(template.write(row, partial(self.place, number)))
+        return texts
+
+    def _require_texts(self, field: str, values: list[Any]) -> list[str]:
+        for row, value in enumerate(values):
+            if not isinstance(value, str):
+                reason = "missing" if value is None else "not text"
+                raise RecipeError(
+                    f"field {field} of a sample is {reason}",
+                    where=self.place(row),
+                    value=value,
+                    hint="correct or remove this sample",
+                )
+        return values
+
+
+@dataclass(frozen=True)
+class OneRow(Rows):
+    """A table of one row, row *number* of a stream. *known* are the fields of the stream's other rows."""
+
+    path: str
+    number: int
+    content: Mapping[str, Any]
+    location: str | None = None
+    known: Sequence[str] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return 1
+
+    @property
+    def fields(self) -> Sequence[str]:
+        # With the fields of other rows: a field that only this row lacks is null, not unknown.
+        return list(dict.fromkeys([*self.content, *self.known]))
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        return [[self.content.get(field)] for field in fields]
+
+    def place(self, row: int) -> str:
+        return self.location or f"{self.path}, row {self.number}"
+
+
+class RowRange(Rows):
+    """The rows *start* to *stop* of the table *whole*. Fields, and whether they contain messages, are those of *whole*.
+
+    *known* keeps what was found out about *whole*. Ranges of the same table share it.
+    """
+
+    def __init__(
+        self, whole: Rows, start: int, stop: int, known: dict[tuple[str, ...], bool]
+    ) -> None:
+        self.path = whole.path
+        self.whole = whole
+        self.start = start
+        self.stop = stop
+        self._known = known
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def fields(self) -> Sequence[str]:
+        return self.whole.fields
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        return self.whole.read_range(fields, self.start, self.stop)
+
+    def place(self, row: int) -> str:
+        return self.whole.place(self.start + row)
+
+    def number_in_data(self, row: int) -> int:
+        return self.start + row
+
+    def require(self, fields: Sequence[str]) -> None:
+        self.whole.require(fields)
+
+    def class_names(self, field: str) -> Sequence[str] | None:
+        return self.whole.class_names(field)
+
+    def contain_messages(self, fields: Sequence[str]) -> bool:
+        key = tuple(fields)
+        if key not in self._known:
+            self._known[key] = self.whole.contain_messages(fields)
+        return self._known[key]
+
+
+class RecordRows(Rows):
+    """The rows *start* to *stop* of several tables, concatenated."""
+
+    def __init__(self, path: str, parts: Sequence[tuple[RecordTable, int, int]]) -> None:
+        self.path = path
+        self.parts = list(parts)
+        lengths = [stop - start for _, start, stop in parts]
+        self._ends = list(accumulate(lengths))
+
+    @property
+    def num_rows(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def fields(self) -> Sequence[str]:
+        names: dict[str, None] = {}
+        for table, _, _ in self.parts:
+            names.update(dict.fromkeys(table.fields))
+        return list(names)
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        return self.read_range(fields, 0, self.num_rows)
+
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
+        columns: list[list[Any]] = [[] for _ in fields]
+        for (table, first, last), end in zip(self.parts, self._ends, strict=True):
+            # Row number n of the data is row n - before of this part.
+            before = end - (last - first)
+            for number in range(max(start, before), min(stop, end)):
+                row = table.row(first + number - before)
+                for field, column in zip(fields, columns, strict=True):
+                    column.append(row.get(field))
+        return columns
+
+    def row(self, number: int) -> dict[str, Any]:
+        """The fields of one row; None for fields that only other rows have."""
+        table, inner = self._find(number)
+        return dict.fromkeys(self.fields) | table.row(inner)
+
+    def place(self, row: int) -> str:
+        table, inner = self._find(row)
+        return table.place(inner)
+
+    def _find(self, number: int) -> tuple[RecordTable, int]:
+        # bisect_right skips empty parts, which end where the part before them ends.
+        part = bisect_right(self._ends, number)
+        before = self._ends[part - 1] if part else 0
+        table, start, _ = self.parts[part]
+        return table, start + number - before
+
+
+_NAME_FIELDS = (
+    "name the fields of the data in the dataset section (field, or a key that ends in _field, such as "
+    "completion_field)"
+)
+
+
+def _visible(field: str) -> str:
+    """The name of a field, in quotes if spaces at its ends would not be seen."""
+    return field if field == field.strip() != "" else repr(field)
+
+
+BUILDERS_BY_FIELDS: tuple[tuple[frozenset[str], str, str], ...] = (
+    (frozenset({"messages"}), "chat.messages", "llm_finetune"),
+    (frozenset({"conversations"}), "chat.messages", "llm_finetune"),
+    (frozenset({"messages", "images"}), "vlm.conversations", "vlm_finetune"),
+    (frozenset({"chosen", "rejected"}), "preference.pairs", "dpo, orpo, reward_model"),
+    (frozenset({"prompt", "chosen", "rejected"}), "kto.split_pairs", "kto"),
+    (frozenset({"prompt", "completion"}), "text.prompt_completion", "llm_finetune"),
+    (frozenset({"prompt", "completion", "label"}), "kto.judged_completions", "kto"),
+    (frozenset({"query", "positive"}), "text_pairs.text_pairs", "embedding, reranker"),
+    (frozenset({"source", "target"}), "seq2seq.source_target", "seq2seq"),
+    (frozenset({"pos_doc", "neg_doc"}), "retrieval.retrieval", "embedding, reranker"),
+    (frozenset({"text"}), "text.text", "llm_finetune, pretrain"),
+    (frozenset({"text", "label"}), "classification.texts", "sequence_classification"),
+)
+"""Fields of data, the builder (a name in this package) that reads them, and recipes that train on its samples."""
+
+
+def _hint_for(fields: Sequence[str]) -> str:
+    """Suggest the builders that read data with these fields, each with recipes: the one that reads is unknown here."""
+    found: list[str] = []
+    for needed, builder, recipes in BUILDERS_BY_FIELDS:
+        if needed <= set(fields):
+            found.append(f"_target_: automodel_ckpt.data.{builder} (recipe: {recipes})")
+    if len(fields) == 1 and re.search(r"[;|\t]", fields[0]):
+        return "separate columns with commas, or with tabs in a file that is named *.tsv"
+    if not found:
+        return f"{_NAME_FIELDS}, or rename the fields of the data"
+    read = "reads" if len(found) == 1 else "read"
+    return f"{_NAME_FIELDS}; {' and '.join(found)} {read} data with these fields"
+
+
+def _names_in_all(fields: Sequence[str]) -> list[str]:
+    """List the fields that *fields*, names or templates, use, without repetitions."""
+    names: dict[str, None] = {}
+    for field in fields:
+        names.update(dict.fromkeys(names_in(field)))
+    return list(names)
+
+
+def empty_data(path: str) -> RecipeError:
+    hint = "give a file with at least one sample"
+    return RecipeError("the data file is empty", where=path, value="0 samples", hint=hint)

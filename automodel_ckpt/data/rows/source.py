@@ -1,0 +1,486 @@
+"""Rows of local data files, of a directory of them, or of a data set of the Hugging Face Hub.
+
+JSON, CSV, TSV and text files are read by :mod:`.row_files`. Parquet, Arrow and the Hub are read by ``datasets``; so are
+directories whose README gives options for reading.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from automodel_ckpt.base.durable_io import walk
+from automodel_ckpt.base.hub_access import check_access, explained, is_hub_name
+from automodel_ckpt.data.conversations.messages import without_nulls
+from automodel_ckpt.data.rows.datasets_library import (
+    class_names,
+    has_reading_options,
+    quiet,
+    with_encoded_media,
+)
+from automodel_ckpt.data.rows.files import (
+    LOADERS,
+    UNREADABLE,
+    digest,
+    files_of,
+    has_content,
+    is_about_data,
+    is_pattern,
+    kind_of,
+    saved_table,
+)
+from automodel_ckpt.data.rows.record_stream import RecordStream
+from automodel_ckpt.data.rows.record_table import RecordTable
+from automodel_ckpt.data.rows.row_files import KINDS
+from automodel_ckpt.data.rows.rows import RecordRows, Rows, empty_data
+from automodel_ckpt.data.rows.table_stream import TableStream
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Source(Rows):
+    """The source of rows: *path* is a file, a directory or a Hub name, *name* a subset of a directory or Hub data set.
+
+    *split* follows the syntax of ``datasets``, such as ``train[:90%]``; *revision* is a branch, tag or commit of a Hub
+    data set. Files have only the split ``train``. For
+    patterns and lists of files, use :meth:`of`.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    several: tuple[str, ...] = ()
+    revision: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        path: str | Sequence[str],
+        name: str | None = None,
+        split: str = "train",
+        revision: str | None = None,
+    ) -> Source:
+        """Make a source of a path, a pattern such as ``data/*.jsonl``, or a list of them.
+
+        The rows of several files are concatenated in their order. Raises :class:`RecipeError` for an empty list or
+        an empty path.
+        """
+        if "" in ([path] if isinstance(path, str) else path):
+            hint = "name a file, a directory or a data set of the Hub; . is the working directory"
+            raise RecipeError("the path is empty", where="dataset.path", value="''", hint=hint)
+        if isinstance(path, str):
+            several = (path,) if is_pattern(path) else ()
+            return cls(path, name, split, several, revision)
+        if not path:
+            raise RecipeError(
+                "the list of data files is empty",
+                where="dataset.path",
+                value="[]",
+                hint="list at least one file",
+            )
+        shown = ", ".join(path)
+        if len(path) > 2:
+            shown = f"{path[0]} and {len(path) - 1} more"
+        return cls(shown, name, split, tuple(path), revision)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether *path* is one or several local files, existing or not, rather than a directory or Hub name."""
+        path = Path(self.path).expanduser()
+        if self.several or kind_of(path) in LOADERS or os.path.isfile(path):
+            return True
+        return not (os.path.isdir(path) or _HUB_NAME.fullmatch(self.path))
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The files of the source if :attr:`is_file`. Raises :class:`RecipeError` if they cannot be read."""
+        if self.name is not None:
+            hint = "remove dataset.name: it selects a subset of a directory or of a Hub data set"
+            raise RecipeError(
+                "a data file has no subsets", where="dataset.name", value=self.name, hint=hint
+            )
+        if self.revision is not None:
+            raise self._has_no_revision()
+        # First: a misspelled path of a directory is no file whose splits matter.
+        files = files_of(self.several or [self.path])
+        others = [name for name in self._split_names() if name != "train"]
+        if others:
+            raise RecipeError(
+                "a data file has only the split train",
+                where="dataset.split",
+                value=f"{self.split} ({self.path})",
+                hint="remove dataset.split, or select a part of the file, such as train[:90%]",
+            )
+        return files
+
+    def _has_no_revision(self) -> RecipeError:
+        hint = "remove dataset.revision: only data sets of the Hub have revisions"
+        return RecipeError(
+            "local data has no revision", where="dataset.revision", value=self.revision, hint=hint
+        )
+
+    @property
+    def folder(self) -> Path:
+        """The directory that relative paths in the data start at. Raises :class:`RecipeError` for several ones."""
+        if not self.is_file:
+            return Path(self.path).expanduser()
+        folders = sorted({file.parent for file in self.files})
+        if len(folders) > 1:
+            raise RecipeError(
+                "data files that contain relative paths are in several directories",
+                where="dataset.path",
+                value=", ".join(map(str, folders[:3])),
+                hint="move them into one directory",
+            )
+        return folders[0]
+
+    def fingerprint(self) -> str:
+        """A text that changes with the content of the rows. Raises :class:`RecipeError` if they cannot be read."""
+        if self.is_file:
+            of_files = " ".join(map(digest, self.files))
+            return f"{of_files} {self.split}"
+        prefix = f"{self.path} {self.name} {self.split}"
+        if self._record_files is None:
+            return f"{prefix} {self._table._fingerprint}"
+        digests = []
+        for name in self._splits():
+            digests += [digest(file) for file in self._record_files[name]]
+        return f"{prefix} {' '.join(digests)}"
+
+    def files_signature(self) -> str:
+        """Return a text that changes if files are added, removed, or change their size. Does not read them."""
+        parts = [self.path]
+        if self.is_file:
+            parts = [f"{file.name} {file.stat().st_size}" for file in self.files]
+        if self.revision is not None:
+            parts.append(self.revision)
+        return f"{', '.join(parts)} {self.name} {self.split}"
+
+    def stream(self) -> RecordStream | TableStream:
+        """The rows as a stream, read during training. Raises :class:`RecipeError` for no or unreadable rows."""
+        if "[" in self.split or "+" in self.split:
+            hint = "use a whole split, or set dataset.streaming false"
+            raise RecipeError(
+                "a stream cannot read part of a split",
+                where="dataset.split",
+                value=self.split,
+                hint=hint,
+            )
+        if self._record_files is not None:
+            [split] = self._splits()
+            stream = RecordStream(self._record_files[split])
+            if stream.is_empty:
+                raise empty_data(self.path)
+            return stream
+        return TableStream(self._stream_of_datasets())
+
+    def _stream_of_datasets(self) -> Any:
+        import datasets  # type: ignore[import-untyped]
+
+        try:
+            if not self.is_file:
+                with quiet(datasets):
+                    rows = datasets.load_dataset(
+                        **self._of_name(), split=self.split, streaming=True
+                    )
+                self._report_others(rows.info.builder_name)
+                return rows
+            if not self._filled:
+                raise empty_data(self.path)
+            with quiet(datasets):
+                return datasets.load_dataset(**self._of_files(), split=self.split, streaming=True)
+        except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise self._cannot_read(error) from error
+
+    @property
+    def num_rows(self) -> int:
+        if self._records:
+            return self._records.num_rows
+        return int(self._table.num_rows)
+
+    @property
+    def fields(self) -> Sequence[str]:
+        if self._records:
+            return self._records.fields
+        return list(self._table.column_names)
+
+    def class_names(self, field: str) -> Sequence[str] | None:
+        return None if self._records else class_names(self._table.features[field])
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        if self._records:
+            return self._records.read(fields)
+        columns = []
+        try:
+            for field in fields:
+                columns.append([without_nulls(value) for value in self._table[field]])
+        except UnicodeDecodeError as error:  # Parquet's reader does not check that text is UTF-8
+            raise self.unreadable(error) from error
+        return columns
+
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
+        if self._records:
+            return self._records.read_range(fields, start, stop)
+        try:
+            rows = self._table.select_columns(list(dict.fromkeys(fields)))[start:stop]
+        except UnicodeDecodeError as error:
+            raise self.unreadable(error) from error
+        columns = []
+        for field in fields:
+            columns.append([without_nulls(value) for value in rows[field]])
+        return columns
+
+    def row(self, number: int) -> dict[str, Any]:
+        """The fields of one row. Images and audio of tables are ``{"bytes", "path"}``, not decoded.
+
+        Raises :class:`RecipeError` if a row cannot be read.
+        """
+        if self._records:
+            return self._records.row(number)
+        try:
+            fields: dict[str, Any] = self._table[number]
+            return {name: without_nulls(value) for name, value in fields.items()}
+        except (OSError, ValueError) as error:
+            value = f"{type(error).__name__}: {error}"
+            hint = "correct or remove this sample"
+            raise RecipeError(
+                "a row cannot be read", where=self.place(number), value=value, hint=hint
+            ) from error
+
+    def place(self, row: int) -> str:
+        """The location of a row: file and line, or for tables without lines the number of the row from 0."""
+        if self._records:
+            return self._records.place(row)
+        split = "" if self.split == "train" else f" {self.split}"
+        return f"{self.path}{split}, row {row}"
+
+    @cached_property
+    def _record_files(self) -> dict[str, list[Path]] | None:
+        """The files of each split if :mod:`.row_files` reads them; None if ``datasets`` does."""
+        if self.is_file:
+            return {"train": self.files} if kind_of(self.files[0]) in KINDS else None
+        directory = Path(self.path).expanduser()
+        if not directory.is_dir() or saved_table(directory) is not None:
+            return None
+        import datasets
+
+        try:
+            with quiet(datasets):
+                # datasets assigns the files to splits, as on the Hub. This reads no row.
+                builder = datasets.load_dataset_builder(**self._of_name())
+        except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise self._cannot_read(error) from error
+        reader = builder.info.builder_name
+        splits: dict[str, list[Path]] = {}
+        kinds: set[str] = set()
+        for split, names in (builder.config.data_files or {}).items():
+            files = [Path(name) for name in names]
+            splits[str(split)] = [file for file in files if LOADERS.get(kind_of(file)) == reader]
+            kinds.update(kind_of(file) for file in splits[str(split)])
+        if not kinds or not kinds <= KINDS or has_reading_options(builder.config, kinds):
+            return None
+        if any(map(class_names, (builder.info.features or {}).values())):
+            return None
+        self._report_others(reader)
+        return splits
+
+    @cached_property
+    def _records(self) -> RecordRows | None:
+        """The rows if :mod:`.row_files` reads them; None if ``datasets`` does."""
+        if self._record_files is None:
+            return None
+        tables = {name: RecordTable(self._record_files[name]) for name in self._splits()}
+        if self.split in tables:
+            table = tables[self.split]
+            return RecordRows(self.path, [(table, 0, len(table))])
+        import datasets
+
+        sizes = {name: len(table) for name, table in tables.items()}
+        try:
+            parts = datasets.ReadInstruction.from_spec(self.split).to_absolute(sizes)
+        except (ValueError, AssertionError) as error:
+            raise self._cannot_read(error) from error
+        bounds = [(tables[part.splitname], part.from_, part.to) for part in parts]
+        return RecordRows(self.path, bounds)
+
+    def _split_names(self) -> list[str]:
+        """The names of splits in :attr:`split`, known or not."""
+        parts = self.split.split("+")
+        return list(dict.fromkeys(part.partition("[")[0].strip() for part in parts))
+
+    def _splits(self) -> list[str]:
+        """The names of splits in :attr:`split`, for example in ``train[:90%]+test``.
+
+        Raises :class:`RecipeError` for unknown ones.
+        """
+        names = self._split_names()
+        known = list(self._record_files or ())
+        for name in names:
+            if name not in known:
+                error = ValueError(f'Unknown split "{name}". Should be one of {known}.')
+                raise self._cannot_read(error)
+        return names
+
+    def unreadable(self, error: Exception) -> RecipeError:
+        """Make the error for data that ``datasets`` cannot read, with the reason."""
+        hint = "repair the file; every row must have the same fields with values of the same types"
+        reason = " ".join(str(error.__cause__ or error).split())
+        return self._other_fields(reason) or RecipeError(
+            "the data file cannot be read", where=self.path, value=reason, hint=hint
+        )
+
+    def _other_fields(self, reason: str) -> RecipeError | None:
+        """Make the error for a file with fields that the first file lacks; None if the *reason* is another one."""
+        if "column names" not in reason:
+            return None
+        first, *others = self._filled
+        expected = Source(str(first)).fields
+        for file in others:
+            fields = Source(str(file)).fields
+            if not set(fields) <= set(expected):
+                return RecipeError(
+                    "a data file has fields that the first one does not have",
+                    where=str(file),
+                    value=f"{', '.join(fields)}; {first} has {', '.join(expected)}",
+                    hint="give all files the same fields, or list the file that has all of them first",
+                )
+        return None
+
+    @cached_property
+    def _filled(self) -> list[Path]:
+        """The files that are not empty: readers fail on empty files, which parallel writers may create."""
+        return [file for file in self.files if has_content(file)]
+
+    def _of_name(self) -> dict[str, Any]:
+        """The arguments of ``load_dataset`` for a directory or a Hub data set."""
+        path = Path(self.path).expanduser()
+        if not path.is_dir():
+            if is_hub_name(self.path):
+                check_access(self.path, self.revision, kind="dataset", where="dataset.path")
+            return {"path": str(path), "name": self.name, "revision": self.revision}
+        if self.revision is not None:
+            raise self._has_no_revision()
+        self._check_readable()
+        saved = saved_table(path)
+        if saved is None:
+            # Resolved, because load_dataset names the data set after the directory, and "." is not a name.
+            return {"path": str(path.resolve()), "name": self.name}
+        if not saved:
+            raise empty_data(self.path)
+        # Escaped, because load_dataset parses a name with brackets as a pattern.
+        files = [glob.escape(str(file)) for file in saved]
+        return {"path": "arrow", "data_files": {"train": files}}
+
+    def _check_readable(self) -> None:
+        """Raise :class:`RecipeError` for a subdirectory that cannot be read: ``datasets`` would leave it out."""
+        try:
+            self._in_directory()
+        except OSError as error:
+            raise RecipeError(
+                "a directory of the data set cannot be read",
+                where="dataset.path",
+                value=f"{error.filename} ({error.strerror})",
+                hint="make it readable, or list the files to train on in dataset.path",
+            ) from error
+
+    def _in_directory(self) -> list[Path]:
+        """The data files of the directory. Raises OSError for a subdirectory that cannot be read."""
+        files = []
+        for parent, directories, names in walk(Path(self.path).expanduser()):
+            # datasets does not read hidden directories. On its first level, a file system has one that only root reads.
+            directories[:] = [
+                name for name in directories if not name.startswith((".", "lost+found"))
+            ]
+            files += [Path(parent, name) for name in names]
+        files = [path for path in sorted(files) if path.is_file()]
+        return [file for file in files if kind_of(file) in LOADERS and not is_about_data(file)]
+
+    @cached_property
+    def _table(self) -> Any:
+        # Imported here because it takes half a second, and cached samples do not need it.
+        import datasets
+
+        with quiet(datasets):
+            table = self._read_files(datasets) if self.is_file else self._read_named(datasets)
+            return with_encoded_media(table, datasets)
+
+    def _read_files(self, datasets: Any) -> Any:
+        from pyarrow import ArrowInvalid  # type: ignore[import-untyped]
+
+        if not self._filled:
+            return datasets.Dataset.from_dict({})
+        # The cache of datasets would keep a copy of the data, but the samples are cached already.
+        with TemporaryDirectory() as scratch:
+            try:
+                return datasets.load_dataset(
+                    **self._of_files(), split=self.split, cache_dir=scratch, keep_in_memory=True
+                )
+            except (datasets.exceptions.DatasetGenerationError, ArrowInvalid, *UNREADABLE) as error:
+                raise self.unreadable(error) from error
+            except ValueError as error:
+                raise self._cannot_read(error) from error
+
+    def _of_files(self) -> dict[str, Any]:
+        """The arguments of ``load_dataset`` for the files."""
+        # Escaped, because load_dataset parses a name with brackets as a pattern.
+        files = [glob.escape(str(file)) for file in self._filled]
+        return {"path": LOADERS[kind_of(self.files[0])], "data_files": files}
+
+    def _read_named(self, datasets: Any) -> Any:
+        try:
+            rows = datasets.load_dataset(**self._of_name(), split=self.split)
+        except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise self._cannot_read(error) from error
+        self._report_others(rows.info.builder_name)
+        return rows
+
+    def _report_others(self, reader: str) -> None:
+        """Warn about files that are ignored: only those of the most common format in a directory are read."""
+        if reader not in LOADERS.values():
+            return
+        root = Path(self.path).expanduser()
+        others = []
+        for file in self._in_directory():
+            if LOADERS[kind_of(file)] != reader:
+                others.append(str(file.relative_to(root)))
+        if not others:
+            return
+        shown = ", ".join(others[:3])
+        if len(others) > 3:
+            shown += f" and {len(others) - 3} more"
+        log.warning("%s: ignoring files of other formats: %s", self.path, shown)
+
+    def _cannot_read(self, error: Exception) -> RecipeError:
+        if Path(self.path).expanduser().is_dir() and not self._in_directory():
+            patterns = ", ".join(f"*{kind}" for kind in LOADERS)
+            return RecipeError(
+                "the directory contains no data file",
+                where="dataset.path",
+                value=self.path,
+                hint=f"put files named {patterns} there, or use another directory",
+            )
+        if known := explained(error, self.path, "dataset.path", "dataset"):
+            return known
+        reason: BaseException = error
+        if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
+            reason = error.__cause__
+        lines = str(reason).splitlines() or [type(reason).__name__]
+        return RecipeError(
+            "the data set cannot be read",
+            where="dataset.path, dataset.name, dataset.split",
+            value=f"{self.path}, {self.name}, {self.split} ({lines[0]})",
+            hint="check these settings; a Hub name requires the network or a filled cache, "
+            f"relative paths start at {Path.cwd()}",
+        )

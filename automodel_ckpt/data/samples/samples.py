@@ -1,0 +1,213 @@
+"""Make a data set of a source and a function that tokenizes its rows: prepared once and cached, or a stream."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, Self, TypeVar
+
+import tokenizers
+from transformers import PreTrainedTokenizerBase
+
+from automodel_ckpt.data.rows.cache import cached
+from automodel_ckpt.data.rows.preparation import Encode, prepare
+from automodel_ckpt.data.rows.row_stream import RowStream, row_stream
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset
+from automodel_ckpt.data.samples.truncation import Truncation
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 10
+"""Part of the cache's keys. Increase it when the samples of the same data change."""
+_PREPARING = "preparing the data of %s; later starts read the result from the cache"
+
+
+def samples_of(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    encode: Encode,
+    policy: Truncation,
+    *,
+    key: tuple[object, ...],
+    max_samples: int | None,
+    streaming: bool,
+    shuffle_block: int,
+    fields: Sequence[str] | None = None,
+    template: str | None = None,
+    kind: type[TokenizedDataset] = TokenizedDataset,
+    stream_kind: type[RowStream] = RowStream,
+) -> TokenizedDataset | RowStream:
+    """Tokenize the rows of *source* with *encode*, and truncate the samples by *policy*; at most *max_samples*.
+
+    They are cached under *key*: the builder's name, and everything that the samples depend on besides the other
+    arguments. *template* describes how conversations are rendered. When the samples are prepared, the fields of the
+    data that are not in *fields* are logged as unused. With *streaming*, nothing is cached: rows are read and tokenized
+    during training, in the order of the source or (``dataloader.shuffle``) shuffled within blocks of *shuffle_block*
+    rows. The result is of class *kind*, or with *streaming* of class *stream_kind*. Raises :class:`RecipeError` for
+    data that cannot be read or tokenized.
+    """
+    if streaming:
+        stream = row_stream(
+            source,
+            encode,
+            policy,
+            block=shuffle_block,
+            max_samples=max_samples,
+            kind=stream_kind,
+        )
+        stream.template = template
+        # Names and sizes only: a digest of the content would read all files before the first step.
+        stream.identity = identity(
+            (source.files_signature(), *key, policy.seq_length, policy.policy), tokenizer
+        )
+        return stream
+
+    return samples_of_rows(
+        source,
+        source.fingerprint(),
+        tokenizer,
+        encode,
+        policy,
+        key=key,
+        max_samples=max_samples,
+        fields=fields,
+        template=template,
+        kind=kind,
+    )
+
+
+def samples_of_rows(
+    rows: Rows,
+    fingerprint: str,
+    tokenizer: PreTrainedTokenizerBase,
+    encode: Encode,
+    policy: Truncation,
+    *,
+    key: tuple[object, ...],
+    max_samples: int | None,
+    fields: Sequence[str] | None = None,
+    template: str | None = None,
+    kind: type[TokenizedDataset] = TokenizedDataset,
+) -> TokenizedDataset:
+    """Tokenize *rows*, as :func:`samples_of` does without *streaming*; *fingerprint* changes with their content."""
+
+    def report() -> None:
+        if fields is not None:
+            _report_unused(rows, fields)
+
+    def build(directory: Path | None) -> TokenizedDataset | None:
+        return prepare(rows, encode, policy, directory, report=report, kind=kind)
+
+    # Without max_samples: the cache has all samples, of which first() takes some.
+    whole_key = (fingerprint, *key, policy.seq_length, policy.policy)
+    dataset = _prepared(str(key[0]), whole_key, tokenizer, build, kind)
+    dataset = dataset.reported(rows.path, policy.seq_length, max_samples)
+    dataset.template = template
+    dataset.identity = identity(whole_key, tokenizer)
+    return dataset
+
+
+def _report_unused(rows: Rows, used: Sequence[str]) -> None:
+    unused = [field for field in rows.fields if field not in used]
+    if unused:
+        log.info("%s: unused fields: %s", rows.path, ", ".join(unused))
+
+
+def prepared(
+    name: str,
+    key: tuple[object, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    build: Callable[[], TokenizedDataset],
+    kind: type[TokenizedDataset] = TokenizedDataset,
+) -> TokenizedDataset:
+    """Return the data set of *build* for *key* and *tokenizer*, read from the cache if it was prepared before.
+
+    *kind* is its class. A slow tokenizer has no digest of its content, so the cache is not used for it.
+    """
+
+    def build_in(directory: Path | None) -> TokenizedDataset:
+        dataset = build()
+        if directory is not None:
+            dataset.save(directory)
+        return dataset
+
+    return _prepared(name, key, tokenizer, build_in, kind)
+
+
+class Storable(Protocol):
+    """A data set that can be written to a directory and read from it."""
+
+    @classmethod
+    def load(cls, directory: Path) -> Self: ...
+    def save(self, directory: Path) -> None: ...
+
+
+Stored = TypeVar("Stored", bound=Storable)
+
+
+def stored(
+    name: str,
+    key: tuple[object, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    build: Callable[[], Stored],
+    kind: type[Stored],
+) -> Stored:
+    """Return the data set of *build*, of the class *kind*, for *key* and *tokenizer*: from the cache if it is there.
+
+    A slow tokenizer has no digest of its content, so the cache is not used for it.
+    """
+    fingerprint = _fingerprint(tokenizer)
+    if fingerprint is None:
+        return build()
+
+    def save(directory: Path) -> None:
+        log.info(_PREPARING, name)
+        build().save(directory)
+
+    whole_key = (_FORMAT, *key, fingerprint, tokenizers.__version__)
+    return kind.load(cached(name, whole_key, save))
+
+
+def _prepared(
+    name: str,
+    key: tuple[object, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    build: Callable[[Path | None], TokenizedDataset | None],
+    kind: type[TokenizedDataset],
+) -> TokenizedDataset:
+    """Return the data set of *build*: written into a directory of the cache, or returned by ``build(None)``."""
+    fingerprint = _fingerprint(tokenizer)
+    if fingerprint is None:
+        dataset = build(None)
+        assert dataset is not None
+        return dataset
+
+    def save(directory: Path) -> None:
+        log.info(_PREPARING, name)
+        build(directory)
+
+    whole_key = (_FORMAT, *key, fingerprint, tokenizers.__version__)
+    return kind.load(cached(name, whole_key, save))
+
+
+def identity(key: tuple[object, ...], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of *key* and the tokenizer. *key* contains everything else that the samples depend on."""
+    whole_key = repr((key, _fingerprint(tokenizer)))
+    return hashlib.blake2b(whole_key.encode(), digest_size=12).hexdigest()
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        return None
+    # A call disables truncation and padding, which tokenizer.json or an earlier call may have enabled. They are not
+    # part of the samples, and would differ between the rank that prepares these and the others.
+    tokenizer(["a"], add_special_tokens=False, verbose=False)
+    # The serialized backend does not contain which tokens are bos and eos.
+    special = f"{tokenizer.bos_token_id} {tokenizer.eos_token_id}"
+    content = special + backend.to_str()
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

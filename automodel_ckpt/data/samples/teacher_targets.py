@@ -1,0 +1,442 @@
+"""A cache of what a teacher predicts: the most probable tokens at each labeled position of a data set, by sample.
+
+A cache is a directory with files of one part of the samples each, which different ranks write, and a manifest with
+their sizes and digests. It is written under a temporary name and renamed when everything is on disk, so a directory
+with the final name is complete. A sample is found by its number in the data set, so the order of training does not
+matter, and a checksum of its tokens shows whether it is still the sample that the teacher saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import uuid
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from automodel_ckpt.base.durable_io import fsync_directory, fsync_file, replace_file
+from automodel_ckpt.data.batches.micro_batches import read_sample
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger("automodel_ckpt")
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_LOCK = "lock"
+_BLOCK = 2**20
+_LARGEST_MANIFEST = 2**24
+"""Bytes. A manifest has a few hundred bytes for each rank that wrote a part."""
+TOKENS, LOG_PROBS, REST = "teacher_tokens", "teacher_log_probs", "teacher_rest"
+"""Keys of a micro-batch: int64 [N, k], float32 [N, k] and float32 [N], for the N labels of its samples in order."""
+
+
+class SampleTargets(NamedTuple):
+    """What a teacher predicts for the labels of one sample, in order, and the checksum of the sample."""
+
+    tokens: npt.NDArray[np.int32]
+    """The k most probable tokens [n, k]."""
+    log_probs: npt.NDArray[np.float32]
+    """Their log-probabilities [n, k]."""
+    rest: npt.NDArray[np.float32]
+    """The logarithm [n] of the probability of all other tokens."""
+    checksum: int
+
+
+class Targeted(NamedTuple):
+    """A sample of a data set with what a teacher predicts for its labels."""
+
+    sample: Any
+    targets: SampleTargets
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKind:
+    """What a cache has to know about the samples of a data set, as functions."""
+
+    digest: Callable[[Any], str]
+    """The digest of a data set: it changes with the tokens of a sample."""
+    checksum: Callable[[Any], int]
+    """The checksum of a sample: it changes with what the teacher gets of it."""
+    label_counts: Callable[[Sequence[Any], Mapping[str, torch.Tensor]], list[int]]
+    """The number of predicted labels of each of the samples, by these and by the micro-batch of them."""
+
+
+def checksum(sample: Mapping[str, Any]) -> int:
+    """Compute a checksum of the tokens and labels of a sample (CRC-32)."""
+    found = 0
+    for name in ("input_ids", "labels"):
+        values = np.ascontiguousarray(sample[name], dtype=np.int64)
+        found = zlib.crc32(values.tobytes(), found)
+    return found
+
+
+def num_labels(sample: Mapping[str, Any]) -> int:
+    """Count the labels of a sample that are predicted: all but -100 and the first token's."""
+    labels = np.asarray(sample["labels"], dtype=np.int64)
+    return int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
+
+
+def _label_counts(
+    samples: Sequence[Mapping[str, Any]], micro_batch: Mapping[str, torch.Tensor]
+) -> list[int]:
+    del micro_batch  # A collate function may have changed the labels, which has to be noticed.
+    return [num_labels(sample) for sample in samples]
+
+
+def data_digest(dataset: Any) -> str:
+    """Return a digest of a data set and the tokenizer that made it: of its ``identity``, else of all its tokens.
+
+    Raises :class:`AutomodelError` with the location of a sample that cannot be read.
+    """
+    size = len(dataset)
+    digest = hashlib.blake2b(digest_size=12)
+    known = getattr(dataset, "identity", None)
+    if isinstance(known, str):
+        # The size of packs is not part of the identity.
+        digest.update(f"{known} {size} {getattr(dataset, 'size', None)}".encode())
+        return digest.hexdigest()
+    return samples_digest(dataset, checksum)
+
+
+def samples_digest(dataset: Any, checksum: Callable[[Any], int]) -> str:
+    """Return a digest of the checksums of all samples of a data set.
+
+    Raises :class:`AutomodelError` with the location of a sample that cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    for index in range(len(dataset)):
+        digest.update(checksum(read_sample(dataset, index)).to_bytes(4, "little"))
+    return digest.hexdigest()
+
+
+TOKENIZED = SampleKind(data_digest, checksum, _label_counts)
+"""Samples with ``input_ids`` and ``labels``."""
+
+
+# ---------------------------------------------------------------- writing
+
+
+class PartWriter:
+    """Writes the targets of consecutive samples into the files of one part of a cache."""
+
+    def __init__(self, directory: Path, number: int) -> None:
+        """*number* is that of the part: the samples of a part follow those of the part before."""
+        self._directory, self._number = directory, number
+        self._files: dict[str, IO[bytes]] = {}
+        for name in ("tokens", "log_probs", "rest"):
+            self._files[name] = (directory / self._name(name)).open("wb")
+        self._sizes: list[int] = []
+        self._checksums: list[int] = []
+        self._num_tokens = 0
+
+    def _name(self, kind: str) -> str:
+        return f"{self._number:05d}.{kind}"
+
+    def add(self, targets: SampleTargets) -> None:
+        """Append the *targets* of the next sample."""
+        self._append("tokens", targets.tokens, "<i4")
+        self._append("log_probs", targets.log_probs, "<f4")
+        self._append("rest", targets.rest, "<f4")
+        self._sizes.append(len(targets.rest))
+        self._checksums.append(targets.checksum)
+        self._num_tokens = targets.tokens.shape[1]
+
+    def _append(self, name: str, values: npt.NDArray[Any], dtype: str) -> None:
+        content = values.astype(dtype).tobytes()
+        self._files[name].write(content)
+
+    def close(self) -> dict[str, Any]:
+        """Flush the files to disk, and return the entry of this part for the manifest."""
+        index = np.array([self._sizes, self._checksums], dtype="<i8")
+        index_path = self._directory / self._name("index")
+        index_path.write_bytes(index.tobytes())
+        fsync_file(index_path)
+        names = [index_path.name]
+        for name, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            names.append(self._name(name))
+        files = {}
+        for name in names:
+            path = self._directory / name
+            files[name] = {"bytes": path.stat().st_size, "blake2b": _digest_of(path)}
+        return {"samples": len(self._sizes), "k": self._num_tokens, "files": files}
+
+
+def _digest_of(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class Publication:
+    """A cache that is being written: its temporary directory, and its rename at the end. Used by one process."""
+
+    def __init__(self, final: Path) -> None:
+        """Create the temporary directory next to *final*, and remove those of killed processes."""
+        self.final = final
+        final.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in final.parent.glob(f".{final.name}.*"):
+            _remove_abandoned(leftover)
+        self.directory = final.parent / f".{final.name}.{uuid.uuid4().hex}"
+        self.directory.mkdir()
+        self._lock = (self.directory / _LOCK).open("w")
+        # It ends with the process, which shows others that no process writes here any more.
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def publish(self, key: str, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Write the manifest for *key* and the *parts* in their order, and give the directory its final name."""
+        manifest = {"format": _FORMAT, "key": key, "parts": list(parts)}
+        replace_file(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+        (self.directory / _LOCK).unlink()
+        # One that is damaged, or that another run has published meanwhile; ours is complete.
+        _remove(self.final)
+        self.directory.rename(self.final)
+        fsync_directory(self.final.parent)
+        self._lock.close()
+
+    def discard(self) -> None:
+        """Remove the temporary directory after a failure."""
+        self._lock.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a cache under its final name; other processes see either all of it or nothing."""
+    trash = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
+    with contextlib.suppress(FileNotFoundError):
+        directory.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove the temporary directory of a process that has ended."""
+    try:
+        with (directory / _LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        # Another process is writing it, or just created or published it.
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- reading
+
+
+class TargetCache:
+    """The targets of all samples of a data set, read from the files of a cache as they are needed."""
+
+    def __init__(self, directory: Path, parts: Sequence[Mapping[str, Any]]) -> None:
+        self.directory = directory
+        self.parts = parts
+        self._ends = list(accumulate(int(part["samples"]) for part in parts))
+        self._opened: dict[int, _Part] = {}
+
+    @classmethod
+    def open(cls, directory: Path, key: str) -> TargetCache | None:
+        """Open the cache in *directory*; None if there is none for *key*, or if files are missing or of other sizes."""
+        try:
+            with (directory / MANIFEST).open("rb") as file:
+                manifest = json.loads(file.read(_LARGEST_MANIFEST))
+            if manifest["format"] != _FORMAT or manifest["key"] != key:
+                return None
+            for part in manifest["parts"]:
+                _require_sizes(directory, part)
+            return cls(directory, manifest["parts"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("the cache of the teacher's logits is damaged: %s: %s", directory, error)
+            return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Worker processes map the files themselves.
+        return {**self.__dict__, "_opened": {}}
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def damaged_file(self, number: int = 0, num_ranks: int = 1) -> str | None:
+        """Read the files of every *num_ranks*-th part from *number*; None if they are as they were written.
+
+        Otherwise, returns the name of one whose digest differs or that cannot be read.
+        """
+        for part in self.parts[number::num_ranks]:
+            for name, entry in part["files"].items():
+                try:
+                    found = _digest_of(self.directory / name)
+                except OSError as error:
+                    log.warning("the cache of the teacher's logits cannot be read: %s", error)
+                    return str(name)
+                if found != entry["blake2b"]:
+                    return str(name)
+        return None
+
+    def of(self, index: int) -> SampleTargets:
+        """The targets of sample *index*, as arrays in mapped files."""
+        number = bisect_right(self._ends, index)
+        entry = self.parts[number]
+        start = self._ends[number] - int(entry["samples"])
+        part = self._opened.get(number)
+        if part is None:
+            part = _Part(self.directory, number, int(entry["k"]))
+            self._opened[number] = part
+        return part.of(index - start)
+
+
+def _require_sizes(directory: Path, part: Mapping[str, Any]) -> None:
+    for name, entry in part["files"].items():
+        size = (directory / name).stat().st_size
+        if size != entry["bytes"]:
+            raise ValueError(f"{name} has {size} bytes instead of {entry['bytes']}")
+
+
+class _Part:
+    """The mapped files of one part."""
+
+    def __init__(self, directory: Path, number: int, k: int) -> None:
+        def path_of(kind: str) -> Path:
+            return directory / f"{number:05d}.{kind}"
+
+        index = np.fromfile(path_of("index"), dtype="<i8")
+        sizes, self._checksums = index.reshape(2, -1)
+        self._ends = sizes.cumsum()
+        self._tokens = _mapped(path_of("tokens"), "<i4", k)
+        self._log_probs = _mapped(path_of("log_probs"), "<f4", k)
+        self._rest = _mapped(path_of("rest"), "<f4", 1)[:, 0]
+
+    def of(self, index: int) -> SampleTargets:
+        end = int(self._ends[index])
+        start = int(self._ends[index - 1]) if index else 0
+        return SampleTargets(
+            self._tokens[start:end],
+            self._log_probs[start:end],
+            self._rest[start:end],
+            int(self._checksums[index]),
+        )
+
+
+def _mapped(path: Path, dtype: str, width: int) -> npt.NDArray[Any]:
+    # An empty file cannot be mapped.
+    if path.stat().st_size == 0:
+        return np.empty((0, width), dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r").reshape(-1, width)
+
+
+# ---------------------------------------------------------------- samples
+
+
+class TargetedDataset:
+    """A map-style data set whose samples have the teacher's targets beside their tokens, once :attr:`cache` is set.
+
+    Its samples are those of *dataset*; packs count as samples.
+    """
+
+    def __init__(self, dataset: Any, kind: SampleKind = TOKENIZED) -> None:
+        self.dataset = dataset
+        self._checksum = kind.checksum
+        self.cache: TargetCache | None = None
+        """The targets by sample; None: not computed yet, and samples come without them."""
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether reading a sample draws no random number."""
+        return getattr(self.dataset, "draws_nothing", False) is True
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy that is unpickled has no attributes yet.
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Sample *index*. Raises :class:`RecipeError` if it is not the one that the teacher saw."""
+        sample = self.dataset[index]
+        if self.cache is None:
+            return sample
+        targets = self.cache.of(index)
+        if self._checksum(sample) != targets.checksum:
+            raise RecipeError(
+                "this sample is not the one whose logits of the teacher are cached",
+                where="dataset",
+                value=f"sample {index}, {self.cache.directory}",
+                hint="use a data set that returns the same samples in every epoch, or remove distill.top_k; if a file "
+                "that it reads has changed since, remove that directory",
+            )
+        return Targeted(sample, targets)
+
+
+class TargetCollator:
+    """Collates samples by another collator, and puts their targets into the micro-batch, sample by sample."""
+
+    def __init__(self, collate_fn: Any) -> None:
+        self.collate_fn = collate_fn
+        self.draws_nothing = getattr(collate_fn, "draws_nothing", False) is True
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Return the micro-batch of *samples*, with the keys TOKENS, LOG_PROBS and REST if the samples have targets.
+
+        Raises :class:`RecipeError` if the collator makes another number of labels than the teacher saw.
+        """
+        plain = [each.sample if isinstance(each, Targeted) else each for each in samples]
+        targets = [each.targets for each in samples if isinstance(each, Targeted)]
+        batch: dict[str, torch.Tensor] = dict(self.collate_fn(plain))
+        if targets:
+            tokens = np.concatenate([each.tokens for each in targets])
+            require_labels(batch, len(tokens))
+            batch[TOKENS] = torch.from_numpy(tokens.astype(np.int64))
+            log_probs = np.concatenate([each.log_probs for each in targets])
+            batch[LOG_PROBS] = torch.from_numpy(log_probs)
+            batch[REST] = torch.from_numpy(np.concatenate([each.rest for each in targets]))
+        return batch
+
+
+def require_labels(micro_batch: Mapping[str, torch.Tensor], expected: int) -> None:
+    """Raise :class:`RecipeError` unless the rows of *micro_batch* have so many predicted labels."""
+    found = int(torch.count_nonzero(micro_batch["labels"][:, 1:] != IGNORE_INDEX))
+    if found == expected:
+        return
+    raise RecipeError(
+        "the collate function changes the labels of samples, so the teacher's logits cannot be cached",
+        where="dataloader.collate_fn",
+        value=f"{found} labels in a micro-batch of samples with {expected}",
+        hint="remove collate_fn, or distill.top_k",
+    )
+
+
+def share_of(num_samples: int, number: int, num_parts: int) -> range:
+    """The samples of part *number* of *num_parts*: consecutive ones, the parts as equal as possible."""
+    start = number * num_samples // num_parts
+    return range(start, (number + 1) * num_samples // num_parts)
+
+
+def batches_of(samples: range, size: int, count: int, num_samples: int) -> Iterator[list[int]]:
+    """Yield *count* lists of at most *size* sample numbers, *samples* first; the rest are lists of a filler.
+
+    All ranks need the same number of forward passes. The filler is the last sample of *num_samples*.
+    """
+    for number in range(count):
+        start = number * size
+        part = samples[start : start + size]
+        yield list(part) if part else [num_samples - 1]

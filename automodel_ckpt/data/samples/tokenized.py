@@ -1,0 +1,261 @@
+"""Tokenized samples in flat arrays. Loaded arrays are memory-mapped, so that all processes share them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.rows.arguments import at_most
+from automodel_ckpt.data.samples.length_summary import LengthSummary
+from automodel_ckpt.data.samples.sample_arrays import SampleArrays
+from automodel_ckpt.errors import RecipeError, printable
+
+log = logging.getLogger(__name__)
+
+_NUMBERS = "numbers.npy"
+_NOTES = "notes.json"
+_NUM_NOTES = 10
+"""Number of notes that are shown."""
+REPEATED_PROMPT = (
+    "an answer that begins with the text of its prompt, which is then there twice, the second time with labels: remove "
+    "it from the data, or set each field of answers to a template, such as completion_field: "
+    "'{{ completion[prompt|length:] }}'"
+)
+"""A note: an answer that repeats its prompt."""
+
+
+class TokenizedSample(NamedTuple):
+    """The tokens of a sample, whether each token has a label, and whether an answer in the sample has no text.
+
+    *number* is a number that the row has beside its text, such as a margin; NaN: it has none. *is_cut*: the builder has
+    already truncated a part of it. *notes* are what a user should know about it, in words.
+    """
+
+    tokens: list[int]
+    labelled: list[bool]
+    is_empty: bool = False
+    number: float = math.nan
+    is_cut: bool = False
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def whole(cls, tokens: list[int]) -> TokenizedSample:
+        """Make a sample with a label on every token."""
+        return cls(tokens, [True] * len(tokens))
+
+    @classmethod
+    def answer(
+        cls, prompt: list[int], completion: list[int], is_empty: bool = False
+    ) -> TokenizedSample:
+        """Make a sample of a prompt without labels and a *completion* with labels."""
+        labelled = [False] * len(prompt) + [True] * len(completion)
+        return cls(prompt + completion, labelled, is_empty)
+
+
+class TokenizedDataset(SampleArrays):
+    """A map-style data set of ``{"input_ids": list[int], "labels": list[int]}``, with the label -100 for no label.
+
+    The samples are concatenated: sample i is ``tokens[ends[i - 1]:ends[i]]``.
+    """
+
+    draws_nothing = True
+    array_names = ("tokens", "ends", "labelled", "counts")
+    group_size: ClassVar[int] = 1
+    """Number of tokenized samples of a row; those of a row are skipped together."""
+    noun: ClassVar[str] = "sample"
+    """What an item is called in the log."""
+    template: str | None = None
+    """How conversations were rendered, in words; None for other samples."""
+    notes: Mapping[str, int] = MappingProxyType({})
+    """What a user should know about samples, in words -> number of such samples."""
+    identity: str | None = None
+    """A digest that changes with the samples; None if unknown."""
+
+    def __init__(
+        self,
+        tokens: npt.NDArray[np.int32],
+        ends: npt.NDArray[np.int64],
+        labelled: npt.NDArray[np.bool_],
+        counts: npt.NDArray[np.int64],
+        numbers: npt.NDArray[np.float64] | None = None,
+    ) -> None:
+        """*numbers* are those of the samples; None if no sample has one."""
+        self.tokens = tokens
+        self.ends = ends
+        self.labelled = labelled
+        self.counts = counts
+        self.numbers = numbers
+
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[TokenizedSample],
+        num_cut: int = 0,
+        num_left_out: int = 0,
+        num_empty: int = 0,
+    ) -> Self:
+        """Make a data set of *samples*.
+
+        *num_cut* of them were truncated and *num_empty* have an empty completion; *num_left_out* more were skipped.
+        """
+        all_tokens = chain.from_iterable(sample.tokens for sample in samples)
+        all_labelled = chain.from_iterable(sample.labelled for sample in samples)
+        lengths = [len(sample.tokens) for sample in samples]
+        tokens = np.fromiter(all_tokens, dtype=np.int32)
+        labelled = np.fromiter(all_labelled, dtype=np.bool_)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        counts = np.array([num_cut, num_left_out, num_empty], dtype=np.int64)
+        numbers = known_numbers([sample.number for sample in samples])
+        return cls(tokens, ends, labelled, counts, numbers)
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Load a data set that :meth:`save` wrote; its arrays are memory-mapped."""
+        numbers = None
+        if (directory / _NUMBERS).exists():
+            numbers = np.load(directory / _NUMBERS)
+        tokens, ends, labelled, counts = cls.mapped_arrays(directory)
+        dataset = cls(tokens, ends, labelled, counts, numbers)
+        if (directory / _NOTES).exists():
+            dataset.notes = json.loads((directory / _NOTES).read_text("utf-8"))
+        return dataset
+
+    def save(self, directory: Path) -> None:
+        """Write the arrays as ``.npy`` files into an existing directory."""
+        super().save(directory)
+        save_numbers(directory, self.numbers)
+        save_notes(directory, self.notes)
+
+    def first(self, max_samples: int | None) -> Self:
+        """Return a data set of the first *max_samples* items (None: all), which shares the arrays."""
+        num_samples = at_most(max_samples, len(self)) * self.group_size
+        # The counts remain those of all samples: report them before.
+        ends = self.ends[:num_samples]
+        first = type(self)(self.tokens, ends, self.labelled, self.counts, self.numbers)
+        first.notes = self.notes
+        return first
+
+    @property
+    def summary(self) -> LengthSummary:
+        """The lengths of the samples, and how many of their tokens have a label."""
+        num_tokens = int(self.ends[-1]) if len(self.ends) else 0
+        return LengthSummary.of(self.lengths, int(self.labelled[:num_tokens].sum()))
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample(index)
+
+    def sample(self, index: int) -> dict[str, list[int]]:
+        """Return a tokenized sample. Raises IndexError if there is none with this index."""
+        span = self.span(index)
+        tokens = self.tokens[span]
+        labels = np.where(self.labelled[span], tokens, IGNORE_INDEX)
+        return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
+
+    def reported(self, what: str, seq_length: int, max_samples: int | None) -> Self:
+        """Return a data set of the first *max_samples* items (None: all), and log their lengths.
+
+        The numbers of truncated and skipped samples are those of all. *what* is the name of the data in the log.
+        Raises :class:`RecipeError` if all samples were skipped.
+        """
+        self.report_truncation(what, seq_length)
+        num_skipped = int(self.counts[1])
+        if num_skipped and not len(self):
+            raise RecipeError(
+                "all samples of the data were skipped",
+                where=what,
+                value=f"{counted(num_skipped, self.noun)}; {self.limit_text(seq_length)}",
+                hint="the warning above has the reason: raise seq_length, or give the samples something to learn",
+            )
+        dataset = self.first(max_samples)
+        dataset.report_lengths(what)
+        return dataset
+
+    def report_truncation(self, what: str, seq_length: int) -> None:
+        """Log how many samples were longer than *seq_length* tokens, and how many have an empty completion.
+
+        *what* is the name of the data in the log.
+        """
+        cut, left_out, empty = self.counts.tolist()
+        if empty:
+            log.warning(
+                "%s: %d of %d %ss have an empty completion: only the end token is trained on",
+                what,
+                empty,
+                len(self),
+                self.noun,
+            )
+        warn_of_notes(what, self.notes, len(self))
+        parts = []
+        if cut:
+            were = "was" if cut == 1 else "were"
+            parts.append(
+                f"{cut} of {len(self)} {self.noun}s {were} truncated to {self.limit_text(seq_length)}"
+            )
+        if left_out:
+            skipped = f"{left_out} more" if cut else counted(left_out, self.noun)
+            were, they_are = ("was", "it is") if left_out == 1 else ("were", "they are")
+            reason = f"because no label remained or {they_are} too long"
+            if self.group_size > 1:
+                reason = (
+                    f"because both answers are equal, no label remained, or {they_are} too long"
+                )
+            parts.append(f"{skipped} {were} skipped {reason}")
+        if parts:
+            log.warning("%s: %s", what, ", ".join(parts))
+
+    def limit_text(self, seq_length: int) -> str:
+        """The limit of samples of at most *seq_length* tokens, in words."""
+        return f"seq_length {seq_length}"
+
+    def report_lengths(self, what: str) -> None:
+        """Log the number of samples, their lengths, and their tokens. *what* is the name of the data in the log."""
+        if self.group_size > 1:
+            what = f"{what}: {counted(len(self), self.noun)}"
+        log.info("%s: %s", what, self.summary)
+
+
+def known_numbers(numbers: Sequence[float]) -> npt.NDArray[np.float64] | None:
+    """Return the *numbers* of samples as an array; None if all are NaN."""
+    array = np.array(numbers, dtype=np.float64)
+    return None if np.isnan(array).all() else array
+
+
+def note_lines(notes: Mapping[str, int], num_samples: int) -> list[str]:
+    """State how many of *num_samples* samples have each of the *notes*, the most frequent first."""
+    lines = []
+    for note, number in sorted(notes.items(), key=lambda item: -item[1])[:_NUM_NOTES]:
+        # A few answers, such as Hello, begin with their prompt by chance.
+        if note == REPEATED_PROMPT and 2 * number < num_samples:
+            continue
+        have = "has" if number == 1 else "have"
+        lines.append(f"{counted(number, 'sample')} {have} {printable(note)}")
+    return lines
+
+
+def warn_of_notes(what: str, notes: Mapping[str, int], num_samples: int) -> None:
+    """Log a warning for each of the *notes* about *num_samples* samples of *what*."""
+    for line in note_lines(notes, num_samples):
+        log.warning("%s: %s", what, line)
+
+
+def save_notes(directory: Path, notes: Mapping[str, int]) -> None:
+    """Write the *notes* of samples beside their tokens, if there are any."""
+    if notes:
+        (directory / _NOTES).write_text(json.dumps(notes), encoding="utf-8")
+
+
+def save_numbers(directory: Path, numbers: npt.NDArray[np.float64] | None) -> None:
+    """Write the *numbers* of samples beside their tokens, if there are any."""
+    if numbers is not None:
+        np.save(directory / _NUMBERS, numbers)

@@ -1,0 +1,174 @@
+"""The policy for samples that are longer than ``seq_length``: reject or truncate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from automodel_ckpt.data.rows.arguments import require_choice
+from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, TokenizedDataset, TokenizedSample
+from automodel_ckpt.errors import RecipeError
+
+POLICIES = ("error", "right", "skip", "history")
+_NUM_SHOWN = 3
+UNLIMITED = 2**31 - 1
+"""A number of tokens that no sample has."""
+
+
+@dataclass
+class Truncation:
+    """The policy for samples of more than *seq_length* tokens.
+
+    ``error`` rejects them, ``right`` truncates them, and ``skip`` skips them, as does ``history``, with which the
+    builder removes old messages before. Counts the truncated samples, the samples that were skipped
+    because they are too long or no label remained, the samples with an empty completion, and their *notes*.
+    """
+
+    policy: str
+    seq_length: int
+    num_cut: int = field(default=0, init=False)
+    num_left_out: int = field(default=0, init=False)
+    num_empty: int = field(default=0, init=False)
+    num_used: int = field(default=0, init=False)
+    notes: Counter[str] = field(default_factory=Counter, init=False)
+
+    @classmethod
+    def of(cls, policy: str, seq_length: int | None) -> Truncation:
+        """Make the policy of a builder, where *seq_length* None is no limit."""
+        return cls(policy, UNLIMITED if seq_length is None else seq_length)
+
+    def __post_init__(self) -> None:
+        require_choice("truncation", self.policy, POLICIES)
+        if self.seq_length < 2:
+            raise RecipeError(
+                "seq_length is too small",
+                where="dataset.seq_length",
+                value=self.seq_length,
+                hint="give at least 2 (a token and the one it predicts)",
+            )
+
+    def anew(self) -> Truncation:
+        """Return the same policy with counts of zero."""
+        return type(self)(self.policy, self.seq_length)
+
+    def apply(self, sample: TokenizedSample, where: Callable[[], str]) -> TokenizedSample | None:
+        """Return the sample, truncated if needed; None if no label remains or if it is to be skipped.
+
+        With the policy ``error``, raises :class:`RecipeError` with the location ``where()`` for a long sample.
+        """
+        # The first token is never predicted. A sample without labels is skipped, also if it is too
+        # long.
+        if not any(sample.labelled[1:]):
+            self.num_left_out += 1
+            return None
+        if len(sample.tokens) > self.seq_length and self.policy == "error":
+            raise RecipeError(
+                "a sample is longer than seq_length",
+                where=where(),
+                value=f"{len(sample.tokens)} tokens, seq_length {self.seq_length}",
+                hint="increase dataset.seq_length, set dataset.truncation right to truncate such samples, or "
+                "remove them; without dataset.streaming all of them are counted before training",
+            )
+        is_too_long = len(sample.tokens) > self.seq_length
+        skips = self.policy in ("skip", "history") and is_too_long
+        if skips or not any(sample.labelled[1 : self.seq_length]):
+            self.num_left_out += 1
+            return None
+        self.num_empty += sample.is_empty
+        if len(sample.tokens) <= self.seq_length:
+            return sample
+        self.num_cut += 1
+        tokens = sample.tokens[: self.seq_length]
+        labelled = sample.labelled[: self.seq_length]
+        return TokenizedSample(tokens, labelled, number=sample.number)
+
+    def apply_to_group(
+        self, samples: Sequence[TokenizedSample], where: Callable[[], str]
+    ) -> list[TokenizedSample]:
+        """Return the samples of a row, truncated if needed; none of them if one of them is to be skipped.
+
+        They count as one sample. For errors see :meth:`apply`.
+        """
+        counted = Truncation(self.policy, self.seq_length)
+        remaining = []
+        notes = {note for sample in samples for note in sample.notes}
+        if not all(REPEATED_PROMPT in sample.notes for sample in samples):
+            # One of two answers may begin with the prompt by chance.
+            notes.discard(REPEATED_PROMPT)
+        self.notes.update(notes)
+        for sample in samples:
+            truncated = counted.apply(sample, where)
+            if truncated is None:
+                self.num_left_out += 1
+                return []
+            remaining.append(truncated)
+        self.num_cut += counted.num_cut > 0
+        self.num_empty += counted.num_empty > 0
+        self.num_used += 1
+        return remaining
+
+    def apply_to_all(
+        self,
+        samples: Sequence[TokenizedSample],
+        where: Callable[[int], str],
+        kind: type[TokenizedDataset] = TokenizedDataset,
+    ) -> TokenizedDataset:
+        """Make a data set of class *kind* of the truncated *samples*, without those that have no label left.
+
+        ``where(n)`` is the location of row n in the data. With the policy ``error``, one :class:`RecipeError`
+        reports all samples that are too long.
+        """
+        size = kind.group_size
+        groups = [samples[start : start + size] for start in range(0, len(samples), size)]
+        if self.policy == "error":
+            longest = np.array([longest_with_labels(group) for group in groups], np.int64)
+            used = np.flatnonzero(longest)
+            self.require_short(used, longest[used], where)
+        remaining = []
+        for number, group in enumerate(groups):
+            remaining += self.apply_to_group(group, partial(where, number))
+        return kind.of(remaining, self.num_cut, self.num_left_out, self.num_empty)
+
+    def require_short(
+        self,
+        used: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        where: Callable[[int], str],
+    ) -> None:
+        """Raise one :class:`RecipeError` for all samples with labels that are longer than ``seq_length``.
+
+        *used* are the rows of the samples with labels, *lengths* the numbers of tokens of the longest one of each.
+        """
+        too_long = np.flatnonzero(lengths > self.seq_length)
+        if not len(too_long):
+            return
+        places = []
+        for each in too_long[:_NUM_SHOWN]:
+            places.append(f"{where(int(used[each]))} ({lengths[each]} tokens)")
+        if len(too_long) > len(places):
+            places.append(f"and {len(too_long) - len(places)} more")
+        longest = int(lengths.max())
+        percentile = int(np.percentile(lengths, 99, method="higher"))
+        what = "samples are longer than seq_length"
+        if len(too_long) == 1:
+            what = "a sample is longer than seq_length"
+        raise RecipeError(
+            what,
+            where=", ".join(places),
+            value=f"{len(too_long)} of {len(used)} samples; seq_length {self.seq_length}, "
+            f"the longest sample {longest} tokens, the 99th percentile {percentile}",
+            hint=f"increase dataset.seq_length to {longest}, set dataset.truncation right to truncate such samples, "
+            "or remove them",
+        )
+
+
+def longest_with_labels(group: Sequence[TokenizedSample]) -> int:
+    """Return the number of tokens of the longest sample of a row that has a label; 0 if none has."""
+    # The first token is never predicted.
+    lengths = [len(sample.tokens) for sample in group if any(sample.labelled[1:])]
+    return max(lengths, default=0)

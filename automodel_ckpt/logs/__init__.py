@@ -1,0 +1,1 @@
+"""Logs, progress, reports and trackers."""

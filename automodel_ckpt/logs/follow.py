@@ -1,0 +1,365 @@
+"""Send a run's log lines to trackers: first all lines that they do not have yet, then new lines during training.
+
+The trainer starts it as a separate process that only reads files, so that no tracker can slow down, block or crash
+training. It reads a job from standard input. The steps that each tracker received are recorded in ``.trackers.json`` of
+the run. Steps that a resume repeats are sent again to trackers that can drop values; other trackers keep their values,
+because repeated steps give the same ones. For those trackers, a run that went back to an earlier checkpoint or started
+anew is a new run, and so is a run whose library may have lost values when this process was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import open_regular, read_safely
+from automodel_ckpt.logs.log_records import has_valid_step
+from automodel_ckpt.logs.trackers import TRACKERS, Tracker
+
+log = logging.getLogger("automodel_ckpt.trackers")
+
+MEMORY = ".trackers.json"
+OUTPUT = ".trackers.log"
+_MEMORY_BYTES = 1 << 20
+POLL_SECONDS = 1.0
+LAST_SECONDS = 60
+"""How long the process may take to send the last values after the trainer has ended."""
+_NOT_VALUES = frozenset({"step", "epoch", "timestamp", "samples", "event"})
+"""Fields of a step that are no value to display; its other numbers are, with the metrics of the objective."""
+_TEXT = "completions"
+"""Name of the generated text in trackers, and of its group."""
+_SAVE: tuple[str, ...] = ("stall_seconds", "total_seconds", "bytes", "free_bytes")
+
+Options = Mapping[str, Mapping[str, Any]]
+
+
+def disabled_text(name: str, reason: str) -> str:
+    """The message about a tracker that fails during training."""
+    return f"tracker {name} is disabled, training continues: {reason}"
+
+
+def _log_disabled(name: str, reason: str) -> None:
+    log.warning(disabled_text(name, reason))
+
+
+@contextlib.contextmanager
+def upload_lock(run: Path, *, wait: bool) -> Iterator[bool]:
+    """Lock the uploading of this run's log inside the context, and yield True.
+
+    With *wait*, waits for another process that uploads it; without, yields False if there is one.
+    """
+    # The output file is also the lock: if it is replaced, two processes can hold a lock each.
+    with _appending(run / OUTPUT) as file:
+        try:
+            # The kernel releases the lock when the process ends, even by SIGKILL.
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+class Follower:
+    """Sends the lines of the logs of *run* to *trackers* (options by name) that they do not have yet.
+
+    *after* is the step that a starting run continues from, None if no run starts; *went_back* means that the run
+    ignores later checkpoints. Only the training steps that *every_steps* divides are sent. A tracker that
+    raises is disabled, and *warn* is called once with its name and the reason.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        trackers: Options,
+        after: int | None,
+        warn: Callable[[str, str], None] = _log_disabled,
+        *,
+        went_back: bool = False,
+        every_steps: int = 1,
+    ) -> None:
+        self.run = run
+        self._every_steps = every_steps
+        self._warn = warn
+        self._memory = _read_memory(run)
+        self._trackers: dict[str, Tracker] = {}
+        self._sent: dict[str, dict[str, int]] = {}
+        """The last step that each tracker has, for each group of values"""
+        self._logs = [
+            _LogReader(run / layout.TRAINING_LOG),
+            _LogReader(run / layout.VALIDATION_LOG),
+        ]
+        # Read before the trackers start: _first_step_to_send() needs the steps that they lack.
+        self._unsent = self._new_records()
+        for name, options in trackers.items():
+            self._try(name, partial(self._start, name, options, after, went_back))
+        self._write_memory()
+
+    def feed(self) -> None:
+        """Send the complete lines that were added since the last call, in the order of their steps."""
+        records = self._unsent + self._new_records()
+        self._unsent = []
+        # The sort is stable: the lines of one step keep their order.
+        records.sort(key=lambda record: record["step"])
+        for record in records:
+            if is_training_step(record) and record["step"] % self._every_steps:
+                continue
+            values = values_of(record)
+            if values:
+                for name in list(self._trackers):
+                    self._log(name, record["step"], values)
+            text = completions_text(record)
+            if text:
+                for name in list(self._trackers):
+                    self._log_text(name, record["step"], text)
+        if records:
+            for name in list(self._trackers):
+                self._try(name, self._trackers[name].flush)
+            self._write_memory()
+
+    def close(self) -> None:
+        """Send the last lines, and close the trackers, which send their buffered values."""
+        self.feed()
+        for name in list(self._trackers):
+            self._try(name, self._trackers[name].close)
+            if name in self._trackers:
+                del self._memory[name]["open"]
+        self._write_memory()
+
+    def _new_records(self) -> list[dict[str, Any]]:
+        records: list[dict[str, Any]] = []
+        for reader in self._logs:
+            records += reader.new_records()
+        return records
+
+    def _start(
+        self, name: str, options: Mapping[str, Any], after: int | None, went_back: bool
+    ) -> None:
+        """Connect to a tracker. Starts a new run of it if the values that it has do not belong to this run, or are in
+        another place, such as another project."""
+        tracker_class = TRACKERS[name]
+        memory = self._memory.setdefault(name, {"sent": {}})
+        place = {option: options[option] for option in tracker_class.places if option in options}
+        # Earlier versions did not record the place.
+        has_moved = memory.get("place", place) != place
+        if has_moved:
+            memory = self._memory[name] = {"sent": {}}
+        memory["place"] = place
+        was_killed = memory.pop("open", False)
+        sent: dict[str, int] = memory["sent"]
+        has_later_steps = after is not None and any(step > after for step in sent.values())
+        goes_back = has_later_steps and (went_back or after == 0)
+        may_have_lost = bool(sent) and was_killed and not tracker_class.is_durable
+        if may_have_lost or (goes_back and not tracker_class.forgets):
+            memory = {"sent": {}, "attempt": memory.get("attempt", 1) + 1, "place": place}
+            self._memory[name] = memory
+            sent = memory["sent"]
+        # If the next start finds it, this process was killed, perhaps with values not sent yet.
+        memory["open"] = True
+        # Created first: the constructor stores the id of the tracker's run in the memory.
+        tracker = tracker_class(self.run, memory, **options)
+        # The place may have values from before it was another one.
+        if tracker_class.forgets and (sent or has_moved):
+            first = self._first_step_to_send(sent, after)
+            if first is not None:
+                for group, step in sent.items():
+                    sent[group] = min(step, first - 1)
+                # Before the tracker forgets: a kill in between would otherwise leave a gap.
+                self._write_memory()
+                tracker.forget(first)
+        self._trackers[name], self._sent[name] = tracker, sent
+
+    def _first_step_to_send(self, sent: Mapping[str, int], after: int | None) -> int | None:
+        """Return the first step that the tracker lacks or that the run will repeat; None if there is none."""
+        steps = [] if after is None else [after + 1]
+        for record in self._unsent:
+            values = values_of(record)
+            if values and record["step"] > sent.get(_group(values), 0):
+                steps.append(record["step"])
+        return min(steps, default=None)
+
+    def _log(self, name: str, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of a step, unless the tracker has that step, or a later one, of the group."""
+        sent = self._sent[name]
+        group = _group(values)
+        if step > sent.get(group, 0):
+            self._try(name, lambda: self._trackers[name].log(step, values))
+            if name in self._trackers:
+                # Only after success: a tracker that raised has been removed.
+                sent[group] = step
+
+    def _log_text(self, name: str, step: int, text: str) -> None:
+        """Log the completions of a step, unless the tracker has those of this step or of a later one."""
+        sent = self._sent[name]
+        if step > sent.get(_TEXT, 0):
+            self._try(name, lambda: self._trackers[name].log_text(step, _TEXT, text))
+            if name in self._trackers:
+                sent[_TEXT] = step
+
+    def _try(self, name: str, action: Callable[[], None]) -> None:
+        """Call *action*; if it raises, disable the tracker and warn."""
+        try:
+            action()
+        # SystemExit: a library must not end the uploads to the other trackers.
+        except (Exception, SystemExit) as error:
+            self._trackers.pop(name, None)
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._warn(name, reason)
+
+    def _write_memory(self) -> None:
+        staged = self.run / (MEMORY + ".tmp")
+        with os.fdopen(open_regular(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+            json.dump(self._memory, file)
+        # A kill leaves the old or the new file. Without an fsync, a power failure may damage it,
+        # which _read_memory() treats as no memory.
+        staged.replace(self.run / MEMORY)
+
+
+def _appending(path: Path) -> IO[bytes]:
+    return os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+
+
+def _group(values: Mapping[str, float]) -> str:
+    """Return the group of *values*: ``train``, ``val`` or ``save``. Each group of a step has its own log line."""
+    return next(iter(values)).partition("/")[0]
+
+
+class _LogReader:
+    """Reads the records that are appended to a log."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_bytes_read = 0
+
+    def new_records(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of the complete lines that were added since the last call. Other lines are ignored."""
+        try:
+            with os.fdopen(open_regular(self._path), "rb") as file:
+                file.seek(self._num_bytes_read)
+                # The last line may still be written.
+                complete, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return
+        self._num_bytes_read += len(complete) + len(newline)
+        for line in complete.splitlines():
+            try:
+                record = parse_json(line)
+            except ValueError:
+                continue
+            if has_valid_step(record):
+                yield record
+
+
+def completions_text(record: Mapping[str, Any]) -> str:
+    """Return the completions in a log line as Markdown; empty if it has none."""
+    completions = record.get("completions")
+    if record.get("event") != "completions" or not isinstance(completions, list):
+        return ""
+    parts = []
+    for each in completions:
+        if isinstance(each, dict):
+            parts.append(f"**{each.get('prompt')}**\n\n{each.get('text')}")
+    return "\n\n---\n\n".join(parts)
+
+
+def is_training_step(record: Mapping[str, Any]) -> bool:
+    """Whether a log line is about a training step, and not about a validation or an event."""
+    return "event" not in record and "val_loss" not in record
+
+
+def values_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values of a log line, by the names that trackers display. Values that are not numbers are omitted."""
+    fields = {}
+    if "val_loss" in record:
+        for field in record:
+            # val_loss, val_accuracy_NAME and so on.
+            if field.startswith("val_"):
+                fields[field] = f"val/{field.removeprefix('val_')}"
+    elif record.get("event") == "evaluation":
+        for field in record:
+            if field.startswith("eval_"):
+                fields[field] = f"eval/{field.removeprefix('eval_')}"
+    elif record.get("event") is None:
+        fields = {field: f"train/{field}" for field in record if field not in _NOT_VALUES}
+    elif record["event"] == "save":
+        fields = {field: f"save/{field}" for field in _SAVE}
+    values = {}
+    for field, name in fields.items():
+        value = record.get(field)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            values[name] = value
+    return values
+
+
+def _read_memory(run: Path) -> dict[str, dict[str, Any]]:
+    """Read what previous processes have sent to each tracker; empty if the file is missing or damaged."""
+    try:
+        memory = parse_json(read_safely(run, MEMORY, limit=_MEMORY_BYTES))
+    except (FileNotFoundError, ValueError):
+        return {}
+    if not isinstance(memory, dict) or not all(map(_is_valid_entry, memory.values())):
+        return {}
+    return memory
+
+
+def _is_valid_entry(entry: Any) -> bool:
+    sent = entry.get("sent") if isinstance(entry, dict) else None
+    return isinstance(sent, dict) and all(isinstance(step, int) for step in sent.values())
+
+
+def main(arguments: list[str]) -> None:
+    """Follow a run until standard input closes, which happens when the trainer ends in any way."""
+    run = Path(arguments[0])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        # A terminal sends them to all processes, but only the end of the trainer matters.
+        signal.signal(number, signal.SIG_IGN)
+    warn = _redirect_output(run)
+    job = json.loads(sys.stdin.readline())
+    with upload_lock(run, wait=True):  # the process of a previous start may still be sending
+        follower = Follower(
+            run,
+            job["trackers"],
+            job["after"],
+            warn,
+            went_back=job["went_back"],
+            every_steps=job["every_steps"],
+        )
+        while not _is_closed(sys.stdin.fileno()):
+            follower.feed()
+        # The default action of SIGALRM ends the process even if a library hangs.
+        signal.alarm(LAST_SECONDS)
+        follower.close()
+
+
+def _is_closed(descriptor: int) -> bool:
+    """Whether the other end of a pipe was closed. Waits POLL_SECONDS for it."""
+    readable, _, _ = select.select([descriptor], [], [], POLL_SECONDS)
+    return bool(readable) and not os.read(descriptor, 1)
+
+
+def _redirect_output(run: Path) -> Callable[[str, str], None]:
+    """Redirect the output of libraries to a file, and return a function that still reports a tracker to the user."""
+    user = os.fdopen(os.dup(2), "w")
+    with _appending(run / OUTPUT) as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+
+    def warn(name: str, reason: str) -> None:
+        message = disabled_text(name, reason)
+        sys.stderr.write(f"{time.strftime('%F %T')} {message}\n")
+        user.write(f"warning: {message} ({run / OUTPUT} has its output)\n")
+        user.flush()
+
+    return warn

@@ -1,0 +1,279 @@
+"""How the time of a run was spent, and which share of it was useful: ``ckpt goodput``.
+
+    total   = start-up + steps + lost steps + saves + data + validation + restarts + down + other
+    goodput = steps / total
+
+Each start of a run measures its phases, which add up to its duration. *Steps* are those in ``training.jsonl``: their
+lines have the seconds of each. The rest of the time in steps is *lost*: steps that were repeated after a resume or a
+spike, whose earlier lines were removed, and the step that a kill interrupted. The start-up of all starts but the first
+is *restarts*, and *down* is the time between two starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.run.timeline import (
+    ARRIVAL,
+    DATA,
+    DONE,
+    END,
+    FAILED,
+    FORWARD,
+    KILLED,
+    OTHER,
+    PHASES,
+    SAVES,
+    START,
+    STARTUP,
+    STEPS,
+    STOPPED,
+    STRAGGLER,
+    VALIDATION,
+    read_state,
+    read_timeline,
+)
+from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.logs.log_records import read_records
+
+LOST, RESTARTS, DOWN = "lost_steps", "restarts", "down"
+CATEGORIES = {
+    STEPS: "steps",
+    STARTUP: "start-up",
+    VALIDATION: "validation",
+    SAVES: "waiting for saves",
+    DATA: "waiting for data",
+    LOST: "lost steps",
+    RESTARTS: "restarts",
+    DOWN: "down between starts",
+    OTHER: "other",
+}
+"""The categories of a run's time, and their titles. Each moment belongs to one."""
+OUTCOMES = (DONE, STOPPED, FAILED, KILLED)
+RUNNING = "running or killed"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of a run: when it began, in seconds since 1970; its phases; the steps it was between; what ended it.
+
+    *num_steps* is how many it made, each repetition counted; *logged* is the part of the phase ``steps`` that lines of
+    steps contain.
+    """
+
+    began: float
+    seconds: dict[str, float]
+    first_step: int
+    last_step: int
+    num_steps: int
+    logged: float
+    outcome: str
+
+    @property
+    def duration(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRank:
+    """A rank that was slower than the others in *num_steps* steps of the run.
+
+    *part* ``forward``: in its forward passes, by *share* of the median of the others. *part* ``arrival``: it began
+    steps later, by *share* of a step; *seconds* are then those for which the others waited, 0 otherwise.
+    """
+
+    rank: int
+    node: str
+    part: str
+    num_steps: int
+    share: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The time of a run by category, in seconds; its starts; how many steps were made more than once; slow ranks."""
+
+    seconds: dict[str, float]
+    starts: tuple[Start, ...]
+    num_steps: int
+    num_lost_steps: int
+    slow_ranks: tuple[SlowRank, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """Seconds from the first start to the end of the last."""
+        return sum(self.seconds.values())
+
+    @property
+    def share(self) -> float:
+        """The share of the time that was spent in steps that the run still has."""
+        return self.seconds[STEPS] / self.total if self.total > 0 else 0.0
+
+
+def read_goodput(directory: Path) -> Goodput:
+    """Return how the run in *directory* spent its time. Raises :class:`CheckpointUnusable` if that was not recorded."""
+    records = list(read_records(directory / layout.TRAINING_LOG))
+    steps = [record for record in records if _is_step(record)]
+    starts = _starts(directory, steps)
+    if not starts:
+        raise CheckpointUnusable(
+            "this run has no record of its time",
+            where=str(directory / layout.TIMELINE_LOG),
+            value="no start",
+            hint="use the directory of a run of this version or later",
+        )
+    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    for number, start in enumerate(starts):
+        for phase in PHASES:
+            category = RESTARTS if phase == STARTUP and number > 0 else phase
+            seconds[category] += start.seconds[phase]
+        if number > 0:
+            earlier = starts[number - 1]
+            # Clocks of different nodes may differ.
+            seconds[DOWN] += max(0.0, start.began - earlier.began - earlier.duration)
+    # A step that is not over yet is not lost.
+    last = starts[-1]
+    unfinished = last.seconds[STEPS] - last.logged if last.outcome == RUNNING else 0.0
+    kept = min(seconds[STEPS], sum(record["seconds"] for record in steps) + max(0.0, unfinished))
+    seconds[LOST] = seconds[STEPS] - kept
+    seconds[STEPS] = kept
+    num_made = sum(start.num_steps for start in starts)
+    num_lost = max(0, num_made - len(steps))
+    return Goodput(seconds, tuple(starts), len(steps), num_lost, tuple(_slow_ranks(records)))
+
+
+def _slow_ranks(records: list[dict[str, Any]]) -> Iterator[SlowRank]:
+    """Yield a rank for all windows of steps in which it was slow, those with the most steps first."""
+    by_rank: dict[tuple[int, str, str], list[_SlowWindow]] = {}
+    for record in records:
+        window = _slow_window(record)
+        if window is not None:
+            by_rank.setdefault((window.rank, window.node, window.part), []).append(window)
+    found = []
+    for (rank, node, part), windows in by_rank.items():
+        num_steps = sum(window.num_steps for window in windows)
+        share = sum(window.num_steps * window.share for window in windows) / num_steps
+        waited = 0.0
+        if part == ARRIVAL:
+            waited = sum(window.num_steps * window.seconds for window in windows)
+        found.append(SlowRank(rank, node, part, num_steps, share, waited))
+    yield from sorted(found, key=lambda slow: (-slow.num_steps, slow.rank, slow.part))
+
+
+@dataclass(frozen=True, slots=True)
+class _SlowWindow:
+    """The record of a window of steps in which a rank was slow. *seconds* is the delay of a step."""
+
+    rank: int
+    node: str
+    part: str
+    num_steps: int
+    share: float
+    seconds: float
+
+
+def _slow_window(record: dict[str, Any]) -> _SlowWindow | None:
+    """Return what a record states about a slow rank; None for another record, or a damaged one."""
+    if record.get("event") != STRAGGLER:
+        return None
+    rank, node, part = record.get("rank"), record.get("node"), record.get("part")
+    num_steps = record.get("steps")
+    share = _finite(record.get("share"))
+    seconds = _finite(record.get("seconds"))
+    # type(), because a bool is an int for isinstance().
+    if type(rank) is not int or type(num_steps) is not int or num_steps <= 0:
+        return None
+    if not isinstance(node, str) or part not in (FORWARD, ARRIVAL):
+        return None
+    if share is None or seconds is None:
+        return None
+    return _SlowWindow(rank, node, part, num_steps, share, seconds)
+
+
+def _finite(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and isfinite(value) else None
+
+
+def slow_rank_text(slow: SlowRank) -> str:
+    """Describe a rank that was slower than the others."""
+    name = f"rank {slow.rank} (node {slow.node})"
+    steps = counted(slow.num_steps, "step")
+    if slow.part == FORWARD:
+        return f"{name}: forward passes {slow.share:.0%} slower than the median, in {steps}"
+    waited = f"{slow.seconds:,.1f} s in total"
+    return f"{name}: began steps late by {slow.share:.0%} of a step, in {steps}: {waited}"
+
+
+def _is_step(record: dict[str, Any]) -> bool:
+    seconds = record.get("seconds")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        return False
+    return "event" not in record and 0 <= seconds < float("inf")
+
+
+def _starts(directory: Path, steps: list[dict[str, Any]]) -> list[Start]:
+    """Read the starts of a run, in their order. The last one may still run."""
+    lines = list(read_timeline(directory))
+    ends = {record["start"]: record for record in lines if record["event"] == END}
+    state = read_state(directory)
+    if state is not None:
+        ends.setdefault(state["start"], state | {"outcome": RUNNING})
+    begins = [record for record in lines if record["event"] == START]
+    starts = []
+    for number, begin in enumerate(begins):
+        end = ends.get(begin["start"])
+        if end is not None:
+            starts.append(_start(begin, end))
+            continue
+        # Its end was on a disk that the next start did not have.
+        until = begins[number + 1]["time"] if number + 1 < len(begins) else float("inf")
+        own = [record for record in steps if begin["time"] <= _timestamp(record) < until]
+        starts.append(_start_from_log(begin, own))
+    return starts
+
+
+def _start(begin: dict[str, Any], end: dict[str, Any]) -> Start:
+    outcome = end.get("outcome")
+    first_step = begin["step"]
+    last_step = max(end["step"], first_step)
+    return Start(
+        float(begin["time"]),
+        {phase: float(end["seconds"][phase]) for phase in PHASES},
+        first_step,
+        last_step,
+        # Earlier versions did not count them.
+        end.get("num_steps", last_step - first_step),
+        float(end["logged"]),
+        outcome if outcome in (*OUTCOMES, RUNNING) else FAILED,
+    )
+
+
+def _start_from_log(begin: dict[str, Any], steps: list[dict[str, Any]]) -> Start:
+    """Return a start whose end is unknown, from the lines of its *steps*."""
+    first_step = begin["step"]
+    seconds = dict.fromkeys(PHASES, 0.0)
+    start = Start(float(begin["time"]), seconds, first_step, first_step, 0, 0.0, KILLED)
+    if not steps:
+        return start
+    logged = float(sum(record["seconds"] for record in steps))
+    duration = _timestamp(steps[-1]) - start.began
+    seconds[STEPS] = logged
+    seconds[OTHER] = max(0.0, duration - logged)
+    last_step = max(first_step, steps[-1]["step"])
+    num_steps = last_step - first_step
+    return replace(start, last_step=last_step, num_steps=num_steps, logged=logged)
+
+
+def _timestamp(record: dict[str, Any]) -> float:
+    value = record.get("timestamp")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0.0
+    return float(value)

@@ -1,0 +1,385 @@
+"""Progress of training on rank 0: a live line on a terminal, a line at intervals elsewhere, and log records."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TextIO
+
+from automodel_ckpt.base.units import duration, folded, size_text
+from automodel_ckpt.errors import printable
+from automodel_ckpt.logs.text_log import TextLog
+
+PACKAGE_LOGGER = "automodel_ckpt"
+_CLEAR = "\r\x1b[K"
+_LIVE_PAUSE_SECONDS = 0.1
+_SMOOTHING = 0.9
+_BAR_CELLS = 10
+_TICK_SECONDS = 0.2
+_COLUMNS = 80
+_BREAK = re.compile(r"[\n\r](?! )")
+_DROPPED_FIRST = ("epoch", "aux", "mem", "lr", "MFU", "tok/s", "left")
+"""The figures that a narrow terminal omits, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """The figures of one step in the progress line."""
+
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    num_tokens: int
+    seconds: float
+    aux_loss: float | None = None
+    mfu: float | None = None
+    """The share of the device's matrix product rate that the step used, 0 to 1; None if it is unknown."""
+    memory_bytes: int = 0
+    """The peak memory of rank 0's device, or of its process on a CPU; 0: not shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Speed:
+    """Sums over the latest steps, which decay from step to step. Their ratios are averages by time, not by step."""
+
+    tokens: float = 0.0
+    mfu_seconds: float = 0.0
+    seconds: float = 0.0
+
+    def after(self, view: StepView) -> _Speed:
+        """The sums after one more step."""
+        return _Speed(
+            _SMOOTHING * self.tokens + view.num_tokens,
+            _SMOOTHING * self.mfu_seconds + (view.mfu or 0.0) * view.seconds,
+            _SMOOTHING * self.seconds + view.seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SavingView:
+    """The progress of the save of *step*: the *share* that is written, 0 to 1, and *amount*, the same as text."""
+
+    step: int
+    share: float
+    amount: str
+
+    def __str__(self) -> str:
+        share = min(max(self.share, 0.0), 1.0)
+        filled = round(_BAR_CELLS * share)
+        bar = "#" * filled + "." * (_BAR_CELLS - filled)
+        return f"saving {self.step} [{bar}] {self.amount}"
+
+
+class _WriteLock:
+    """A lock for lines of several threads, which gives up after a second.
+
+    In a process that was forked while another thread wrote a line, the lock is never released.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire(timeout=1)
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(RuntimeError):  # it was not acquired in time
+            self._lock.release()
+
+
+class Progress:
+    """One line: step of all, epoch, loss, rate, tokens per second in total and per device, MFU, peak memory, time left,
+    step and age of the newest checkpoint.
+
+    On a terminal, it is rewritten in place, at most ten times a second. Elsewhere, a new line is printed every
+    *every_seconds*, or with *every_steps* after each step that it divides and after the last one. A narrow terminal
+    gets fewer figures. During a save, the line contains a bar, also between steps (:meth:`follow`); elsewhere, a long
+    save gets a separate line every *every_seconds*. Prints nothing unless *enabled* (on rank 0). Log records must be
+    printed with :meth:`write_above`, so that they do not mix with the live line. With *has_timestamps*, each line but
+    the live one begins with the time, elsewhere than on a terminal also with the date.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int | None = None,
+        every_seconds: float = 10.0,
+        every_steps: int | None = None,
+        enabled: bool = True,
+        num_ranks: int = 1,
+        device_word: str = "rank",
+        has_timestamps: bool = False,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps = total_steps
+        self.every_seconds = every_seconds
+        self.every_steps = every_steps
+        self.enabled = enabled
+        self._num_ranks = num_ranks
+        self._device_word = device_word
+        self._has_timestamps = has_timestamps
+        self._saved: tuple[int, float] | None = None
+        self._stream = stream or sys.stderr
+        self._clock = clock
+        self._live = self._stream.isatty()
+        self._line = ""
+        self._shown_at = -float("inf")
+        self._num_seen = 0
+        self._first_at = 0.0
+        self._speed = _Speed()
+        self._latest: StepView | None = None
+        self._saving: SavingView | None = None
+        self._saving_since = 0.0
+        self._lock = _WriteLock()
+        self._closed = threading.Event()
+        self._ticker: threading.Thread | None = None
+
+    def update(self, view: StepView) -> None:
+        """Record a finished step, and show it if the last line is old enough."""
+        if not self.enabled:
+            return
+        with self._lock:
+            self._average(view)
+            self._latest = view
+            now = self._clock()
+            if self._is_due(view, now - self._shown_at):
+                self._shown_at = now
+                self._show(self._parts(view))
+
+    def _is_due(self, view: StepView, seconds: float) -> bool:
+        """Whether to show a step, *seconds* after the last line."""
+        if self._live:
+            return seconds >= _LIVE_PAUSE_SECONDS
+        if self.every_steps is not None:
+            return view.step % self.every_steps == 0 or view.step == self.total_steps
+        return seconds >= self.every_seconds
+
+    def follow(self, source: Callable[[], SavingView | None]) -> None:
+        """Start a thread that shows the progress of saves. *source* returns it, or None if there is no save."""
+        if not self.enabled or self._ticker is not None:
+            return
+
+        def tick() -> None:
+            while not self._closed.wait(_TICK_SECONDS):
+                self.show_saving(source())
+
+        self._ticker = threading.Thread(target=tick, name="progress", daemon=True)
+        self._ticker.start()
+
+    def show_saving(self, saving: SavingView | None) -> None:
+        """Record the progress of a save, and show it if it has changed or, without a terminal, at intervals."""
+        if self._closed.is_set():
+            return
+        with self._lock:
+            before, self._saving = self._saving, saving
+            now = self._clock()
+            if saving is None or before is None or before.step != saving.step:
+                self._saving_since = now
+            if self._live and saving != before:
+                if self._latest is not None:
+                    self._show(self._parts(self._latest))
+                else:
+                    self._show([str(saving or "")])
+                return
+            is_due = now - self._saving_since >= self.every_seconds
+            if saving is not None and not self._live and is_due:
+                self._saving_since = now
+                self._show([str(saving)])
+
+    def note_saved(self, step: int, seconds_ago: float = 0.0) -> None:
+        """Record that the newest checkpoint is that of *step*, saved *seconds_ago*."""
+        self._saved = (step, self._clock() - max(seconds_ago, 0.0))
+
+    def write_above(self, text: str) -> None:
+        """Print *text* on separate lines; a live line stays below it. On a terminal, lines break between words."""
+        text = self._timestamp() + text
+        if self._live:
+            text = folded(text, _columns(self._stream) - 1)
+        with self._lock:
+            if self._line:
+                self._stream.write(_CLEAR)
+            self._stream.write(text + "\n" + self._line)
+            self._stream.flush()
+
+    def _timestamp(self) -> str:
+        if not self._has_timestamps:
+            return ""
+        return time.strftime("%H:%M:%S " if self._live else "%Y-%m-%d %H:%M:%S ")
+
+    def figures(self) -> list[str]:
+        """The averages of the steps so far: tokens per second, MFU, memory. Empty before the first step."""
+        view = self._latest
+        return list(self._speed_parts(view)) if view is not None else []
+
+    def break_off(self) -> None:
+        """Keep the current line and print nothing after it, because an error report follows. Does not wait."""
+        self._closed.set()
+        with self._lock:
+            if self._line:
+                self._stream.write("\n")
+                self._stream.flush()
+            self._line, self._latest = "", None
+
+    def close(self) -> None:
+        """Print the line of the last step, and end the thread."""
+        self._closed.set()
+        if self._ticker is not None:
+            # Not while holding the lock, which the thread takes to show a line.
+            self._ticker.join()
+            self._ticker, self._saving = None, None
+        if self._latest is not None and self._live:
+            self._show(self._parts(self._latest))
+            self._stream.write("\n")
+            self._stream.flush()
+        self._line = ""
+        self._latest = None
+
+    def _average(self, view: StepView) -> None:
+        self._num_seen += 1
+        if self._num_seen == 1:
+            self._first_at = self._clock()
+        # The first step of a process is slow, so the average starts with the second.
+        if self._num_seen <= 2:
+            self._speed = _Speed()
+        self._speed = self._speed.after(view)
+
+    def _show(self, parts: list[str]) -> None:
+        if self._live:
+            self._line = fitting(parts, _columns(self._stream) - 1)
+            self._stream.write(_CLEAR + self._line)
+        else:
+            self._stream.write(self._timestamp() + "  ".join(parts) + "\n")
+        self._stream.flush()
+
+    def _parts(self, view: StepView) -> list[str]:
+        step = f"step {view.step}"
+        if self.total_steps is not None:
+            width = len(str(self.total_steps))
+            step = f"step {view.step:>{width}}/{self.total_steps}"
+        parts = [step, f"epoch {view.epoch}", f"loss {view.loss:.4f}"]
+        if view.aux_loss is not None:
+            parts.append(f"aux {view.aux_loss:.4f}")
+        if not math.isnan(view.lr):
+            parts.append(f"lr {view.lr:.2e}")
+        parts += self._speed_parts(view)
+        if self._saving is not None:
+            parts.append(str(self._saving))
+            return parts
+        if self.total_steps is not None and view.step < self.total_steps and self._num_seen > 1:
+            # Wall-clock time includes validations and saves. It starts after the first step, which is slow.
+            seconds_per_step = (self._clock() - self._first_at) / (self._num_seen - 1)
+            seconds_left = (self.total_steps - view.step) * seconds_per_step
+            parts.append(f"{duration(seconds_left)} left")
+        if self._saved is not None:
+            saved_step, saved_at = self._saved
+            parts.append(f"saved {saved_step}, {duration(self._clock() - saved_at)} ago")
+        return parts
+
+    def _speed_parts(self, view: StepView) -> Iterator[str]:
+        """Yield tokens per second, MFU, and memory."""
+        speed = self._speed
+        tokens_per_second = speed.tokens / speed.seconds if speed.seconds > 0 else 0.0
+        of_all = f"{tokens_per_second:,.0f} tok/s"
+        if self._num_ranks > 1:
+            of_all += f" ({tokens_per_second / self._num_ranks:,.0f}/{self._device_word})"
+        yield of_all
+        if view.mfu is not None and speed.seconds > 0:
+            yield f"MFU {speed.mfu_seconds / speed.seconds:.1%}"
+        if view.memory_bytes:
+            yield f"mem {size_text(view.memory_bytes)}"
+
+
+class ProgressHandler(logging.Handler):
+    """Prints the package's log records above the progress line, and writes them to a text log, if any."""
+
+    def __init__(self, progress: Progress, text_log: TextLog | None = None) -> None:
+        super().__init__()
+        self.progress = progress
+        self.text_log = text_log
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(_with_plain_arguments(record))
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname.lower()}: {text}"
+        # Records contain names from files, whose control characters must not reach the terminal.
+        lines = [[printable(part) for part in line.split("\t")] for line in text.split("\n")]
+        text = "\n".join(map("\t".join, lines))
+        self.progress.write_above(text)
+        if self.text_log is not None:
+            self.text_log.write(text)
+
+
+def _with_plain_arguments(record: logging.LogRecord) -> logging.LogRecord:
+    """The record with escaped line breaks in its arguments that are paths and texts: names must not begin new lines.
+
+    A break before a space begins a further line of a message, and an argument that is the whole message may have lines.
+    """
+    if record.msg == "%s" or not isinstance(record.args, tuple):
+        return record
+    arguments = []
+    for argument in record.args:
+        if isinstance(argument, os.PathLike):
+            argument = printable(str(argument))
+        elif isinstance(argument, str):
+            argument = _BREAK.sub(lambda found: printable(found[0]), argument)
+        arguments.append(argument)
+    return logging.makeLogRecord({**record.__dict__, "args": tuple(arguments)})
+
+
+def set_up_logging(
+    progress: Progress, level: str, rank: int, text_log: TextLog | None = None
+) -> ProgressHandler:
+    """Print the package's log records: *level* and above on rank 0, only errors on other ranks.
+
+    A *text_log* gets the same records. Returns the handler for :func:`tear_down_logging`. It replaces the handler of an
+    earlier call.
+    """
+    logger = logging.getLogger(PACKAGE_LOGGER)
+    for old in list(logger.handlers):
+        if isinstance(old, ProgressHandler):
+            logger.removeHandler(old)
+    handler = ProgressHandler(progress, text_log)
+    logger.addHandler(handler)
+    logger.setLevel(level.upper() if rank == 0 else logging.ERROR)
+    return handler
+
+
+def tear_down_logging(handler: ProgressHandler) -> None:
+    """Remove *handler* and reset the level of the package's logger."""
+    logger = logging.getLogger(PACKAGE_LOGGER)
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+
+
+def fitting(parts: list[str], width: int) -> str:
+    """Join *parts* to a line of at most *width* characters: omit the least important, then truncate the line."""
+    for word in _DROPPED_FIRST:
+        if len("  ".join(parts)) > width:
+            parts = [part for part in parts if word not in part.split()]
+    return "  ".join(parts)[:width]
+
+
+def _columns(stream: TextIO) -> int:
+    """The width of the terminal of *stream*, which may differ from that of standard output. COLUMNS overrides it."""
+    with suppress(ValueError):
+        if os.environ.get("COLUMNS"):
+            return int(os.environ["COLUMNS"])
+        return _columns_of(stream.fileno())
+    return _COLUMNS
+
+
+def _columns_of(descriptor: int) -> int:
+    with suppress(OSError):
+        return os.get_terminal_size(descriptor).columns or _COLUMNS
+    return _COLUMNS

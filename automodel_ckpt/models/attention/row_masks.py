@@ -1,0 +1,119 @@
+"""Attention masks of rows with several samples, in models that make other masks than causal ones from token types.
+
+Gemma 3, Gemma 4 and PaliGemma let the tokens of an image attend to each other. Measured with transformers 5.23: its
+masks of Gemma 3's sliding layers look up the image tokens of a packed row at the positions within each sample, so a
+sample gets the pattern of the first sample's images. Here, the model's own function makes the masks of each sample
+alone, and they are put on the diagonal of the row's mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from automodel_ckpt.models.attention.mask_functions import create_without_cache
+from automodel_ckpt.models.inspect.forward import attention_of, model_without_adapters
+
+_TYPES = ("token_type_ids", "mm_token_type_ids")
+_NAME = "create_masks_for_generate"
+_SINGLE = ""
+"""The name of the only mask of a model that has no types of layers."""
+
+
+def install_row_masks(model: nn.Module) -> RemovableHandle | None:
+    """Let *model* compute the attention masks of packed rows from those of their samples; None if it cannot.
+
+    A forward call with ``position_ids`` [B, T] and without ``attention_mask`` then gets masks [B, 1, T, T]. It concerns
+    models of transformers with a separate function for masks (``create_masks_for_generate``), and the attention
+    implementations sdpa and eager, which take masks of all pairs.
+    """
+    base = model_without_adapters(model)
+    # The function of transformers itself makes causal masks, which need no help.
+    has_function = any(_NAME in vars(each) for each in type(base).__mro__[:-1])
+    if not has_function or attention_of(base) not in ("sdpa", "eager"):
+        return None
+    masks = _RowMasks(base)
+
+    def add_masks(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        positions = kwargs.get("position_ids")
+        if kwargs.get("attention_mask") is not None or positions is None or positions.ndim != 2:
+            return None
+        return args, {**kwargs, "attention_mask": masks.of_rows(kwargs)}
+
+    # On the outer module: peft calls the forward method of the base, which skips its hooks.
+    return model.register_forward_pre_hook(add_masks, with_kwargs=True)
+
+
+class _RowMasks:
+    """Makes the masks of rows with the function of a model of transformers."""
+
+    def __init__(self, base: Any) -> None:
+        self.create = getattr(base, _NAME)
+        self.config = base.config
+        self.dtype = base.dtype
+        self.is_eager = attention_of(base) == "eager"
+
+    def of_rows(self, inputs: Mapping[str, Any]) -> Any:
+        """The masks of the rows in *inputs*: one, or a mapping from the type of a layer to its mask.
+
+        A mask is bool [B, 1, T, T], true where a query (row) sees a key (column); for eager attention it is what is
+        added to the scores.
+        """
+        positions = inputs["position_ids"]
+        num_rows, length = positions.shape
+        shape = (num_rows, 1, length, length)
+        found: dict[str, torch.Tensor] = {}
+        for row in range(num_rows):
+            starts = torch.nonzero(positions[row] == 0).flatten().tolist()
+            for start, end in pairwise([*starts, length]):
+                masks = self._of_sample(inputs, row, start, end)
+                if not isinstance(masks, dict):
+                    masks = {_SINGLE: masks}
+                for name, mask in masks.items():
+                    if name not in found:
+                        found[name] = torch.zeros(shape, dtype=torch.bool, device=positions.device)
+                    found[name][row, 0, start:end, start:end] = self._seen(mask, end - start)
+        if self.is_eager:
+            found = {name: self._added(mask) for name, mask in found.items()}
+        return found.get(_SINGLE, found)
+
+    def _of_sample(self, inputs: Mapping[str, Any], row: int, start: int, end: int) -> Any:
+        types = {}
+        for name in _TYPES:
+            if inputs.get(name) is not None:
+                types[name] = inputs[name][row : row + 1, start:end]
+        device = inputs["position_ids"].device
+        # Only the shape, type and device of the embeddings are used.
+        embeddings = torch.empty((1, end - start, 0), dtype=self.dtype, device=device)
+        return create_without_cache(
+            self.create,
+            config=self.config,
+            inputs_embeds=embeddings,
+            attention_mask=None,
+            position_ids=None,
+            is_first_iteration=True,
+            **types,
+        )
+
+    def _seen(self, mask: torch.Tensor | None, length: int) -> torch.Tensor:
+        """Return the mask of one sample as bool [T, T]. None is causal attention without a mask."""
+        if mask is None:
+            return torch.ones(length, length, dtype=torch.bool).tril()
+        square = mask[0, 0]
+        if square.dtype == torch.bool:
+            return square
+        # The mask of eager attention is added to the scores.
+        return square == 0
+
+    def _added(self, mask: torch.Tensor) -> torch.Tensor:
+        lowest = torch.finfo(self.dtype).min
+        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(
+            ~mask, lowest
+        )

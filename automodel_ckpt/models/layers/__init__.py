@@ -1,0 +1,1 @@
+"""Layers that are added to a model or replaced in it."""

@@ -1,0 +1,118 @@
+"""torch.compile, layer by layer and in place: no name of a parameter changes, so checkpoints are the same with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+_AUTO_WIDTHS = 8
+
+
+def compile_layers(
+    layers: Sequence[nn.Module],
+    *,
+    backend: str = "inductor",
+    mode: str | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    device: torch.device | None = None,
+    num_widths: int | None = None,
+) -> None:
+    """Have each layer compiled at its first forward pass; before they are sharded or wrapped.
+
+    The layers of a model share their code, and so what was compiled of the first. Arguments as for ``torch.compile``.
+    *num_widths* is how many lengths the rows can have; None: any number.
+    Raises :class:`RecipeError` for no layers, and for a backend or mode that is not there or cannot work on *device*.
+    """
+    if not layers:
+        raise _refused(
+            "this model has no repeated layers to compile",
+            "enabled",
+            True,
+            "remove the compile section",
+        )
+    _check_backend(backend, device or torch.device("cpu"))
+    _check_mode(backend, mode)
+    if num_widths is not None or dynamic is not False:
+        # Without a number, few lengths are compiled before torch makes them dynamic.
+        _allow_recompilations(num_widths or _AUTO_WIDTHS)
+    for layer in layers:
+        # Not torch.compile(layer), whose wrapper adds _orig_mod to the names of parameters.
+        layer.compile(backend=backend, mode=mode, fullgraph=fullgraph, dynamic=dynamic)
+    num_layers = counted(len(layers), "layer")
+    log.info("compiling %s with %s: the first steps take longer", num_layers, backend)
+
+
+def uses_cuda_graphs(mode: str | None, device_type: str) -> bool:
+    """Whether layers that inductor compiles in this mode run as CUDA graphs, which overwrite their earlier outputs."""
+    if mode is None or device_type != "cuda":
+        return False
+    known = torch._inductor.list_mode_options()
+    return bool(known.get(mode, {}).get("triton.cudagraphs", False))
+
+
+def num_row_widths(
+    given: Literal["auto"] | int | None, dynamic: bool | None, device_type: str
+) -> int | None:
+    """The number of widths that ``compile.row_widths`` and ``compile.dynamic`` mean; None: rows are not rounded.
+
+    On a CPU, dynamic shapes cost less than padding.
+    """
+    if given != "auto":
+        return given
+    return _AUTO_WIDTHS if device_type == "cuda" or dynamic is False else None
+
+
+def _allow_recompilations(num_widths: int) -> None:
+    """Raise torch's limit of compilations of one function, above which it runs the function uncompiled.
+
+    Each width, and that of samples without padding, is compiled for evaluation, for training, and for the training of
+    a layer whose inputs need no gradient: the first one if the embedding is frozen. Rows have a mask or none.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 6 * (num_widths + 1))
+
+
+def _check_backend(backend: str, device: torch.device) -> None:
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise _refused(
+            "torch has no such compiler backend", "backend", backend, f"it has {', '.join(known)}"
+        )
+    if backend != "inductor" or device.type != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        # Checked here, because inductor looks for it only in the first forward pass, after the
+        # weights are loaded.
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError) as error:
+        hint = "install g++, or set compile.backend aot_eager"
+        raise _refused(
+            "inductor cannot find a C++ compiler for the CPU", "backend", backend, hint
+        ) from error
+
+
+def _check_mode(backend: str, mode: str | None) -> None:
+    if mode is None:
+        return
+    known = list(torch._inductor.list_mode_options())
+    if backend != "inductor":
+        raise _refused("only the inductor backend has modes", "mode", mode, "remove compile.mode")
+    if mode not in known:
+        raise _refused("inductor has no such mode", "mode", mode, f"it has {', '.join(known)}")
+
+
+def _refused(what: str, key: str, value: object, hint: str) -> RecipeError:
+    return RecipeError(what, where=f"compile.{key}", value=value, hint=hint)

@@ -1,0 +1,271 @@
+"""Rotary position embeddings in one kernel for queries and one for keys, in place of transformers' ten operators.
+
+transformers' layers of attention call a function of their module, ``apply_rotary_pos_emb(q, k, cos, sin)``, which reads
+and writes queries and keys many times in each direction. Here, the layers of a model call a Triton kernel on a GPU,
+which reads and writes them once and computes in float32. Elsewhere they call transformers' function. Other models in
+the process are not changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from automodel_ckpt.models.layers.fused_class import subclass_with
+from automodel_ckpt.models.loss.kernel_choice import kernel_for
+
+_FUNCTION = "apply_rotary_pos_emb"
+_TOLERANCE = 1e-5
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fuse_rotary_embeddings(model: nn.Module) -> int:
+    """Let the layers of attention in *model* rotate queries and keys with fewer kernels; returns their number.
+
+    The modules stay in place, with their names and parameters. A layer is recognized by the name of the function that
+    its forward pass calls, and by what this function computes from random numbers: each element x[i] of a head forms a
+    pair with x[i + R/2], for R elements of the cosines.
+    """
+    num_fused = 0
+    for module in model.modules():
+        if "forward" in vars(module):
+            continue
+        module_class = _fused_class(type(module))  # type: ignore[arg-type]
+        if module_class is not None:
+            module.__class__ = module_class
+            num_fused += 1
+    return num_fused
+
+
+@functools.cache
+def _fused_class(module_class: type[nn.Module]) -> Any:
+    """A subclass of *module_class* that calls the kernel; None if its forward pass does not call a known function."""
+    forward: Any = module_class.forward
+    caller = inspect.unwrap(forward)
+    if not isinstance(caller, types.FunctionType) or _FUNCTION not in caller.__code__.co_names:
+        return None
+    function = caller.__globals__.get(_FUNCTION)
+    rotation = _recognized(function) if isinstance(function, Hashable) else None
+    fused = None if rotation is None else _with_rotation(forward, rotation)
+    if fused is None:
+        return None
+
+    @functools.wraps(forward)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        # torch.compile finds the names of a function in the module of its file. It fuses these operators itself.
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        return fused(*args, **kwargs)
+
+    return subclass_with(module_class, chosen)
+
+
+def _with_rotation(forward: Any, rotation: _Rotation) -> types.FunctionType | None:
+    """A copy of *forward*, whose code finds *rotation* under the name of the function; None if there cannot be one.
+
+    A decorated function is copied with those around it, which find it in their closures.
+    """
+    if not isinstance(forward, types.FunctionType):
+        return None
+    names: dict[str, Any] = forward.__globals__
+    cells = forward.__closure__
+    wrapped = getattr(forward, "__wrapped__", None)
+    if wrapped is None:
+        names = _Names(names, rotation)
+    else:
+        inner = _with_rotation(wrapped, rotation)
+        cells = _with_content(cells or (), wrapped, inner)
+        if inner is None or cells is None:
+            return None
+    copied = types.FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, cells
+    )
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def _with_content(
+    cells: tuple[types.CellType, ...], old: Any, new: Any
+) -> tuple[types.CellType, ...] | None:
+    """The *cells* of a closure with *new* in place of *old*; None if none of them contains it."""
+    if not any(_contains(cell, old) for cell in cells):
+        return None
+    return tuple(types.CellType(new) if _contains(cell, old) else cell for cell in cells)
+
+
+def _contains(cell: types.CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # it has no content yet
+        return False
+
+
+class _Names(dict[str, Any]):
+    """The *names* of a module as they are at each time, with *rotation* in the place of its function.
+
+    Programs replace functions of a model's module, also after the model was built. Python looks up names in a dict of
+    another class by its methods.
+    """
+
+    def __init__(self, names: Mapping[str, Any], rotation: _Rotation) -> None:
+        super().__init__()
+        self._names, self._rotation = names, rotation
+
+    def __missing__(self, name: str) -> Any:
+        value = self._names[name]
+        return self._rotation if value is self._rotation.function else value
+
+
+@dataclass(frozen=True, eq=False)
+class _Rotation:
+    """Called like ``apply_rotary_pos_emb``: by the kernel where it can compute the same, else by *function*."""
+
+    function: Callable[..., Any]
+    is_partial: bool
+    """Whether *function* accepts cosines of fewer elements than a head has, and leaves the others as they are."""
+    has_token_dim: bool
+    """Whether *function* accepts ``unsqueeze_dim=2``, for queries and keys [B, T, H, D]."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        head_dim = _head_dim(*args[4:], **kwargs)
+        tensors = args[:4]
+        if head_dim is None or not self._fits(head_dim, *tensors):
+            return self.function(*args, **kwargs)
+        if head_dim == 1:
+            return _Rotate.apply(*tensors)  # type: ignore[no-untyped-call]
+        query, key, cosines, sines = tensors
+        rotated: Any = _Rotate.apply(  # type: ignore[no-untyped-call]
+            query.transpose(1, 2), key.transpose(1, 2), cosines, sines
+        )
+        return tuple(each.transpose(1, 2) for each in rotated)
+
+    def _fits(self, head_dim: int, *tensors: Any) -> bool:
+        """Whether the kernel can compute these queries, keys, cosines and sines. *head_dim* is 1 or 2."""
+        # A subclass, such as a DTensor, has no memory that a kernel could read.
+        if len(tensors) != 4 or any(type(each) is not torch.Tensor for each in tensors):
+            return False
+        query, key, cosines, sines = tensors
+        if not _can_compute(*tensors):
+            return False
+        if cosines.requires_grad or sines.requires_grad:
+            return False
+        if head_dim == 2 and not self.has_token_dim:
+            return False
+        return self._have_shapes(3 - head_dim, query, key, cosines, sines)
+
+    def _have_shapes(
+        self,
+        token_dim: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+    ) -> bool:
+        if (query.dim(), key.dim(), cosines.dim()) != (4, 4, 3) or cosines.shape != sines.shape:
+            return False
+        for dim in (0, token_dim, 3):
+            if query.shape[dim] != key.shape[dim]:
+                return False
+        rows, length, width = query.shape[0], query.shape[token_dim], query.shape[3]
+        num_rows, num_tokens, size = cosines.shape
+        if num_rows not in (1, rows) or num_tokens != length or size % 2:
+            return False
+        return size == width or (size < width and self.is_partial)
+
+
+def _can_compute(*tensors: torch.Tensor) -> bool:
+    """Whether the kernel computes tensors of this dtype on their device."""
+    if any(not each.is_cuda or each.dtype != tensors[0].dtype for each in tensors):
+        return False
+    return tensors[0].dtype in _DTYPES and kernel_for("cuda", torch.float32) == "triton"
+
+
+def _head_dim(*others: Any, unsqueeze_dim: Any = 1, **options: Any) -> int | None:
+    """The dimension of the heads in queries and keys, from what follows the four tensors; None if it is not stated."""
+    if len(others) == 1:
+        unsqueeze_dim = others[0]
+    is_known = isinstance(unsqueeze_dim, int) and unsqueeze_dim in (1, 2)
+    return unsqueeze_dim if is_known and len(others) < 2 and not options else None
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotated queries and keys [B, H, T, D]; keeps the cosines and sines [B or 1, T, R]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from automodel_ckpt.models.layers.rotary_kernels import rotate
+
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(cosines, sines)
+        return rotate(query, cosines, sines), rotate(key, cosines, sines)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        from automodel_ckpt.models.layers.rotary_kernels import rotate
+
+        cosines, sines = ctx.saved_tensors
+        found: list[torch.Tensor | None] = []
+        for gradient in gradients:
+            if gradient is not None:
+                gradient = rotate(gradient, cosines, sines, inverse=True)
+            found.append(gradient)
+        return *found, None, None
+
+
+@functools.cache
+def _recognized(function: Any) -> _Rotation | None:
+    """*function* with the kernel, if it rotates the pairs that the kernel rotates; None if not."""
+    if not callable(function) or not _rotates(function, 8):
+        return None
+    return _Rotation(function, _rotates(function, 4), _rotates(function, 8, unsqueeze_dim=2))
+
+
+def _rotates(function: Callable[..., Any], size: int, unsqueeze_dim: int = 1) -> bool:
+    """Whether *function* rotates the first *size* elements of heads of 8, as the kernel does, and copies the others."""
+    generator = torch.Generator().manual_seed(0)
+    numbers: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    inputs = [torch.randn(2, num_heads, 5, 8, **numbers) for num_heads in (4, 3)]
+    cosines, sines = (torch.randn(2, 5, size, **numbers) for _ in range(2))
+    options = {} if unsqueeze_dim == 1 else {"unsqueeze_dim": unsqueeze_dim}
+    given = [each if unsqueeze_dim == 1 else each.transpose(1, 2) for each in inputs]
+    try:
+        found = function(*given, cosines, sines, **options)
+    except Exception:
+        # It has other arguments, or shapes that do not fit.
+        return False
+    if not isinstance(found, tuple) or len(found) != 2:
+        return False
+    for tensor, each in zip(found, inputs, strict=True):
+        expected = _rotated(each, cosines, sines)
+        if unsqueeze_dim == 2:
+            expected = expected.transpose(1, 2)
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != expected.dtype:
+            return False
+        if tensor.shape != expected.shape or not torch.allclose(tensor, expected, atol=_TOLERANCE):
+            return False
+    return True
+
+
+def _rotated(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """What the kernel computes from *heads* [B, H, T, D] and *cosines* and *sines* [B, T, R], by torch's operators."""
+    size = cosines.shape[-1]
+    cosines, sines = cosines.unsqueeze(1), sines.unsqueeze(1)
+    turned, rest = heads[..., :size], heads[..., size:]
+    one, other = turned.chunk(2, dim=-1)
+    turned = turned * cosines + torch.cat((-other, one), dim=-1) * sines
+    return torch.cat((turned, rest), dim=-1)

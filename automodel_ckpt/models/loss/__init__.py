@@ -1,0 +1,1 @@
+"""Loss heads and their kernels."""

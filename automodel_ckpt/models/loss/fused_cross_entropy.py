@@ -1,0 +1,318 @@
+"""The output layer's product and the cross-entropy in one function, computed in chunks of logits.
+
+For each chunk: the logits, their loss, and their gradients, from which those of the layer and of the hidden states are
+computed (``head_gradients``). Afterwards the chunk is overwritten. A CPU uses torch's operations. A CUDA device writes
+the logits in float32 from the matrix product, and computes loss and gradient of a chunk in a Triton kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from automodel_ckpt.models.loss.head_gradients import (
+    WIDE_PRODUCTS,
+    ErrorPlace,
+    GradientSums,
+    StoredErrors,
+    stores_errors,
+)
+from automodel_ckpt.models.loss.kernel_choice import kernel_for
+from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform, VocabularyPart
+from automodel_ckpt.models.loss.token_hits import TokenHits
+from automodel_ckpt.models.loss.z_loss import ZLoss
+
+IGNORE_INDEX = -100
+CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
+"""The number of logits in a chunk, by type of device: in float32, 128 MiB on a CPU and 1 GiB on a GPU."""
+CHUNK_ELEMENTS_STORED = 2**25
+"""The same number on a GPU where the gradients of all logits are kept in 16 bits: 128 MiB beside them."""
+_ROWS = 256
+"""On a GPU, the number of rows in a chunk is a multiple of it, so that matrix products divide into full tiles."""
+_FEW = 8
+"""On a CPU, torch's own functions are used up to an eighth of a chunk. They have less overhead in Python."""
+
+
+def chunk_rows(device_type: str, num_columns: int, *, stores: bool = False) -> int:
+    """The number of rows in a chunk of logits with *num_columns* columns, at least 1.
+
+    *stores*: whether the gradients of all logits are kept.
+    """
+    elements = CHUNK_ELEMENTS.get(device_type, CHUNK_ELEMENTS["cpu"])
+    if stores:
+        elements = min(elements, CHUNK_ELEMENTS_STORED)
+    if device_type == "cuda":
+        if kernel_for(device_type, torch.float32) != "triton":
+            # Without the kernel, gradients are a copy of the logits.
+            elements //= 2
+        return max(elements // num_columns // _ROWS, 1) * _ROWS
+    return math.ceil(elements / num_columns)
+
+
+def widened(logits: torch.Tensor) -> torch.Tensor:
+    """Logits in the dtype of the loss: float64 if they have it, otherwise float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    part: VocabularyPart | None = None,
+    transform: LogitTransform = IDENTITY,
+    hits: TokenHits | None = None,
+    z_loss: ZLoss | None = None,
+) -> torch.Tensor:
+    """Summed cross-entropy of ``transform(hidden [N, H] @ weight [V, H].T + bias [V])`` for targets [N]; 0-dim, at
+    least float32. Rows with target -100 are ignored.
+
+    With *part*, *weight* and *bias* are this rank's rows, and the loss is that of all rows. This is collective.
+    *hits* counts the positions whose target has the highest logit; only evaluation passes give it. *z_loss* is added,
+    and noted there.
+
+    Equal to ``F.cross_entropy(transform(F.linear(hidden, weight, bias).float()), targets, reduction="sum")`` except
+    for the order of additions, with at most one chunk of logits in memory. With autocast, the product is computed in
+    its dtype. Does not wait for the device.
+    """
+    device_type = hidden.device.type
+    hidden, weight, bias = in_autocast_dtype(hidden, weight, bias)
+    num_logits = targets.shape[0] * weight.shape[0]
+    if part is None and device_type != "cuda" and _FEW * num_logits <= CHUNK_ELEMENTS["cpu"]:
+        logits = transform(widened(F.linear(hidden, weight, bias)))
+        if hits is not None:
+            hits.add(logits, targets)
+        found = F.cross_entropy(logits, targets, reduction="sum")
+        if z_loss is not None:
+            penalty = z_loss.of(logits, targets)
+            z_loss.note(penalty)
+            found = found + penalty
+        return found
+    loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, part, transform, torch.is_grad_enabled(), hits, z_loss
+    )
+    return loss
+
+
+def in_autocast_dtype(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Cast the inputs of a product to the dtype of autocast, if it is enabled; gradients have that dtype too."""
+    device_type = hidden.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device_type)
+    return hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes the gradients for a loss weight of 1 together with the loss; the backward pass scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        part: VocabularyPart | None,
+        transform: LogitTransform,
+        with_gradients: bool,
+        hits: TokenHits | None,
+        z_loss: ZLoss | None,
+    ) -> torch.Tensor:
+        needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
+        loss_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        loss = torch.zeros((), dtype=loss_dtype, device=hidden.device)
+        device_type = hidden.device.type
+        stores = stores_errors(device_type, hidden.dtype, *hidden.shape, trains_weight=needed[1])
+        # All ranks need the same number of chunks, because each chunk is a collective.
+        num_columns = part.most if part is not None else weight.shape[0]
+        size = chunk_rows(device_type, num_columns, stores=stores)
+        kind = StoredErrors if stores else GradientSums
+        gradients: GradientSums | StoredErrors = kind(hidden, weight, bias, needed)
+        for rows, place in gradients.chunks(size):
+            chunk = hidden[rows]
+            logits = wide_logits(chunk, weight, bias)
+            if hits is not None:
+                # Before the loss, which overwrites the logits.
+                hits.add(logits, targets[rows], part)
+            losses, errors = losses_and_errors(
+                logits,
+                targets[rows],
+                part,
+                transform,
+                hidden.dtype,
+                with_errors=any(needed),
+                z_loss=z_loss,
+                place=place,
+            )
+            loss += losses.sum()
+            if any(needed) and isinstance(gradients, GradientSums):
+                gradients.add(rows.start, chunk, errors)
+            # The memory of this chunk becomes the next one's.
+            del logits, errors
+        if isinstance(gradients, StoredErrors):
+            gradients.multiply(weight)
+            ctx.save_for_backward(hidden)
+        ctx.gradients = gradients
+        return loss
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    def backward(ctx: Any, loss_weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Scaling overwrites what it reads: a second backward pass must fail, not scale twice.
+        gradients, ctx.gradients = ctx.gradients, None
+        found = gradients.scaled(loss_weight, *ctx.saved_tensors)
+        return *found, None, None, None, None, None, None
+
+
+def wide_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Logits [n, V] of a chunk in at least float32, on a GPU without rounding them to a narrower dtype first."""
+    if hidden.is_cuda and hidden.dtype in WIDE_PRODUCTS:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return logits if bias is None else logits.add_(bias)
+    return widened(F.linear(hidden, weight, bias))
+
+
+def losses_and_errors(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    part: VocabularyPart | None,
+    transform: LogitTransform,
+    dtype: torch.dtype,
+    *,
+    with_errors: bool,
+    z_loss: ZLoss | None = None,
+    place: ErrorPlace | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the cross-entropy [n] of *logits* [n, V], and its gradient with respect to them [n, V] in *dtype*.
+
+    *logits* are the output of the layer in at least float32; they are overwritten. The gradient is softmax minus
+    one-hot, times the slope of *transform*. Rows with label -100 have loss 0 and gradient 0. Without *with_errors*,
+    the gradient is undefined. With *part*, this is collective. *z_loss* is added to the cross-entropy. With *place*,
+    the gradient is stored there, and the one that is returned is undefined.
+    """
+    errors: torch.Tensor
+    if kernel_for(logits.device.type, logits.dtype) != "triton":
+        losses, wide = _by_torch(logits, labels, part, transform, z_loss)
+        # Autograd also casts the gradient of widened logits back to the dtype of the product.
+        errors = wide.to(dtype) if with_errors and place is None else wide
+    elif part is not None:
+        losses, errors = _by_kernels_in_parts(logits, labels, part, transform, dtype, z_loss)
+    else:
+        from automodel_ckpt.models.loss import loss_kernels
+
+        losses, errors, penalties = loss_kernels.losses_and_errors(
+            logits,
+            labels,
+            transform.scale,
+            transform.cap,
+            dtype,
+            with_errors,
+            z_coefficient=0.0 if z_loss is None else z_loss.coefficient,
+            place=place,
+        )
+        if z_loss is not None:
+            z_loss.note(penalties.sum())
+        return losses, errors
+    if place is not None:
+        place.put(errors)
+    return losses, errors
+
+
+def _by_torch(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    part: VocabularyPart | None,
+    transform: LogitTransform,
+    z_loss: ZLoss | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`losses_and_errors` with torch's operations; the gradient has the dtype of *logits*."""
+    slope: torch.Tensor | float = 1.0
+    if not transform.is_identity:
+        logits = transform(logits)
+        slope = transform.slope(logits)
+    # Subtracted before the exponential, which would overflow in float32 for logits above 88.
+    largest = logits.amax(1, keepdim=True)
+    rows = torch.arange(len(labels), device=labels.device)
+    columns = labels
+    if part is not None:
+        part.largest(largest)
+        columns = labels - part.first
+    # Masks, not selected positions: on a GPU, the number of selected ones would have to be waited for.
+    is_here = (columns >= 0) & (columns < logits.shape[1])
+    columns = columns.clamp(0, logits.shape[1] - 1)
+    # One tensor for the label's logit and the sum of exponentials, so that ranks exchange both in one collective.
+    sums = torch.zeros(2, len(logits), dtype=logits.dtype, device=logits.device)
+    sums[0] = (logits[rows, columns] - largest[:, 0]).masked_fill_(~is_here, 0)
+    exponentials = logits.sub_(largest).exp_()
+    sums[1] = exponentials.sum(1)
+    if part is not None:
+        part.sum(sums)
+    label_logits, total = sums.unbind()
+    is_ignored = labels == IGNORE_INDEX
+    losses = total.log().sub_(label_logits).masked_fill_(is_ignored, 0)
+    if z_loss is not None:
+        losses, total = _with_z_loss(z_loss, losses, total, largest[:, 0], labels)
+    # An infinite sum makes all probabilities of an ignored row 0.
+    exponentials.div_(total.masked_fill(is_ignored, math.inf).unsqueeze(1))
+    # Correct only because no position occurs twice: indexed subtraction counts duplicates once.
+    exponentials[rows, columns] -= is_here.to(logits.dtype)
+    if not transform.is_identity:
+        exponentials.mul_(slope)
+    return losses, exponentials
+
+
+def _with_z_loss(
+    z_loss: ZLoss,
+    losses: torch.Tensor,
+    total: torch.Tensor,
+    largest: torch.Tensor,
+    labels: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the z-loss to *losses* [n], and return the divisor of the exponentials [n] for the gradient of both.
+
+    *total* [n] is the sum of exp(logit - *largest*).
+    """
+    logs = total.log().add_(largest)
+    penalties = z_loss.of_logs(logs, labels)
+    z_loss.note(penalties.sum())
+    return losses.add_(penalties), total / z_loss.factors(logs)
+
+
+def _by_kernels_in_parts(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    part: VocabularyPart,
+    transform: LogitTransform,
+    dtype: torch.dtype,
+    z_loss: ZLoss | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`losses_and_errors` with Triton, for columns of a vocabulary that ranks share. Collective."""
+    from automodel_ckpt.models.loss import loss_kernels
+
+    scale, cap = transform.scale, transform.cap
+    here, total, of_label = loss_kernels.statistics(logits, labels, part.first, scale, cap)
+    largest = here.clone()
+    part.largest(largest)
+    is_here = (labels >= part.first) & (labels < part.first + logits.shape[1])
+    label_logits = (of_label - largest).masked_fill_(~is_here, 0)
+    sums = torch.stack([label_logits, total * torch.exp(here - largest)])
+    part.sum(sums)
+    label_logits, total = sums.unbind()
+    is_ignored = labels == IGNORE_INDEX
+    losses = total.log().sub_(label_logits).masked_fill_(is_ignored, 0)
+    if z_loss is not None:
+        losses, total = _with_z_loss(z_loss, losses, total, largest, labels)
+    inverse_total = total.reciprocal_().masked_fill_(is_ignored, 0)
+    errors = loss_kernels.errors(
+        logits, labels, largest, inverse_total, part.first, scale, cap, dtype
+    )
+    return losses, errors

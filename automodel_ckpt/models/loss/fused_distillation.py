@@ -1,0 +1,243 @@
+"""The output layer's product and a distillation loss in one function, computed in chunks of logits.
+
+The loss is cross-entropy with the labels and a divergence from the distributions of a teacher. Neither the student's
+nor the teacher's logits of a micro-batch ever exist as a whole: for each chunk of positions, both are computed, then
+the losses and the gradients with respect to the student's layer and hidden states, and the chunk is freed. A teacher
+that was cached is given by its top-k tokens instead of logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from automodel_ckpt.models.loss.distillation_targets import (
+    Columns,
+    DistillationWeights,
+    TeacherTargets,
+    log_softmax_,
+)
+from automodel_ckpt.models.loss.fused_cross_entropy import (
+    chunk_rows,
+    in_autocast_dtype,
+    wide_logits,
+)
+from automodel_ckpt.models.loss.head_gradients import GradientSums
+from automodel_ckpt.models.loss.loss_inputs import Labeled, LayerCall, VocabularyPart
+
+_TENSORS_OF_A_CHUNK = 4
+"""Tensors of the size of a chunk of logits that are in memory at the same time; the loss of a label alone needs one."""
+
+
+class Distillation:
+    """The loss of a pass through a loss head: cross-entropy with the labels, and a divergence from *targets*."""
+
+    def __init__(self, targets: TeacherTargets, weights: DistillationWeights) -> None:
+        self.targets, self.weights = targets, weights
+        self.sums: torch.Tensor | None = None
+        """The summed cross-entropy and the summed divergence (with its factor temperature**2), [2]; set by a pass."""
+
+    def linear(
+        self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute the loss for a layer of *weight* [V, H] and *bias* [V]; 0-dim.
+
+        With ``labeled.part``, these are this rank's rows of the layer, and this is collective.
+        """
+        hidden, weight, bias = in_autocast_dtype(labeled.hidden, weight, bias)
+        loss, self.sums = _LinearDistillation.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, labeled, self, torch.is_grad_enabled()
+        )
+        return loss  # type: ignore[no-any-return]
+
+    def module(self, labeled: Labeled, layer: LayerCall) -> torch.Tensor:
+        """Compute the loss for a layer of any kind; 0-dim."""
+        trained = [parameter for parameter in layer.parameters if parameter.requires_grad]
+        loss, self.sums = _ModuleDistillation.apply(  # type: ignore[no-untyped-call]
+            labeled.hidden, labeled, layer, self, torch.is_grad_enabled(), *trained
+        )
+        return loss  # type: ignore[no-any-return]
+
+    def losses_and_errors(
+        self,
+        start: int,
+        logits: torch.Tensor,
+        labeled: Labeled,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the sums [2] of a chunk, and the gradient of its loss with respect to *logits* [n, V].
+
+        *logits* are the output of the layer for the positions from *start*, in at least float32. They are overwritten,
+        and counted as hits before.
+        """
+        weights, transform, part = self.weights, labeled.transform, labeled.part
+        labels = labeled.labels[start : start + len(logits)]
+        if labeled.hits is not None:
+            labeled.hits.add(logits, labels, part)
+        slope: torch.Tensor | float = 1.0
+        if not transform.is_identity:
+            logits = transform(logits)
+            slope = transform.slope(logits)
+        num_columns = self.targets.num_columns
+        # None as the end of the slice means all columns.
+        student = log_softmax_(logits[:, :num_columns] / weights.temperature, part)
+        log_probs = log_softmax_(logits, part)
+        where = Columns.of(labels.unsqueeze(1), logits.shape[1], part)
+        of_labels = where.read(log_probs)
+        if part is not None:
+            part.sum(of_labels)
+        ce_share = 1 - weights.kd_ratio
+        errors = log_probs.exp_().mul_(ce_share)
+        where.write(errors, where.read(errors) - ce_share)
+        divergence, kd_errors = self.targets.compare(start, student, weights, part)
+        factor = weights.kd_ratio * weights.temperature
+        # Errors that are not finite would count even with the factor 0.
+        if factor:
+            errors[:, : kd_errors.shape[1]].add_(kd_errors, alpha=factor)
+        if not transform.is_identity:
+            errors.mul_(slope)
+        sums = torch.stack([-of_labels.sum(), divergence.sum() * weights.temperature**2])
+        return sums, errors
+
+    def loss_of(self, sums: torch.Tensor) -> torch.Tensor:
+        """The loss, 0-dim, of the *sums* [2]. With only one of the two parts, the other does not count even as NaN."""
+        cross_entropy, divergence = sums.unbind()
+        ratio = self.weights.kd_ratio
+        if ratio in (0, 1):
+            return (divergence if ratio else cross_entropy).clone()
+        return (1 - ratio) * cross_entropy + ratio * divergence
+
+
+def rows_of_chunk(device_type: str, num_columns: int) -> int:
+    """The number of positions in a chunk whose logits have *num_columns* columns, at least 1."""
+    return max(chunk_rows(device_type, num_columns) // _TENSORS_OF_A_CHUNK, 1)
+
+
+def peak_bytes(num_positions: int, num_columns: int, dtype: torch.dtype, device_type: str) -> int:
+    """Bytes that the chunks of :meth:`Distillation.linear` need for *num_positions* labels, without its inputs and the
+    gradients that it returns."""
+    rows = min(num_positions, rows_of_chunk(device_type, num_columns))
+    wide = torch.promote_types(dtype, torch.float32)
+    bytes_of_tensor = rows * num_columns * wide.itemsize
+    return (_TENSORS_OF_A_CHUNK + 1) * bytes_of_tensor
+
+
+class _LinearDistillation(torch.autograd.Function):
+    """Computes the gradients for a loss weight of 1 together with the loss; the backward pass scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labeled: Labeled,
+        criterion: Distillation,
+        with_gradients: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
+        gradients = ctx.gradients = GradientSums(hidden, weight, bias, needed)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        sums = torch.zeros(2, dtype=wide, device=hidden.device)
+        # All ranks need the same number of chunks, because each chunk is a collective.
+        num_columns = labeled.part.most if labeled.part is not None else weight.shape[0]
+        size = rows_of_chunk(hidden.device.type, num_columns)
+        for start in range(0, len(hidden), size):
+            chunk = hidden[start : start + size]
+            logits = wide_logits(chunk, weight, bias)
+            added, errors = criterion.losses_and_errors(start, logits, labeled)
+            sums += added
+            if any(needed):
+                gradients.add(start, chunk, errors.to(hidden.dtype))
+            # The memory of this chunk becomes the next one's.
+            del logits, errors
+        ctx.mark_non_differentiable(sums)
+        return criterion.loss_of(sums), sums
+
+    @staticmethod
+    def backward(
+        ctx: Any, loss_weight: torch.Tensor, _: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        # Scaling changes the sums in place: a second backward pass must fail, not scale them twice.
+        gradients, ctx.gradients = ctx.gradients, None
+        return *gradients.scaled(loss_weight), None, None, None
+
+
+class _ModuleDistillation(torch.autograd.Function):
+    """The loss of :class:`_LinearDistillation`, for an output layer of any kind.
+
+    Autograd computes the gradients chunk by chunk in the forward pass. In the backward pass, as with activation
+    checkpointing, the teacher's weights would no longer be gathered.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        labeled: Labeled,
+        layer: LayerCall,
+        criterion: Distillation,
+        with_gradients: bool,
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with_gradients = with_gradients and (hidden.requires_grad or bool(parameters))
+        found: list[torch.Tensor] = []
+        if with_gradients:
+            found = [torch.zeros_like(each) for each in (hidden, *parameters)]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        sums = torch.zeros(2, dtype=wide, device=hidden.device)
+        size = rows_of_chunk(hidden.device.type, layer.num_columns)
+        for start in range(0, len(hidden), size):
+            chunk = hidden[start : start + size].detach().requires_grad_(with_gradients)
+            with torch.set_grad_enabled(with_gradients):
+                output = layer.forward(chunk)
+            logits = output.detach().to(wide, copy=True)
+            added, errors = criterion.losses_and_errors(start, logits, labeled)
+            sums += added
+            if with_gradients:
+                of_hidden, *others = torch.autograd.grad(
+                    output, [chunk, *parameters], errors.to(output.dtype)
+                )
+                found[0][start : start + size] = of_hidden
+                for total, gradient in zip(found[1:], others, strict=True):
+                    total += gradient
+            del output, logits, errors
+        ctx.gradients = found
+        ctx.mark_non_differentiable(sums)
+        return criterion.loss_of(sums), sums
+
+    @staticmethod
+    def backward(
+        ctx: Any, loss_weight: torch.Tensor, _: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = []
+        for gradient in gradients:
+            product = gradient * loss_weight
+            scaled.append(product.to(gradient.dtype))
+        of_hidden, *of_parameters = scaled
+        return of_hidden, None, None, None, None, *of_parameters
+
+
+class CapturedHidden:
+    """In place of a loss: keeps the hidden states of labeled positions, from which logits are computed later."""
+
+    def __init__(self) -> None:
+        self.hidden: torch.Tensor | None = None
+        """[N, H], set by a forward pass."""
+        self.part: VocabularyPart | None = None
+        """This rank's rows of the layer; None: all of them."""
+
+    def linear(
+        self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Keep the hidden states and the part; returns 0."""
+        return self._keep(labeled)
+
+    def module(self, labeled: Labeled, layer: LayerCall) -> torch.Tensor:
+        """Keep the hidden states; returns 0."""
+        return self._keep(labeled)
+
+    def _keep(self, labeled: Labeled) -> torch.Tensor:
+        self.hidden, self.part = labeled.hidden, labeled.part
+        return labeled.hidden.new_zeros((), dtype=torch.float32)

@@ -1,0 +1,97 @@
+"""What the losses of a loss head are computed from: labeled hidden states, and the layer that makes logits of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from automodel_ckpt.models.loss.token_hits import TokenHits
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """This rank's rows of the output layer, from row *first*. Each rank of *group* has at most *most* rows."""
+
+    group: dist.ProcessGroup
+    first: int
+    most: int
+
+    def largest(self, values: torch.Tensor) -> None:
+        """Replace *values* by their maximum over all ranks."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+
+    def smallest(self, values: torch.Tensor) -> None:
+        """Replace *values* by their minimum over all ranks."""
+        dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Replace *values* by their sum over all ranks."""
+        dist.all_reduce(values, group=self.group)
+
+    def gather(self, columns: torch.Tensor) -> torch.Tensor:
+        """The *columns* [n, most] of all ranks in their order, [n, most * ranks]."""
+        columns = columns.contiguous()
+        found = [torch.empty_like(columns) for _ in range(self.group.size())]
+        dist.all_gather(found, columns, group=self.group)
+        return torch.cat(found, dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What a model does to the output of its last layer: multiply it by *scale*, then cap it at *cap* with tanh.
+
+    The logits are ``cap * tanh(scale * output / cap)``; without a cap, ``scale * output``.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the logits are the output itself."""
+        return self.scale == 1 and self.cap is None
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        """The logits for the *output* of the layer; the same tensor if nothing changes."""
+        logits = output if self.scale == 1 else output * self.scale
+        if self.cap is None:
+            return logits
+        return torch.tanh(logits / self.cap) * self.cap
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """The derivative of *logits* with respect to the output of the layer."""
+        if self.cap is None:
+            return self.scale
+        return (logits / self.cap).square_().neg_().add_(1).mul_(self.scale)
+
+
+IDENTITY = LogitTransform()
+
+
+class Labeled(NamedTuple):
+    """Hidden states at labeled positions, and what their loss depends on beside the layer."""
+
+    hidden: torch.Tensor
+    """[N, H]."""
+    labels: torch.Tensor
+    """The tokens [N] that they predict."""
+    transform: LogitTransform = IDENTITY
+    hits: TokenHits | None = None
+    """Counts the labels with the highest logit, in passes without gradients."""
+    part: VocabularyPart | None = None
+    """The rows of the layer that this rank has; the loss is then collective. None: all of them."""
+
+
+class LayerCall(NamedTuple):
+    """An output layer of any kind, as a function."""
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    """Computes the output [n, V] of hidden states [n, H]."""
+    parameters: Sequence[torch.Tensor]
+    """The tensors that the function computes with."""
+    num_columns: int
+    """V, the number of outputs per position."""

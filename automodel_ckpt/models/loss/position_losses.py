@@ -1,0 +1,116 @@
+"""The cross-entropy of each position in place of a sum, for losses that are no sums over positions.
+
+The weight of a position is known only in the backward pass, so the gradients cannot be computed together with the
+losses. The logits of each chunk are computed again in that pass, and never exist as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from automodel_ckpt.models.loss.fused_cross_entropy import (
+    chunk_rows,
+    in_autocast_dtype,
+    losses_and_errors,
+    wide_logits,
+    widened,
+)
+from automodel_ckpt.models.loss.head_gradients import GradientSums
+from automodel_ckpt.models.loss.loss_inputs import (
+    Labeled,
+    LayerCall,
+    LogitTransform,
+    VocabularyPart,
+)
+
+
+class PositionLosses:
+    """A criterion of the loss head: the cross-entropy [N] of each labeled position, in float32 or float64."""
+
+    def linear(
+        self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute the losses [N] for a layer of *weight* [V, H] and *bias* [V]. Hits are not counted.
+
+        With ``labeled.part``, these are this rank's rows of the layer, and this is collective.
+        """
+        hidden, weight, bias = in_autocast_dtype(labeled.hidden, weight, bias)
+        losses: torch.Tensor = _PositionLosses.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, labeled.labels, labeled.part, labeled.transform
+        )
+        return losses
+
+    def module(self, labeled: Labeled, layer: LayerCall) -> torch.Tensor:
+        """Compute the losses [N] for a layer of any kind. Hits are not counted."""
+
+        def losses_of(chunk: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            logits = labeled.transform(widened(layer.forward(chunk)))
+            return F.cross_entropy(logits, targets, reduction="none")
+
+        size = chunk_rows(labeled.hidden.device.type, layer.num_columns)
+        states = torch.split(labeled.hidden, size)
+        targets = torch.split(labeled.labels, size)
+        losses = []
+        for chunk in zip(states, targets, strict=True):
+            losses.append(checkpoint(losses_of, *chunk, use_reentrant=False))
+        return torch.cat(losses)
+
+
+class _PositionLosses(torch.autograd.Function):
+    """Keeps its inputs only; the logits of a chunk exist while its losses or its gradients are computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        part: VocabularyPart | None,
+        transform: LogitTransform,
+    ) -> torch.Tensor:
+        ctx.part, ctx.transform = part, transform
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        losses = torch.empty(len(labels), dtype=dtype, device=hidden.device)
+        for rows in _chunks(hidden, weight, part):
+            logits = wide_logits(hidden[rows], weight, bias)
+            found, errors = losses_and_errors(
+                logits, labels[rows], part, transform, hidden.dtype, with_errors=False
+            )
+            losses[rows] = found
+            # The memory of this chunk becomes the next one's. The errors can be a part of it.
+            del logits, errors
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, weights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, labels = ctx.saved_tensors
+        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad[:3])
+        for rows in _chunks(hidden, weight, ctx.part):
+            logits = wide_logits(hidden[rows], weight, bias)
+            _, errors = losses_and_errors(
+                logits, labels[rows], ctx.part, ctx.transform, hidden.dtype, with_errors=True
+            )
+            # Multiplied in the dtype of the losses and rounded once: a weight in bfloat16 would scale all errors of a
+            # row too much. In place, because a chunk of errors can have a gigabyte.
+            errors.mul_(weights[rows].unsqueeze(1))
+            sums.add(rows.start, hidden[rows], errors)
+            del logits, errors
+        one = torch.ones((), dtype=weights.dtype, device=weights.device)
+        return *sums.scaled(one), None, None, None
+
+
+def _chunks(
+    hidden: torch.Tensor, weight: torch.Tensor, part: VocabularyPart | None
+) -> Iterator[slice]:
+    """The positions of each chunk of logits; with *part*, the same number of chunks on all ranks."""
+    num_columns = part.most if part is not None else weight.shape[0]
+    size = chunk_rows(hidden.device.type, num_columns)
+    for start in range(0, len(hidden), size):
+        yield slice(start, min(start + size, len(hidden)))

@@ -1,0 +1,357 @@
+"""The default optimizer, and which parameters any optimizer gets."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from automodel_ckpt.base.kernel_trial import has_triton, succeeds
+from automodel_ckpt.errors import RecipeError
+
+LEAST_ELEMENTS: float = 2**22
+"""On a GPU, :mod:`adamw_kernel` updates tensors with at least as many elements; ``math.inf`` leaves all to torch.
+
+Smaller ones would take less time than the launch of a kernel for each.
+"""
+
+
+def trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of *modules* that require gradients, without duplicates."""
+    found: dict[int, nn.Parameter] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                found[id(parameter)] = parameter
+    return list(found.values())
+
+
+def check_optimizer(optimizer: object, takes_own_steps: bool) -> None:
+    """Validate that the training loop can call ``optimizer.step()``.
+
+    Raises :class:`RecipeError` if *optimizer* is not a torch.optim.Optimizer, or if its step requires a closure that
+    computes the loss again (LBFGS) and the recipe does not override the step (*takes_own_steps*).
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RecipeError(
+            "the optimizer is not a torch.optim.Optimizer",
+            where="optimizer",
+            value=type(optimizer).__name__,
+            hint="return one from this section's function or class",
+        )
+    needed = []
+    for p in inspect.signature(optimizer.step).parameters.values():
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            needed.append(p.name)
+    if needed and not takes_own_steps:
+        raise RecipeError(
+            "this optimizer evaluates the loss several times in a step, but the recipe computes it once",
+            where="optimizer",
+            value=f"{type(optimizer).__name__}.step({', '.join(needed)})",
+            hint="use another optimizer, or override train_step in a recipe of your own",
+        )
+
+
+def check_sharding_support(optimizer: torch.optim.Optimizer, error: Exception) -> None:
+    """Explain an *error* of the optimizer's step that is due to an operation which DTensor does not support.
+
+    Raises :class:`RecipeError` in that case; otherwise, returns and leaves *error* to the caller.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_from_step = any(frame.f_locals.get("self") is optimizer for frame in frames)
+    # torch names the unsupported operation ("aten.…") or the tensor class; it has no exception class for this.
+    mentions_sharding = "aten." in str(error) or "DTensor" in str(error)
+    if is_from_step and mentions_sharding:
+        raise RecipeError(
+            "the optimizer cannot update sharded parameters",
+            where="optimizer",
+            value=f"{type(optimizer).__name__}: {str(error).splitlines()[0][:160]}",
+            hint="use another one, such as torch.optim.AdamW or SGD, or distributed.strategy ddp, which does "
+            "not shard parameters",
+        ) from error
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """AdamW with torch's fused kernel, which updates all parameters of a group in one call of C++.
+
+    The kernel gets this rank's shards directly, because DTensor's dispatch costs more than the update of a small model.
+    It can divide gradients while it reads them (:meth:`divide_in_step`), and leave out a step by a flag on the device
+    (:attr:`found_inf`). Results are bit-equal to those of torch.optim.AdamW(fused=True), whose step is used for
+    everything else: groups with tensors of several types or devices, amsgrad, maximize, closures and hooks.
+
+    On a GPU, a Triton kernel updates float32 tensors of at least :data:`LEAST_ELEMENTS` elements. It has the operations
+    of torch's kernel in the same order, each with the same rounding. On an H200, all results were bit-equal
+    (tools/bench_adamw.py); elsewhere, the last bits can differ where a compiler combines a product and a sum
+    differently. A step that divides gradients may leave ``grad`` as it was, or divided.
+    """
+
+    # torch's fused step divides gradients by this attribute, if it is not None (GradScaler uses the same interface).
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    """If it is 1 (0-dim, float32, on the device of the parameters), the next step changes nothing."""
+
+    def __init__(self, params: Iterable[nn.Parameter], **settings: Any) -> None:
+        super().__init__(params, **{"fused": True, **settings})
+
+    def divide_in_step(self, divisor: float | torch.Tensor) -> None:
+        """Divide all gradients by *divisor* in the next step only; a tensor is 0-dim, on the parameters' device."""
+        self.grad_scale = torch.as_tensor(divisor, dtype=torch.float32)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or set them to zero if *set_to_none* is false."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        # torch's own loop also opens a profiler record.
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters that have gradients. Returns the result of *closure*, which computes the gradients."""
+        if closure is None and not self._has_hooks() and self._step_on_shards():
+            return None
+        return self._step_of_torch(closure)
+
+    # Without this mark (torch 2.10 to 2.13), torch's constructor wraps the method to call hooks and to open a profiler
+    # record, which takes a fifth of a small model's update.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _has_hooks(self) -> bool:
+        """Whether a hook expects torch's wrapper around the step."""
+        return bool(
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+        )
+
+    @torch.no_grad()
+    def _step_on_shards(self) -> bool:
+        """Update this rank's shards. Returns False, without an update, if a group requires torch's own step."""
+        # All groups are read before any is updated: if one requires torch's step, that step updates
+        # all.
+        inputs = []
+        for group in self.param_groups:
+            shards = self._shards_of(group)
+            if shards is None:
+                return False
+            inputs.append(shards)
+        with self._profiled():
+            for group, shards in zip(self.param_groups, inputs, strict=True):
+                if shards.steps:
+                    self._update(group, shards)
+        self.grad_scale = self.found_inf = None
+        return True
+
+    def _profiled(self) -> AbstractContextManager[Any]:
+        """Record the step for a profiler, as torch's wrapper does."""
+        if not torch._C._autograd._profiler_enabled():
+            return nullcontext()
+        return torch.autograd.profiler.record_function(f"Optimizer.step#{type(self).__name__}.step")
+
+    @torch.no_grad()
+    def _step_of_torch(self, closure: Callable[[], float] | None) -> float | None:
+        if self.grad_scale is not None:
+            # Divided here, because torch's step cannot combine a plain grad_scale with DTensor gradients.
+            gradients = []
+            for group in self.param_groups:
+                gradients += [p.grad for p in group["params"] if p.grad is not None]
+            torch._foreach_div_(_local(gradients), self.grad_scale.item())
+            self.grad_scale = None
+        # grad_scale is None by now: torch's fused step would divide by it again. It reads found_inf.
+        result = _STEP_OF_TORCH(self, closure)
+        self.found_inf = None
+        return result  # type: ignore[no-any-return]
+
+    def _shards_of(self, group: dict[str, Any]) -> _Shards | None:
+        """The kernel's inputs for a parameter group; None if the group requires torch's own step."""
+        if not group["fused"] or group["amsgrad"] or group["maximize"]:
+            return None
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not _fit_one_kernel(parameters):
+            return None
+        entries = [self.state[parameter] for parameter in parameters]
+        if not all(entries):
+            # torch creates the missing entries; the lists that it fills are not needed.
+            self._init_group(group, *([] for _ in range(6)))  # type: ignore[no-untyped-call]
+        gradients = [parameter.grad for parameter in parameters]
+        averages = [entry["exp_avg"] for entry in entries]
+        squares = [entry["exp_avg_sq"] for entry in entries]
+        steps = [entry["step"] for entry in entries]
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            rows = zip(parameters, gradients, averages, squares, strict=True)
+            if not all(_have_one_layout(*row) for row in rows):
+                return None
+            parameters, gradients = _local(parameters), _local(gradients)
+            averages, squares = _local(averages), _local(squares)
+        return _Shards(parameters, gradients, averages, squares, steps)
+
+    def _update(self, group: dict[str, Any], shards: _Shards) -> None:
+        beta1, beta2 = group["betas"]
+        settings: dict[str, Any] = {
+            "lr": group["lr"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": group["weight_decay"],
+            "eps": group["eps"],
+            "grad_scale": self.grad_scale,
+            "found_inf": self.found_inf,
+        }
+        rest = shards
+        if _counts_on_host(shards.steps):
+            # One by one, which is faster than torch's foreach operation for a few dozen 0-dim tensors.
+            for step in shards.steps:
+                step.add_(1)
+        else:
+            torch._foreach_add_(shards.steps, 1)
+            large, others = _divided(shards, group["lr"])
+            update = _large_update(shards.parameters[0].device) if large.steps else None
+            if update is not None:
+                update(*large, **settings)
+                rest = others
+        if rest.steps:
+            # The public torch.optim.adamw.adamw calls this operation too, but groups the tensors by device and dtype
+            # first, which takes as long as the update of a small model (torch 2.13).
+            torch._fused_adamw_(
+                rest.parameters,
+                rest.gradients,
+                rest.averages,
+                rest.squares,
+                [],
+                rest.steps,
+                **settings,
+                amsgrad=False,
+                maximize=False,
+            )
+        if self.found_inf is not None:
+            # The kernels leave out the update, but not the count above.
+            torch._foreach_sub_(shards.steps, [self.found_inf] * len(shards.steps))
+
+
+class _Shards(NamedTuple):
+    """This rank's shards of the tensors of a parameter group, one item per parameter that has a gradient.
+
+    *steps* are 0-dim: how often each parameter was updated.
+    """
+
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    averages: list[torch.Tensor]
+    squares: list[torch.Tensor]
+    steps: list[torch.Tensor]
+
+
+def _counts_on_host(steps: list[torch.Tensor]) -> bool:
+    """Whether torch keeps the numbers of updates in the host's memory, as it does for parameters that are there."""
+    return steps[0].is_cpu
+
+
+def _divided(shards: _Shards, lr: object) -> tuple[_Shards, _Shards]:
+    """The shards that the kernel for large tensors accepts, and the others."""
+    parts = (_Shards([], [], [], [], []), _Shards([], [], [], [], []))
+    if isinstance(lr, torch.Tensor) or all(_is_small(each) for each in shards.parameters):
+        return parts[0], shards
+    for row in zip(*shards, strict=True):
+        is_large = not _is_small(row[0]) and all(_is_plain(each) for each in row[:-1])
+        for tensors, tensor in zip(parts[0 if is_large else 1], row, strict=True):
+            tensors.append(tensor)
+    return parts
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() < LEAST_ELEMENTS
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether *tensor* consists of consecutive float32 values. Other subclasses may have no memory."""
+    is_known = type(tensor) in (torch.Tensor, nn.Parameter)
+    return is_known and tensor.dtype == torch.float32 and tensor.is_contiguous()
+
+
+@functools.cache
+def _large_update(device: torch.device) -> Callable[..., None] | None:
+    """The kernel for large tensors; None where Triton is absent, or fails, which is logged."""
+
+    def trial() -> None:
+        from automodel_ckpt.optim import adamw_kernel
+
+        adamw_kernel.try_once(device)
+
+    if not has_triton() or not succeeds(trial, "AdamW updates large tensors"):
+        return None
+    from automodel_ckpt.optim import adamw_kernel
+
+    return adamw_kernel.update
+
+
+_STEP_OF_TORCH: Any = torch.optim.Optimizer.profile_hook_step(
+    inspect.unwrap(torch.optim.AdamW.step)
+)
+"""AdamW's step, wrapped so that hooks and profilers see a FusedAdamW."""
+
+
+def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's shards of *tensors*; a plain tensor is its own shard."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def _fit_one_kernel(parameters: list[torch.Tensor]) -> bool:
+    """Whether one call of the kernel can update *parameters*: on a GPU it accepts one dtype and one device."""
+    if all(parameter.is_cpu for parameter in parameters):
+        return True
+    kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
+    return len(kinds) == 1
+
+
+def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :func:`skip_step_if` works with *optimizer*: torch's fused optimizers read ``found_inf``."""
+    for part in _parts(optimizer):
+        reads_flag = getattr(part, "_step_supports_amp_scaling", False)
+        is_fused = all(group.get("fused") for group in part.param_groups)
+        if not (reads_flag and is_fused):
+            return False
+    return True
+
+
+def skip_step_if(optimizer: torch.optim.Optimizer, flag: torch.Tensor) -> None:
+    """Make the next step of *optimizer* change nothing if *flag* is true: 0-dim, on the device of the parameters.
+
+    The host does not read *flag*. Requires :func:`skips_by_flag`.
+    """
+    for part in _parts(optimizer):
+        part.found_inf = flag.float()  # type: ignore[attr-defined]
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that a CombinedOptimizer steps; *optimizer* alone if it is another one."""
+    return getattr(optimizer, "optimizers", [optimizer])
+
+
+def _have_one_layout(*tensors: torch.Tensor) -> bool:
+    """Whether all tensors have the same mesh and placements, or none is a DTensor."""
+    layouts = []
+    for tensor in tensors:
+        layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        layouts.append(layout)
+    return all(layout == layouts[0] for layout in layouts)
+
+
+def adamw(
+    params: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> FusedAdamW:
+    """Create the default optimizer: :class:`FusedAdamW` over *params*, which may also be parameter groups."""
+    return FusedAdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)

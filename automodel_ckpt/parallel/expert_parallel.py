@@ -1,0 +1,290 @@
+"""Expert parallelism: each rank stores some experts of a mixture, and tokens are sent to the ranks of their experts.
+
+The data parallel ranks form groups of ``ep_size`` neighbors. The ranks of a group store different experts of each
+layer, and the groups shard the same experts among each other (fsdp2). A rank sends each of its tokens to the ranks of
+the experts that the router chose, in one all-to-all, and gets the experts' outputs back in a second one.
+
+Without expert parallelism, fsdp2 gathers all experts of a layer on each rank. With it, a rank gathers only
+1 / ``ep_size`` of them, and sends tokens instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import Sizes
+
+_WHERE = "distributed.ep_size"
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of *model* that store the experts of a layer, by name.
+
+    Such a module is called with tokens [N, H], the chosen experts [N, K] and their weights [N, K]. All of its
+    parameters have one row per expert, as in transformers since version 5.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if _stores_experts(module):
+            found[name] = module
+    return found
+
+
+def check_experts(model: nn.Module, layout: RankLayout) -> None:
+    """Validate that the experts of *model* can be divided among the ranks, before it has values.
+
+    Raises :class:`RecipeError` for a model without experts, for experts with another interface, and for a number of
+    experts that the ranks cannot divide evenly.
+    """
+    sizes = layout.sizes
+    experts = experts_of(model)
+    if not experts:
+        raise RecipeError(
+            "this model has no experts that expert parallelism could divide",
+            where=_WHERE,
+            value=f"{sizes.ep}; {type(model).__name__}",
+            hint="remove ep_size: fsdp2 shards any model",
+        )
+    for name, module in experts.items():
+        num_experts = _num_experts(module)
+        if num_experts % sizes.expert_parts == 0:
+            continue
+        raise RecipeError(
+            "the experts of a layer cannot be divided evenly among the ranks",
+            where=_WHERE,
+            value=f"{sizes.ep}; {name} has {num_experts} experts, and {sizes.expert_parts} ranks shard the model",
+            hint=_hint_for(num_experts, sizes),
+        )
+
+
+def expert_mesh(layout: RankLayout) -> DeviceMesh:
+    """Create a mesh of all ranks with the dimensions ``dp_replicate``, ``expert_shard`` and ``ep``.
+
+    ``dp_replicate`` exists only above size 1, as in :func:`~automodel_ckpt.parallel.mesh.build_mesh`, and ``pp`` is
+    the first dimension if the model has pipeline stages. Collective: every rank calls it once.
+    """
+    sizes = layout.sizes
+    dimensions: dict[str, int] = {}
+    if sizes.pp > 1:
+        dimensions["pp"] = sizes.pp
+    if sizes.dp_replicate > 1:
+        dimensions["dp_replicate"] = sizes.dp_replicate
+    dimensions["expert_shard"] = sizes.expert_parts // sizes.ep
+    dimensions["ep"] = sizes.ep
+    shape, names = tuple(dimensions.values()), tuple(dimensions)
+    return init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
+
+
+def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+    """Leave this rank's experts in each layer of *model*, in place, and route tokens between the ranks.
+
+    *mesh* is the 1-D mesh of the ranks with different experts. Returns the changed modules, whose parameters are
+    DTensors of all experts, sharded along their first dimension. Their gradients are divided by the size of the mesh:
+    an expert gets the tokens of all its ranks, while fsdp2 averages gradients over ranks with different tokens.
+    """
+    experts = list(experts_of(model).values())
+    for module in experts:
+        exchange = _TokenExchange(module, mesh.get_group(), _num_experts(module))
+        parameters = dict(module.named_parameters(recurse=False))
+        for name, parameter in parameters.items():
+            setattr(module, name, _rows_of_rank(parameter, mesh))
+        any_module: Any = module
+        # transformers' implementations read the number of experts in the module's parameters here.
+        any_module.num_experts = _num_experts(module) // mesh.size()
+        any_module.forward = exchange.forward
+    return experts
+
+
+def _stores_experts(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    num_experts = _num_experts(module)
+    if not any(parameter.dim() == 3 for parameter in parameters):
+        return False
+    if any(parameter.shape[0] != num_experts for parameter in parameters):
+        return False
+    return len(inspect.signature(module.forward).parameters) == 3
+
+
+def _num_experts(module: nn.Module) -> int:
+    """The number of experts in the parameters of a module; 0 for other modules."""
+    number = getattr(module, "num_experts", 0)
+    return number if isinstance(number, int) else 0
+
+
+def _hint_for(num_experts: int, sizes: Sizes) -> str:
+    """How the ranks can be arranged so that each stores the same number of experts."""
+    num_ranks = math.gcd(num_experts, sizes.expert_parts)
+    if num_ranks == 1:
+        return f"remove ep_size, or start a number of ranks that divides {num_experts}"
+    num_replicas = sizes.dp_replicate * sizes.expert_parts // num_ranks
+    hint = f"set distributed.dp_replicate_size to {num_replicas}, so that {num_ranks} ranks shard the model"
+    if num_ranks % sizes.ep:
+        hint += f", and ep_size to {math.gcd(num_ranks, sizes.ep)}"
+    return hint
+
+
+def _rows_of_rank(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's rows of *parameter* as a DTensor of all rows. Reads no other rank: all have the same values."""
+    rows = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()]
+    # A copy, or this rank's shard would keep the memory of all experts.
+    rows = rows.clone()
+    sharded = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+class _TokenExchange:
+    """The forward pass of a module of experts, of which this rank stores only some."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, num_experts: int) -> None:
+        """*module* still has the forward pass of its class; *num_experts* are those of all ranks of *group*."""
+        self._module = module
+        self._compute = module.forward
+        self._group = group
+        self._num_ranks = group.size()
+        self._num_experts = num_experts
+
+    # The sizes of the messages are known only after the router has run, so a compiler has nothing to gain.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted outputs [N, H] of the chosen experts of all tokens. Collective in the group.
+
+        Args:
+            hidden_states: This rank's tokens [N, H].
+            top_k_index: The experts [N, K] of each token, numbered over all ranks.
+            top_k_weights: The weights [N, K] of their outputs.
+        """
+        top_k = top_k_index.shape[-1]
+        chosen = top_k_index.reshape(-1)
+        # By expert, and so by rank: ranks store consecutive experts.
+        order = torch.argsort(chosen, stable=True)
+        tokens = hidden_states[order // top_k]
+        num_sent, num_received = self._counts(chosen)
+        # One copy to the host: each waits for the device.
+        splits = torch.stack([num_sent.sum(1), num_received.sum(1)]).tolist()
+        sent_splits, received_splits = splits
+        received = _exchange(tokens, sent_splits, received_splits, self._group)
+        outputs = self._outputs_of_experts(received, num_received)
+        returned = _exchange(outputs, received_splits, sent_splits, self._group)
+        by_token = returned[torch.argsort(order)].view(-1, top_k, tokens.shape[-1])
+        weighted: torch.Tensor = by_token * top_k_weights.reshape(-1, top_k, 1)
+        return weighted.sum(1).to(hidden_states.dtype)
+
+    def _counts(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The number of tokens that this rank sends and receives, each [ranks, experts of a rank].
+
+        *chosen* are the experts of this rank's tokens, numbered over all ranks.
+        """
+        num_sent = torch.bincount(chosen, minlength=self._num_experts)
+        if num_sent.numel() > self._num_experts:
+            raise RecipeError(
+                "the router chose an expert that no rank stores",
+                where=_WHERE,
+                value=f"expert {num_sent.numel() - 1} of {self._num_experts}",
+                hint="remove ep_size: expert parallelism does not support the experts of this model",
+            )
+        num_sent = num_sent.view(self._num_ranks, -1)
+        num_received = torch.empty_like(num_sent)
+        dist.all_to_all_single(num_received, num_sent, group=self._group)
+        return num_sent, num_received
+
+    def _outputs_of_experts(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Compute this rank's experts on *tokens* [M, H]; *counts* [ranks, experts] states their order."""
+        num_ranks, num_experts = counts.shape
+        experts = torch.arange(num_experts, device=tokens.device).repeat(num_ranks)
+        index = experts.repeat_interleave(counts.flatten())
+        num_tokens = len(tokens)
+        if num_tokens == 0:
+            # The experts' parameters must get gradients on all ranks, or fsdp2 would wait for this one.
+            tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
+            index = index.new_zeros(1)
+        weights = torch.ones_like(index, dtype=tokens.dtype)
+        with _local_parameters(self._module, 1 / self._num_ranks):
+            outputs: torch.Tensor = self._compute(tokens, index.unsqueeze(1), weights.unsqueeze(1))
+        return outputs[:num_tokens]
+
+
+@contextmanager
+def _local_parameters(module: nn.Module, gradient_scale: float) -> Iterator[None]:
+    """Make *module* compute with this rank's rows as plain tensors.
+
+    The gradients of its parameters are those of the rows times *gradient_scale*.
+    """
+    parameters = dict(module.named_parameters(recurse=False))
+    # Instance attributes come before the parameters of a module, which stay as they are.
+    attributes = module.__dict__
+    for name, parameter in parameters.items():
+        rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        attributes[name] = _ScaledGradient.apply(rows, gradient_scale)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for name in parameters:
+            del attributes[name]
+
+
+def _exchange(
+    tensor: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send consecutive rows of *tensor* to the ranks of *group*, *sent* rows to each; returns the *received* rows.
+
+    Collective. The gradient takes the opposite way.
+    """
+    result: torch.Tensor = _Exchange.apply(tensor, sent, received, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """A tensor, unchanged, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.scale, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Consecutive rows of a tensor, sent to the ranks of a group; the gradient takes the opposite way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(tensor, sent, received, group)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_to_all(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(
+    tensor: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    result = tensor.new_empty(sum(received), *tensor.shape[1:])
+    dist.all_to_all_single(result, tensor.contiguous(), received, sent, group=group)
+    return result

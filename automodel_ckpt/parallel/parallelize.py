@@ -1,0 +1,391 @@
+"""Distribute a model over ranks: tensor parallel layers, and shards (fsdp2) or replicas (ddp)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.nn.parallel import DistributedDataParallel
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.parallel.expert_parallel import divide_experts, expert_mesh
+from automodel_ckpt.parallel.fixed_buckets import FixedBucketsDDP
+from automodel_ckpt.parallel.mesh import RankLayout, build_mesh, data_mesh
+from automodel_ckpt.parallel.mesh_sizes import choose_strategy
+from automodel_ckpt.parallel.model_layers import separate_ends, untied_layers
+from automodel_ckpt.parallel.ranks.group_types import divide_groups_by_type
+from automodel_ckpt.parallel.ranks.one_rank import cast_without_copies
+from automodel_ckpt.parallel.shown_types import leave_forward_pass, show_compute_types
+from automodel_ckpt.parallel.tensor_parallel import apply_plan
+from automodel_ckpt.parallel.tensor_plan import Plan, plan_for
+from automodel_ckpt.parallel.unused_gradients import may_vary
+
+log = logging.getLogger("automodel_ckpt")
+
+_DEFERS = "_defers_gradient_sync"
+"""The attribute of a model sharded by fsdp2 with the value of ``defer_gradient_sync``."""
+Materialise = Callable[[nn.Module, torch.device], None]
+"""Called with a model on the meta device and a device; gives the model this rank's values there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """The settings of the recipe besides the sizes. A ``compute_dtype`` of None is the dtype of the parameters.
+
+    With fsdp2, the parameters named in ``float32_names`` are computed in their own type, and the buffers named in
+    ``constants`` are cast to ``compute_dtype``.
+    """
+
+    strategy: str = "auto"
+    reshard_after_forward: bool = True
+    compute_dtype: torch.dtype | None = None
+    cpu_offload: bool = False
+    defer_gradient_sync: bool = False
+    sequence_parallel: bool = False
+    tp_plan: Plan | None = None
+    float32_names: frozenset[str] = frozenset()
+    constants: frozenset[str] = frozenset()
+
+
+def check_parallelism(how: Parallelism, layout: RankLayout) -> None:
+    """Validate the settings for these ranks and this node before anything is loaded. Raises :class:`RecipeError`."""
+    strategy = choose_strategy(how.strategy, layout.sizes)
+    if how.cpu_offload and strategy != "fsdp2":
+        raise RecipeError(
+            "only fsdp2 supports CPU offload",
+            where="distributed.cpu_offload",
+            value=f"strategy {strategy}",
+            hint="set distributed.strategy to fsdp2, or remove cpu_offload",
+        )
+    if how.cpu_offload and layout.device.type != "cuda":
+        raise RecipeError(
+            "there is no GPU memory to offload from: FSDP2's CPUOffloadPolicy needs an accelerator",
+            where="distributed.cpu_offload",
+            value=f"device {layout.device}",
+            hint="remove cpu_offload when training on the CPU",
+        )
+
+
+def parallelize(
+    model: nn.Module,
+    layout: RankLayout,
+    how: Parallelism,
+    materialise: Materialise | None = None,
+    mesh: DeviceMesh | None = None,
+) -> nn.Module:
+    """Distribute *model*: shard it in place, or wrap it (ddp). Returns this rank's model on its device.
+
+    Parameters may be on the meta device: *materialise* then fills this rank's shards of them. Parameters with values
+    must be equal on every rank. fsdp2 creates a group for each decoder layer, for an embedding and an output layer that
+    are larger than one, and a group for the rest, which contains tied parameters. It gathers them in the compute dtype;
+    the other strategies require :func:`compute_context`. *mesh* is the result of :func:`build_mesh`, if the caller has
+    one. Raises :class:`RecipeError` for what this model does not support.
+    """
+    strategy = choose_strategy(how.strategy, layout.sizes)
+    if mesh is None and (strategy == "fsdp2" or layout.sizes.tp > 1):
+        mesh = build_mesh(layout)
+    # Tensor parallelism first: fsdp2 then shards the DTensors that it leaves. torch does not
+    # support the other order.
+    if mesh is not None and layout.sizes.tp > 1:
+        plan = plan_for(model, how.tp_plan, layout.sizes.tp)
+        apply_plan(model, plan, mesh["tp"], sequence_parallel=how.sequence_parallel)
+    if mesh is not None and strategy == "fsdp2":
+        options = _fsdp_options(how)
+        ignored = _prepare_small(model)
+        if layout.sizes.world == 1 and not how.cpu_offload:
+            ignored |= _not_cast(model, how)
+        options["ignored_params"] = ignored
+        if layout.sizes.ep > 1:
+            _shard_experts(model, layout, options, how)
+        _shard(model, data_mesh(mesh), options, how)
+    device = torch.device("cpu") if how.cpu_offload else layout.device
+    if materialise is not None:
+        materialise(model, device)
+    model = model.to(device)
+    if strategy == "fsdp2" and how.compute_dtype is not None:
+        _cast_buffers(model, how.constants, how.compute_dtype)
+    if how.cpu_offload:
+        # fsdp2 moves only parameters between the devices.
+        _move_buffers(model, layout.device)
+    # DDP only reduces gradients, and raises for a model without any (a frozen reference model).
+    if strategy == "ddp" and _is_trained(model):
+        device_ids = [layout.device] if layout.device.type == "cuda" else None
+        varies = may_vary(model)
+        if varies:
+            log.info(
+                "batches may use different parameters of this model: ddp looks for unused ones in each step"
+            )
+        # Views save a copy of all gradients, but detach_() fails on them (torch's documentation of
+        # DDP).
+        return FixedBucketsDDP(
+            model,
+            device_ids=device_ids,
+            gradient_as_bucket_view=True,
+            # DDP then looks for unused parameters in each step. Otherwise, it would wait for their gradients.
+            find_unused_parameters=varies,
+        )
+    return model
+
+
+def _cast_buffers(model: nn.Module, names: Collection[str], dtype: torch.dtype) -> None:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if (f"{prefix}.{name}" if prefix else name) in names:
+                module._buffers[name] = buffer.to(dtype)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            # Module.to would move the parameters as well.
+            module._buffers[name] = buffer.to(device)
+
+
+def _fsdp_options(how: Parallelism) -> dict[str, Any]:
+    """The arguments of ``fully_shard`` that all modules have in common."""
+    dtype = how.compute_dtype
+    # In bfloat16, each addition over the ranks would be rounded to 8 significant bits.
+    reduce_dtype = torch.float32 if dtype else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    return {
+        "mp_policy": precision,
+        "offload_policy": CPUOffloadPolicy() if how.cpu_offload else OffloadPolicy(),
+    }
+
+
+def _prepare_small(model: nn.Module) -> set[nn.Parameter]:
+    """Freeze the parameters without elements, whose gradients fsdp2 cannot reduce. Returns those without dimensions,
+    which it cannot shard: each rank has them. Raises :class:`RecipeError` if one of these is trained.
+    """
+    found: set[nn.Parameter] = set()
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            parameter.requires_grad_(False)
+        if parameter.dim() > 0:
+            continue
+        if parameter.requires_grad:
+            raise RecipeError(
+                "fsdp2 cannot train a parameter without dimensions",
+                where="distributed.strategy",
+                value=f"fsdp2, {name}",
+                hint=f"set distributed.strategy to ddp, or freeze the parameter (model.freeze: [{name}])",
+            )
+        found.add(parameter)
+    return found
+
+
+def _not_cast(model: nn.Module, how: Parallelism) -> set[nn.Parameter]:
+    """The parameters that are in the compute dtype, and frozen ones that are not computed in it.
+
+    On one rank, fsdp2 has nothing to gather and only casts: copies of these (a frozen base in bfloat16) would cost
+    memory and time.
+    """
+    found: set[nn.Parameter] = set()
+    for name, parameter in model.named_parameters():
+        is_kept = name in how.float32_names and not parameter.requires_grad
+        if is_kept or parameter.dtype == how.compute_dtype:
+            found.add(parameter)
+    return found
+
+
+def _shard_experts(
+    model: nn.Module, layout: RankLayout, options: dict[str, Any], how: Parallelism
+) -> None:
+    """Divide the experts of each layer among the ranks, and shard those of a rank over the ranks that have the same."""
+    mesh = expert_mesh(layout)
+    names = ["expert_shard"]
+    if layout.sizes.dp_replicate > 1:
+        names.insert(0, "dp_replicate")
+    # They get the weights of the router in its type.
+    of_layers = _layer_policy(model, options["mp_policy"])
+    for module in divide_experts(model, mesh["ep"]):
+        fully_shard(
+            module,
+            mesh=mesh[tuple(names)],
+            reshard_after_forward=how.reshard_after_forward,
+            **{**options, "mp_policy": of_layers},
+        )
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Parallelism) -> None:
+    options = {**options, "mesh": mesh}
+    is_trained = _is_trained(model)
+    # Before anything is sharded, which changes classes.
+    embeddings, heads = separate_ends(model)
+    # Layers before the root: fully_shard gives the root's group all parameters that no inner group
+    # has.
+    of_layers = _layer_policy(model, options["mp_policy"])
+    for layer in untied_layers(model):
+        fully_shard(
+            layer,
+            reshard_after_forward=how.reshard_after_forward,
+            **{**options, "mp_policy": of_layers},
+        )
+    kept = {id(each) for name, each in model.named_parameters() if name in how.float32_names}
+    for module in embeddings:
+        is_lookup = type(module) is nn.Embedding
+        fully_shard(
+            module,
+            reshard_after_forward=how.reshard_after_forward,
+            **{**options, "mp_policy": _end_policy(module, kept, options["mp_policy"])},
+        )
+        if is_lookup:
+            # The gradient of a lookup depends on the token ids only.
+            module.set_unshard_in_backward(False)  # type: ignore[operator]
+    # The backward pass needs the head and the root first: gathering them twice would only cost. A frozen model has no
+    # backward pass.
+    for module in heads:
+        fully_shard(
+            module,
+            reshard_after_forward=not is_trained,
+            **{**options, "mp_policy": _end_policy(module, kept, options["mp_policy"])},
+        )
+    fully_shard(model, reshard_after_forward=not is_trained, **options)
+    divide_groups_by_type(model, how.float32_names)
+    show_compute_types(model, how.float32_names)
+    setattr(model, _DEFERS, how.defer_gradient_sync)
+    if mesh.size() == 1:
+        # There is nothing to prefetch: a rank has all parameters.
+        cast_without_copies(model)
+    else:
+        _prefetch(model, embeddings, heads)
+
+
+def _layer_policy(model: nn.Module, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The types of a decoder layer: *policy*, but layers of transformers get their inputs as the model computes them.
+
+    Some models give their layers positions or hidden states in float32 although their weights are in bfloat16.
+    """
+    if not hasattr(model, "_keep_in_fp32_modules_strict"):
+        return policy
+    return replace(policy, cast_forward_inputs=False)
+
+
+def _end_policy(
+    module: nn.Module, kept: Collection[int], policy: MixedPrecisionPolicy
+) -> MixedPrecisionPolicy:
+    """The types of an embedding or output layer; *kept* has the ids of parameters that stay in float32."""
+    if all(id(parameter) in kept for parameter in module.parameters()):
+        # The model computes its inputs in float32, too.
+        return MixedPrecisionPolicy()
+    return policy
+
+
+def _prefetch(model: nn.Module, embeddings: list[nn.Module], heads: list[nn.Module]) -> None:
+    """Gather the parameters of the next layer of a list while a layer computes its forward pass.
+
+    In the backward pass, fsdp2 prefetches in the reverse order of the forward pass without being asked. A module that
+    does not run after all (an early exit) costs its gathering: fsdp2 drops it at the end of the backward pass.
+    """
+    for parent in model.modules():
+        children = list(parent.children())
+        for layers in children:
+            if not isinstance(layers, nn.ModuleList):
+                continue
+            # A pipeline stage has stand-ins in place of layers of other stages.
+            for layer, following in pairwise(layers):
+                _prefetch_after(layer, following)
+            if len(layers) and any(child in embeddings for child in children):
+                for embedding in embeddings:
+                    _prefetch_after(embedding, layers[0])
+                # If a layer has a trained copy, only the copy runs, not the original.
+                _prefetch_after(layers[-1], heads[-1] if heads else None)
+
+
+def _prefetch_after(module: nn.Module, following: nn.Module | None) -> None:
+    if following is None or not isinstance(module, FSDPModule):
+        return
+    # Experts are sharded separately inside of a layer.
+    parts: list[FSDPModule] = []
+    for part in following.modules():
+        if isinstance(part, FSDPModule):
+            parts.append(part)
+    module.set_modules_to_forward_prefetch(parts)
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def compute_context(
+    strategy: str, device: torch.device, compute_dtype: torch.dtype | None
+) -> Callable[[], AbstractContextManager[object]]:
+    """The context of a forward pass in *compute_dtype*: autocast, or none if fsdp2 gathers in that dtype."""
+    if compute_dtype is None or strategy == "fsdp2":
+        return nullcontext
+    return partial(torch.autocast, device.type, dtype=compute_dtype)
+
+
+def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+    """Choose whether forward and backward passes in the context reduce gradients over the ranks.
+
+    *enabled* is true for the last micro-batch of an accumulation. Those before accumulate the gradient of the complete
+    model on each rank (ddp, and fsdp2 with ``defer_gradient_sync``). By default, fsdp2 reduces after each micro-batch:
+    otherwise a rank would hold the gradient of the complete model besides its shard of the weights.
+    """
+    if isinstance(model, DistributedDataParallel) and not enabled:
+        # DDP decides in the forward pass whether the backward pass reduces: the context must
+        # enclose both.
+        return _no_sync(model)
+    if isinstance(model, FSDPModule) and getattr(model, _DEFERS, False):
+        # fsdp2 keeps these settings after the context, so each micro-batch has to set them.
+        model.set_requires_gradient_sync(enabled)
+        # The next micro-batch needs the same parameters, and they are smaller than the gradient.
+        model.set_reshard_after_backward(enabled)
+    return nullcontext()
+
+
+def gather_root(model: nn.Module) -> None:
+    """Gather the parameters that fsdp2 gathers in the forward pass of the root module, until :func:`reshard`.
+
+    Needed where the modules inside of the root are called without it: peft's ``generate`` calls the base model. A
+    collective.
+    """
+    if isinstance(model, FSDPModule):
+        model.unshard()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free parameters that a forward pass without a backward pass left gathered (fsdp2), also one that failed."""
+    for module in model.modules():
+        leave_forward_pass(module)
+        if isinstance(module, FSDPModule):
+            _leave_forward(module)
+            module.reshard()
+
+
+def _leave_forward(module: FSDPModule) -> None:
+    """End what a failed forward pass, such as a probe, began in *module*: torch would not reshard it."""
+    # FSDPModule.reset_iter_state does this in newer versions of torch only.
+    state = module._get_fsdp_state()
+    state._training_state = TrainingState.IDLE
+    state._state_ctx.iter_forward_root = None
+    group = state._fsdp_param_group
+    if group is None:
+        return
+    group._training_state = TrainingState.IDLE
+    if group._all_gather_result is not None:
+        # Prefetched and not used. The next forward pass would use it, after a checkpoint has changed the weights.
+        module.unshard()
+
+
+@contextmanager
+def _no_sync(model: DistributedDataParallel) -> Iterator[None]:
+    with model.no_sync():
+        yield

@@ -1,0 +1,307 @@
+"""Pipeline parallelism: a rank's stages of the model in torch's schedules, for micro-batches of any shape.
+
+torch's stages exchange tensors of one shape, but micro-batches differ in rows and length. So hidden states are sent as
+[tokens, width], padded to the largest micro-batch seen so far. Every stage has the batch and removes the padding before
+it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+from torch.distributed.tensor import DTensor
+
+from automodel_ckpt.parallel.gradient_norm import complete_gradient
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.parallelize import gradient_sync
+
+Kind = Literal["1f1b", "gpipe", "interleaved1f1b"]
+
+
+class Compute(Protocol):
+    """The forward pass of a stage."""
+
+    def __call__(self, stage: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Compute micro-batch *number* in the stage with the number *stage* among those of this rank.
+
+        *hidden* are the hidden states [B, T, H] of the previous stage; None on the first stage of the model. Returns
+        the hidden states [B, T, H] for the next stage; on the last stage, the summed loss, 0-dim.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class StageTensorSpec:
+    """The width H and the dtype of the hidden states that stages exchange."""
+
+    width: int
+    dtype: torch.dtype
+
+
+def idle_share(num_micro_batches: int, num_ranks: int, stages_per_rank: int = 1) -> float:
+    """The fraction of a step, 0 to 1, in which a rank waits for others if all stages are equally slow.
+
+    Source: Huang et al., "GPipe", arXiv:1811.06965, section 3.2. 1F1B has the same fraction. With several stages on
+    each rank, a rank waits for stages that take a fraction of the time (Narayanan et al., arXiv:2104.04473, 2.2).
+    """
+    waiting = (num_ranks - 1) / stages_per_rank
+    return waiting / (num_micro_batches + waiting)
+
+
+class Pipeline:
+    """This rank's stages of a pipeline, whose ranks have the same micro-batches. All methods are collective."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Sequence[int],
+        num_stages: int,
+        group: dist.ProcessGroup,
+        spec: StageTensorSpec,
+        device: torch.device,
+        kind: Kind = "1f1b",
+    ) -> None:
+        """*model* has the *stages* (of *num_stages*, from 0) of this rank, and is already sharded.
+
+        *group* contains the ranks of this pipeline, ordered by their first stage.
+        """
+        self.stages, self.num_stages = tuple(stages), num_stages
+        self._losses: list[torch.Tensor] = []
+        self._parts = []
+        for number in range(len(stages)):
+            self._parts.append(_Part(model, number, spec))
+        self._group = group
+        self._device = device
+        self._spec = spec
+        self._kind = kind
+        self._capacity = 0
+        self._schedules: dict[tuple[bool, int], Any] = {}
+        self._weight = 1.0
+
+    def train(
+        self, compute: Compute, shapes: Sequence[tuple[int, int]], weight: float
+    ) -> list[torch.Tensor]:
+        """Run forward and backward of micro-batches of these *shapes* (rows, length).
+
+        Gradients are those of the sum of all losses times *weight*, reduced over the data parallel ranks. Returns the
+        unweighted losses on the rank with the last stage, and an empty list on the others.
+        """
+        self._weight = weight
+        return self._run(compute, shapes, training=True)
+
+    def evaluate(self, compute: Compute, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Run forward only, without gradients. Returns the losses on the rank with the last stage, and an empty list
+        on others."""
+        return self._run(compute, shapes, training=False)
+
+    def _run(
+        self, compute: Compute, shapes: Sequence[tuple[int, int]], *, training: bool
+    ) -> list[torch.Tensor]:
+        num = len(shapes)
+        if num == 0:
+            return []
+        # All stages get the same shapes, so sender and receiver compute the same capacity without
+        # communication.
+        self._ensure_capacity(max(rows * length for rows, length in shapes))
+        schedule = self._schedules.get((training, num)) or self._new_schedule(training, num)
+        # torch splits its arguments into micro-batches, so each forward pass gets its number.
+        numbers = torch.arange(num)
+        args = (numbers,) if 0 in self.stages else ()
+        options: dict[str, Any] = {
+            "numbers": numbers,
+            "target": numbers if self.num_stages - 1 in self.stages else None,
+            "return_outputs": False,
+        }
+        run = schedule.step if training else schedule.eval
+        for part in self._parts:
+            part.work = (compute, shapes)
+        self._losses = []
+        try:
+            with torch.set_grad_enabled(training):
+                run(*args, **options)
+            return self._losses
+        finally:
+            for part in self._parts:
+                part.work = None
+            self._losses = []
+
+    def _ensure_capacity(self, num_tokens: int) -> None:
+        if num_tokens > self._capacity:
+            self._capacity = num_tokens
+            for part in self._parts:
+                part.capacity = num_tokens
+            # Schedules contain the shape of the tensors that they exchange.
+            self._schedules.clear()
+
+    def _new_schedule(self, training: bool, num_micro_batches: int) -> Any:
+        stages = [self._new_stage(part) for part in self._parts]
+        # By default, torch would divide the gradients by the number of micro-batches; the weight already contains the
+        # divisor.
+        options: dict[str, Any] = {"loss_fn": self._noted, "scale_grads": False}
+        if len(stages) > 1:
+            schedule = self._several_stages(stages, training, num_micro_batches, options)
+        else:
+            schedule = self._one_stage(stages[0], training, num_micro_batches, options)
+        self._schedules[training, num_micro_batches] = schedule
+        return schedule
+
+    def _one_stage(
+        self, stage: PipelineStage, training: bool, num_micro_batches: int, options: dict[str, Any]
+    ) -> Any:
+        # With too few micro-batches to fill the pipeline, the order of 1F1B is that of GPipe.
+        fills = training and self._kind == "1f1b" and num_micro_batches >= self.num_stages
+        make = Schedule1F1B if fills else ScheduleGPipe
+        # torch 2.10 rejects fewer micro-batches than stages in all schedules, although GPipe's order works with fewer:
+        # the number is set after construction.
+        schedule = make(stage, max(num_micro_batches, self.num_stages), **options)
+        schedule._n_microbatches = num_micro_batches
+        return schedule
+
+    def _several_stages(
+        self,
+        stages: list[Any],
+        training: bool,
+        num_micro_batches: int,
+        options: dict[str, Any],
+    ) -> Any:
+        # torch's interleaved schedule takes micro-batches in rounds of about as many as there are ranks, all of the
+        # same size. The other one runs all forward passes first.
+        num_rounds = max(1, num_micro_batches // self._group.size())
+        fits = training and num_micro_batches % num_rounds == 0
+        make = ScheduleInterleaved1F1B if fits else ScheduleLoopedBFS
+        return make(stages, num_micro_batches, **options)
+
+    def _new_stage(self, part: _Part) -> PipelineStage:
+        number = self.stages[part.number]
+        is_first, is_last = number == 0, number == self.num_stages - 1
+        hidden = torch.empty(
+            self._capacity,
+            self._spec.width,
+            dtype=self._spec.dtype,
+            device="meta",
+            requires_grad=True,
+        )
+        given = torch.empty(1, dtype=torch.int64, device="meta") if is_first else hidden
+        result = torch.empty((), device="meta", requires_grad=True) if is_last else hidden
+        # Shapes are given, because torch 2.13 otherwise infers them by running the first
+        # micro-batch twice.
+        return _Stage(
+            part,
+            number,
+            self.num_stages,
+            self._device,
+            input_args=given,
+            output_args=result,
+            group=self._group,
+        )
+
+    def _noted(self, loss: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        self._losses.append(loss.detach().clone())
+        return loss * self._weight
+
+
+class _Part(nn.Module):
+    """One of this rank's stages as torch's schedules call it. *capacity* is the number of tokens in exchanged
+    tensors."""
+
+    def __init__(self, model: nn.Module, number: int, spec: StageTensorSpec) -> None:
+        super().__init__()
+        self.model, self.number, self.spec, self.capacity = model, number, spec, 0
+        self.work: tuple[Compute, Sequence[tuple[int, int]]] | None = None
+
+    def forward(self, given: torch.Tensor, *, numbers: torch.Tensor) -> torch.Tensor:
+        """Compute micro-batch *numbers* [1] from *given* [capacity, H]; the first stage ignores *given*, which is 1-D.
+
+        Returns hidden states [capacity, H], or on the last stage the loss, 0-dim.
+        """
+        assert self.work is not None
+        (compute, shapes), number = self.work, int(numbers)
+        rows, length = shapes[number]
+        hidden = None
+        if given.dim() == 2:
+            hidden = given[: rows * length].reshape(rows, length, -1)
+        output = compute(self.number, number, hidden)
+        if output.dim() == 0:
+            return output
+        return self._padded(output)
+
+    def _padded(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, T, H] as [capacity, H] in the dtype of the exchange."""
+        flat = hidden.flatten(0, 1).to(self.spec.dtype)
+        if flat.shape[0] < self.capacity:
+            flat = F.pad(flat, (0, 0, 0, self.capacity - flat.shape[0]))
+        # The next stage always sends a gradient back, also if nothing up to here is trained.
+        if torch.is_grad_enabled() and not flat.requires_grad:
+            return flat.requires_grad_()
+        return flat.contiguous()
+
+
+class _Stage(PipelineStage):  # type: ignore[misc,unused-ignore]
+    """A torch stage that reduces gradients over the data parallel ranks only in the last backward pass of a step."""
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        part: Any = self.submod
+        # torch does this only for a submod that is an FSDPModule or DDP itself; here, _Part wraps
+        # it.
+        with gradient_sync(part.model, enabled=last_backward):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+
+class TiedEnds:
+    """Tied parameters that the first and the last stage both store: their gradients are summed over the two."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], layout: RankLayout) -> None:
+        """*parameters* are the tied ones of this rank: none on other stages. Collective: every rank calls it once."""
+        self._parameters = list(parameters)
+        self._group = _ends(layout)
+        self._is_last = layout.pp_rank == layout.sizes.pp - 1
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients over both stages, after the backward passes of a step."""
+        for parameter in self._parameters:
+            # A tensor parallel plan may leave the gradients of the two stages in different layouts.
+            complete_gradient(parameter)
+            if parameter.grad is not None:
+                dist.all_reduce(_local(parameter.grad), group=self._group)
+
+    @property
+    def counted_elsewhere(self) -> frozenset[int]:
+        """Ids of this rank's parameters that only the first stage counts in sums over all stages."""
+        if not self._is_last:
+            return frozenset()
+        return frozenset(id(parameter) for parameter in self._parameters)
+
+
+def _ends(layout: RankLayout) -> dist.ProcessGroup | None:
+    """The group of the first and the last stage of this rank's pipeline; None on other stages."""
+    per_stage = layout.world_size // layout.sizes.pp
+    mine = None
+    # new_group is collective: every rank creates the groups of all pipelines.
+    for index in range(per_stage):
+        ends = [index, layout.world_size - per_stage + index]
+        group = dist.new_group(ends)
+        if layout.rank in ends:
+            mine = group
+    return mine
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,157 @@
+"""FSDP2 on a mesh of one rank, where it gathers and reduces nothing: it only casts parameters and gradients.
+
+torch casts each parameter into new memory, and copies the result to where the gathered parameter is. It casts the
+gradients of a group into a buffer, copies that instead of reducing it, and adds the copy to the gradients of earlier
+micro-batches. Here, a parameter is cast with one copy, and the gradient of a first micro-batch, too. Those of later
+ones are added without one. For an 8B model in bfloat16 with float32 weights, this saves 128 GB of memory traffic in a
+first micro-batch and 192 GB in a later one: 30 and 45 ms of a GPU with 4.3 TB/s. All values stay the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+
+from automodel_ckpt.parallel.ranks.group_types import sharded_groups
+
+
+def cast_without_copies(model: nn.Module) -> None:
+    """Let *model*, which fsdp2 has sharded over one rank, cast parameters and gradients with one copy each."""
+    for module, group in sharded_groups(model):
+        module.set_custom_reduce_scatter(_InPlace())
+        for parameter in group.fsdp_params:
+            if type(parameter) is FSDPParam:
+                parameter.__class__ = _CastParameter
+        # fsdp2 calls it when the gradients of the group are complete.
+        group.post_backward = partial(_keep_gradients, group, group.post_backward)
+
+
+@torch.no_grad()
+def _keep_gradients(group: Any, reduce: Callable[..., None], *arguments: Any) -> None:
+    """Turn the gradients of gathered parameters into those of the shards. *reduce* does this with all that remain.
+
+    All of it runs on the stream of the backward pass, so memory needs no synchronization.
+    """
+    taken: list[tuple[_CastParameter, torch.Tensor, bool]] = []
+    if group.reduce_grads and _only_sums(group):
+        for parameter in group.fsdp_params:
+            if isinstance(parameter, _CastParameter) and parameter.has_plain_gradient():
+                taken.append((parameter, *parameter.take_gradient()))
+    # It also frees the gathered parameters: their memory may become that of gradients.
+    reduce(*arguments)
+    taken.reverse()
+    while taken:
+        # The next copy may need the memory that this gradient frees.
+        _keep_gradient(*taken.pop())
+
+
+def _only_sums(group: Any) -> bool:
+    """Whether the gradients of *group* are summed over the ranks and nothing else, as by default."""
+    return group.gradient_divide_factor is None and group._all_reduce_hook is None
+
+
+def _keep_gradient(parameter: _CastParameter, gradient: torch.Tensor, is_owned: bool) -> None:
+    shard = parameter.sharded_param
+    if shard.grad is None:
+        if not is_owned or gradient.dtype != shard.dtype:
+            # Always a copy: what autograd gives may be the memory of a CUDA graph, which the next step overwrites.
+            gradient = gradient.to(shard.dtype, copy=True, memory_format=torch.contiguous_format)
+        shard.grad = parameter.to_sharded_dtensor(gradient)
+        return
+    if not _is_exact(gradient.dtype, shard.dtype):
+        # As fsdp2 rounds it: the addition would be computed in the wider type.
+        gradient = gradient.to(shard.dtype)
+    total: Any = shard.grad
+    total._local_tensor += gradient
+
+
+def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether *target* can represent all values of *source*."""
+    return torch.promote_types(source, target) == target
+
+
+class _CastParameter(FSDPParam):
+    """A parameter that is cast while it is copied into the memory of the gathered parameter, and its gradient."""
+
+    @property
+    def all_gather_inputs(self) -> list[torch.Tensor]:
+        """What fsdp2 copies into the gathered parameter, which has the dtype of computation from the first time on."""
+        shard = self._sharded_local_tensor
+        is_plain = not self.offload_to_cpu and not hasattr(shard, "fsdp_pre_all_gather")
+        if is_plain and self.all_gather_outputs and self.sharded_state == ShardedState.SHARDED:
+            return [self._sharded_param_data]
+        return super().all_gather_inputs
+
+    def has_plain_gradient(self) -> bool:
+        """Whether there is a gradient that has only to be cast and added."""
+        # It is set when the parameter is gathered for the first time.
+        if not hasattr(self, "_unsharded_param"):
+            return False
+        if self.offload_to_cpu or self.sharded_param._post_accumulate_grad_hooks:
+            return False
+        gradient = self.unsharded_accumulated_grad
+        if gradient is None:
+            gradient = self.unsharded_param.grad
+        if gradient is None:
+            return False
+        return self.reduce_dtype is None or _is_exact(gradient.dtype, self.reduce_dtype)
+
+    def take_gradient(self) -> tuple[torch.Tensor, bool]:
+        """The gradient of the gathered parameter, which loses it, and whether its memory is only this parameter's."""
+        self.accumulate_unsharded_grad_if_needed()
+        accumulated = self.unsharded_accumulated_grad
+        if accumulated is None:
+            gradient = self.unsharded_grad_data
+            self.unsharded_param.grad = None
+            return gradient, False
+        # The sum of micro-batches that fsdp2 has not reduced, in memory of the type of reductions.
+        gradient = self.unsharded_accumulated_grad_data
+        self.unsharded_accumulated_grad = None
+        return gradient, type(gradient) is torch.Tensor and gradient.is_contiguous()
+
+
+class _InPlace(ReduceScatter):
+    """The reduction of other gradients, such as those for the host: its result is in the memory of its input."""
+
+    def __init__(self) -> None:
+        # Weak: a reduction that failed before its output was allocated has freed its input. If the next one took this
+        # for its own, later ones would overwrite gradients.
+        self._input: Callable[[], torch.Tensor | None] = _nothing
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Called twice for each reduction: for its input and, on the stream of the reduction, for its output."""
+        given, self._input = self._input(), _nothing
+        if given is None or (tuple(given.shape), given.dtype) != (tuple(size), dtype):
+            memory = torch.empty(*size, dtype=dtype, device=device)
+            self._input = weakref.ref(memory)
+            return memory
+        if given.is_cuda:
+            # It belongs to the stream of the backward pass. If the gradient is added to an earlier one, its memory is
+            # freed while this stream may still read it.
+            given.record_stream(torch.cuda.current_stream(given.device))
+        return given
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce nothing. torch does not call it for one rank (2.10 to 2.14)."""
+        assert output_tensor is input_tensor
+
+
+def _nothing() -> None:
+    return None

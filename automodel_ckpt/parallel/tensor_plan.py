@@ -1,0 +1,271 @@
+"""Validate a plan of tensor parallelism for a model, and find the style of each module.
+
+A plan maps module names, in which ``*`` matches one component (a layer's number), to the name of a style, as in the
+``base_model_tp_plan`` of transformers' configurations, or to one of torch's own ``ParallelStyle`` objects.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.parallel.replicated_style import Replicated, own_parameters
+
+Plan = Mapping[str, "str | ParallelStyle"]
+_WHERE = "distributed.tp_size"
+_PEFT_PREFIX = "base_model.model."
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "replicated_with_grad_allreduce": lambda: Replicated(partial=True),
+    "replicate": Replicated,
+}
+_SPLIT = {"colwise": "out_features", "rowwise": "in_features"}
+
+
+def check_plan_support(error: Exception, tp_size: int) -> None:
+    """Explain an *error* of a forward or backward pass that is due to the tensor parallel plan.
+
+    Raises :class:`RecipeError` in that case; otherwise, returns and leaves *error* to the caller.
+    """
+    # torch has no exception class for this.
+    if tp_size == 1 or "mixed torch.Tensor and DTensor" not in str(error):
+        return
+    raise RecipeError(
+        "the code of this model does not support its tensor parallel plan: it uses parameters of layers without "
+        "calling them",
+        where=_WHERE,
+        value=f"{tp_size}; {str(error).splitlines()[0][:160]}",
+        hint="remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan",
+    ) from error
+
+
+def check_heads(config: Any, tp_size: int) -> None:
+    """Validate that tp_size divides the numbers of heads in a configuration of transformers.
+
+    Raises :class:`RecipeError` otherwise.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads: dict[str, int] = {}
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(text, name, None)
+        if isinstance(count, int) and count > 0:
+            heads[name] = count
+    uneven = [f"{name} {count}" for name, count in heads.items() if count % tp_size]
+    if uneven:
+        fitting = []
+        for size in range(1, tp_size):
+            if all(count % size == 0 for count in heads.values()):
+                fitting.append(size)
+        raise RecipeError(
+            "the number of attention heads is not divisible by tp_size",
+            where=_WHERE,
+            value=f"{tp_size}; the model has {', '.join(uneven)}",
+            hint=f"set it to {max(fitting)}"
+            + (", and shard with fsdp2" if max(fitting) == 1 else ""),
+        )
+
+
+def plan_for(model: nn.Module, given: Plan | None, tp_size: int) -> dict[str, ParallelStyle]:
+    """The style of each module by its name, from the *given* plan or else the plan of the model.
+
+    Plans name the modules of the base. In a model with adapters, these names have a prefix, and the style of an adapted
+    module is expanded to styles for its base layer and its adapter.
+
+    Raises :class:`RecipeError` for a model without a plan, unknown styles, names that match nothing, experts, and
+    layers that cannot be sharded into *tp_size* equal parts.
+    """
+    base, prefix = base_and_prefix(model)
+    if given is not None:
+        given = {name.removeprefix(prefix): style for name, style in given.items()}
+    expanded: dict[str, ParallelStyle] = {}
+    for name, style in _plan_for_base(base, given, tp_size).items():
+        for part, part_style in with_adapters(base, name, style).items():
+            expanded[prefix + part] = part_style
+    return expanded
+
+
+def base_and_prefix(model: nn.Module) -> tuple[Any, str]:
+    """The model without adapters, and the prefix that its module names have in *model*."""
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    if get_base_model is None:
+        return model, ""
+    return get_base_model(), _PEFT_PREFIX
+
+
+def with_adapters(base: nn.Module, name: str, style: ParallelStyle) -> dict[str, ParallelStyle]:
+    """The styles of the modules that peft puts into the module *name*; only its *style* if it has no adapter.
+
+    One of an adapter's two matrices, lora_A [r, in] and lora_B [out, r], is sharded like the base layer: lora_B if the
+    base is sharded by rows (colwise), lora_A if by columns (rowwise). The other matrix is replicated.
+    """
+    module = base.get_submodule(name)
+    if hasattr(module, "original_module") and hasattr(module, "modules_to_save"):
+        copies = [f"{name}.modules_to_save.{key}" for key in module.modules_to_save]  # type: ignore[union-attr]
+        return dict.fromkeys([f"{name}.original_module", *copies], style)
+    if not hasattr(module, "base_layer") or not hasattr(module, "lora_A"):
+        return {name: style}
+    styles: dict[str, ParallelStyle] = {f"{name}.base_layer": style}
+    for key in module.lora_A:  # type: ignore[union-attr]
+        first, second = f"{name}.lora_A.{key}", f"{name}.lora_B.{key}"
+        if isinstance(style, ColwiseParallel):
+            styles |= {first: Replicated(), second: style}
+        elif isinstance(style, RowwiseParallel):
+            # Along the sequence each rank applies lora_B to its own positions.
+            along_the_sequence = any(isinstance(layout, Shard) for layout in style.output_layouts)
+            styles |= {first: style, second: Replicated(partial=along_the_sequence)}
+        else:
+            styles |= {first: style, second: style}
+    return styles
+
+
+def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[str, ParallelStyle]:
+    plan: Plan = given if given is not None else getattr(model, "tp_plan", None) or {}
+    found = dict(_matches(plan, (name for name, _ in model.named_modules())))
+    if not found:
+        raise RecipeError(
+            "this model has no tensor parallel plan",
+            where=_WHERE,
+            value=f"{tp_size}, with {type(model).__name__}",
+            hint="remove tp_size (fsdp2 shards any model), or write a plan and set distributed.tp_plan",
+        )
+    of_parameters = dict(_matches(plan, (name for name, _ in model.named_parameters())))
+    # Before the general checks, which would report the experts' styles as unsupported.
+    if experts := _experts(model, found, of_parameters):
+        raise RecipeError(
+            "tensor parallelism cannot shard the experts of this model, although its plan requires it",
+            where=_WHERE,
+            value=f"{tp_size}; {_first_of(experts)}",
+            hint="remove tp_size (fsdp2 shards experts too), or write a plan for distributed.tp_plan without them",
+        )
+    problems = [
+        *_unmatched(given or {}, model),
+        *_unknown(found, of_parameters),
+        *_uneven(model, found, tp_size),
+    ]
+    if problems:
+        raise RecipeError.all_of(problems)
+    styles = {}
+    for name, style in found.items():
+        styles[name] = _STYLES[style]() if isinstance(style, str) else style
+    for name in _activations(model, found):
+        # Without it, each rank would train the parameters with the gradients of its own columns.
+        styles.setdefault(name, Replicated(partial=True))
+    return styles
+
+
+def _activations(model: nn.Module, found: Plan) -> Iterator[str]:
+    """The names of activation functions with parameters (xIELU of Apertus) that see a rank's columns only.
+
+    transformers' plans leave them out.
+    """
+    cut = {name.rpartition(".")[0] for name, style in found.items() if _is_colwise(style)}
+    for name, module in model.named_modules():
+        parent, _, own_name = name.rpartition(".")
+        is_activation = own_name in ("act_fn", "act", "activation_fn")
+        if is_activation and parent in cut and own_parameters([module]):
+            yield name
+
+
+def _is_colwise(style: str | ParallelStyle) -> bool:
+    """Whether a layer of this style returns a rank's columns."""
+    return style == "colwise" or isinstance(style, ColwiseParallel)
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """The first name, and how many more there are."""
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} and {len(names) - 1} more"
+
+
+def _matches(plan: Plan, names: Iterable[str]) -> Iterator[tuple[str, str | ParallelStyle]]:
+    """The pairs (name, style) of the names that a pattern of the plan matches."""
+    patterns = {_compiled(pattern): style for pattern, style in plan.items()}
+    for name in names:
+        for pattern, style in patterns.items():
+            if pattern.fullmatch(name):
+                yield name, style
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+
+
+def _unmatched(given: Plan, model: nn.Module) -> Iterator[Problem]:
+    names = [name for name, _ in model.named_modules()]
+    for pattern in given:
+        expression = _compiled(pattern)
+        if not any(expression.fullmatch(name) for name in names):
+            hint = "use the names of model.named_modules(), with * for a layer's number"
+            yield Problem(
+                "the plan matches no module of the model", "distributed.tp_plan", pattern, hint
+            )
+
+
+def _experts(model: nn.Module, found: Plan, of_parameters: Plan) -> list[str]:
+    """Modules and parameters with a style that are experts: several matrices in one parameter [experts, out, in]."""
+    stacked = set()
+    modules = set()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3:
+            module, _, _ = name.rpartition(".")
+            stacked.add(name)
+            modules.add(module)
+    in_modules = [name for name in found if name in modules]
+    in_parameters = [name for name in of_parameters if name in stacked]
+    return in_modules + in_parameters
+
+
+def _unknown(found: Plan, of_parameters: Plan) -> Iterator[Problem]:
+    """Report styles that this module does not support, and styles of parameters instead of modules."""
+    for name in of_parameters:
+        hint = f"use the module, {name.rpartition('.')[0]}"
+        yield Problem(
+            "the tensor parallel plan names a parameter instead of a module", _WHERE, name, hint
+        )
+    unknown: dict[str, list[str]] = {}
+    for name, style in found.items():
+        if isinstance(style, str) and style not in _STYLES:
+            unknown.setdefault(style, []).append(name)
+    for style, names in sorted(unknown.items()):
+        yield Problem(
+            f"the tensor parallel plan uses an unsupported style, {style!r}",
+            _WHERE,
+            _first_of(names),
+            "remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan that gives modules "
+            f"the styles {', '.join(_STYLES)}",
+        )
+
+
+def _uneven(model: nn.Module, found: Plan, tp_size: int) -> Iterator[Problem]:
+    """Report the first layer whose size is not a multiple of *tp_size*.
+
+    The next layer treats a rank's part of the output as complete, so all parts must have one size.
+    """
+    for name, style in found.items():
+        attribute = _SPLIT.get(style) if isinstance(style, str) else None
+        if attribute is None:
+            continue
+        size = getattr(model.get_submodule(name), attribute, 0)
+        if size % tp_size:
+            yield Problem(
+                "a layer cannot be sharded evenly",
+                _WHERE,
+                f"{tp_size}; {name} has {attribute} {size}",
+                f"set it to a divisor of {size}",
+            )
+            return

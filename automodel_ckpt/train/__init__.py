@@ -1,0 +1,1 @@
+"""What recipes share: the loop, and the parts of a run."""

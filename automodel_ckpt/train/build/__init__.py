@@ -1,0 +1,1 @@
+"""The other parts of a run that are built before training."""

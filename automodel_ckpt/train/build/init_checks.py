@@ -1,0 +1,304 @@
+"""Checks of the weights of ``init_from`` that names and shapes do not show: config, scale of adapters, tied tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import nn
+from transformers import PreTrainedConfig
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.sources.opening import MODEL
+from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.state.model_config import CONFIG as _CONFIG
+from automodel_ckpt.checkpoint.state.model_config import config_changes
+from automodel_ckpt.checkpoint.state.module_tensors import unwrap
+from automodel_ckpt.convert.formats.files import read_json
+from automodel_ckpt.convert.imports.adapter_import import unknown_options
+from automodel_ckpt.convert.imports.base_copies import difference
+from automodel_ckpt.convert.merging.merge_rules import scale_of
+from automodel_ckpt.convert.open import Weights
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+
+Stored = Mapping[str, tuple[Tensors, str]]
+"""The tensors of sources: {name in the model: (module of a source, name there)}."""
+
+_ADAPTER = "default"
+_PREFIX = "base_model.model."
+_TRAINED = f".modules_to_save.{_ADAPTER}."
+_FACTOR = re.compile(r"(?P<layer>.+)\.lora_(?:A\.weight|embedding_A)")
+# Shapes and values show the first two. Without the last, only keys that both have are compared: programs add their own.
+_NOT_COMPARED = ("vocab_size", "tie_word_embeddings", "transformers_version")
+_UNTIE = (
+    "name the files in model.from_pretrained, which reads both; or let the model have both: model.config_overrides: "
+    "{tie_word_embeddings: false}, and model.allow_missing for the one that from_pretrained does not have"
+)
+_UNTIE_ADAPTERS = "let the model have both: peft.ensure_weight_tying: false"
+# What a GGUF file states of these is the name of its architecture.
+_OF_THE_CLASS = ("model_type", "architectures")
+_POSITIONS = "rope_parameters"
+_DIRECTION = "is_causal"
+_FLOAT32 = 2.0**-22
+_HEADS = ("classifier", "score")
+_MAX_NAMED = 3
+
+
+def side_directory(weights: Weights, module: Tensors) -> Path | None:
+    """The directory of config.json or adapter_config.json of a *module* of *weights*; None for a single file."""
+    if weights.checkpoint is not None:
+        # Tensors without elements are in no file.
+        files = (tensor.slices[0].file for tensor in module.tensors.values() if tensor.slices)
+        file = next(files, None)
+        return None if file is None else (module.root / file).parent
+    if not weights.path.is_dir():
+        return None
+    # A checkpoint of NeMo AutoModel has the model in a directory of it.
+    inner = weights.path / MODEL
+    names = (layout.ADAPTER_CONFIG, _CONFIG)
+    return inner if any((inner / name).is_file() for name in names) else weights.path
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference that names and shapes do not show: *text* describes it, and *lines* list the values."""
+
+    path: Path
+    text: str
+    lines: tuple[str, ...]
+
+
+def other_configs(model: nn.Module, weights: Weights) -> Iterator[Difference]:
+    """Yield how the config stored with *weights*, which fit *model*, describes a model that computes something else.
+
+    Such a difference can be intended, as another base of rotary positions.
+    """
+    config = getattr(unwrap(model), "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        return
+    here = _complete(config)
+    stated = dict(weights.stated_config)
+    found: dict[str, Mapping[str, Any]] = {}
+    if stated:
+        found["metadata"] = _same_rounding(_as_in_class(config, stated), here)
+    for directory in side_directories(weights, is_stated=bool(stated)):
+        there = _config_in(directory)
+        if there is None:
+            continue
+        if there.get("model_type") == config.model_type:
+            # The settings of another program may be invalid here, and are compared as they are.
+            with contextlib.suppress(Exception):
+                there = _complete(type(config).from_dict(there))
+        # What transformers' masks do without the setting.
+        there.setdefault(_DIRECTION, True)
+        here.setdefault(_DIRECTION, True)
+        found["config.json"] = there
+        break
+    for where, settings in found.items():
+        compared = {key: value for key, value in settings.items() if key not in _NOT_COMPARED}
+        lines = config_changes(compared, here, there="there").function
+        if lines:
+            text = f"their {where} describes a model that computes something else"
+            yield Difference(weights.path, text, lines)
+
+
+def side_directories(weights: Weights, *, is_stated: bool = False) -> list[Path]:
+    """Return where the config and the tokenizer of the whole model *weights* may be.
+
+    What is beside a single file belongs to it, as for ``ckpt import``, unless the file states its config itself.
+    """
+    directory = side_directory(weights, weights.modules[MODEL])
+    if directory is not None:
+        return [directory]
+    return [] if is_stated else [weights.path.parent]
+
+
+def _as_in_class(config: PreTrainedConfig, stated: dict[str, Any]) -> dict[str, Any]:
+    """Return the *stated* settings under the keys that *config* has, without those that are not stated.
+
+    Other programs name models otherwise: the architecture ``llama`` of GGUF is also that of Mistral.
+    """
+    for key in _OF_THE_CLASS:
+        stated.pop(key, None)
+    with contextlib.suppress(Exception):
+        complete = _complete(type(config).from_dict(dict(stated)))
+        # Rotary positions have other keys in older versions of transformers.
+        names = {_POSITIONS, *stated} if "rope_theta" in stated else set(stated)
+        return {key: value for key, value in complete.items() if key in names}
+    return stated
+
+
+def _same_rounding(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+    """Return *there* with the numbers of *here* that are equal in float32, which other formats store."""
+    found: dict[str, Any] = {}
+    for key, value in there.items():
+        own = here.get(key)
+        found[key] = value
+        if isinstance(value, Mapping) and isinstance(own, Mapping):
+            found[key] = _same_rounding(value, own)
+        elif isinstance(value, float) and isinstance(own, int | float):
+            found[key] = own if math.isclose(value, own, rel_tol=_FLOAT32) else value
+    return found
+
+
+def _complete(config: PreTrainedConfig) -> dict[str, Any]:
+    """All settings of a config; config.json only has those that are not the default of its class."""
+    settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return settings
+
+
+def _config_in(directory: Path) -> dict[str, Any] | None:
+    """The content of config.json of the weights in *directory*; None if there is none."""
+    # A damaged one is no reason not to start: the weights are complete without it.
+    with contextlib.suppress(CheckpointUnusable):
+        return _side_json(directory, _CONFIG)
+    return None
+
+
+def _side_json(directory: Path, name: str) -> dict[str, Any] | None:
+    """The content of the JSON file *name* of the weights in *directory*, or beside shards; None if there is none."""
+    for place in (directory / layout.HF_METADATA, directory):
+        # The files of the Hub's cache are links.
+        path = Path(os.path.realpath(place / name))
+        found = read_json(path.parent, path.name)
+        if found is not None:
+            return found
+    return None
+
+
+def check_scales(
+    model: nn.Module, stored: Stored, directories: Mapping[int, Path | None], where: str
+) -> None:
+    """Raise :class:`RecipeError` if adapters were trained with another scale than those of *model* have.
+
+    The scale, alpha / r, is in no tensor but in ``adapter_config.json``. *directories* has the one with this file for
+    each module of a source, by id; without it, nothing is compared.
+    """
+    here = dict(_adapted_layers(unwrap(model)))
+    configs: dict[int, Any] = {}
+    lines = []
+    for name, (module, _) in stored.items():
+        match = _FACTOR.fullmatch(name.removeprefix(_PREFIX))
+        if match is None or match["layer"] not in here:
+            continue
+        layer = match["layer"]
+        if id(module) not in configs:
+            directory = directories[id(module)]
+            settings = None if directory is None else _side_json(directory, layout.ADAPTER_CONFIG)
+            configs[id(module)] = settings
+        rank, scale = here[layer]
+        there = _scale_in(configs[id(module)], rank, layer)
+        if there is not None and not math.isclose(there, scale):
+            lines.append(f"{layer}: {there:g} there, {scale:g} here")
+    if lines:
+        settings = next(config for config in configs.values() if config is not None)
+        raise RecipeError(
+            "the adapters were trained with another scale than they have in this recipe",
+            where=where,
+            value=_shortened(lines),
+            hint=f"the scale is alpha / r, or alpha / sqrt(r) with use_rslora; set peft: {_section_of(settings)}",
+        )
+
+
+def shared_modules(model: nn.Module) -> dict[str, str]:
+    """{alias: name} of parameters that two modules trained beside adapters share, as in the files of peft.
+
+    peft stores such a parameter under both names.
+    """
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
+        if _TRAINED not in name:
+            continue
+        stored = name.replace(_TRAINED, ".")
+        if first.setdefault(id(parameter), stored) != stored:
+            aliases[stored] = first[id(parameter)]
+    return aliases
+
+
+def check_tied(tied: Iterable[tuple[str, list[str]]], stored: Stored, where: str) -> None:
+    """Raise :class:`RecipeError` if tensors that are one in the model have different values in the sources.
+
+    *tied* are the tensors of the model of which the sources have several copies, with their names there. The copies
+    are read.
+    """
+    lines = []
+    hint = _UNTIE
+    for name, (first, *others) in tied:
+        module, fqn = stored[first]
+        for other in others:
+            copy, copy_fqn = stored[other]
+            if difference(copy.root, copy.tensors[copy_fqn], module, [fqn]):
+                lines.append(f"{other} and {first}")
+                hint = _UNTIE_ADAPTERS if name.startswith(_PREFIX) else _UNTIE
+    if lines:
+        what = "tensors that are tied in this model have different values there"
+        raise RecipeError(what, where=where, value=_shortened(lines), hint=hint)
+
+
+def _adapted_layers(model: Any) -> Iterator[tuple[str, tuple[int, float]]]:
+    """The names of the layers with adapters, as peft's patterns see them, with rank and scale."""
+    for name, module in model.named_modules():
+        scaling = getattr(module, "scaling", None)
+        if isinstance(scaling, Mapping) and _ADAPTER in scaling:
+            yield name.removeprefix(_PREFIX), (int(module.r[_ADAPTER]), float(scaling[_ADAPTER]))
+
+
+def _scale_in(config: Mapping[str, Any] | None, rank: int, layer: str) -> float | None:
+    """The scale of a layer by the content of adapter_config.json; None if that gives none."""
+    if config is None:
+        return None
+    try:
+        return scale_of(config, rank, layer)
+    except ValueError:
+        return None
+
+
+def adapter_hint(directories: Iterable[Path | None]) -> str:
+    """What to do about adapters that the model does not have; empty if there is no adapter_config.json."""
+    for directory in directories:
+        config = None if directory is None else _side_json(directory, layout.ADAPTER_CONFIG)
+        if config is None:
+            continue
+        if unknown := unknown_options(config):
+            return (
+                f"no recipe has adapters with {', '.join(unknown)}: merge them into their base (peft's "
+                "merge_and_unload, save_pretrained), and train that"
+            )
+        return f"give the recipe the section of these adapters: peft: {_section_of(config)}"
+    return ""
+
+
+def _section_of(config: Mapping[str, Any]) -> str:
+    """The content of adapter_config.json as the section ``peft`` of a recipe, without what has its default."""
+    settings: dict[str, Any] = {"r": config.get("r"), "alpha": config.get("lora_alpha")}
+    targets = config.get("target_modules")
+    # Another text is a regular expression, which recipes do not have.
+    if isinstance(targets, list) or targets == "all-linear":
+        settings["target_modules"] = sorted(targets) if isinstance(targets, list) else targets
+    # Recipes for classifiers train their heads in any case.
+    heads = [name for name in config.get("modules_to_save") or () if name not in _HEADS]
+    settings["modules_to_save"] = heads
+    for option in ("target_parameters", "rank_pattern", "alpha_pattern", "use_dora", "use_rslora"):
+        settings[option] = config.get(option)
+    if config.get("bias") != "none":
+        settings["bias"] = config.get("bias")
+    given = {name: value for name, value in settings.items() if value}
+    if heads and not config.get("ensure_weight_tying"):
+        given["ensure_weight_tying"] = False
+    return yaml.safe_dump(given, default_flow_style=True, sort_keys=False, width=math.inf).strip()
+
+
+def _shortened(lines: Sequence[str]) -> str:
+    shown = list(lines[:_MAX_NAMED])
+    if len(lines) > _MAX_NAMED:
+        shown.append(f"and {len(lines) - _MAX_NAMED} more")
+    return "".join(f"\n    {line}" for line in shown)

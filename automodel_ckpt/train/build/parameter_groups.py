@@ -1,0 +1,337 @@
+"""Parameter groups: which trained parameters get the same options of the optimizer.
+
+The ``optimizer`` section selects parameters by globs (``groups``) and by whether they get weight decay (``no_decay``).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from automodel_ckpt.checkpoint.state.module_tensors import stored_layout, unwrap
+from automodel_ckpt.config.callables.plugins import callable_of
+from automodel_ckpt.config.keys.optimizer import (
+    OptimizerConfig,
+    OptimizerGroup,
+    OptimizerTarget,
+    OptionsGroup,
+    TargetGroup,
+)
+from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.models.inspect.error_texts import did_you_mean
+from automodel_ckpt.models.inspect.vision import PARTS, parameters_of
+from automodel_ckpt.optim.adam8bit import AdamW8bit
+
+Section = OptimizerConfig | OptimizerTarget
+Group = OptimizerGroup | OptionsGroup | TargetGroup
+AddUp = Callable[[list[int]], list[int]]
+"""Sums counts over the pipeline stages; without stages it returns them unchanged."""
+
+HIDDEN_MATRICES = "hidden_matrices"
+"""A pattern for all matrices except embeddings and the output layer, the parameters that Muon is made for."""
+_PEFT_PREFIX = "base_model.model."
+_NORM_CLASS = re.compile(r"norm(gated|\d+d)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A parameter that needs gradients, and the *names* by which globs find it, its FQN first."""
+
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+    is_norm_or_bias: bool
+    is_hidden_matrix: bool
+    is_output: bool = False
+    """Whether it belongs to the output layer."""
+    scales_with_width: bool = False
+    """Whether its number of inputs grows with the width of the model: matrices, except embeddings, and experts."""
+    has_sparse_gradient: bool = False
+    """Whether its gradient is a sparse tensor: that of an embedding with ``sparse=True``."""
+
+    def matches(self, pattern: str) -> bool:
+        """Whether a glob, or the name of a set of parameters, matches this one."""
+        if pattern == HIDDEN_MATRICES:
+            return self.is_hidden_matrix
+        if pattern in PARTS:
+            return bool(parameters_of(pattern, self.names))
+        return bool(fnmatch.filter(self.names, pattern))
+
+
+def trained_parameters(model: nn.Module) -> list[Trained]:
+    """The parameters of *model* that need gradients, each once, in the model's order."""
+    inner = unwrap(model)
+    output_layer: Any = getattr(inner, "get_output_embeddings", lambda: None)()
+    of_output_layer = (
+        {id(p) for p in output_layer.parameters()} if isinstance(output_layer, nn.Module) else set()
+    )
+    owners = {id(p): module for module in inner.modules() for p in module.parameters(recurse=False)}
+    layout = stored_layout(inner)
+    names: dict[int, list[str]] = {}
+    # A tied parameter has several names. Patterns may use each, with peft's prefix, or as in files.
+    for fqn, parameter in inner.named_parameters(remove_duplicate=False):
+        plain = fqn.removeprefix(_PEFT_PREFIX)
+        names.setdefault(id(parameter), []).extend([fqn, plain, layout.name_of(fqn)])
+    found = []
+    for parameter in inner.parameters():
+        if not parameter.requires_grad:
+            continue
+        known = tuple(dict.fromkeys(names[id(parameter)]))
+        owner = owners[id(parameter)]
+        is_matrix = parameter.dim() == 2 and not isinstance(owner, nn.Embedding)
+        found.append(
+            Trained(
+                parameter,
+                known,
+                is_norm_or_bias=is_norm_or_bias(known[0], owner),
+                is_hidden_matrix=is_matrix and id(parameter) not in of_output_layer,
+                is_output=id(parameter) in of_output_layer,
+                scales_with_width=parameter.dim() >= 2 and not isinstance(owner, nn.Embedding),
+                has_sparse_gradient=getattr(owner, "sparse", False) is True,
+            )
+        )
+    return found
+
+
+def is_norm_or_bias(name: str, owner: nn.Module) -> bool:
+    """Whether weight decay leaves out the parameter *name* of the module *owner*: biases, and all that norms have.
+
+    What transformers' Trainer leaves out is left out here too, which it finds by the words in the name and by
+    ``torch.nn.LayerNorm``. Any other class of norms counts here as well.
+    """
+    name = name.lower()
+    if "bias" in name or _NORM_CLASS.search(type(owner).__name__):
+        return True
+    return any(
+        "layernorm" in part or "rmsnorm" in part or part == "norm" or part.endswith("_norm")
+        for part in name.split(".")
+    )
+
+
+@dataclass(slots=True)
+class PlannedGroup:
+    """Parameters that get the same options. *section* is the entry of ``optimizer.groups`` at the recipe's key *key*;
+    None for those that no entry has."""
+
+    key: str
+    section: Group | None
+    options: dict[str, Any]
+    label: str
+    members: list[Trained] = field(default_factory=list)
+
+
+class _Pair(NamedTuple):
+    """The parameters of an entry of ``optimizer.groups``, or of none, with weight decay and without."""
+
+    with_decay: PlannedGroup
+    without_decay: PlannedGroup
+
+
+def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> list[PlannedGroup]:
+    """Put each of the *trained* parameters into one group, and return the groups that have parameters.
+
+    A parameter belongs to the first of ``optimizer.groups`` that matches it, or to the rest. Each of these is two
+    groups: of parameters with weight decay, and of those whose weight decay ``no_decay`` takes away. A collective where
+    *add_up* is one. Raises :class:`RecipeError` for globs that match nothing, and for a group that earlier ones leave
+    without parameters.
+    """
+    _check_patterns(section, trained, add_up)
+    rest = _pair("optimizer", None, section)
+    pairs: list[_Pair] = []
+    for number, group in enumerate(section.groups):
+        pairs.append(_pair(f"optimizer.groups.{number}", group, section))
+    for each in trained:
+        pair = next((pair for pair in pairs if _is_matched(each, pair)), rest)
+        no_decay_applies = _no_decay_applies(section, pair.with_decay.section)
+        if no_decay_applies and _is_without_decay(section, each):
+            pair.without_decay.members.append(each)
+        else:
+            pair.with_decay.members.append(each)
+    planned = [group for pair in (rest, *pairs) for group in pair]
+    sizes = add_up([len(group.members) for group in planned])
+    sizes_of_pairs = list(zip(sizes[::2], sizes[1::2], strict=True))[1:]
+    for pair, sizes_of_pair in zip(pairs, sizes_of_pairs, strict=True):
+        if not any(sizes_of_pair):
+            assert pair.with_decay.section is not None
+            raise RecipeError(
+                "earlier groups have all parameters of a group",
+                where=pair.with_decay.key,
+                value=pair.with_decay.section.params,
+                hint="a parameter belongs to the first group that matches it: put the narrower group first",
+            )
+    # By the sum over the stages: checkpoints store the groups of all stages as one optimizer,
+    # so a group that is empty on this stage has to exist if another stage has it.
+    return [group for group, size in zip(planned, sizes, strict=True) if size]
+
+
+def _is_matched(trained: Trained, pair: _Pair) -> bool:
+    group = pair.with_decay.section
+    return group is not None and any(map(trained.matches, group.params))
+
+
+def _pair(key: str, group: Group | None, section: Section) -> _Pair:
+    """Create the empty groups of an entry of ``optimizer.groups`` at *key*; None: of what matches no entry."""
+    options: dict[str, Any] = {}
+    if isinstance(group, OptimizerGroup):
+        values = {
+            "lr": group.lr,
+            "betas": group.betas,
+            "eps": group.eps,
+            "weight_decay": group.weight_decay,
+        }
+        options = {name: value for name, value in values.items() if value is not None}
+    elif isinstance(group, OptionsGroup):
+        options = dict(group.kwargs)
+    label = "all others" if section.groups else ""
+    if group is not None:
+        label = ", ".join(group.params)
+    what = "norms and biases" if section.no_decay == "auto" else "no_decay"
+    without_label = f"{label}: {what}" if label else what
+    return _Pair(
+        PlannedGroup(key, group, options, label),
+        PlannedGroup(key, group, {**options, "weight_decay": 0.0}, without_label),
+    )
+
+
+def _check_patterns(section: Section, trained: Sequence[Trained], add_up: AddUp) -> None:
+    """Raise :class:`RecipeError` with every glob that matches no trained parameter of any pipeline stage."""
+    patterns = [
+        (f"optimizer.groups.{n}.params", p)
+        for n, group in enumerate(section.groups)
+        for p in group.params
+    ]
+    if isinstance(section.no_decay, list):
+        patterns += [("optimizer.no_decay", pattern) for pattern in section.no_decay]
+    # A pattern may match parameters of other pipeline stages only.
+    counts = add_up([sum(each.matches(pattern) for each in trained) for _, pattern in patterns])
+    known = {name for each in trained for name in each.names}
+    problems = [
+        Problem(
+            "no trained parameter's name matches",
+            key,
+            pattern,
+            did_you_mean(pattern, known | {HIDDEN_MATRICES}),
+        )
+        for (key, pattern), count in zip(patterns, counts, strict=True)
+        if not count
+    ]
+    if problems:
+        raise RecipeError.all_of(problems)
+
+
+def _no_decay_applies(section: Section, group: Group | None) -> bool:
+    """Whether ``no_decay`` applies to a group: not where it sets its own weight decay."""
+    if isinstance(group, OptimizerGroup):
+        return group.weight_decay is None
+    if group is not None and "weight_decay" in group.kwargs:
+        return False
+    target = group if isinstance(group, TargetGroup) else section
+    if section.no_decay != "auto" or isinstance(target, OptimizerConfig):
+        return True
+    function = callable_of(target)
+    # A function may make its own parameter groups of what it is given.
+    return (
+        isinstance(function, type)
+        and issubclass(function, Optimizer)
+        and has_weight_decay(function)
+    )
+
+
+def has_weight_decay(optimizer_class: type[Optimizer]) -> bool:
+    """Whether a class of optimizers takes the option ``weight_decay``."""
+    return "weight_decay" in inspect.signature(optimizer_class).parameters
+
+
+def _is_without_decay(section: Section, trained: Trained) -> bool:
+    if section.no_decay == "auto":
+        return trained.is_norm_or_bias
+    patterns = section.no_decay if isinstance(section.no_decay, list) else []
+    return any(map(trained.matches, patterns))
+
+
+def divided_by_width(
+    section: Section, groups: Sequence[PlannedGroup], factor: float, add_up: AddUp
+) -> list[PlannedGroup]:
+    """Divide each group into the parameters that keep its options, and those that scale with the width.
+
+    The latter get the learning rate times *factor*. Their weight decay is divided by it, because AdamW multiplies the
+    decay by the learning rate. Raises :class:`RecipeError` for another optimizer than AdamW.
+    """
+    divided = []
+    for group in groups:
+        rest = replace(group, members=[m for m in group.members if not m.scales_with_width])
+        lr, weight_decay = _rate_and_decay(section, group)
+        scaled = replace(
+            group,
+            members=[member for member in group.members if member.scales_with_width],
+            options={**group.options, "lr": lr * factor, "weight_decay": weight_decay / factor},
+            label=f"{group.label or 'all'}: scaled by width",
+        )
+        divided += [rest, scaled]
+    sizes = add_up([len(group.members) for group in divided])
+    return [group for group, size in zip(divided, sizes, strict=True) if size]
+
+
+def inherited(section: Section, group: TargetGroup) -> dict[str, Any]:
+    """Return the settings of *section* that the optimizer of *group* takes and that the group does not set.
+
+    The defaults of betas and eps are left out, because they are AdamW's. A class that has a pair where the section has
+    a number, or the reverse, does not take the setting.
+    """
+    if isinstance(section, OptimizerConfig):
+        usual = OptimizerConfig()
+        settings: dict[str, Any] = {"lr": section.lr, "weight_decay": section.weight_decay}
+        for name in ("betas", "eps"):
+            if getattr(section, name) != getattr(usual, name):
+                settings[name] = getattr(section, name)
+    else:
+        settings = section.kwargs
+        settings = {
+            name: value for name, value in settings.items() if not isinstance(value, Target)
+        }
+    parameters = inspect.signature(callable_of(group)).parameters
+    found = {}
+    for name, value in settings.items():
+        is_open = name in parameters and name not in group.kwargs
+        if is_open and _has_form(value, parameters[name].default):
+            found[name] = value
+    return found
+
+
+def _has_form(value: Any, default: Any) -> bool:
+    """Whether *value* can replace the *default* of a parameter: Adafactor's eps is a pair, AdamW's a number."""
+    if default is None or default is inspect.Parameter.empty:
+        return True
+    return isinstance(default, tuple | list) == isinstance(value, tuple | list)
+
+
+def _rate_and_decay(section: Section, group: PlannedGroup) -> tuple[float, float]:
+    """The learning rate and the weight decay of a group before they are scaled."""
+    owner = group.section if isinstance(group.section, TargetGroup) else section
+    if isinstance(owner, OptimizerConfig):
+        known: dict[str, Any] = {"lr": owner.lr, "weight_decay": owner.weight_decay}
+    else:
+        function = callable_of(owner)
+        if function not in (torch.optim.AdamW, AdamW8bit):
+            raise RecipeError(
+                "learning rates by width are those of AdamW",
+                where=group.key,
+                value=owner._target_,
+                hint="use AdamW, or remove pretrain.base_width",
+            )
+        defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(function).parameters.items()
+        }
+        shared = inherited(section, owner) if isinstance(owner, TargetGroup) else {}
+        known = {**defaults, **shared, **owner.kwargs}
+    known |= group.options
+    return float(known["lr"]), float(known["weight_decay"])

@@ -1,0 +1,1 @@
+"""Memory and disk that a run will need."""

@@ -1,0 +1,401 @@
+"""The memory of a training step, found by running it on tensors without values.
+
+The forward and the backward pass run under torch's FakeTensorMode, and the bytes of all tensors that exist at one time
+are counted. So the count follows the model's own code: what autograd saves, the temporary tensors of a layer, and
+activation checkpointing with its second forward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from automodel_ckpt.models.layers.activation_memory import HostActivations, checkpoint_activations
+
+Tensors = Mapping[str, torch.Tensor]
+_NAME = "automodel_ckpt_trace"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMemory:
+    """The memory of the output layer and the loss, which a trace does not run.
+
+    *peak_bytes* exist while the loss is computed, beside the gradient of the hidden states; *gradient_bytes* of them,
+    the gradient of the layer's weight, remain. *sum_bytes* of them, the same gradient in a wider type or what it is
+    computed from, remain until the backward pass of the layer. *waiting_bytes* are those of a loss until its backward
+    pass begins, if other micro-batches are computed before.
+    """
+
+    peak_bytes: int
+    gradient_bytes: int = 0
+    sum_bytes: int = 0
+    waiting_bytes: int = 0
+
+
+Course = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """Bytes of tensors in a forward and a backward pass of a model without its output layer, besides parameters.
+
+    *after_forward* exist between the two passes, with the gradient of the hidden states. *gradients* are those of all
+    parameters. In *backward*, gradients count as they are computed; in *course*, each is freed when it is complete,
+    because it is added to one that exists, or because only its shard is kept. *course* has (bytes of the gradients that
+    were complete before, peak) of each part of the backward pass, in which one gradient is computed.
+    """
+
+    forward: int
+    after_forward: int
+    backward: int
+    gradients: int
+    course: Course
+
+    @property
+    def later_backward(self) -> int:
+        """The peak of the backward pass without gradients that are complete."""
+        return max(peak for _, peak in self.course)
+
+    def between(self, other: StepTrace, share: float) -> StepTrace:
+        """The trace at *share* of the way from this one (0) to *other* (1), also beyond it.
+
+        All values but those of weights are proportional to the number of rows.
+        """
+
+        def at(start: int, end: int) -> int:
+            return round(start + share * (end - start))
+
+        course = [(self.gradients, at(self.later_backward, other.later_backward))]
+        if [done for done, _ in self.course] == [done for done, _ in other.course]:
+            pairs = zip(self.course, other.course, strict=True)
+            course = [(done, at(start, end)) for (done, start), (_, end) in pairs]
+        return StepTrace(
+            at(self.forward, other.forward),
+            at(self.after_forward, other.after_forward),
+            at(self.backward, other.backward),
+            self.gradients,
+            tuple(course),
+        )
+
+    def part(self, num_stages: int) -> StepTrace:
+        """The trace of one of *num_stages* equal parts of the model's layers."""
+        return StepTrace(
+            self.forward // num_stages,
+            self.after_forward // num_stages,
+            self.backward // num_stages,
+            self.gradients // num_stages,
+            tuple((done // num_stages, peak // num_stages) for done, peak in self.course),
+        )
+
+    def peak(self, head: HeadMemory) -> int:
+        """The peak of one micro-batch, with the gradients that it computes."""
+        loss = self.after_forward + head.peak_bytes
+        return max(self.forward, loss, self.backward + head.gradient_bytes)
+
+    def later_peak(self, head: HeadMemory) -> int:
+        """The peak of a micro-batch beside gradients that exist, or of one whose gradients are sharded elsewhere."""
+        loss = self.after_forward + head.peak_bytes
+        return max(self.forward, loss, self.later_backward + head.gradient_bytes)
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the storages that operations inside the context create, while they exist."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current = 0
+        self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf.untyped_storage())
+        return output
+
+    def exclude(self, tensor: torch.Tensor) -> None:
+        """Do not count the storage of *tensor*, also if an operation returns a view of it."""
+        self._known.add(tensor.untyped_storage()._cdata)
+
+    def reset_peak(self) -> None:
+        """Let the peak be that from here on."""
+        self.peak = self.current
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        nbytes = storage.nbytes()
+        self.current += nbytes
+        self.peak = max(self.peak, self.current)
+        weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.current -= nbytes
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_bias: torch.Tensor | None = None,
+    *,
+    is_on_gpu: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of transformers' signature that keeps no attention weights, as flash attention on any device.
+
+    With a bias of each pair of positions (T5), the weights are kept, unless a GPU has memory-efficient attention for
+    it, which needs rows without gaps (models/attention/position_bias.py).
+    """
+    if position_bias is not None:
+        # The sum with the mask is as large as the weights of all rows.
+        bias = position_bias + query.new_zeros(len(query), 1, 1, 1)
+        if is_on_gpu and position_bias.stride(-1) == 1:
+            output, *_others = torch.ops.aten._scaled_dot_product_efficient_attention(
+                query, key, value, bias, True, dropout, scale=scaling
+            )
+        else:
+            output = F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scaling)
+        return output.transpose(1, 2).contiguous(), None
+    if value.shape[-1] == query.shape[-1]:
+        output, _weights = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, True, scale=scaling
+        )
+    else:
+        # Latent attention (DeepSeek): flash attention would return values of the queries' size.
+        output, *_others = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, True, scale=scaling
+        )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The mask of attention that needs none: samples of a row have lengths, or the row has one sample."""
+    return
+
+
+@contextmanager
+def _traced_attention(model: nn.Module, *, is_on_gpu: bool) -> Iterator[None]:
+    """Let the layers of *model* call :func:`_attention`, except where attention is computed by plain products.
+
+    Without values, transformers builds a dense mask, and torch then selects the formula that keeps all weights.
+    """
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, partial(_attention, is_on_gpu=is_on_gpu))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, _no_mask)
+    before: dict[int, tuple[Any, str | None]] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        name = getattr(config, "_attn_implementation", None)
+        if isinstance(name, str) and name != "eager":
+            before.setdefault(id(config), (config, name))
+    for config, _name in before.values():
+        config._attn_implementation_internal = _NAME
+    try:
+        yield
+    finally:
+        for config, name in before.values():
+            config._attn_implementation_internal = name
+
+
+def traced_step(
+    backbone: nn.Module,
+    inputs: Tensors,
+    options: Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None = None,
+    is_autocast: bool = False,
+    host: HostActivations | None = None,
+    keeps_attention: bool = False,
+    is_on_gpu: bool = False,
+    shapes: Mapping[int, torch.Size] | None = None,
+    dtypes: Mapping[int, torch.dtype] | None = None,
+) -> StepTrace:
+    """Count the bytes of a forward and a backward pass of *backbone*.
+
+    Args:
+        backbone: The model without its output layer; its parameters may be on the meta device. It is not changed.
+        inputs: The arguments of its forward pass; only shapes and dtypes are used.
+        options: Further arguments of its forward pass.
+        dtype: The dtype that the passes compute in; None: that of the parameters.
+        is_autocast: Whether *dtype* is that of autocast; otherwise parameters are cast to it before.
+        host: What decides which activations are in the memory of the host between the passes; None: none are.
+        keeps_attention: Whether layers call the attention that they are configured for, with a mask as large as all
+            pairs of positions, instead of one like flash attention. Some models have code for "sdpa" only.
+        is_on_gpu: Whether the step is that of a GPU.
+        shapes: The shapes of the parameters, by id, that a rank has a part of.
+        dtypes: The dtypes of the parameters that are not cast, and of the buffers that are cast, by id.
+
+    Raises an exception of torch or of the model for a forward pass that needs values.
+    """
+    live = LiveBytes()
+    # It prints the stack of an operation that it does not support; the caller handles the exception.
+    torch_log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, torch_log.disabled = torch_log.disabled, True
+    try:
+        # On the meta device, transformers would look for packed samples in the values of the positions.
+        traced = _traced_attention(backbone, is_on_gpu=is_on_gpu)
+        with nullcontext() if keeps_attention else traced:
+            return _traced(
+                backbone,
+                inputs,
+                options,
+                live,
+                dtype,
+                is_autocast=is_autocast,
+                host=host,
+                shapes=shapes or {},
+                dtypes=dtypes or {},
+            )
+    finally:
+        torch_log.disabled = was_disabled
+
+
+def _traced(
+    backbone: nn.Module,
+    inputs: Tensors,
+    options: Mapping[str, Any],
+    live: LiveBytes,
+    dtype: torch.dtype | None,
+    *,
+    is_autocast: bool,
+    host: HostActivations | None,
+    shapes: Mapping[int, torch.Size],
+    dtypes: Mapping[int, torch.dtype],
+) -> StepTrace:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        own = fake_parameters(backbone, None if is_autocast else dtype, shapes, dtypes)
+        fake_inputs: dict[str, torch.Tensor] = {}
+        for name, tensor in inputs.items():
+            fake_inputs[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        gradients = _Gradients(live)
+        for tensor in (*own.values(), *fake_inputs.values()):
+            live.exclude(tensor)
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(gradients.take)  # type: ignore[no-untyped-call]
+        autocast = torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=is_autocast)
+        # Not functional_call: activation checkpointing calls layers again in the backward pass.
+        with live, _reparametrize_module(backbone, own, tie_weights=True):
+            with autocast, _offloading(host):
+                output = backbone(**fake_inputs, **options)
+            forward = live.peak
+            hidden = _last_hidden(output)
+            del output
+            initial = [torch.empty_like(each) for each in hidden]
+            after_forward = live.current
+            live.reset_peak()
+            if hidden[0].requires_grad:
+                torch.autograd.backward(hidden, initial)
+            gradients.note_peak()
+    course = tuple(gradients.course)
+    return StepTrace(forward, after_forward, gradients.peak, gradients.nbytes, course)
+
+
+def _last_hidden(output: Any) -> list[torch.Tensor]:
+    """The last hidden states in what a model without its output layer returned: one tensor, or a list of several."""
+    if isinstance(output, list):
+        return output
+    return [output if isinstance(output, torch.Tensor) else output[0]]
+
+
+class _Gradients:
+    """Frees the gradient of each parameter when it is complete, and finds the peak that *live* would have with them."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.nbytes = 0
+        self.peak = 0
+        self.course: list[tuple[int, int]] = []
+        self._live = live
+
+    def take(self, parameter: torch.Tensor) -> None:
+        """Count and free the gradient of *parameter*."""
+        self.note_peak()
+        assert parameter.grad is not None
+        self.nbytes += parameter.grad.numel() * parameter.grad.element_size()
+        parameter.grad = None
+
+    def note_peak(self) -> None:
+        """Add what was freed before to the peak since the latest call."""
+        self.peak = max(self.peak, self._live.peak + self.nbytes)
+        self.course.append((self.nbytes, self._live.peak))
+        self._live.reset_peak()
+
+
+def fake_parameters(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    shapes: Mapping[int, torch.Size] | None = None,
+    dtypes: Mapping[int, torch.dtype] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Tensors in place of the parameters and buffers of *model*, parameters in *dtype*.
+
+    *shapes* and *dtypes* are those of single parameters and buffers, by id.
+    """
+    shapes, dtypes = shapes or {}, dtypes or {}
+    own: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        kind = parameter.dtype
+        if kind.is_floating_point:
+            kind = dtypes.get(id(parameter), dtype or kind)
+        shape = shapes.get(id(parameter), parameter.shape)
+        own[name] = torch.empty(shape, dtype=kind, requires_grad=parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        own[name] = torch.empty(buffer.shape, dtype=dtypes.get(id(buffer), buffer.dtype))
+    return own
+
+
+@contextmanager
+def _offloading(host: HostActivations | None) -> Iterator[None]:
+    """Free the activations that *host* offloads, and make them again where the backward pass needs them."""
+    if host is None:
+        yield
+        return
+
+    def pack(tensor: torch.Tensor) -> Any:
+        return (tensor.shape, tensor.dtype) if host.is_offloaded(tensor) else tensor
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        shape, dtype = packed
+        return torch.empty(shape, dtype=dtype)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@contextmanager
+def checkpointing(model: nn.Module, enabled: bool) -> Iterator[None]:
+    """With *enabled*, let the layers of *model* recompute their activations inside the context."""
+    if not enabled:
+        yield
+        return
+    checkpoint_activations(model)
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = False  # type: ignore[assignment]

@@ -1,0 +1,1 @@
+"""Validation, generation and benchmarks during a run."""

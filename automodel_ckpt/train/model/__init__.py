@@ -1,0 +1,1 @@
+"""Building a model for training, step by step."""

@@ -1,0 +1,275 @@
+"""A model in pipeline stages: dividing it, probing one stage, and running micro-batches through all stages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from automodel_ckpt.checkpoint.parts.discovery import classify
+from automodel_ckpt.checkpoint.state.module_tensors import record_complete_tensors
+from automodel_ckpt.checkpoint.state.optimizer_names import Owners
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.inspect.forward import last_layer_output
+from automodel_ckpt.models.pipeline_stage import (
+    LocalStages,
+    has_tied_ends,
+    keep_stages,
+    stages_of,
+)
+from automodel_ckpt.models.stage_stand_ins import PassThrough
+from automodel_ckpt.parallel.context_parallel import ContextParallel
+from automodel_ckpt.parallel.mesh import RankLayout, build_mesh
+from automodel_ckpt.parallel.pipeline import (
+    Compute,
+    Kind,
+    Pipeline,
+    StageTensorSpec,
+    TiedEnds,
+    idle_share,
+)
+from automodel_ckpt.parallel.ranks.agree import gather_objects
+from automodel_ckpt.parallel.tensor_plan import Plan, plan_for
+
+log = logging.getLogger("automodel_ckpt")
+
+T = TypeVar("T")
+
+StageOutput = Callable[[Mapping[str, torch.Tensor], "torch.Tensor | None"], torch.Tensor]
+"""From the rows of a micro-batch, and the hidden states [B, t, H] of the previous stage (None on the first), to the
+hidden states for the next stage, or on the last stage to the summed loss. t is the length of a row, or of this rank's
+slice of it with context parallelism."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Facts about all stages of a model, of which one is left on this rank."""
+
+    mesh: DeviceMesh
+    local: LocalStages
+    """The stages of this rank."""
+    tp_plan: Plan | None
+    """The part of the tensor parallel plan that concerns this rank's stages."""
+    has_tied_ends: bool
+    """Whether the first and the last stage share the embedding's weight."""
+    hidden_states: StageTensorSpec
+    """The width and dtype of the hidden states between stages."""
+
+
+def split_stages(
+    model: nn.Module,
+    layout: RankLayout,
+    tp_plan: Plan | None,
+    compute_dtype: torch.dtype | None,
+    stages_per_rank: int = 1,
+) -> Stages:
+    """Remove all stages but this rank's from *model*, in place. A collective.
+
+    The names and shapes of all tensors stay in the model's stored layout. Hidden states have the dtype *compute_dtype*,
+    or that of the model.
+    """
+    transformers_model: Any = model
+    plan = plan_for(model, tp_plan, layout.sizes.tp) if layout.sizes.tp > 1 else None
+    embedding = transformers_model.get_input_embeddings()
+    hidden_states = StageTensorSpec(
+        transformers_model.config.get_text_config().hidden_size,
+        compute_dtype or embedding.weight.dtype,
+    )
+    tied = has_tied_ends(model)
+    # What needs the complete model comes before keep_stages(), which removes the other stages.
+    record_complete_tensors(model)
+    num_ranks = layout.sizes.pp
+    stages = stages_of(layout.pp_rank, num_ranks, stages_per_rank)
+    local = keep_stages(model, stages, num_ranks * stages_per_rank)
+    left = {name for name, module in model.named_modules() if not isinstance(module, PassThrough)}
+    if plan is not None:
+        plan = {name: style for name, style in plan.items() if name in left}
+    return Stages(build_mesh(layout), local, plan, tied, hidden_states)
+
+
+class PipelineStage:
+    """This rank's stages of a pipeline, sharded, with their connections to the other stages."""
+
+    def __init__(self, model: nn.Module, layout: RankLayout, stages: Stages, kind: Kind) -> None:
+        """Connect the stages; *kind* is the schedule. A collective."""
+        group = stages.mesh["pp"].get_group()
+        self.local = stages.local
+        local, num_stages = stages.local.stages, stages.local.num_stages
+        self.pipeline = Pipeline(
+            model, local, num_stages, group, stages.hidden_states, layout.device, kind
+        )
+        self.width = stages.hidden_states.width
+        self._num_slices = layout.sizes.cp
+        self._tied = _tied_ends(model, layout) if stages.has_tied_ends else None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage that this rank computes at the moment is the last one, which computes the loss."""
+        return self.local.is_last
+
+    def train(
+        self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput, weight: float
+    ) -> list[torch.Tensor]:
+        """Run forward and backward of all micro-batches; returns the summed losses, on the last stage only.
+
+        The gradients are those of the losses times *weight*.
+        """
+        compute = self._compute(rows, output)
+        losses = self.pipeline.train(compute, self._shapes(rows), weight)
+        if self._tied is not None:
+            # Each end has only the gradient of its use of the shared weight.
+            self._tied.sum_gradients()
+        return losses
+
+    def evaluate(
+        self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput
+    ) -> list[torch.Tensor]:
+        """Run the forward pass of all micro-batches; returns the summed losses, on the last stage only."""
+        return self.pipeline.evaluate(self._compute(rows, output), self._shapes(rows))
+
+    def _compute(self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput) -> Compute:
+        def compute(stage: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            self.local.select(stage)
+            return output(rows[number], hidden)
+
+        return compute
+
+    def _shapes(self, rows: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple[int, int]]:
+        """The rows and the length of the hidden states of each micro-batch on this rank."""
+        shapes = []
+        for each in rows:
+            num_rows, length = each["labels"].shape
+            shapes.append((num_rows, length // self._num_slices))
+        return shapes
+
+    @property
+    def counted_elsewhere(self) -> frozenset[int]:
+        """Ids of parameters whose gradients the first stage counts."""
+        return self._tied.counted_elsewhere if self._tied is not None else frozenset()
+
+
+def _tied_ends(model: nn.Module, layout: RankLayout) -> TiedEnds:
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    return TiedEnds([] if isinstance(embedding, PassThrough) else [embedding.weight], layout)
+
+
+class FromTokens(nn.Module):
+    """This rank's stages, one after the other, as a model that takes token ids, for probes of a few tokens.
+
+    Where the first of them is not the first stage of the model, each of a few token ids has fixed random hidden states.
+    """
+
+    context: ContextParallel | None = None
+    """How context parallel ranks divide rows; None: rows are not divided."""
+
+    def __init__(self, model: nn.Module, stage: PipelineStage) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+        self._local = stage.local
+        # As small as fresh embeddings, so that what layers add to them is not lost in rounding.
+        # A separate generator: only later stages draw here, and the global ones must stay equal.
+        self._hidden = 0.02 * torch.randn(
+            8, stage.width, generator=torch.Generator().manual_seed(0)
+        )
+
+    def get_output_embeddings(self) -> Any:
+        """The output layer of the stages; a stand-in on all but the last rank."""
+        return self.model.get_output_embeddings()  # type: ignore[operator]
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **options: Any
+    ) -> Any:
+        """Run the stages on token ids [B, T], which are below 8; returns what the last of them returns."""
+        length = input_ids.shape[1]
+        if position_ids is not None:
+            options["position_ids"] = position_ids
+        output: Any = None
+        for number, stage in enumerate(self._local.stages):
+            self._local.select(number)
+            if stage == 0:
+                output = self.model(input_ids=input_ids, **options)
+                continue
+            hidden = self._hidden_of(input_ids) if output is None else last_layer_output(output)
+            embeddings = self._local.receive(hidden, length)
+            output = self.model(inputs_embeds=embeddings, **options)
+        return output
+
+    def _hidden_of(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The hidden states [B, t, H] of token ids, on this rank's slice of the rows."""
+        hidden = self._hidden.to(next(self.model.parameters())).to(input_ids.device)[input_ids]
+        if self.context is not None and self.context.active:
+            return hidden[:, self.context.slice_of(input_ids.shape[1])]
+        return hidden
+
+
+def log_idle_share(num_micro_batches: int, layout: RankLayout, stages_per_rank: int = 1) -> None:
+    """Log the share of a step in which stages wait for each other; a warning if it is half of the step or more."""
+    num_ranks = layout.sizes.pp
+    idle = idle_share(num_micro_batches, num_ranks, stages_per_rank)
+    message = "%d pipeline stages, %d micro-batches a step: each rank waits for others about %.0f%% of the time"
+    level = logging.INFO
+    if idle >= 0.5:
+        level = logging.WARNING
+        message += "; more micro-batches (a larger global_batch_size) make it less"
+    log.log(level, message, num_ranks * stages_per_rank, num_micro_batches, 100 * idle)
+
+
+def check_no_idle_stages(trained: Sequence[nn.Parameter], layout: RankLayout) -> None:
+    """Raise :class:`RecipeError` if a stage has nothing to train. A collective."""
+    counts = _of_each_stage(layout, len(trained))
+    if 0 in counts:
+        raise RecipeError(
+            "a pipeline stage has nothing to be trained",
+            where="model.freeze",
+            value=f"stage {counts.index(0)} of {len(counts)}",
+            hint="freeze less, or set a smaller distributed.pp_size",
+        )
+
+
+def sum_over_stages(layout: RankLayout, counts: list[int]) -> list[int]:
+    """The sums of *counts* over the pipeline stages. A collective."""
+    stages = _of_each_stage(layout, counts)
+    return [sum(each) for each in zip(*stages, strict=True)]
+
+
+def _of_each_stage(layout: RankLayout, value: T) -> list[T]:
+    """*value* of one rank of each pipeline stage, in the order of the stages. A collective."""
+    ranks_per_stage = layout.world_size // layout.sizes.pp
+    # Pipeline stages are the outermost dimension of the mesh: the ranks of a stage are consecutive.
+    return gather_objects(layout.gloo_group, value)[::ranks_per_stage]
+
+
+def train_stages(optimizer: Optimizer, model: nn.Module, layout: RankLayout) -> None:
+    """Record in *optimizer* the parameters that all stages train (its attribute ``whole``). A collective.
+
+    Checkpoints store the groups of all stages as one optimizer. Raises :class:`RecipeError` if stages have different
+    parameter groups.
+    """
+    items = classify({"model": model, "optimizer": optimizer})
+    mine = Owners(items).groups(items[1])
+    settings = []
+    for group in optimizer.param_groups:
+        # Compared as text: values may be tensors, which have no truth value.
+        settings.append({key: repr(value) for key, value in group.items() if key != "params"})
+    stages = _of_each_stage(layout, (mine, settings))
+    expected = stages[0][1]
+    # All ranks raise the same error, since each compares all stages.
+    for number, (_, found) in enumerate(stages):
+        if found != expected:
+            raise RecipeError(
+                "the optimizer makes other parameter groups on one pipeline stage than on another",
+                where="optimizer",
+                value=f"{len(expected)} groups on stage 0, {len(found)} on stage {number}, or other settings",
+                hint="make the same groups for any part of the model, empty ones left out, or leave pp_size out",
+            )
+    all_groups: list[dict[str, torch.Tensor]] = [{} for _ in mine]
+    for groups, _ in stages:
+        for merged, group in zip(all_groups, groups, strict=True):
+            merged.update(group)
+    optimizer.whole = all_groups  # type: ignore[attr-defined]

@@ -1,0 +1,111 @@
+"""What the sections of a recipe mean for its model, without building it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal
+
+from automodel_ckpt.config.keys.distributed import DistributedConfig
+from automodel_ckpt.config.keys.model import ModelConfig
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import choose_strategy
+from automodel_ckpt.parallel.parallelize import Parallelism
+from automodel_ckpt.parallel.precision import compute_dtype
+
+
+def parallelism(section: DistributedConfig) -> Parallelism:
+    """The ``distributed`` section without the sizes of the mesh and the plan."""
+    return Parallelism(
+        strategy=section.strategy,
+        reshard_after_forward=section.reshard_after_forward,
+        compute_dtype=compute_dtype(section),
+        cpu_offload=section.cpu_offload,
+        defer_gradient_sync=section.defer_gradient_sync,
+        sequence_parallel=section.sequence_parallel,
+    )
+
+
+def activation_mode(section: ModelConfig | Target) -> str:
+    """Which activations are recomputed: ``full``, ``selective`` or ``offload``; empty: none."""
+    given = section.activation_checkpointing if isinstance(section, ModelConfig) else False
+    if isinstance(given, str):
+        return given
+    return "full" if given else ""
+
+
+def fuses_layers(config: RecipeConfig, device_type: str) -> bool:
+    """Whether layers compute with fewer kernels than transformers' modules.
+
+    By default on a GPU, unless layers are compiled: torch.compile fuses more operators.
+    """
+    given = _fused_layers(config)
+    if given == "auto":
+        return device_type == "cuda" and not config.compile.enabled
+    return bool(given)
+
+
+def fuses_adapters(config: RecipeConfig, device_type: str) -> bool:
+    """Whether layers with adapters compute with fewer kernels than peft's modules.
+
+    By default on a GPU, also where layers are compiled: torch.compile does not add to the result of a matrix product.
+    Not with selective recomputation, which keeps the results of matrix products that fused adapters change in place.
+    """
+    given = _fused_layers(config)
+    section = config.model
+    if isinstance(section, ModelConfig) and activation_mode(section) == "selective":
+        return False
+    return device_type == "cuda" if given == "auto" else bool(given)
+
+
+def _fused_layers(config: RecipeConfig) -> Literal["auto"] | bool:
+    section = config.model
+    return section.fused_layers if isinstance(section, ModelConfig) else False
+
+
+def compiles_kernels(config: RecipeConfig, device_type: str) -> bool:
+    """Whether torch.compile makes kernels of several operators for a GPU."""
+    return config.compile.enabled and config.compile.backend == "inductor" and device_type == "cuda"
+
+
+def balancing_scope(section: ModelConfig | Target) -> str:
+    """Over what the router's load is balanced: ``global_batch`` or ``micro_batch``; empty: it is not."""
+    given = section.router_aux_loss if isinstance(section, ModelConfig) else True
+    if isinstance(given, str):
+        return given
+    return "global_batch" if given else ""
+
+
+def row_multiple(config: RecipeConfig, layout: RankLayout) -> int:
+    """Rows are padded to a multiple of this many tokens, so that ranks can divide them along the sequence."""
+    num_parts = layout.num_row_parts(sequence_parallel=config.distributed.sequence_parallel)
+    return math.lcm(config.dataloader.pad_to_multiple_of or 1, num_parts)
+
+
+def num_micro_batches(config: RecipeConfig, dp_size: int) -> int:
+    """The number of micro-batches of each data-parallel rank in a global batch."""
+    steps = config.step_scheduler
+    return steps.global_batch_size // (steps.local_batch_size * dp_size)
+
+
+def is_fully_sharded(config: RecipeConfig, layout: RankLayout) -> bool:
+    """Whether fsdp2 shards the parameters."""
+    return choose_strategy(config.distributed.strategy, layout.sizes) == "fsdp2"
+
+
+@contextmanager
+def naming_keys(rename: Callable[[str], str]) -> Iterator[None]:
+    """Let errors name the keys of a second model, which is built like the one of the section ``model``.
+
+    *rename* returns the key of the recipe for the key in an error.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        problems = [replace(each, where=rename(each.where)) for each in error.problems]
+        raise type(error).all_of(problems) from error

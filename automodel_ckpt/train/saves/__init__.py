@@ -1,0 +1,1 @@
+"""Saves, exports and uploads of a run."""

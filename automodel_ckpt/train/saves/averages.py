@@ -1,0 +1,66 @@
+"""The average of a run's last checkpoints, which ``checkpoint.average_last`` requests."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import Summary
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.convert.merging.average import (
+    last_checkpoints,
+    prepare,
+    run_average,
+    sources_in,
+)
+from automodel_ckpt.convert.merging.average_options import AverageOptions
+from automodel_ckpt.errors import CheckpointUnusable
+
+log = logging.getLogger("automodel_ckpt")
+
+AVERAGED = "averaged"
+"""The directory below a run directory that has the averages: a run directory of checkpoints of weights."""
+
+
+def average_last(run: Path, count: int) -> Path | None:
+    """Average the newest *count* complete checkpoints of *run* into ``run/averaged``. Returns the new checkpoint.
+
+    With fewer checkpoints, all of them are averaged; with fewer than two, nothing is, and a warning is logged. An
+    average of the same checkpoints that exists already is returned. Raises :class:`SaveFailed` or
+    :class:`CheckpointUnusable`.
+    """
+    existing = len(list(resume.records(run, "")))
+    if existing < 2:
+        log.warning("average_last: the run has fewer than two checkpoints, so there is no average")
+        return None
+    if existing < count:
+        log.warning("average_last: averaging %d checkpoints, since there are no more", existing)
+    sources = last_checkpoints(run, min(count, existing))
+    target = run / AVERAGED / sources[-1].name
+    if target.is_dir():
+        if _is_average_of(target, sources):
+            log.info("average of the last %d checkpoints: %s", len(sources), target)
+            return target
+        # The run went back to an earlier checkpoint, and has saved this step again.
+        commit.supersede(target.parent, target.name)
+    newest = Summary.read(sources[-1])
+    planned = prepare(
+        sources,
+        target.parent,
+        # Counters, such as those of batch normalization: the newest ones.
+        AverageOptions(integers="last"),
+    )
+    assert planned.checkpoint.name == (newest.step, newest.epoch)
+    path = run_average(planned)
+    log.info("average of the last %d checkpoints: %s", len(sources), path)
+    return path
+
+
+def _is_average_of(average: Path, sources: list[Path]) -> bool:
+    """Whether the complete checkpoint *average* was made from *sources*, as they are now."""
+    try:
+        found = sources_in(Summary.read(average))
+    except CheckpointUnusable:
+        return False
+    return found == [Summary.read(source).digest for source in sources]

@@ -1,0 +1,1 @@
+"""The numbers of a step, and where they are written."""

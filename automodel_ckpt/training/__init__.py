@@ -1,1 +1,0 @@
-"""The training loop's parts: cadence, loss, optimizer and schedule, random state, metrics, progress."""

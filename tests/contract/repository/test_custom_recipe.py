@@ -1,0 +1,175 @@
+"""The recipe in a user's own file: examples/custom_recipe, and the guide that explains it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.config.callables.prepare import prepare
+from automodel_ckpt.config.callables.trust import Trust
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.train.loop import TrainingLoop
+from tests.support import ranks
+from tests.support.runs.training import digest, digests, killed_after, steps_of
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "custom_recipe"
+GUIDE = (ROOT / "docs" / "guides" / "write-a-recipe.md").read_text()
+DATA = "{_target_: automodel_ckpt.data.python_docs.language_modeling, seq_length: 32, max_samples: %d, split: %s}"
+SHORT = (
+    "--step_scheduler.max_steps=5",
+    "--step_scheduler.ckpt_every_steps=2",
+    f"--dataset={DATA % (60, 'train')}",
+    f"--validation_dataset={DATA % (8, 'validation')}",
+    "--model.from_config.num_hidden_layers=1",
+)
+
+
+OFTEN = (*SHORT, "--lookahead.every_steps=2")
+
+
+def made(*overrides: str, kill_after: frozenset[int] = frozenset(), name: str = "lookahead") -> Any:
+    """The recipe object of an example, as ckpt-train makes it."""
+    line = parse(overrides)
+    loaded = load_recipe(EXAMPLE / f"{name}.yaml", line.overrides, problems=line.problems)
+    loaded, cls = prepare(loaded, Trust([str(EXAMPLE / f"{name}.py")]))
+    if kill_after:
+        cls = killed_after(*kill_after, recipe_class=cls)
+    return cls(loaded.config, config_yaml=loaded.to_yaml())
+
+
+def train(*overrides: str, kill_after: frozenset[int] = frozenset()) -> dict[str, str]:
+    recipe = made(*overrides, kill_after=kill_after)
+    try:
+        recipe.setup()
+        recipe.run()
+        return {**digests(recipe), "slow_weights": digest(dict(recipe.slow_weights.state_dict()))}
+    finally:
+        recipe.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_killed_run_goes_on_exactly_with_the_attribute_that_the_user_added(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    whole, killed = (
+        f"--checkpoint.checkpoint_dir={tmp_path / name}" for name in ("whole", "killed")
+    )
+    expected = ranks.run(partial(train, whole, *OFTEN), num_ranks, init=False)
+    ended = ranks.outcomes(
+        partial(train, killed, *OFTEN, kill_after=frozenset([3])), num_ranks, init=False
+    )
+    assert -9 in [outcome.exitcode for outcome in ended]
+    assert ranks.run(partial(train, killed, *OFTEN), num_ranks, init=False) == expected
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+    assert (
+        len(list((tmp_path / "whole/LATEST/slow_weights").glob("shard-*.safetensors"))) == num_ranks
+    )
+
+
+def test_the_users_section_is_checked_like_any_other() -> None:
+    with pytest.raises(RecipeError, match=r"unknown key lookahead\.shair"):
+        made("--lookahead.shair=0.9")
+    with pytest.raises(RecipeError, match=r"lookahead\.share"):
+        made("--lookahead.share=1.5")
+
+
+def test_the_code_does_not_run_without_trust() -> None:
+    with pytest.raises(RecipeError, match="is not trusted"):
+        prepare(load_recipe(EXAMPLE / "lookahead.yaml", []), Trust())
+
+
+def test_the_examples_are_short() -> None:
+    assert len((EXAMPLE / "lookahead.py").read_text().splitlines()) < 80
+    assert len((EXAMPLE / "rpo.py").read_text().splitlines()) <= 38
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_changed_loss_of_dpo_counts_pairs_and_starts_from_its_reference(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    rows = tmp_path / "pairs.jsonl"
+    pair = {"prompt": "Is it wet? ", "chosen": "It is wet.", "rejected": "Seven blue."}
+    rows.write_text("".join(json.dumps(pair) + "\n" for _ in range(16)))
+    data = f"{{_target_: automodel_ckpt.data.preference.pairs, path: {rows}}}"
+    options = (
+        f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
+        f"--dataset={data}",
+        f"--validation_dataset={data}",
+        "--step_scheduler={global_batch_size: 8, local_batch_size: 4, max_steps: 5}",
+        "--rpo.sft_weight=0.5",
+    )
+    ranks.run(partial(train_with_preferences, *options), num_ranks, init=False)
+    steps = [
+        json.loads(line) for line in (tmp_path / "run/training.jsonl").read_text().splitlines()
+    ]
+    first, *others = [step for step in steps if "event" not in step]
+    # Equal models: log(2) for each pair, and half the loss of fine-tuning of a model with fresh weights.
+    assert first["loss"] == pytest.approx(math.log(2) + 0.5 * math.log(1024), rel=0.02)
+    assert (first["pairs"], first["margin"], others[-1]["accuracy"]) == (8, 0.0, 1.0)
+    assert others[-1]["reward_chosen"] > 0
+    validations = (tmp_path / "run/validation.jsonl").read_text().splitlines()
+    validation = json.loads(validations[-1])
+    assert validation["val_accuracy"] == 1.0 and validation["pairs"] == 16
+    manifest = json.loads((tmp_path / "run/LATEST/MANIFEST.json").read_text())
+    assert manifest["progress"]["consumed_pairs"] == 8 * len([first, *others])
+    saved = {path.name for path in (tmp_path / "run/LATEST").iterdir()}
+    assert "model" in saved and "reference" not in saved
+
+
+def train_with_preferences(*overrides: str) -> None:
+    recipe = made(*overrides, name="rpo")
+    try:
+        recipe.setup()
+        recipe.run()
+    finally:
+        recipe.close()
+
+
+def test_the_guide_quotes_the_example_and_commands_that_exist() -> None:
+    blocks = dict.fromkeys(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
+    assert len(blocks) == 7
+    files = [
+        EXAMPLE / "lookahead.py",
+        EXAMPLE / "rpo.py",
+        ROOT / "tests/support/runs/training_parts.py",
+    ]
+    files.append(ROOT / "recipes/preference.py")
+    sources = "".join(path.read_text() for path in files)
+    assert all(block.rstrip("\n") in sources for block in blocks)
+    commands = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL)
+        for line in block.splitlines()
+    ]
+    for words in (shlex.split(command) for command in commands if command.startswith("ckpt-train")):
+        line = parse(words[1:])
+        assert not line.problems
+        assert [(ROOT / word).is_file() for word in line.words] == [True]
+
+
+def test_the_guides_methods_are_those_of_the_recipe() -> None:
+    of_recipe = GUIDE.index("| of the recipe |")
+    of_loop = GUIDE.index("| of the loop |")
+    recipe_names = first_column(GUIDE[of_recipe:of_loop])
+    assert len(recipe_names) > 10
+    recipe = made()
+    assert [name for name in recipe_names if not hasattr(type(recipe), name)] == []
+    loop_names = first_column(GUIDE[of_loop : GUIDE.index("## Another loss")])
+    assert len(loop_names) > 5
+    assert [name for name in loop_names if not callable(getattr(TrainingLoop, name, None))] == []
+
+
+def first_column(table: str) -> list[str]:
+    """The names in code font in the first column."""
+    rows = [row for row in table.splitlines() if row.startswith("|")]
+    return re.findall(r"`(\w+)[`(]", "\n".join(row.split("|")[1] for row in rows))

@@ -1,0 +1,742 @@
+"""Real ranks through the real launcher: how they start, how they fail, and what the user reads last."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from automodel_ckpt.cli.launch.elastic_agent import run_agent
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
+from automodel_ckpt.cli.launch.launcher import stop_signals
+from automodel_ckpt.cli.launch.rendezvous_flags import choose_rendezvous
+from automodel_ckpt.config.tree.flags import LaunchFlags
+from automodel_ckpt.errors import AutomodelError
+from tests.support.ranks import free_port, without_gloo_greetings
+from tests.support.servers.command_server import CommandServer
+
+ROOT = Path(__file__).parents[3]
+FAKE = "tests.support.runs.fake_train"
+DISK_FULL = "cannot write\n  where:  shard\n  value:  ENOSPC\n  hint:   make room"
+
+
+Popen = Callable[..., subprocess.Popen[str]]
+
+
+def fresh(name: str, *words: str, **options: Any) -> subprocess.Popen[str]:
+    """With a new interpreter, which first has to import."""
+    return subprocess.Popen([sys.executable, *words], text=True, **options)
+
+
+WAIT_SECONDS = 240
+"""How long a command may take on a busy machine. Ranks that must be ended by others do nothing for longer."""
+
+
+class Command:
+    """A started command, and what it left."""
+
+    def __init__(
+        self, popen: Popen, notes: Path, words: list[str], variables: dict[str, str]
+    ) -> None:
+        self.notes = notes
+        environment = {
+            name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
+        } | variables
+        self.process = popen(
+            "python",
+            *words,
+            "--notes",
+            str(notes),
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.code: int | None = None
+        self.out = self.err = ""
+
+    def wait(self) -> Command:
+        out, self.err = self.process.communicate(timeout=WAIT_SECONDS)
+        self.out = without_gloo_greetings(out)
+        self.code = self.process.returncode
+        return self
+
+    def note(self, name: str) -> list[str]:
+        path = self.notes / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def pids(self) -> list[int]:
+        """Process ids of the ranks of the newest attempt."""
+        return [int(self.note(f"started_{rank}")[-1].split()[0]) for rank in (0, 1)]
+
+    def wait_for(self, *notes: str, seconds: float = 90) -> Command:
+        wait_until(lambda: all((self.notes / name).exists() for name in notes), seconds)
+        return self
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "took too long"
+        time.sleep(0.05)
+
+
+def stop_immediately(command: Command, pid: int, number: int) -> None:
+    """Send a signal to a process of *command* again and again until the command has ended.
+
+    Two signals that arrive within a second count as one, and a busy machine may deliver the first one late.
+    """
+    end = time.monotonic() + WAIT_SECONDS
+    while command.process.poll() is None:
+        assert time.monotonic() < end, "took too long"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.process.wait(1.5)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Start:
+    """Starts commands whose ranks write their notes into one directory."""
+
+    def __init__(self, notes: Path, server: CommandServer) -> None:
+        self.notes = notes
+        self.server, self.popen = server, server.popen
+        self.commands: list[Command] = []
+
+    def __call__(self, case: str, *flags: str, ranks: int = 2, **variables: str) -> Command:
+        number = ["--nproc-per-node", str(ranks)] if ranks else []
+        return self._begin(self.popen, ["-m", FAKE, case, *flags, *number], variables)
+
+    def fresh(self, case: str) -> Command:
+        """Two ranks, in a process that has yet to import what they need."""
+        return self._begin(fresh, ["-m", FAKE, case, "--nproc-per-node", "2"], {})
+
+    def torchrun(self, case: str) -> Command:
+        words = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "-m",
+            FAKE,
+            case,
+        ]
+        return self._begin(self.popen, words, {"OMP_NUM_THREADS": "1", **self.server.on_path()})
+
+    def srun(self, case: str, *flags: str, come: Sequence[int] = (0, 1)) -> list[Command]:
+        """What srun would start for two tasks on one node, those of which that *come*."""
+        step = {
+            "SLURM_JOB_ID": str(free_port()),
+            "SLURM_STEP_ID": "0",
+            "SLURM_NTASKS": "2",
+            "SLURM_NNODES": "1",
+        }
+        tasks = [{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in come]
+        return [self(case, *flags, ranks=0, **step, **task) for task in tasks]
+
+    def _begin(self, popen: Popen, words: list[str], variables: dict[str, str]) -> Command:
+        self.commands.append(Command(popen, self.notes, words, variables))
+        return self.commands[-1]
+
+
+@pytest.fixture
+def start(tmp_path: Path, commands: CommandServer) -> Iterator[Start]:
+    start = Start(tmp_path, commands)
+    yield start
+    for command in start.commands:
+        if command.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(command.process.pid, signal.SIGKILL)
+            command.process.communicate()
+
+
+def test_two_ranks_that_finish_say_nothing_but_their_own_words(start: Start) -> None:
+    done = start.fresh("ok").wait()
+    assert (done.code, done.err) == (0, "")
+    assert sorted(done.out.split("rank")) == ["", " 0 trained\n", " 1 trained\n"]
+    assert done.note("closed_0") == done.note("closed_1") == [""]
+
+
+def test_the_cores_are_shared_unless_the_user_says_otherwise(start: Start) -> None:
+    done = start("ok").wait()
+    assert done.note("started_0")[0].split()[1] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    done = start("ok", OMP_NUM_THREADS="3").wait()
+    assert done.note("started_0")[1].split()[1] == "3"
+
+
+def test_one_rank_runs_in_the_process_of_the_command(start: Start) -> None:
+    command = start("ok", ranks=1).wait()
+    assert (command.code, command.out, command.err) == (0, "rank 0 trained\n", "")
+    assert command.note("started_0")[0].split()[0] == str(command.process.pid)
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "message"),
+    [
+        (
+            "wrong_everywhere",
+            2,
+            "error: the data set is empty\n  where:  dataset\n  value:  0 samples\n",
+        ),
+        ("save_fails_on_all", 4, f"error: rank 1: {DISK_FULL}\n"),
+        ("save_fails_on_one", 4, f"error: {DISK_FULL}\n  rank:   1\n"),
+        ("killed", 1, "error: rank 1 was killed by SIGKILL (out of memory?)\n"),
+        (
+            "leaves_without_a_word",
+            1,
+            "error: rank 1 ended with exit code 7 before the run was done, without an error message\n",
+        ),
+        (
+            "leaves_as_if_done",
+            1,
+            "error: rank 1 ended with exit code 0 before the run was done, without an error message\n",
+        ),
+    ],
+)
+def test_the_first_failing_ranks_code_and_message_are_the_commands(
+    start: Start, case: str, code: int, message: str
+) -> None:
+    done = start(case).wait()
+    assert done.code == code
+    assert done.err.startswith(message)
+    assert done.err.count("error:") == 1
+    assert "Traceback" not in done.err
+    assert len(done.err.splitlines()) <= 6, "nothing but the message"
+
+
+def test_a_segfault_is_told_last_after_the_interpreters_own_dump(start: Start) -> None:
+    done = start("segfault").wait()
+    assert done.code == 1
+    assert done.err.startswith("Fatal Python error: Segmentation fault")
+    assert done.err.endswith("\nerror: rank 1 was killed by SIGSEGV\n")
+
+
+def test_an_internal_error_shows_its_traceback_and_then_the_message_last(start: Start) -> None:
+    done = start("loses_its_own_connection").wait()
+    assert done.code == 1
+    assert done.err.startswith("Traceback")
+    text = "RuntimeError: tracking server: Connection reset by peer"
+    assert done.err.endswith(f"\ninternal error: {text}\n  rank:   1\n")
+    assert done.err.count(text) == 2, "the traceback's last line and the message"
+
+
+def test_a_rank_that_notices_nothing_is_ended_with_the_failing_one(start: Start) -> None:
+    done = start("value_error_on_one_of_the_busy", "--peer-grace=1").wait()
+    assert done.code == 1
+    assert done.err.endswith("internal error: ValueError: boom\n  rank:   1\n")
+    assert not any(is_alive(pid) for pid in done.pids())
+
+
+def test_no_orphans_are_left_when_the_launcher_is_killed(start: Start) -> None:
+    command = start("train_until_stopped").wait_for("training_0", "training_1")
+    command.process.kill()
+    wait_until(lambda: not any(is_alive(pid) for pid in command.pids()), 60)
+
+
+@pytest.mark.parametrize("case", ["value_error_once", "killed_once"])
+def test_a_crash_is_restarted_and_the_run_goes_on(start: Start, case: str) -> None:
+    done = start(case, "--max-restarts", "2").wait()
+    assert done.code == 0
+    assert [len(done.note(f"started_{rank}")) for rank in (0, 1)] == [2, 2]
+    assert done.err.count("restart 1 of 2") == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["killed_while_starting", "killed_beside_a_busy_rank", "killed_at_the_end", "fails_at_the_end"],
+)
+def test_a_restart_does_not_wait_for_a_rank_that_has_nothing_to_do(start: Start, case: str) -> None:
+    flags = ["--max-restarts", "1", "--peer-grace", "600", "--agent-grace", "600"]
+    command = start(case, *flags).wait()
+    assert command.code == 0 and len(command.note("started_0")) == 2, command.err
+    assert sorted(command.out.splitlines()[-2:]) == ["rank 0 trained", "rank 1 trained"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "killed_once",
+        "killed_while_starting",
+        pytest.param("killed_beside_a_busy_rank", marks=pytest.mark.further),
+    ],
+)
+def test_a_restart_does_not_wait_for_ranks_of_other_machines(start: Start, case: str) -> None:
+    rendezvous = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id x".split()
+    flags = [
+        "--max-restarts",
+        "1",
+        "--peer-grace",
+        "600",
+        "--linger",
+        "600",
+        "--agent-grace",
+        "600",
+    ]
+    commands = [start(case, *rendezvous, *flags, ranks=1) for _ in range(2)]
+    assert [command.wait().code for command in commands] == [0, 0]
+    assert [len(commands[0].note(f"started_{rank}")) for rank in (0, 1)] == [2, 2]
+
+
+def test_a_restart_says_why(start: Start) -> None:
+    assert start("value_error_once", "--max-restarts", "2").wait().err.splitlines()[-3:] == [
+        "internal error: ValueError: boom",
+        "  rank:   1",
+        "restart 1 of 2",
+    ]
+
+
+def test_ranks_that_could_not_connect_are_started_again(start: Start) -> None:
+    done = start("connects_late").wait()
+    # torch 2.15 also prints a line, which begins so.
+    own = [line for line in done.err.splitlines() if not line.startswith("[E")]
+    assert done.code == 0
+    assert own == ["the ranks could not connect to each other: starting them again"]
+    assert sorted(done.out.split("rank")) == ["", " 0 trained\n", " 1 trained\n"]
+
+
+def test_ranks_that_never_connect_are_given_up(start: Start) -> None:
+    done = start("never_connects").wait()
+    assert done.code == 1
+    assert done.err.count("starting them again") == 2
+    assert "connectFullMesh failed" in done.err.splitlines()[-2]
+    assert len(done.note("started_1")) == 3
+
+
+def test_restarts_end_and_then_the_last_failure_counts(start: Start) -> None:
+    done = start("killed", "--max-restarts", "1").wait()
+    assert done.code == 1
+    assert len(done.note("started_0")) == 2
+    assert done.err.splitlines() == [
+        "a rank died",
+        "restart 1 of 1",
+        "error: rank 1 was killed by SIGKILL (out of memory?)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "code"), [("wrong_everywhere", 2), ("save_fails_on_all", 4), ("save_fails_on_one", 4)]
+)
+def test_what_a_restart_cannot_better_is_not_restarted(start: Start, case: str, code: int) -> None:
+    done = start(case, "--max-restarts", "3").wait()
+    assert done.code == code
+    assert len(done.note("started_0")) == (0 if case == "wrong_everywhere" else 1)
+    assert "restart" not in done.err
+    assert done.err.count("error:") == 1
+
+
+def test_one_rank_is_restarted_too(start: Start) -> None:
+    done = start("ok", "--max-restarts", "1", ranks=1).wait()
+    assert (done.code, done.err) == (0, "")
+    assert done.note("started_0")[0].split()[0] != str(done.process.pid), (
+        "forked, so that it can be started again"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_the_launcher_stops_all_ranks_in_order(
+    start: Start, number: signal.Signals
+) -> None:
+    command = start("train_until_stopped").wait_for("training_0", "training_1")
+    command.process.send_signal(number)
+    done = command.wait()
+    assert done.code == 75
+    assert done.err == f"stopped by {number.name}\n  hint:   run it again\n"
+    assert done.note("closed_0") == done.note("closed_1") == [""]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGHUP, 75), (signal.SIGUSR1, -signal.SIGUSR1)]
+)
+def test_the_recipe_says_which_signals_stop(
+    start: Start, number: signal.Signals, code: int
+) -> None:
+    command = start("train_until_stopped", "--stop-signals", "SIGUSR2", "SIGHUP").wait_for(
+        "training_0", "training_1"
+    )
+    command.process.send_signal(number)
+    assert command.wait().code == code
+    assert ("stopped by SIGHUP" in command.err) == (number == signal.SIGHUP)
+    wait_until(lambda: not any(is_alive(pid) for pid in command.pids()), 60)
+
+
+def test_under_nohup_a_hangup_stays_ignored() -> None:
+    loaded = SimpleNamespace(config=None)
+    # These tests themselves may run under nohup.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert signal.SIGHUP in stop_signals(loaded)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert signal.SIGHUP not in stop_signals(loaded)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_ends_a_rank_whose_peers_never_come(start: Start) -> None:
+    (alone,) = start.srun("ok", come=[0])
+    alone.wait_for("joining_0")
+    alone.process.terminate()
+    assert (alone.wait().code, alone.err) == (75, "stopped by SIGTERM before training began\n")
+
+
+def test_a_terminal_that_is_gone_or_a_full_disk_behind_the_output_fails_nothing(
+    start: Start,
+) -> None:
+    words = ["-m", FAKE, "wrong_everywhere", "--notes", str(start.notes)]
+    with open("/dev/full", "w") as full:
+        assert (
+            start.popen("python", *words, cwd=ROOT, stdout=full, stderr=full).wait(WAIT_SECONDS)
+            == 2
+        )
+
+
+def test_ctrl_c_to_the_whole_terminal_counts_once(start: Start) -> None:
+    command = start("train_until_stopped").wait_for("training_0", "training_1")
+    os.killpg(command.process.pid, signal.SIGINT)
+    done = command.wait()
+    assert done.code == 75
+    assert done.err.count("stopped by SIGINT") == 1
+
+
+def test_a_signal_to_one_rank_stops_all(start: Start) -> None:
+    command = start("train_until_stopped").wait_for("training_0", "training_1")
+    os.kill(command.pids()[1], signal.SIGTERM)
+    done = command.wait()
+    assert (done.code, done.err.count("stopped by SIGTERM")) == (75, 1)
+
+
+def test_a_signal_before_the_ranks_start_is_not_lost(start: Start) -> None:
+    command = start.fresh("train_until_stopped")
+    wait_until(lambda: catches(command.process.pid, signal.SIGUSR1), 60)
+    command.process.send_signal(signal.SIGUSR1)
+    done = command.wait()
+    assert done.code == 75
+    assert "stopped by SIGUSR1" in done.err
+
+
+def catches(process: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for this signal."""
+    status = Path(f"/proc/{process}/status").read_text().splitlines()
+    mask = next(line.split()[1] for line in status if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("flags", [(), ("--max-restarts", "2")])
+def test_a_second_signal_stops_at_once_even_in_a_collective(
+    start: Start, flags: tuple[str, ...]
+) -> None:
+    command = start("deaf_until_stopped", *flags).wait_for("training_0", "training_1")
+    stop_immediately(command, command.process.pid, signal.SIGTERM)
+    done = command.wait()
+    assert done.code == 128 + signal.SIGTERM
+    assert (
+        done.err
+        == "stopped immediately by a second SIGTERM; the last complete checkpoint is unchanged\n"
+    )
+    assert not any(is_alive(pid) for pid in command.pids())
+
+
+def test_a_second_signal_to_one_rank_stops_the_others_at_once_too(start: Start) -> None:
+    command = start("deaf_until_stopped").wait_for("training_0", "training_1")
+    stop_immediately(command, command.pids()[1], signal.SIGUSR1)
+    done = command.wait()
+    assert done.code == 128 + signal.SIGUSR1
+    assert not any(is_alive(pid) for pid in command.pids())
+
+
+def test_a_single_process_takes_signals_itself(start: Start) -> None:
+    command = start("train_until_stopped", ranks=1).wait_for("training_0")
+    command.process.send_signal(signal.SIGUSR1)
+    done = command.wait()
+    assert (done.code, done.err) == (75, "stopped by SIGUSR1\n  hint:   run it again\n")
+
+
+def test_a_system_that_lets_no_rank_start_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = importlib.import_module("torch.distributed.launcher.api")
+
+    def no_process(*given: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(api, "elastic_launch", lambda config, entry: no_process)
+    failure_dir = FailureDirectory(tmp_path / "launch_1")
+    failure_dir.attempt = 0
+    with pytest.raises(AutomodelError, match="the system could not start the ranks"):
+        run_agent(
+            SimpleNamespace(),
+            SimpleNamespace,
+            choose_rendezvous(LaunchFlags(), {}),
+            None,
+            failure_dir,
+        )
+
+
+def test_two_launches_side_by_side_do_not_meet(start: Start) -> None:
+    commands = [start("ok") for _ in range(3)]
+    assert [command.wait().code for command in commands] == [0, 0, 0]
+    assert all(command.err == "" for command in commands)
+
+
+def test_two_machines_meet_at_a_rendezvous(start: Start) -> None:
+    rendezvous = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id both".split()
+    commands = [start("ok", *rendezvous, ranks=1) for _ in range(2)]
+    assert [command.wait().code for command in commands] == [0, 0]
+    assert sorted(command.out for command in commands) == ["rank 0 trained\n", "rank 1 trained\n"]
+
+
+def test_two_machines_meet_at_a_master(start: Start) -> None:
+    rendezvous = (
+        f"--nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()} --node-rank".split()
+    )
+    commands = [start("ok", *rendezvous, str(node), ranks=1) for node in (0, 1)]
+    assert [command.wait().code for command in commands] == [0, 0]
+    assert [command.out for command in commands] == ["rank 0 trained\n", "rank 1 trained\n"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "codes"),
+    [
+        (["--max-restarts", "1"], [0, 0]),
+        pytest.param(["--max-restarts", "0"], [0, 1], marks=pytest.mark.further),
+    ],
+)
+def test_a_machine_that_is_done_waits_for_no_machine_whose_rank_was_killed(
+    start: Start, flags: list[str], codes: list[int]
+) -> None:
+    """torch's agent would wait 300 seconds."""
+    rendezvous = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id end".split()
+    commands = [start("killed_at_the_end", *rendezvous, *flags, ranks=1) for _ in range(2)]
+    assert sorted(command.wait().code or 0 for command in commands) == codes, commands[0].err
+    starts = [len(commands[0].note(f"started_{rank}")) for rank in (0, 1)]
+    assert starts == ([2, 2] if codes == [0, 0] else [1, 1])
+
+
+def test_a_machine_that_is_done_does_not_wait_for_one_that_has_failed_at_its_master(
+    start: Start,
+) -> None:
+    rendezvous = (
+        f"--nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()} --node-rank".split()
+    )
+    commands = [
+        start("killed_at_the_end", "--linger=1", *rendezvous, str(node), ranks=1) for node in (0, 1)
+    ]
+    assert [command.wait().code for command in commands] == [0, 1]
+
+
+def test_what_one_machine_knows_all_machines_say_and_none_is_restarted_in_vain(
+    start: Start,
+) -> None:
+    rendezvous = (
+        f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id x --max-restarts 2".split()
+    )
+    # Rank 0 does not wait for a node that has received the reason: the wait below is shorter.
+    flags = (*rendezvous, "--linger=600")
+    commands = [start("save_fails_on_one", *flags, ranks=1) for _ in range(2)]
+    for done in [command.wait() for command in commands]:
+        assert (done.code, done.err) == (4, f"error: {DISK_FULL}\n  rank:   1\n")
+
+
+def test_a_rank_that_dies_ends_the_busy_ranks_of_other_machines(start: Start) -> None:
+    rendezvous = (
+        f"--nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()} --node-rank".split()
+    )
+    busy = ("value_error_on_one_of_the_busy", "--peer-grace=1", *rendezvous)
+    commands = [start(*busy, str(node), ranks=1) for node in (0, 1)]
+    for done in [command.wait() for command in commands]:
+        assert (done.code, done.err.count("ValueError: boom\n  rank:   1\n")) == (1, 1)
+
+
+def test_a_machine_that_is_gone_is_told_without_a_traceback(start: Start) -> None:
+    rendezvous = (
+        f"--nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()} --node-rank".split()
+    )
+    commands = [
+        start("train_until_stopped", "--linger=1", *rendezvous, str(node), ranks=1)
+        for node in (0, 1)
+    ]
+    commands[0].wait_for("training_0", "training_1")
+    commands[1].process.kill()
+    done = commands[0].wait()
+    assert done.code == 1
+    assert done.err.startswith("error: the connection to another rank broke\n  where:  rank 0\n")
+    assert "Traceback" not in done.err
+
+
+def num_joined(port: int) -> int:
+    """The number of nodes that have joined at a master: its store has a key for each, and two more."""
+    try:
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
+        return store.num_keys() - 2
+    except RuntimeError:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            (["--nnodes=2", "--node-rank=0"], ["--nnodes=3", "--node-rank=1"]),
+            "another node of this run was started with --nnodes 2",
+        ),
+        (
+            (["--nnodes=3", "--node-rank=1"], ["--nnodes=3", "--node-rank=1"]),
+            "another node of this run has the same",
+        ),
+    ],
+)
+def test_machines_that_contradict_each_other_are_refused(
+    start: Start, flags: tuple[list[str], list[str]], said: str
+) -> None:
+    port = free_port()
+    rendezvous = f"--master-addr 127.0.0.1 --master-port {port}".split()
+    master = (
+        start("ok", *rendezvous, "--nnodes=3", "--node-rank=0", ranks=1)
+        if "--node-rank=0" not in flags[0]
+        else None
+    )
+    commands = [start("ok", *rendezvous, *flags[0], ranks=1)]
+    # The node that joins later is the one that is refused.
+    wait_until(lambda: num_joined(port) == 1 + (master is not None), 60)
+    commands.append(start("ok", *rendezvous, *flags[1], ranks=1))
+    wait_until(lambda: any(command.process.poll() is not None for command in commands), 60)
+    refused, other = sorted(commands, key=lambda command: command.process.poll() is None)
+    assert refused.wait().code == 2
+    assert refused.err.startswith(f"error: the nodes are inconsistent: {said}")
+    for waiting in filter(None, (other, master)):
+        waiting.process.terminate()
+        assert waiting.wait().code == 75
+        assert waiting.err == "stopped by SIGTERM while waiting for the other nodes\n"
+
+
+@pytest.mark.slow
+def test_a_machine_that_joins_or_goes_restarts_the_others(start: Start) -> None:
+    # torch would take 15 seconds to miss a machine that is gone.
+    seconds = "--last-call 3 --heartbeat 2"
+    rendezvous = (
+        f"--nnodes 1:2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id x {seconds}".split()
+    )
+    first = start("train_until_stopped", *rendezvous, ranks=1).wait_for("training_0")
+    second = start("train_until_stopped", *rendezvous, ranks=1).wait_for("training_1")
+    # The rank of the other node can begin before this one's.
+    wait_until(lambda: len(first.note("training_0")) == 2, 60)
+    second.process.kill()
+    wait_until(lambda: len(first.note("training_0")) > 2, 60)
+    first.process.terminate()
+    done = first.wait()
+    assert done.code == 75
+    said = done.err.splitlines()
+    assert said[0] == "nodes joined: restarted with 2 ranks"
+    assert said[-3:] == ["restart 1 of 3", "stopped by SIGTERM", "  hint:   run it again"]
+
+
+def test_a_port_that_is_taken_is_an_error_with_its_address(start: Start) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = start("ok", "--master-addr", "127.0.0.1", "--master-port", str(port)).wait()
+    assert done.code == 2
+    assert done.err.startswith("error: the ranks could not be started\n")
+    assert f"at 127.0.0.1:{port}\n" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_under_torchrun_the_command_is_a_rank(start: Start) -> None:
+    done = start.torchrun("ok").wait()
+    assert (done.code, done.err) == (0, "")
+    assert len(done.note("started_0")) == len(done.note("started_1")) == 1
+
+
+@pytest.mark.parametrize("case", ["wrong_everywhere", "save_fails_on_one"])
+def test_under_torchrun_a_failure_is_said_once_before_torchruns_own_table(
+    start: Start, case: str
+) -> None:
+    done = start.torchrun(case).wait()
+    assert done.code == 1
+    assert done.err.count("error: ") == 1
+    assert done.err.startswith("error: ")
+
+
+def test_under_torchrun_a_rank_that_saved_for_a_signal_succeeds(start: Start) -> None:
+    command = start.torchrun("train_until_stopped").wait_for("training_0", "training_1")
+    for pid in command.pids():
+        os.kill(pid, signal.SIGUSR1)
+    done = command.wait()
+    assert done.code == 0
+    assert done.err.count("stopped by SIGUSR1") == 1
+
+
+def test_under_srun_the_processes_are_the_ranks(start: Start) -> None:
+    commands = [command.wait() for command in start.srun("ok")]
+    assert [(command.code, command.out, command.err) for command in commands] == [
+        (0, "rank 0 trained\n", ""),
+        (0, "rank 1 trained\n", ""),
+    ]
+
+
+def test_under_srun_ranks_that_have_saved_end_without_waiting_and_keep_their_code(
+    start: Start,
+) -> None:
+    """Where Slurm's KillOnBadExit is set, srun sends SIGTERM to all tasks when the first one has ended with 75."""
+    commands = start.srun("closes_slowly", "--store-seconds=600")
+    commands[0].wait_for("training_0", "training_1")
+    for command in commands:
+        command.process.send_signal(signal.SIGUSR1)
+    commands[0].wait_for("closing_0", "closing_1")
+    time.sleep(1.1)  # a signal that comes sooner counts as the first one
+    for command in commands:
+        command.process.terminate()
+    commands[0].wait_for("closed_0", "closed_1")
+    ended = [command.wait() for command in commands]
+    assert [command.code for command in ended] == [75, 75]
+    assert [command.err for command in ended] == [
+        "stopped by SIGUSR1\n  hint:   run it again\n",
+        "",
+    ]
+
+
+def test_a_launcher_whose_ranks_have_saved_keeps_their_code(start: Start) -> None:
+    command = start("closes_slowly").wait_for("training_0", "training_1")
+    command.process.send_signal(signal.SIGUSR1)
+    command.wait_for("closing_0", "closing_1")
+    time.sleep(1.1)
+    command.process.terminate()
+    done = command.wait()
+    assert (done.code, done.err) == (75, "stopped by SIGUSR1\n  hint:   run it again\n")
+
+
+def test_under_srun_a_first_machine_that_nobody_knows_is_refused_at_once(start: Start) -> None:
+    step = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "nowhere.invalid,other"}
+    done = start("ok", ranks=0, **step, SLURM_PROCID="0").wait()
+    assert (done.code, done.err.splitlines()[0]) == (
+        2,
+        "error: the host name of rank 0 cannot be resolved",
+    )
+
+
+def test_under_srun_a_failure_has_its_own_code_and_is_said_once(start: Start) -> None:
+    commands = [command.wait() for command in start.srun("save_fails_on_all", "--store-seconds=3")]
+    assert [command.code for command in commands] == [4, 4]
+    assert "".join(command.err for command in commands) == f"error: rank 1: {DISK_FULL}\n"

@@ -1,0 +1,237 @@
+"""The steps of a device that computes while the host continues, forced on a CPU: same results, no synchronization."""
+
+from __future__ import annotations
+
+import json
+import math
+import traceback
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from automodel_ckpt.data.batches.loader import GlobalBatch
+from automodel_ckpt.train.build.objective import Objective
+from automodel_ckpt.train.counters.cadence import Due
+from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.train.values.readback import runs_ahead
+from automodel_ckpt.train.values.records import Control, LossSum
+from tests.distributed.kinds.test_training import lines, losses, run
+from tests.support.runs.training import (
+    RECIPE,
+    VALIDATION,
+    Recipe,
+    killed_after,
+    steps_of,
+    with_loop,
+)
+
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "is_nonzero")
+"""Operations whose result the host needs: on a GPU it waits for all queued work."""
+
+
+class Ahead(TrainingLoop):
+    """Queues its steps, as for a GPU."""
+
+    def queues_work(self) -> bool:
+        return True
+
+
+def in_masks() -> bool:
+    """Whether transformers is making an attention mask, which reads the positions on the device."""
+    frames = traceback.extract_stack()
+    return any(frame.filename.endswith("masking_utils.py") for frame in frames)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operations that read values of tensors, except those of transformers' masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in READS and not in_masks():
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class CountingReads(TrainingLoop):
+    """Writes down what each step reads."""
+
+    def step(self, batch: GlobalBatch, control: Control) -> Due:
+        with Reads() as reads:
+            due = super().step(batch, control)
+        path = Path(self.config.checkpoint.checkpoint_dir) / f"reads_{self.layout.rank}.jsonl"
+        with path.open("a") as file:
+            file.write(json.dumps(reads.counts) + "\n")
+        return due
+
+
+class CountingExchanges(TrainingLoop):
+    """Writes down how many sums over the ranks the control of each step took, from one step to the next."""
+
+    def run(self) -> None:
+        all_reduce = dist.all_reduce
+        self.num_sums = 0
+
+        def counting(*words: Any, **options: Any) -> Any:
+            # The gradient norm is summed in the default group, before the update.
+            self.num_sums += "group" in options
+            return all_reduce(*words, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", counting)
+            super().run()
+
+    def step(self, batch: GlobalBatch, control: Control) -> Due:
+        due = super().step(batch, control)
+        path = Path(self.config.checkpoint.checkpoint_dir) / f"sums_{self.layout.rank}.jsonl"
+        with path.open("a") as file:
+            file.write(json.dumps([due.anything, self.num_sums]) + "\n")
+        self.num_sums = 0
+        return due
+
+
+AheadRecipe = with_loop(Recipe, Ahead)
+CountedRecipe = with_loop(AheadRecipe, CountingReads)
+CountedOnHost = with_loop(Recipe, CountingReads)
+
+
+def assert_same_steps(queued: Path, waiting: Path) -> None:
+    """Records are equal. The norm is the sum of squares in another order, so its last bit may differ."""
+    records = []
+    for directory in (queued, waiting):
+        steps = steps_of(directory)
+        norms = [float.fromhex(step.pop("grad_norm")) for step in steps]
+        records.append((steps, norms))
+    assert records[0][0] == records[1][0]
+    assert records[0][1] == pytest.approx(records[1][1], rel=1e-14)
+
+
+def test_only_a_cpu_computes_while_the_host_waits() -> None:
+    assert not runs_ahead("cpu")
+    assert runs_ahead("cuda")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_queued_run_logs_and_saves_what_a_run_with_waits_does(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    sizes = ("--step_scheduler.local_batch_size=2", "--clip_grad_norm=0.5")
+    text = RECIPE + VALIDATION + "ema: {decay: 0.5, start_step: 2, validate: true}\n"
+    results = []
+    for name, recipe_class in (("waiting", Recipe), ("queued", CountedRecipe)):
+        counting = with_loop(recipe_class, CountingExchanges)
+        results.append(
+            run(tmp_path, *sizes, name=name, num_ranks=num_ranks, text=text, recipe_class=counting)
+        )
+    waiting, queued = results
+    assert queued == waiting
+    assert_same_steps(tmp_path / "queued", tmp_path / "waiting")
+    kinds = []
+    for name in ("waiting", "queued"):
+        records = lines(tmp_path / name / "training.jsonl")
+        kinds.append([(record["step"], record.get("event")) for record in records])
+        assert all(record["tps"] > 0 for record in records if "event" not in record)
+    assert kinds[0] == kinds[1]
+    for directory in sorted((tmp_path / "waiting").glob("epoch_*")):
+        assert losses(tmp_path / "queued" / directory.name) == losses(directory)
+    for rank in range(num_ranks):
+        reads = lines(tmp_path / f"queued/reads_{rank}.jsonl")
+        assert reads == [{}] * 12
+        for name in ("waiting", "queued"):
+            sums = lines(tmp_path / name / f"sums_{rank}.jsonl")
+            # One for its control and the numbers of the step before. There are more where something is due.
+            plain = []
+            for (is_due_before, _), (is_due, count) in pairwise(sums):
+                if not is_due_before and not is_due:
+                    plain.append(count)
+            assert plain == [num_ranks - 1] * len(plain) and len(plain) > 4, sums
+
+
+def test_the_count_of_reads_sees_those_of_a_step_with_waits(tmp_path: Path) -> None:
+    run(tmp_path, "--step_scheduler.max_steps=2", recipe_class=CountedOnHost)
+    for reads in lines(tmp_path / "run/reads_0.jsonl"):
+        assert reads["_local_scalar_dense"] >= 2
+
+
+def test_a_queued_run_that_was_killed_resumes_exactly(tmp_path: Path) -> None:
+    straight = run(tmp_path, name="straight", recipe_class=AheadRecipe)
+    killed = killed_after(7, recipe_class=AheadRecipe)
+    failure_free = ("--step_scheduler.ckpt_every_steps=3",)
+    with pytest.raises(Exception, match=r"SIGKILL|signal 9|-9"):
+        run(tmp_path, *failure_free, name="killed", recipe_class=killed)
+    # The record of step 7 was still on the device; it is no part of a checkpoint either.
+    assert [step["step"] for step in steps_of(tmp_path / "killed")] == [1, 2, 3, 4, 5, 6]
+    resumed = run(tmp_path, *failure_free, name="killed", recipe_class=AheadRecipe)
+    assert resumed == straight
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "straight")
+
+
+class WithMetric(Objective):
+    """Counts the positions of each micro-batch as a metric."""
+
+    def loss(self, micro_batch: Any) -> LossSum:
+        result = super().loss(micro_batch)
+        size = torch.tensor(float(micro_batch["labels"].numel()))
+        return replace(result, metrics={**result.metrics, "positions": size})
+
+
+class WithMetricRecipe(Recipe):
+    objective_class = WithMetric
+
+
+def test_the_losses_of_routers_and_metrics_are_read_a_step_late_too(tmp_path: Path) -> None:
+    model = (
+        "--model={from_config: {model_type: mixtral, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, "
+        "num_attention_heads: 4, num_key_value_heads: 2, num_local_experts: 4, router_aux_loss_coef: 0.02, "
+        "output_router_logits: true}}"
+    )
+    options = (model, "--step_scheduler.max_steps=3", "--step_scheduler.local_batch_size=4")
+    results = {}
+    for name, recipe_class in (
+        ("waiting", WithMetricRecipe),
+        ("queued", with_loop(WithMetricRecipe, Ahead)),
+    ):
+        results[name] = run(tmp_path, *options, name=name, recipe_class=recipe_class)
+    assert results["queued"] == results["waiting"]
+    assert_same_steps(tmp_path / "queued", tmp_path / "waiting")
+    for step in steps_of(tmp_path / "queued"):
+        assert float.fromhex(step["aux_loss"]) > 0.0
+        assert float.fromhex(step["positions"]) > 1.0
+
+
+class Broken(TrainingLoop):
+    """The gradient of the third step is not finite."""
+
+    def clip_gradients(self) -> Any:
+        if self.step_scheduler.step == 2:
+            parameter = next(p for p in self.model.parameters() if p.grad is not None)
+            assert parameter.grad is not None
+            parameter.grad.view(-1)[0] = math.nan
+        return super().clip_gradients()
+
+
+@pytest.mark.parametrize("optimizer", ["torch.optim.AdamW", "torch.optim.SGD", None])
+def test_an_update_that_is_not_finite_is_skipped_on_the_device(
+    tmp_path: Path, optimizer: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    more: tuple[str, ...] = ("--ema={decay: 0.5}",)
+    if optimizer is not None:
+        more = (*more, f"--optimizer._target_={optimizer}", "--optimizer.fused=true")
+    results = {}
+    for name, recipe_class in (("waiting", Recipe), ("queued", AheadRecipe)):
+        broken = with_loop(recipe_class, Broken)
+        results[name] = run(tmp_path, *more, name=name, recipe_class=broken)
+        records = lines(tmp_path / name / "training.jsonl")
+        assert records[2]["grad_norm"] is None
+        assert capfd.readouterr().err.count("step 3: the gradient norm is nan, no update") == 1
+    assert results["queued"] == results["waiting"]

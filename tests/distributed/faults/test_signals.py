@@ -1,0 +1,205 @@
+"""Signals to a real training on two ranks: a sample of the campaign `signals`, and what happens when a rank is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from automodel_ckpt.cli.launch import process_state, suspended
+from automodel_ckpt.parallel.mesh import close_distributed, init_distributed
+from automodel_ckpt.parallel.ranks.stop import PeerStop
+from tests.support import ranks
+from tools.crash import endurance, signals
+from tools.crash.trainer import Trainer
+
+STEPS = 8
+PATIENCE = 120
+"""Seconds that a run on a busy machine may take for anything. Without a timeout it would take twenty minutes."""
+
+
+@pytest.fixture(autouse=True)
+def _imports() -> None:
+    signals.import_what_ranks_need()
+
+
+def wait_for(
+    trainer: Trainer, rank: int, name: str, times: int = 1, seconds: float = PATIENCE
+) -> None:
+    end = time.monotonic() + seconds
+    while sum(mark.name == name for mark in trainer.marks(rank)) < times:
+        assert not trainer.wait(0.005), trainer.log
+        assert time.monotonic() < end, f"no {name} in time\n{trainer.log}"
+
+
+@pytest.mark.slow
+def test_signals_at_random_instants_stop_all_ranks_in_order() -> None:
+    # `python -m tools.crash signals` has hundreds of points.
+    done = signals.run(points_wanted=4, seed=1, seconds=150, compares=False)
+    assert done.failures == []
+    assert done.points == 4
+
+
+@pytest.mark.parametrize(("is_async", "target"), [("false", "rank1"), ("true", "launcher")])
+def test_a_stop_exports_nothing_and_says_how_to(tmp_path: Path, is_async: str, target: str) -> None:
+    chain = signals.Chain(tmp_path, "run")
+    with chain.start(is_async=is_async, save_consolidated="every") as trainer:
+        wait_for(trainer, 0, "accumulation")
+        trainer.send(target, signal.SIGUSR1)
+        assert trainer.wait(PATIENCE) and trainer.code == 75, trainer.log
+    if target == "launcher":
+        (notice,) = (line for line in trainer.log.splitlines() if "stopping after step" in line)
+        again = "send it again to stop now without saving"
+        assert notice.endswith(
+            f" SIGUSR1: stopping after step 1 at the latest: saving, then exit 75; {again}"
+        )
+    (checkpoint,) = chain.root.glob("epoch_*")
+    assert not (checkpoint / "model" / "consolidated").exists()
+    assert f"to export it: ckpt consolidate {checkpoint}" in trainer.log
+    assert trainer.log.count("to export it: ") == 1
+    # The text log has what the start said, the save and why the run ended.
+    text = (chain.root / "log.txt").read_text()
+    assert "saved epoch_" in text
+    assert text.endswith("the same command continues from there\n")
+
+
+def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_it_had_not_been(
+    tmp_path: Path,
+) -> None:
+    whole, killed = signals.Chain(tmp_path, "whole"), signals.Chain(tmp_path, "killed")
+    with whole.start(steps=STEPS) as trainer:
+        assert trainer.wait(PATIENCE) and trainer.code == 0, trainer.log
+    with killed.start(steps=STEPS, max_restarts=1) as trainer:
+        wait_for(trainer, 1, "step", 6)
+        trainer.send("rank1", signal.SIGKILL)
+        assert trainer.wait(PATIENCE) and trainer.code == 0, trainer.log
+        batches = [mark for mark in trainer.marks(0) if mark.name == "data"]
+    # The rank that is not killed may read another batch before it is ended.
+    again = next(after for before, after in pairwise(batches) if after.step < before.step)
+    assert "restart 1 of 1" in trainer.log
+    assert again.step == 4, "the newest checkpoint's"
+    assert endurance.differences(killed.root, endurance.result_of(whole.root, STEPS), STEPS) == []
+
+
+def test_restarted_ranks_are_not_told_what_was_meant_for_those_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchrun's store outlives a restart: addresses, and a wish to stop."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert ranks.run(partial(joined, store.port, attempt=0), 2, init=False) == [(2, False)] * 2
+    assert ranks.run(partial(joined, store.port, attempt=1), 2, init=False) == [(2, False)] * 2
+
+
+def test_machines_that_were_restarted_another_number_of_times_meet() -> None:
+    """One that comes when others have lost a machine has restarted nothing yet."""
+    assert ranks.run(partial(met, timeout_minutes=1), 2, init=False) == [2, 2]
+
+
+def met(timeout_minutes: float) -> int:
+    os.environ |= {"TORCHELASTIC_RESTART_COUNT": os.environ["RANK"], "LOCAL_WORLD_SIZE": "1"}
+    return init_distributed(backend="gloo", timeout_minutes=timeout_minutes).world_size
+
+
+def test_ranks_leave_their_group_and_join_again() -> None:
+    """As two recipes in one program do: nothing of the first group is left in the second one."""
+    assert ranks.run(joined_again, 2, init=False, timeout=60) == [[2, 2, 2]] * 2
+
+
+def joined_again() -> list[int]:
+    """How many ranks there are each time. Rank 1 joins again before rank 0 has left."""
+    sizes = []
+    for _ in range(3):
+        init_distributed(backend="gloo", timeout_minutes=1)
+        count = torch.ones(1)
+        dist.all_reduce(count)
+        sizes.append(int(count))
+        if dist.get_rank() == 0:
+            time.sleep(0.2)
+        close_distributed()
+    return sizes
+
+
+def joined(port: int, attempt: int) -> tuple[int, bool]:
+    """How many ranks there are, and whether one was asked to stop; then all are asked."""
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    init_distributed(backend="gloo", timeout_minutes=1)
+    store = dist.distributed_c10d._get_default_store()
+    found = bool(store.check([PeerStop.KEY]))
+    count = torch.ones(1)
+    dist.all_reduce(count)
+    store.set(PeerStop.KEY, "1")
+    return int(count), found
+
+
+def test_a_save_that_waits_for_a_stopped_rank_fails_in_time_and_names_it(tmp_path: Path) -> None:
+    chain = signals.Chain(tmp_path, "run")
+    with chain.start(keys={"distributed.timeout_minutes": 0.1}) as trainer:
+        wait_for(trainer, 1, "save")
+        trainer.send("rank1", signal.SIGSTOP)
+        assert trainer.wait(PATIENCE) and trainer.code == 1, trainer.log
+        assert trainer.orphans(PATIENCE) == []
+    assert (
+        "error: rank 1 did not respond in time\n  where:  distributed.timeout_minutes"
+        in trainer.log
+    )
+    assert "Traceback" not in trainer.log and chain.newest() == 0
+
+
+def test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_in_vain(
+    tmp_path: Path,
+) -> None:
+    chain = signals.Chain(tmp_path, "run")
+    with chain.start(hang="data 1 1", keys={"distributed.timeout_minutes": 0.1}) as trainer:
+        wait_for(trainer, 1, "hang")
+        assert trainer.wait(PATIENCE) and trainer.code == 1, trainer.log
+        assert trainer.orphans(PATIENCE) == []
+    assert (
+        "error: rank 1 did not respond in time\n  where:  distributed.timeout_minutes"
+        in trainer.log
+    )
+    assert "Traceback" not in trainer.log
+
+
+def test_a_rank_that_was_stopped_is_told_of_once() -> None:
+    warnings: list[str] = []
+    with subprocess.Popen(["sleep", "60"]) as peer:
+        os.kill(peer.pid, signal.SIGSTOP)
+        while not process_state.is_suspended(peer.pid):
+            time.sleep(0.01)
+        processes, seen = (
+            {0: os.getpid(), 1: peer.pid, 2: os.getpid()},
+            [Counter[int](), Counter[int]()],
+        )
+        for _ in range(suspended.SUSPENDED_POLLS + 2):
+            for rank, mine in zip((0, 2), seen, strict=True):
+                warnings += suspended.suspension_warnings(processes, rank, mine)
+        peer.kill()
+    (warning,) = warnings
+    assert warning.startswith(f"warning: rank 1 (process {peer.pid}) is suspended")
+
+
+def test_without_registered_ranks_none_is_suspended() -> None:
+    assert list(suspended.suspension_warnings({}, 0, Counter())) == []
+
+
+def test_a_rank_in_the_models_collectives_ends_soon_after_its_peer_was_killed(
+    tmp_path: Path,
+) -> None:
+    chain = signals.Chain(tmp_path, "run")
+    with chain.start(hang="step 3 1") as trainer:
+        wait_for(trainer, 1, "hang")
+        time.sleep(0.3)  # rank 0 waits for it in the forward pass
+        trainer.send("rank1", signal.SIGKILL)
+        assert trainer.wait(PATIENCE) and trainer.code == 1, trainer.log
+        assert trainer.orphans(PATIENCE) == []
+    assert trainer.log.endswith("error: rank 1 was killed by SIGKILL (out of memory?)\n")

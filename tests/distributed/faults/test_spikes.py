@@ -1,0 +1,93 @@
+"""A run goes back when its loss spikes, leaves out the batch, and does the same after a kill."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.data.batches.loader import GlobalBatch
+from automodel_ckpt.logs.goodput import read_goodput
+from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.train.values.readback import Number
+from automodel_ckpt.train.values.records import Control
+from tests.support import ranks
+from tests.support.runs import training
+
+STEPS = 9
+SPIKE = 5
+"""The step whose batch has a loss far above the others, in the first of two epochs of six steps."""
+OPTIONS = (
+    "--checkpoint.save_consolidated=false",
+    f"--step_scheduler.max_steps={STEPS}",
+    "--step_scheduler.num_epochs=3",
+    "--step_scheduler.ckpt_every_steps=2",
+    "--step_scheduler.on_spike.window=2",
+    "--step_scheduler.on_spike.rollback=2",
+    "--step_scheduler.on_spike.skip=3",
+    "--logging.sample_ids=true",
+)
+
+
+class PoisonedLoop(TrainingLoop):
+    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[Number, Number]:
+        loss, norm = super().train_step(batch, control)
+        is_poisoned = (batch.epoch, batch.index) == (0, SPIKE - 1)
+        return (100 * loss if is_poisoned else loss), norm
+
+
+class Poisoned(training.Recipe):
+    loop_class = PoisonedLoop
+
+
+class Killed(training.Recipe):
+    """It is killed after it went back, when the batches are to be left out."""
+
+    class Loop(PoisonedLoop):
+        def run_epoch(self) -> None:
+            super().run_epoch()
+            if self.divergence.skip_is_due():
+                signal.raise_signal(signal.SIGKILL)
+
+    loop_class = Loop
+
+
+def run(recipe: Path, directory: Path, recipe_class: Any) -> dict[str, str]:
+    """Trains to the end; the digests of the state."""
+    where = f"--checkpoint.checkpoint_dir={directory}"
+    return training.train(recipe, where, *OPTIONS, recipe_class=recipe_class)
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    lines = (directory / "training.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_run_goes_back_without_the_batches_and_a_killed_one_does_the_same(
+    tmp_path: Path,
+) -> None:
+    recipe = training.write_recipe(tmp_path)
+    ranks.run(run, 1, recipe, tmp_path / "calm", training.Recipe, init=False)
+    expected = ranks.run(run, 2, recipe, tmp_path / "run", Poisoned, init=False)
+    steps = [record for record in records(tmp_path / "run") if "loss" in record]
+    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
+    # Step 3 is repeated from the checkpoint of step 2. Then the batches of steps 4 to 6 are left out.
+    order = [record["samples"] for record in records(tmp_path / "calm") if "loss" in record]
+    assert [record["samples"] for record in steps][:6] == order[:3] + order[6:9]
+    (event,) = (record for record in records(tmp_path / "run") if record.get("event") == "rollback")
+    assert (event["step"], event["spike_step"], event["skipped_batches"]) == (2, SPIKE, 3)
+    assert "times the median" in event["reason"]
+    # It is still one start.
+    found = read_goodput(tmp_path / "run")
+    (start,) = found.starts
+    assert start.outcome == "done"
+    assert found.num_lost_steps == SPIKE - 2
+
+    ended = ranks.outcomes(run, 2, recipe, tmp_path / "killed", Killed, init=False)
+    assert [outcome.exitcode for outcome in ended] == [-signal.SIGKILL] * 2
+    assert ranks.run(run, 2, recipe, tmp_path / "killed", Poisoned, init=False) == expected
+    events = [record.get("event") for record in records(tmp_path / "killed")]
+    assert events.count("rollback") == 1
+    again = [record for record in records(tmp_path / "killed") if "loss" in record]
+    assert [record["loss"] for record in again] == [record["loss"] for record in steps]

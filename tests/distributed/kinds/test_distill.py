@@ -1,0 +1,408 @@
+"""Knowledge distillation: losses equal to the published formulas, on several ranks, with caches, and after a kill."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from automodel_ckpt.cli.common.example_recipes import examples
+from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.parallel.mesh_sizes import Sizes
+from automodel_ckpt.recipes.distill import Distill
+from automodel_ckpt.train.forecast.plan import plan
+from automodel_ckpt.train.kinds.teacher import Teacher
+from tests.fixtures.distill.make_reference_losses import (
+    BATCH,
+    CASES,
+    LR,
+    NUM_STEPS,
+    VOCABULARY,
+    Samples,
+    student,
+    teacher,
+    tiny_llama,
+)
+from tests.support import ranks
+from tests.support.runs.training import build, killed_after, steps_of
+from tests.support.runs.training import train as run_recipe
+
+RECORDED = json.loads((Path(__file__).parents[2] / "fixtures/distill/losses.json").read_text())
+HERE = "tests.distributed.kinds.test_distill"
+
+
+def samples(tokenizer: Any = None) -> Samples:
+    """The samples of the recorded runs, as a data set of a recipe."""
+    return Samples()
+
+
+def other_samples(tokenizer: Any = None) -> list[dict[str, list[int]]]:
+    """Six samples, for mixtures and validations."""
+    return [Samples()[index] for index in range(3, 9)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the student and the teacher of the recorded runs."""
+    directory = tmp_path_factory.mktemp("models")
+    student().save_pretrained(directory / "student")
+    teacher().save_pretrained(directory / "teacher")
+    return directory
+
+
+def write(
+    directory: Path, models: Path, case: str = "forward", more: str = "", **distill: Any
+) -> Path:
+    """Write the recipe of a recorded case."""
+    directory.mkdir(parents=True, exist_ok=True)
+    section = {"teacher": {"from_pretrained": str(models / "teacher")}, **CASES[case], **distill}
+    text = f"""
+recipe: distill
+model: {{from_pretrained: {models / "student"}}}
+tokenizer: null
+distill: {json.dumps(section)}
+dataset: {{_target_: {HERE}.samples}}
+dataloader: {{shuffle: false}}
+optimizer: {{lr: {LR}, weight_decay: 0.0}}
+clip_grad_norm: null
+step_scheduler: {{global_batch_size: {BATCH}, local_batch_size: 2, max_steps: {NUM_STEPS}}}
+checkpoint: {{checkpoint_dir: {directory / "run"}}}
+{more}"""
+    path = directory / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def run(path: Path, *overrides: str) -> dict[str, str]:
+    return run_recipe(path, *overrides, recipe_class=Distill)
+
+
+def logged(
+    path: Path, names: tuple[str, ...] = ("loss", "ce_loss", "kd_loss")
+) -> list[dict[str, float]]:
+    lines = (path.parent / "run/training.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [{name: record[name] for name in names} for record in records if "event" not in record]
+
+
+def assert_as_recorded(
+    path: Path, case: str, tolerance: float = 1e-5, num_steps: int = NUM_STEPS
+) -> None:
+    found = logged(path)
+    assert len(found) == num_steps
+    for record, expected in zip(found, RECORDED[case], strict=False):
+        assert record == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ten_steps_have_the_losses_of_the_published_formulas(
+    case: str, models: Path, tmp_path: Path
+) -> None:
+    path = write(tmp_path, models, case)
+    run(path)
+    assert_as_recorded(path, case)
+
+
+WAYS = {
+    "fsdp2": ("mixed", "distributed: {strategy: fsdp2}"),
+    "ddp": ("reverse", "distributed: {strategy: ddp}"),
+    "tp": ("forward at 2", "distributed: {tp_size: 2}"),
+    "sequence parallel": ("mixed", "distributed: {tp_size: 2, sequence_parallel: true}"),
+}
+"""A recorded case, and how two ranks share the models. The last one has the teacher's logits in a cache."""
+
+
+def test_two_ranks_that_share_the_models_have_the_same_losses(models: Path, tmp_path: Path) -> None:
+    paths = {}
+    for way, (case, more) in WAYS.items():
+        cache = {"top_k": VOCABULARY, "cache_dir": str(tmp_path)} if "sequence" in more else {}
+        paths[way] = write(tmp_path / way, models, case, more, **cache)
+    # Rows of one length: DTensor derives the sharding of every operation anew for another.
+    short = ("--step_scheduler.max_steps=2", "--dataloader.pad_to_multiple_of=16")
+    ranks.run_each([partial(run, path, *short) for path in paths.values()], 2)
+    for way, (case, more) in WAYS.items():
+        assert_as_recorded(paths[way], case, 1e-4 if "sequence" in more else 1e-5, num_steps=2)
+
+
+def test_all_tokens_of_a_cache_give_the_same_losses_and_later_starts_need_no_teacher(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, models, "mixed", top_k=VOCABULARY, cache_dir=str(tmp_path / "logits"))
+    run(path)
+    assert_as_recorded(path, "mixed", 1e-4)
+    (cache,) = (tmp_path / "logits").iterdir()
+
+    def fail(recipe: Distill) -> None:
+        raise AssertionError("the teacher was built")
+
+    monkeypatch.setattr(Distill, "_build_teacher", fail)
+    first = logged(path)
+    shutil.rmtree(tmp_path / "run")
+    run(path)
+    assert logged(path) == first
+    # Another temperature is another cache, and so is a damaged one.
+    with pytest.raises(AssertionError, match="was built"):
+        run(path, "--distill.temperature=3")
+    content = bytearray((cache / "00000.rest").read_bytes())
+    content[-1] ^= 1
+    (cache / "00000.rest").write_bytes(content)
+    with pytest.raises(AssertionError, match="was built"):
+        run(path)
+
+
+class Unreadable(Samples):
+    """Samples of which the last one cannot be read."""
+
+    # Otherwise, rank 0 would read them all for a digest.
+    identity = "unreadable"
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        if index == len(self) - 1:
+            raise KeyError("text")
+        return super().__getitem__(index)
+
+
+def unreadable(tokenizer: Any = None) -> Unreadable:
+    return Unreadable()
+
+
+def test_a_sample_that_one_rank_cannot_read_ends_all_ranks_before_training(
+    models: Path, tmp_path: Path
+) -> None:
+    more = f"\ndistributed: {{strategy: fsdp2}}\ndataset: {{_target_: {HERE}.unreadable}}"
+    path = write_mixed(tmp_path, models, more, top_k=4, cache_dir=str(tmp_path / "logits"))
+    ended = ranks.outcomes(run, 2, path, init=False, timeout=60)
+    for outcome in ended:
+        assert isinstance(outcome.error, AutomodelError)
+        assert str(outcome.error).startswith("rank 1: dataset[39] could not be read")
+        assert "KeyError: 'text'" in str(outcome.error)
+    assert not list((tmp_path / "logits").iterdir())
+
+
+SOURCES = f"""
+dataset:
+  _target_: automodel_ckpt.data.mixture.mixture
+  sources: {{most: {{_target_: {HERE}.samples}}, few: {{_target_: {HERE}.other_samples}}}}
+packed_sequence: {{size: 40}}
+dataloader: {{shuffle: true}}
+validation_dataset: {{_target_: {HERE}.other_samples}}
+validation_datasets: {{more: {{_target_: {HERE}.samples}}, same: {{_target_: {HERE}.other_samples}}}}
+step_scheduler: {{global_batch_size: 4, local_batch_size: 2, num_epochs: 2, max_steps: 8, ckpt_every_steps: 3}}
+"""
+LORA = "peft: {method: lora, r: 4, target_modules: [q_proj, lm_head]}"
+
+
+def test_packs_of_a_mixture_in_a_cache_have_the_losses_of_the_teacher(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path / "cache"))
+    # The adapter makes the output layer one that is not a single matrix.
+    more = f"{SOURCES}\n{LORA}"
+    online = write_mixed(tmp_path / "online", models, more)
+    cached = write_mixed(tmp_path / "cached", models, more, top_k=VOCABULARY)
+    run(online)
+    ranks.run(run, 2, cached, init=False)
+    assert len(logged(online)) == 8
+    for one, other in zip(logged(online), logged(cached), strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    validations = [
+        json.loads((path.parent / "run/validation.jsonl").read_text().splitlines()[-1])
+        for path in (online, cached)
+    ]
+    names = ("val_loss", "val_kd_loss", "val_ce_loss", "val_accuracy", "val_kd_loss_more")
+    for name in names:
+        assert validations[0][name] == pytest.approx(validations[1][name], abs=1e-4)
+    assert 0 < validations[0]["val_kd_loss"] < logged(online)[0]["kd_loss"]
+    # The mixture and the validations have the same two sources.
+    log = (cached.parent / "run/log.txt").read_text()
+    assert log.count("computing the") == 2 and log.count("are cached") == 3
+
+
+def write_mixed(directory: Path, models: Path, more: str, **distill: Any) -> Path:
+    """Write a recipe of the keys in *more*, which replace those of the recorded cases."""
+    path = write(directory, models, "mixed", **distill)
+    replaced = [line.partition(":")[0] for line in more.splitlines() if line[:1].isalpha()]
+    kept = [
+        line for line in path.read_text().splitlines() if line.partition(":")[0] not in replaced
+    ]
+    path.write_text("\n".join(kept) + more)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("top_k", "num_ranks"), [pytest.param(None, 1, marks=pytest.mark.further), (8, 2)]
+)
+def test_a_killed_run_continues_exactly(
+    top_k: int | None,
+    num_ranks: int,
+    models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path / "cache"))
+    more = f"{SOURCES}\ndistributed: {{strategy: fsdp2}}"
+    distill = {} if top_k is None else {"top_k": top_k}
+    whole = write_mixed(tmp_path / "whole", models, more, **distill)
+    killed = write_mixed(tmp_path / "killed", models, more, **distill)
+    asynchronous = "--checkpoint.is_async=true"
+    kill = partial(
+        run_recipe, killed, asynchronous, recipe_class=killed_after(5, recipe_class=Distill)
+    )
+    ended = ranks.outcomes(kill, num_ranks, init=False)
+    assert -9 in [outcome.exitcode for outcome in ended]
+    both = [partial(run, killed, asynchronous), partial(run, whole)]
+    resumed, expected = ranks.run_each(both, num_ranks)
+    assert resumed == expected
+    assert steps_of(killed.parent / "run") == steps_of(whole.parent / "run")
+    saved = {path.name for path in (killed.parent / "run/LATEST").iterdir()}
+    assert "model" in saved and not any("teacher" in name for name in saved)
+
+
+def test_a_resume_on_other_ranks_and_with_another_teacher_continues_and_says_so(
+    models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, models, "forward")
+    ranks.run(run, 2, path, "--step_scheduler.max_steps=4", init=False)
+    other = tmp_path / "other"
+    shutil.copytree(models / "teacher", other)
+    with caplog.at_level(logging.WARNING):
+        run(path)
+    assert_as_recorded(path, "forward")
+    assert "the teacher is not that" not in caplog.text
+    tiny_llama(32, seed=4).save_pretrained(other)
+    run(path, "--step_scheduler.max_steps=11", f"--distill.teacher.from_pretrained={other}")
+    assert "the teacher is not that of epoch_0_step_10" in caplog.text
+
+
+def test_an_offloaded_teacher_is_on_the_device_only_while_it_predicts(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU, offload_teacher has no effect; here the host is the device too, and values are copied."""
+    seen = []
+
+    class Watched(Teacher):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "offload": True})
+
+        def _use(self, values: Any) -> None:
+            super()._use(values)
+            parameter = next(self.trainable.model.parameters())
+            seen.append(parameter.data_ptr() == next(iter(self._host.values())).data_ptr())
+
+    monkeypatch.setattr("automodel_ckpt.recipes.distill.Teacher", Watched)
+    monkeypatch.setattr(torch.Tensor, "to", _copied(torch.Tensor.to))
+    path = write(tmp_path, models, "forward", offload_teacher=True)
+    run(path, "--step_scheduler.max_steps=2")
+    assert logged(path)[1] == pytest.approx(RECORDED["forward"][1], abs=1e-5)
+    assert seen == [True, *[False, True] * 4]
+
+
+def _copied(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Tensor.to that copies even to the same device, as it does to a GPU."""
+
+    def copied(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        if arguments and isinstance(arguments[0], torch.device):
+            options["copy"] = True
+        return to(tensor, *arguments, **options)
+
+    return copied
+
+
+def rejected(path: Path, *overrides: str) -> tuple[str, str]:
+    """Where and what the setup of a recipe rejects."""
+    recipe = build(path, *overrides, recipe_class=Distill)
+    try:
+        with pytest.raises(RecipeError) as raised:
+            recipe.setup()
+    finally:
+        recipe.close()
+    (problem,) = raised.value.problems
+    assert problem.hint and str(problem.value)
+    return problem.where, problem.what
+
+
+def test_other_vocabularies_are_errors_before_weights_are_read_unless_they_are_padded(
+    models: Path, tmp_path: Path
+) -> None:
+    name = "distill.teacher.from_pretrained"
+    path = write(tmp_path, models, "forward")
+    larger = tmp_path / "larger"
+    tiny_llama(16, seed=3, vocabulary=320).save_pretrained(larger)
+    flag = f"--{name}={larger}"
+    # Without weights: nothing may try to read them.
+    weights = larger / "model.safetensors"
+    weights.rename(tmp_path / "weights")
+    other_size = "the teacher has another vocabulary than the student"
+    assert rejected(path, flag) == (name, other_size)
+    assert rejected(path, f"--{name}={tmp_path / 'nowhere'}") == (name, "no such directory")
+    tokenizer = train_tokenizer(300)
+    tiny_llama(16, seed=3, vocabulary=300).save_pretrained(tmp_path / "small")
+    tokenizer.save_pretrained(tmp_path / "small")
+    with_tokenizer = (
+        flag,
+        f"--model.from_pretrained={tmp_path / 'small'}",
+        f"--tokenizer.from_pretrained={tmp_path / 'small'}",
+    )
+    assert rejected(path, *with_tokenizer) == (name, other_size)
+    renamed = PreTrainedTokenizerFast.from_pretrained(tmp_path / "small")
+    renamed.add_tokens(["another"])
+    renamed.save_pretrained(larger)
+    other_tokens = "the teacher has another tokenizer than the student"
+    assert rejected(path, *with_tokenizer) == (name, other_tokens)
+    tokenizer.save_pretrained(larger)
+    (tmp_path / "weights").rename(weights)
+    run(path, *with_tokenizer, "--step_scheduler.max_steps=1")
+    assert logged(path)[0]["kd_loss"] > 0
+
+
+def test_a_dry_run_counts_the_teacher(models: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, models, "forward")
+    others = []
+    for overrides in ((), ("--distill.top_k=4",)):
+        recipe = build(path, *overrides, recipe_class=Distill)
+        others.append(plan(recipe, Sizes()).memory.others)
+    assert others == [4 * teacher().num_parameters(), 0]
+
+
+def test_the_example_approaches_its_teacher(tmp_path: Path) -> None:
+    example = examples()["distill/tiny_distill"]
+    short = ("--step_scheduler.max_steps=12", "--step_scheduler.val_every_steps=6")
+    small = ("--validation_dataset.max_samples=16", "--model.from_config.num_hidden_layers=1")
+    run(example, *short, *small, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
+    lines = (tmp_path / "run/validation.jsonl").read_text().splitlines()
+    first, last = (json.loads(line)["val_kd_loss"] for line in lines)
+    start = json.loads((tmp_path / "run/training.jsonl").read_text().splitlines()[0])["kd_loss"]
+    # The text is the documentation of the Python that runs, so that losses differ between its versions.
+    assert last < first - 0.03 < start - 0.2
+
+
+def test_what_a_distillation_does_not_support_is_an_error(models: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, models, "forward")
+    assert rejected(path, "--distill=null") == ("distill", "a distillation needs a teacher")
+    assert rejected(path, "--loss_fn={_target_: torch.nn.CrossEntropyLoss}")[0] == "loss_fn"
+    assert rejected(path, "--model.mtp={}")[0] == "model.mtp"
+    stream = f"--dataset={{_target_: {HERE}.stream}}"
+    assert rejected(path, stream, "--distill.top_k=4")[0] == "distill.top_k"
+    for key in ("pp_size", "cp_size"):
+        recipe = build(path, f"--distributed.{key}=2", recipe_class=Distill)
+        assert [problem.where for problem in recipe.config_problems()] == [f"distributed.{key}"]
+    with pytest.raises(RecipeError, match="only the recipe distill or vlm_distill reads"):
+        build(path, "--recipe=llm_finetune")
+    for word, key in (("kd_ratio=1.5", "kd_ratio"), ("temperature=0", "temperature")):
+        with pytest.raises(RecipeError) as raised:
+            build(path, f"--distill.{word}")
+        assert key in str(raised.value)
+
+
+def stream(tokenizer: Any = None) -> Any:
+    """The samples, without numbers."""
+    return (sample for sample in Samples().samples)

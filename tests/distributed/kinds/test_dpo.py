@@ -1,0 +1,337 @@
+"""DPO and ORPO: losses as TRL's, whatever divides the model, and after a kill; the reference is always the start."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, GPT2Config
+
+from automodel_ckpt.cli.train import main
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.dpo import DPOFinetune
+from automodel_ckpt.recipes.orpo import ORPOFinetune
+from automodel_ckpt.train.recipe import Recipe
+from tests.support import ranks
+from tests.support.runs.preference import TENSOR_PARALLEL, recorded, step_records, write_run
+from tests.support.runs.training import killed_after, steps_of, train
+
+MEASURES = ("accuracy", "margin", "reward_chosen", "reward_rejected")
+LORA = "--peft={r: 2, alpha: 8, target_modules: [q_proj, v_proj]}"
+
+
+class LoraLikeTrl(DPOFinetune):
+    """Gives the adapters the values that they have in make_trl_losses.py."""
+
+    def build(self) -> None:
+        super().build()
+        for number, (name, parameter) in enumerate(sorted(self.model.named_parameters())):
+            if "lora_A" in name:
+                count = torch.arange(parameter.numel(), dtype=torch.float64)
+                values = 0.3 * torch.sin(1.3 * count + number)
+                parameter.data.copy_(values.reshape(parameter.shape))
+
+
+@pytest.mark.parametrize(
+    ("case", "recipe_class", "option"),
+    [
+        ("sigmoid", DPOFinetune, "--dpo.beta=0.3"),
+        ("ipo", DPOFinetune, "--dpo={beta: 0.4, loss: ipo}"),
+        ("hinge", DPOFinetune, "--dpo={beta: 0.5, loss: hinge}"),
+        ("robust", DPOFinetune, "--dpo={beta: 0.3, loss: robust, label_smoothing: 0.2}"),
+        ("smoothed", DPOFinetune, "--dpo={beta: 0.3, label_smoothing: 0.2}"),
+        ("lora", LoraLikeTrl, "--dpo.beta=0.6"),
+        ("orpo", ORPOFinetune, "--orpo.beta=0.25"),
+    ],
+)
+def test_losses_and_rewards_are_those_of_trl(
+    tmp_path: Path, case: str, recipe_class: type[Recipe], option: str
+) -> None:
+    recipe = write_run(tmp_path, "orpo" if case == "orpo" else "dpo")
+    adapters = [LORA] if case == "lora" else []
+    train(recipe, option, *adapters, recipe_class=recipe_class)
+    expected = recorded()["runs"][case]
+    steps = step_records(tmp_path / "run")
+    losses = [step["loss"] for step in steps]
+    assert losses == pytest.approx(expected["losses"], abs=1e-5, rel=1e-5)
+    assert max(losses) - min(losses) > 0.05
+    for step, logged in zip(steps, expected["measures"], strict=True):
+        assert step["pairs"] == 4
+        for name in MEASURES:
+            assert step[name] == pytest.approx(logged[name], abs=2e-4, rel=2e-4), name
+
+
+JUDGED = "automodel_ckpt.data.kto.judged_completions"
+HALF_LORA = "--peft={r: 2, target_modules: all-linear, init: orthogonal, dropout: 0.5}"
+
+
+def write_gpt2(directory: Path, rate: float) -> None:
+    """Write a base whose layers are modules of torch, and whose attention calls a function."""
+    rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), rate)
+    size = {"vocab_size": 43, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(GPT2Config(**size, **rates, pad_token_id=0))
+    model.save_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "base", "options"),
+    [
+        ("dpo", "gpt2", ()),
+        ("dpo", "llama", (HALF_LORA,)),
+        ("dpo", "gpt2", ("--dpo.precompute=true",)),
+        ("orpo", "gpt2", ()),
+        ("reward_model", "llama", (HALF_LORA,)),
+        ("kto", "gpt2", ()),
+    ],
+)
+def test_preferences_are_learned_without_dropout_unless_the_recipe_wants_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], recipe: str, base: str, options: Any
+) -> None:
+    path = write_run(tmp_path, recipe)
+    if recipe == "kto":
+        rows = [{"prompt": f"w{n}", "completion": f"w{n + 1}", "label": n % 2} for n in range(8)]
+        (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        options = (f"--dataset._target_={JUDGED}", "--step_scheduler.num_epochs=1")
+
+    def trained(name: str, rate: float, *more: str) -> list[float]:
+        rates: tuple[str, ...] = ()
+        if base == "gpt2":
+            write_gpt2(tmp_path / "model", rate)
+        else:
+            rates = (f"--model.config_overrides.attention_dropout={rate}", f"--peft.dropout={rate}")
+        words = (f"--checkpoint.checkpoint_dir={tmp_path / name}", "--step_scheduler.max_steps=2")
+        no_files = "--checkpoint.save_consolidated=false"
+        assert main([str(path), *options, *rates, *words, no_files, *more]) == 0
+        return losses_of(tmp_path / name)
+
+    without = trained("without", 0.0)
+    assert "dropout" not in capfd.readouterr().err
+    assert trained("off", 0.5) == without
+    assert capfd.readouterr().err.count("dropout is off") == 1
+    assert trained("kept", 0.5, "--dropout=true") != without
+    if recipe == "dpo":
+        assert without[0] == pytest.approx(math.log(2), abs=1e-6)
+    written = "".join(file.read_text() for file in (tmp_path / "off").rglob("*config.json"))
+    assert re.search(r"drop(out)?\": 0.5", written)
+
+
+def arguments_of(directory: Path, name: str, *options: str) -> tuple[str, ...]:
+    return (f"--checkpoint.checkpoint_dir={directory / name}", "--dpo.beta=0.3", *options)
+
+
+def losses_of(directory: Path) -> list[float]:
+    return [step["loss"] for step in step_records(directory)]
+
+
+EXACT: dict[str, tuple[int, tuple[str, ...]]] = {
+    "full": (1, ("--checkpoint.is_async=true",)),
+    "adapters on two ranks": (2, (LORA, "--step_scheduler.local_batch_size=2")),
+    "precomputed": (1, ("--dpo.precompute=true",)),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["full", pytest.param("adapters on two ranks", marks=pytest.mark.further), "precomputed"],
+)
+def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, case: str) -> None:
+    num_ranks, options = EXACT[case]
+    recipe = write_run(tmp_path, "dpo")
+    options = (*options, "--step_scheduler.max_steps=7")
+
+    def trained(name: str, recipe_class: type[Recipe] = DPOFinetune) -> dict[str, str]:
+        arguments = arguments_of(tmp_path, name, *options)
+        return train(recipe, *arguments, recipe_class=recipe_class)
+
+    killed = partial(trained, recipe_class=killed_after(6, recipe_class=DPOFinetune))
+    ended = ranks.outcomes(killed, num_ranks, "interrupted", init=False)
+    assert -9 in [outcome.exitcode for outcome in ended]
+    both = [partial(trained, name) for name in ("interrupted", "whole")]
+    resumed, whole = ranks.run_each(both, num_ranks)
+    assert resumed == whole
+    assert steps_of(tmp_path / "interrupted") == steps_of(tmp_path / "whole")
+    # With the resumed policy as the reference, step 5 would have the loss of two equal models.
+    assert abs(losses_of(tmp_path / "whole")[4] - math.log(2)) > 0.01
+
+
+HALF = "--step_scheduler.local_batch_size=2"
+# The reference is then computed by the original of the output layer, the policy by its copy.
+WITH_HEAD = "--peft={r: 2, alpha: 8, target_modules: [q_proj, v_proj], modules_to_save: [lm_head]}"
+SHARED: dict[str, tuple[str, ...]] = {
+    "fsdp2 and one": (HALF, "--step_scheduler.max_steps=4"),
+    "tp": TENSOR_PARALLEL,
+    "ddp": (HALF, "--distributed.strategy=ddp", "--dpo.precompute=true"),
+    "fsdp2 with adapters": (HALF, WITH_HEAD),
+    "tp with adapters": (WITH_HEAD, *TENSOR_PARALLEL),
+}
+
+
+def test_losses_are_those_of_one_process_however_ranks_share_the_model(tmp_path: Path) -> None:
+    recipe = write_run(tmp_path, "dpo")
+
+    def trained(name: str, *options: str) -> dict[str, str]:
+        arguments = arguments_of(tmp_path, name, *options)
+        return train(recipe, *arguments, recipe_class=DPOFinetune)
+
+    short = "--step_scheduler.max_steps=5"
+    trained("one", short)
+    trained("one with adapters", WITH_HEAD, short)
+    ranks.run_each([partial(trained, name, short, *SHARED[name]) for name in SHARED], 2)
+    # Two ranks until step 4, and one from there on.
+    trained("fsdp2 and one", short)
+    for name in SHARED:
+        expected = losses_of(tmp_path / ("one with adapters" if "adapters" in name else "one"))
+        assert losses_of(tmp_path / name) == pytest.approx(expected, abs=1e-6, rel=1e-5), name
+
+
+def first_step(directory: Path, *options: str, recipe: str = "dpo") -> dict[str, Any]:
+    """The record of the first step of a run."""
+    recipe_class = {"dpo": DPOFinetune, "orpo": ORPOFinetune}[recipe]
+    written = write_run(directory, recipe)
+    words = ("--step_scheduler.max_steps=1", "--checkpoint.save_consolidated=false", *options)
+    train(written, *words, recipe_class=recipe_class)
+    [record] = step_records(directory / "run")
+    return record
+
+
+def test_orpo_learns_the_prompt_unless_learn_prompt_is_false(tmp_path: Path) -> None:
+    for name in ("whole", "answer"):
+        (tmp_path / name).mkdir()
+    whole = first_step(tmp_path / "whole", recipe="orpo")
+    answer = first_step(tmp_path / "answer", "--orpo.learn_prompt=false", recipe="orpo")
+    # The reward is beta times the mean log-probability of the tokens of the answer.
+    assert answer["sft_loss"] == pytest.approx(-answer["reward_chosen"] / 0.1, rel=1e-5)
+    assert whole["sft_loss"] != pytest.approx(answer["sft_loss"], rel=1e-3)
+    assert whole["reward_chosen"] == answer["reward_chosen"]
+
+
+def test_a_named_reference_is_another_model(tmp_path: Path) -> None:
+    write_run(tmp_path, "dpo")
+    other = tmp_path / "other"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    model.save_pretrained(other)
+    record = first_step(tmp_path, f"--dpo.reference={other}")
+    assert record["loss"] != pytest.approx(math.log(2), abs=1e-2)
+    for wrong, what in (("missing", "no such directory"), ("other", "this model is an encoder")):
+        if wrong == "other":
+            BertConfig().save_pretrained(other)
+        with pytest.raises(RecipeError, match=what) as raised:
+            first_step(tmp_path, f"--dpo.reference={tmp_path / wrong}")
+        assert raised.value.problems[0].where == "dpo.reference"
+
+
+def test_precompute_keeps_scores_in_a_cache_that_is_not_trusted_blindly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tmp_path / "cache"
+    monkeypatch.setenv("AUTOMODEL_CKPT_CACHE", str(store))
+    caplog.set_level("INFO")
+
+    def scored(name: str, *options: str) -> tuple[list[float], list[str]]:
+        caplog.clear()
+        recipe = write_run(tmp_path, "dpo")
+        words = arguments_of(tmp_path, name, "--step_scheduler.max_steps=3", *options)
+        train(recipe, "--checkpoint.save_consolidated=false", *words, recipe_class=DPOFinetune)
+        done = [text for text in caplog.messages if "the reference's log-probabilities" in text]
+        return losses_of(tmp_path / name), [text.partition(" the ")[0] for text in done]
+
+    live, nothing = scored("live")
+    assert nothing == [] and not list(store.glob("reference_scores-*"))
+    first, computed = scored("first", "--dpo.precompute=true")
+    assert (first, computed) == (pytest.approx(live, rel=1e-6), ["computed"])
+    [file] = store.glob("reference_scores-*")
+    content = file.read_bytes()
+    assert scored("again", "--dpo.precompute=true")[0] == first
+    assert "are read from the cache" in caplog.text
+    flipped = bytearray(content)
+    flipped[-40] ^= 1
+    torn = {"torn": content[:-5], "flipped": bytes(flipped), "foreign": b"{}\n" + content}
+    for name, damaged in torn.items():
+        file.write_bytes(damaged)
+        losses, computed = scored(name, "--dpo.precompute=true")
+        assert losses == first and computed[-1] == "computed", name
+        assert "are computed again" in caplog.text
+        assert file.read_bytes() == content
+    # Another reference and other pairs have other files.
+    scored("half", "--dpo.precompute=true", "--dataset.max_samples=20")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        model.lm_head.weight[5, 3] += 1e-3
+    model.save_pretrained(tmp_path / "model")
+    scored("other", "--dpo.precompute=true")
+    assert len(list(store.glob("reference_scores-*"))) == 3
+
+
+def test_validations_measure_accuracies_and_rewards_of_each_set(tmp_path: Path) -> None:
+    recipe = write_run(tmp_path, "dpo")
+    pairs = f"_target_: automodel_ckpt.data.preference.pairs, path: {tmp_path / 'pairs.jsonl'}"
+    options = (
+        f"--validation_dataset={{{pairs}}}",
+        f"--validation_datasets={{few: {{{pairs}, max_samples: 7}}}}",
+        "--step_scheduler.val_every_steps=10",
+        "--dpo.precompute=true",
+        "--checkpoint.best_metric_key=val_accuracy",
+        "--checkpoint.best_mode=max",
+    )
+    train(recipe, *options, recipe_class=DPOFinetune)
+    lines = (tmp_path / "run" / "validation.jsonl").read_text().splitlines()
+    record = json.loads(lines[-1])
+    for measure in ("loss", *MEASURES):
+        assert math.isfinite(record[f"val_{measure}"])
+        assert math.isfinite(record[f"val_{measure}_few"])
+    assert record["val_accuracy"] > 0.6
+    assert record["val_margin"] == pytest.approx(
+        record["val_reward_chosen"] - record["val_reward_rejected"], rel=1e-6
+    )
+    assert record["pairs"] == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "where"),
+    [
+        (
+            ("--dataset.streaming=true", "--dpo.precompute=true"),
+            "of a stream cannot be computed",
+            "dpo.precompute",
+        ),
+        (
+            ("--dataset._target_=automodel_ckpt.data.text.text", "--dataset.field=prompt"),
+            "trains on pairs of a preferred and a rejected answer, and dataset has texts",
+            "--dataset._target_",
+        ),
+        (("--packed_sequence={size: 32}",), "does not support packed_sequence", "packed_sequence"),
+    ],
+)
+def test_what_the_recipe_cannot_train_on_is_an_error_before_training(
+    tmp_path: Path, options: tuple[str, ...], what: str, where: str
+) -> None:
+    recipe = write_run(tmp_path, "dpo")
+    with pytest.raises(RecipeError, match=what) as caught:
+        train(recipe, *options, recipe_class=DPOFinetune)
+    [problem] = caught.value.problems
+    assert problem.where == where and problem.value and problem.hint
+
+
+def test_a_dry_run_counts_the_weights_of_the_reference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_run(tmp_path, "dpo")
+
+    def memory(*options: str) -> str:
+        assert main([str(recipe), "--dry-run", *options]) == 0
+        [line] = [text for text in capsys.readouterr().out.splitlines() if "memory:" in text]
+        return line
+
+    weights, others = re.findall(r"(?:weights|other models) ([\d.]+ \w+)", memory())
+    assert weights == others
+    assert "other models" not in memory("--dpo.precompute=true")
+    assert "other models" not in memory(LORA)

@@ -1,0 +1,157 @@
+"""The recipe ``embedding``: any ranks compute the gradient of one process; runs are resumed exactly."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModel, BertForMaskedLM
+
+from automodel_ckpt.cli.ckpt import main as run_ckpt
+from automodel_ckpt.loss.contrastive import contrastive_losses
+from automodel_ckpt.recipes.embedding import EmbeddingFinetune
+from automodel_ckpt.train.kinds.embedding_pairs import PairsOverRanks, Parts
+from tests.support import ranks
+from tests.support.runs import pair_recipes
+from tests.support.runs.like_one_process import Way, check_killed_run, check_like_one_process
+from tests.support.runs.parallel import layout_here
+from tests.support.runs.preference import TENSOR_PARALLEL
+
+LORA = ("--peft.r=4", "--peft.dropout=0.0", "--optimizer.lr=0.01")
+METRICS = ("val_loss", "val_accuracy", "val_mrr", "val_recall_at_10")
+BATCH = (
+    "--step_scheduler.global_batch_size=12",
+    "--checkpoint.save_consolidated=false",
+    "--step_scheduler.max_steps=4",
+)
+WAYS: dict[str, tuple[str, ...]] = {
+    "fsdp2": ("--step_scheduler.local_batch_size=3",),
+    "ddp": ("--step_scheduler.local_batch_size=6", "--distributed.strategy=ddp"),
+    "ddp_accumulated": ("--step_scheduler.local_batch_size=2", "--distributed.strategy=ddp"),
+    "tp": ("--step_scheduler.local_batch_size=4", *TENSOR_PARALLEL),
+}
+
+
+training = partial(pair_recipes.training, recipe_class=EmbeddingFinetune)
+logged = partial(pair_recipes.logged, count="pairs", metrics=METRICS)
+
+
+def run(recipe: Path, name: str, num_ranks: int, *overrides: str) -> list[float]:
+    """Train in the directory *name*; the values that it logs."""
+    ranks.run(training(recipe, name, *overrides), num_ranks, init=False)
+    return logged(recipe.parent / name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "common", "ways"),
+    [
+        ("bert", (), ("fsdp2", "ddp", "ddp_accumulated")),
+        ("bert", ("--embedding.negatives=own",), ("ddp_accumulated",)),
+        # Adapters of the pooler would have no gradient, for which ddp would wait.
+        ("bert", LORA, ("ddp",)),
+        pytest.param(
+            "llama", ("--embedding.attention=bidirectional",), ("tp",), marks=pytest.mark.further
+        ),
+        ("llama", LORA, ("tp",)),
+    ],
+)
+def test_ranks_train_like_one_process(
+    tmp_path: Path, kind: str, common: tuple[str, ...], ways: tuple[str, ...]
+) -> None:
+    # The third global batch has one pair, so that a rank has none of it.
+    both = (*BATCH, "--dataset.max_samples=25", *common)
+    recipe = pair_recipes.write_embedding(tmp_path, kind, 1)
+    whole = "--step_scheduler.local_batch_size=12"
+    chosen = {name: Way(WAYS[name], both) for name in ways}
+    check_like_one_process(recipe, training, logged, chosen, whole)
+
+
+INTERRUPTED = (
+    *BATCH,
+    "--step_scheduler.local_batch_size=3",
+    "--step_scheduler.max_steps=6",
+    "--checkpoint.save_consolidated=false",
+    "--step_scheduler.ckpt_every_steps=2",
+    "--model.config_overrides={hidden_dropout_prob: 0.2, attention_probs_dropout_prob: 0.1}",
+)
+
+
+def test_a_killed_run_continues_exactly_with_asynchronous_saves(tmp_path: Path) -> None:
+    recipe = pair_recipes.write_embedding(tmp_path, "bert", 1)
+    # Accumulated, so that each step draws the numbers of its dropout twice.
+    check_killed_run(recipe, training, EmbeddingFinetune, *INTERRUPTED, "--checkpoint.is_async")
+
+
+def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
+    recipe = pair_recipes.write_embedding(tmp_path, "bert")
+    two = ("--step_scheduler.local_batch_size=3", "--step_scheduler.max_steps=2")
+    run(recipe, "run", 2, *BATCH, *two)
+    resharded = run(recipe, "run", 1, *BATCH, "--step_scheduler.local_batch_size=2")
+    assert resharded == pytest.approx(
+        run(recipe, "one", 1, *BATCH, "--step_scheduler.local_batch_size=12"), rel=1e-5
+    )
+
+
+def test_old_names_of_bert_files_are_those_of_its_backbone_and_head(tmp_path: Path) -> None:
+    recipe = pair_recipes.write_embedding(tmp_path, "bert")
+    config = AutoConfig.from_pretrained(tmp_path / "base")
+    tensors = {}
+    for name, tensor in BertForMaskedLM(config).state_dict().items():
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        tensors[old.replace("LayerNorm.bias", "LayerNorm.beta")] = tensor.clone()
+    assert "cls.predictions.transform.LayerNorm.gamma" in tensors
+    save_file(tensors, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    training(recipe, "run", *BATCH, "--step_scheduler.local_batch_size=12")()
+    before = tensors["bert.encoder.layer.0.output.LayerNorm.gamma"]
+    assert run_ckpt(["export", str(tmp_path / "run/LATEST"), "-o", str(tmp_path / "out")]) == 0
+    after = AutoModel.from_pretrained(tmp_path / "out").state_dict()
+    trained = after["encoder.layer.0.output.LayerNorm.weight"]
+    assert 0 < (trained - before).abs().max() < 0.1
+
+
+def gradient_on_this_rank(num_pairs: tuple[int, ...], num_negatives: tuple[int, ...]) -> Any:
+    """The summed loss over all ranks, and the gradient of this rank's embeddings [texts, 4]."""
+    layout = layout_here()
+    own = parts_here(num_pairs, num_negatives, layout.dp_rank)
+    values = [
+        part.double().requires_grad_() for part in (own.queries, own.documents, own.negatives)
+    ]
+    over_ranks = PairsOverRanks(layout)
+    digests = Parts(
+        *[(part[:, 0] * 1e6).long() for part in (own.queries, own.documents, own.negatives)]
+    )
+    exchanged = over_ranks.exchange(digests)
+    embedded = over_ranks.gather(Parts(*values), exchanged)
+    candidates = embedded.candidates(exchanged.own, hides_equal=True)
+    losses, found = contrastive_losses(candidates, temperature=0.3, symmetric=True)
+    gradients = torch.autograd.grad(losses.sum(), values)
+    return losses.tolist(), found.tolist(), [gradient.tolist() for gradient in gradients]
+
+
+def parts_here(num_pairs: tuple[int, ...], num_negatives: tuple[int, ...], rank: int) -> Parts:
+    """The rows of *rank* of the same rows for any division; the second pair has the query of the first."""
+    rows = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows[0, 1] = rows[0, 0]
+    rows[1, 4] = rows[1, 2]
+    first, last = sum(num_pairs[:rank]), sum(num_pairs[: rank + 1])
+    start, end = sum(num_negatives[:rank]), sum(num_negatives[: rank + 1])
+    return Parts(rows[0, first:last], rows[1, first:last], rows[2, start:end])
+
+
+@pytest.mark.parametrize(("num_pairs", "num_negatives"), [((4, 2), (1, 3)), ((6, 0), (4, 0))])
+def test_the_gradient_of_two_ranks_is_that_of_one_process(
+    num_pairs: tuple[int, ...], num_negatives: tuple[int, ...]
+) -> None:
+    ((losses, found, gradients),) = ranks.run(gradient_on_this_rank, 1, (6,), (4,))
+    two = ranks.run(gradient_on_this_rank, 2, num_pairs, num_negatives)
+    assert [loss for part in two for loss in part[0]] == pytest.approx(losses, rel=1e-12)
+    assert [rank for part in two for rank in part[1]] == found
+    for index in range(3):
+        whole = [row for part in two for row in part[2][index]]
+        torch.testing.assert_close(
+            torch.tensor(whole), torch.tensor(gradients[index]), rtol=1e-12, atol=1e-12
+        )

@@ -1,0 +1,219 @@
+"""The recipe ``kto``: the steps of TRL, the same results whatever divides the global batch, and exact resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.parallel.mesh_sizes import Sizes
+from automodel_ckpt.recipes.kto import KTO, KTOFinetune
+from automodel_ckpt.train.forecast.plan import plan
+from automodel_ckpt.train.measure.evaluation import EvaluationTotals
+from tests.fixtures.preference import tiny_policy
+from tests.support.runs.preference import (
+    TENSOR_PARALLEL,
+    check_resumes,
+    run_directory,
+    step_records,
+    train_layouts,
+    write_recorded,
+)
+from tests.support.runs.training import build, train
+
+RECORDED = json.loads((Path(tiny_policy.__file__).parent / "trl_kto.json").read_text())
+RECIPE = """
+recipe: kto
+model: {from_pretrained: %(base)s}
+dataset: {_target_: automodel_ckpt.data.kto.judged_completions, path: %(rows)s, seq_length: 32}
+optimizer: {lr: %(learning_rate)s, weight_decay: %(weight_decay)s}
+clip_grad_norm: %(max_grad_norm)s
+dataloader: {shuffle: false}
+step_scheduler: {global_batch_size: 4, local_batch_size: 2}
+checkpoint: {checkpoint_dir: %(run)s}
+"""
+NAMES = ("loss", "kl", "accuracy", "reward_desirable", "reward_undesirable", "desirable")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """The recipe of TRL's runs, with its model and its rows."""
+    return write_recorded(tmp_path, RECIPE, RECORDED, RECORDED["rows"])
+
+
+@pytest.mark.parametrize("name", RECORDED["runs"])
+def test_ten_steps_are_those_of_trl(recipe: Path, name: str) -> None:
+    run = RECORDED["runs"][name]
+    given = run["options"]
+    options = (
+        f"--kto.beta={given['beta']}",
+        f"--kto.desirable_weight={given['desirable_weight']}",
+        f"--kto.undesirable_weight={given['undesirable_weight']}",
+    )
+    train(recipe, *options, recipe_class=KTOFinetune)
+    steps = step_records(recipe.parent / "run")
+    assert len(steps) == len(run["steps"]) == 10
+    for mine, theirs in zip(steps, run["steps"], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+        assert mine["kl"] == pytest.approx(theirs["kl"], abs=1e-4)
+        assert mine["reward_desirable"] == pytest.approx(theirs["rewards/chosen"], abs=1e-4)
+        assert mine["reward_undesirable"] == pytest.approx(theirs["rewards/rejected"], abs=1e-4)
+        assert mine["samples"] == 4
+    assert max(step["kl"] for step in steps) > 1
+
+
+VALIDATED = (
+    "--validation_dataset={_target_: automodel_ckpt.data.kto.judged_completions, path: %s, max_samples: 11}",
+    "--validation_datasets.good={_target_: automodel_ckpt.data.kto.judged_completions, path: %s, max_samples: 1}",
+    "--checkpoint.save_consolidated=false",
+)
+SHORT = ("--step_scheduler.max_steps=5", "--dataset.max_samples=17")
+"""17 samples: the last global batch of the epoch has one sample."""
+LORA = "--peft={r: 4, target_modules: all-linear, dropout: 0.0}"
+
+
+def test_the_ranks_and_the_micro_batches_change_nothing(recipe: Path) -> None:
+    rows = recipe.parent / "rows.jsonl"
+    options = [option % rows if "%s" in option else option for option in VALIDATED]
+    fsdp2 = "--distributed.strategy=fsdp2"
+    layouts = {
+        "one": (1, ("--step_scheduler.local_batch_size=4",)),
+        "tp": (2, TENSOR_PARALLEL),
+        "lora": (1, (LORA,)),
+        "lora fsdp2": (2, (LORA, fsdp2, "--step_scheduler.local_batch_size=1")),
+    }
+    steps, validations = train_layouts(recipe, KTOFinetune, layouts, *SHORT, *options)
+    for name in layouts:
+        expected = "lora" if name.startswith("lora") else "one"
+        for mine, theirs in zip(steps[name], steps[expected], strict=True):
+            assert numbers(mine) == pytest.approx(numbers(theirs), rel=2e-3, abs=2e-4, nan_ok=True)
+        assert validations[name]["samples"] == 11
+        for key, value in validations[expected].items():
+            if key.startswith("val_") and value is not None:
+                assert validations[name][key] == pytest.approx(value, rel=2e-3, abs=2e-4)
+    # The fifth step has one sample, without another completion.
+    fifth = steps["one"][4]
+    assert (fifth["samples"], fifth["kl"]) == (1, 0)
+    assert fifth["reward_desirable"] is None and fifth["reward_undesirable"] is not None
+    assert validations["one"]["val_reward_undesirable_good"] is None
+    assert validations["one"]["val_kl"] > 0 and validations["one"]["val_kl_good"] == 0
+    # The adapters start as their base, which stays the reference.
+    assert steps["lora"][0]["loss"] == 0.5
+    assert steps["lora"][3]["reward_desirable"] != steps["one"][3]["reward_desirable"]
+
+
+def numbers(step: dict[str, Any]) -> list[float]:
+    """The metrics of a step; NaN for those without samples, which the log has as null."""
+    return [math.nan if step[name] is None else step[name] for name in NAMES]
+
+
+def test_a_killed_run_continues_exactly_and_on_two_ranks_as_well(recipe: Path) -> None:
+    options = (*SHORT, "--checkpoint.is_async=true", "--step_scheduler.ckpt_every_steps=2", LORA)
+    resumed, expected = check_resumes(recipe, KTOFinetune, *options)
+    last = numbers(expected[3])
+    assert numbers(resumed[3]) == pytest.approx(last, rel=2e-3, abs=2e-4, nan_ok=True)
+
+
+def test_the_means_of_a_validation_set_are_over_the_samples_with_the_judgment() -> None:
+    objective = KTO.__new__(KTO)
+    sums = {
+        "accuracy": [3.0],
+        "kl": [8.0],
+        "reward_desirable": [6.0],
+        "reward_undesirable": [-1.0],
+        "desirable": [3.0],
+    }
+    found = objective.summarize(EvaluationTotals(2.0, 4, 20, sums))
+    expected = {"accuracy": 0.75, "kl": 2.0, "reward_desirable": 2.0, "reward_undesirable": -1.0}
+    assert found == expected
+    without = objective.summarize(EvaluationTotals(2.0, 3, 20, sums))
+    assert math.isnan(without["reward_undesirable"])
+
+
+class GivenLogProbs(KTO):
+    """The loss for log-probabilities that a test gives."""
+
+    given: torch.Tensor
+    of_reference: torch.Tensor
+
+    def log_probs(self, rows: Any, trainable: Any = None) -> torch.Tensor:
+        return self.given
+
+    def reference_log_probs(self, rows: Any) -> torch.Tensor:
+        return self.of_reference
+
+
+class GivenFinetune(KTOFinetune):
+    objective_class = GivenLogProbs
+
+
+def test_values_that_are_not_finite_stay_where_they_are(recipe: Path) -> None:
+    made = build(recipe, recipe_class=GivenFinetune)
+    try:
+        made.setup()
+        objective = made.objective
+        assert isinstance(objective, GivenLogProbs)
+        # The first row has no label, and the reward of the second one is infinite, but not its loss.
+        labels = torch.full((3, 2), -100)
+        labels[1:] = 1
+        rows = {"input_ids": torch.ones(3, 2).long(), "labels": labels}
+        rows |= {
+            "attention_mask": torch.ones(3, 2),
+            "is_desirable": torch.tensor([True] * 2 + [False]),
+        }
+        objective.given = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+        objective.of_reference = torch.tensor([math.nan, -math.inf, -2.0])
+        made.model.eval()
+        result = objective.loss(rows)
+        result.loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        made.close()
+    assert result.loss.item() == pytest.approx(torch.tensor(0.1).sigmoid().item())
+    assert objective.given.grad is not None
+    assert objective.given.grad.isfinite().all() and objective.given.grad[0] == 0
+    assert result.metrics["reward_desirable"] == math.inf
+    assert result.metrics["reward_undesirable"] == pytest.approx(0.1)
+
+
+def test_a_named_reference_is_another_model(recipe: Path) -> None:
+    other = AutoModelForCausalLM.from_config(tiny_policy.config())
+    torch.manual_seed(1)
+    other.save_pretrained(recipe.parent / "other")
+    options = (f"--kto.reference={recipe.parent / 'other'}", "--step_scheduler.max_steps=1")
+    train(recipe, *options, recipe_class=KTOFinetune)
+    [step] = step_records(recipe.parent / "run")
+    assert step["loss"] != pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_forecast_counts_the_reference_unless_it_is_the_base(recipe: Path) -> None:
+    weights = {}
+    for name, options in {"full": (), "lora": (LORA,)}.items():
+        made = build(recipe, run_directory(recipe, name), *options, recipe_class=KTOFinetune)
+        found = plan(made, Sizes())
+        weights[name] = (found.memory.weights + found.memory.others) / (4 * found.num_parameters)
+    assert weights == {"full": 2, "lora": 1}
+
+
+def test_a_global_batch_of_one_sample_is_an_error(recipe: Path) -> None:
+    sizes = ("--step_scheduler.global_batch_size=1", "--step_scheduler.local_batch_size=1")
+    made = build(recipe, *sizes, recipe_class=KTOFinetune)
+    with pytest.raises(RecipeError) as caught:
+        made.build()
+    [problem] = caught.value.problems
+    assert problem.where == "step_scheduler.global_batch_size"
+    assert (problem.value, bool(problem.hint)) == (1, True)
+
+
+def test_the_section_is_only_read_by_its_recipe(recipe: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        build(recipe, "--recipe=llm_finetune", "--kto.beta=0.2")
+    # The data set is another kind of problem.
+    [problem, _] = caught.value.problems
+    assert problem.what == "only the recipe kto reads the section kto"

@@ -1,0 +1,578 @@
+"""The recipe from end to end on real ranks: what it logs, validates, saves, refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from automodel_ckpt.errors import RecipeError, Stopped
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.train.build.objective import Objective, Tensors
+from tests.support import ranks
+from tests.support.runs.training import (
+    EXPORT,
+    RECIPE,
+    VALIDATION,
+    Recipe,
+    killed_after,
+    steps_of,
+    train,
+    write_recipe,
+)
+from tests.support.runs.training_parts import (
+    Signalled,
+    SignalledInStep,
+    SignalledInValidation,
+    WithMore,
+)
+
+SIX = "--step_scheduler.max_steps=6"
+"""An epoch, saved at 5 and 6."""
+STREAM = ("--dataset={_target_: tests.support.runs.training_parts.Stream, length: 20}",)
+
+
+def run(
+    directory: Path,
+    *overrides: str,
+    num_ranks: int = 1,
+    name: str = "run",
+    text: str = RECIPE,
+    recipe_class: type[LLMFinetune] = Recipe,
+) -> list[dict[str, str]]:
+    """Train in ``directory/name``; the ranks' digests at the end."""
+    arguments = (f"--checkpoint.checkpoint_dir={directory / name}", *overrides)
+    training = partial(train, write_recipe(directory, text), *arguments, recipe_class=recipe_class)
+    return ranks.run(training, num_ranks, init=False)
+
+
+def run_each(
+    directory: Path,
+    runs: Mapping[str, tuple[str, ...]],
+    *,
+    num_ranks: int,
+    text: str = RECIPE,
+    recipe_class: type[LLMFinetune] = Recipe,
+) -> list[list[dict[str, str]]]:
+    """Train with the overrides of each run, in the directory of its name, in the same processes; the ranks' digests."""
+    recipe = write_recipe(directory, text)
+    trainings = []
+    for name, overrides in runs.items():
+        place = f"--checkpoint.checkpoint_dir={directory / name}"
+        trainings.append(partial(train, recipe, place, *overrides, recipe_class=recipe_class))
+    return ranks.run_each(trainings, num_ranks)
+
+
+def test_mfu_is_the_share_of_the_given_rate_that_all_ranks_use(tmp_path: Path) -> None:
+    peak = 0.25
+    run(tmp_path, "--step_scheduler.max_steps=2", f"--logging.peak_tflops={peak}", num_ranks=2)
+    record = [each for each in lines(tmp_path / "run/training.jsonl") if "mfu" in each][-1]
+    seconds = record["tokens"] / record["tps"]
+    flops = record["mfu"] * seconds * 2 * peak * 1e12
+    # Two layers: four projections, the keys and values with half the heads, and three matrices of the MLP.
+    per_token = 2 * (32 * 32 * 3 + 3 * 32 * 48)
+    vocabulary = 32 * 300
+    by_hand = 6 * (per_token * record["tokens"] + vocabulary * record["label_tokens"])
+    by_hand += 12 * 32 * 2 * 8 * 16**2
+    assert flops == pytest.approx(by_hand, rel=1e-9)
+    assert record["tps_per_gpu"] == record["tps"] / 2
+
+
+def failure(directory: Path, *overrides: str, num_ranks: int = 1, **options: Any) -> BaseException:
+    """The error with which every rank ends."""
+    arguments = (f"--checkpoint.checkpoint_dir={directory / 'run'}", *overrides)
+    recipe = write_recipe(directory, options.pop("text", RECIPE))
+    ended = ranks.outcomes(partial(train, recipe, *arguments, **options), num_ranks, init=False)
+    errors = [outcome.error for outcome in ended]
+    assert all(error is not None for error in errors), ended
+    assert len({str(error) for error in errors}) == 1, errors
+    assert errors[0] is not None
+    return errors[0]
+
+
+def saved(directory: Path) -> list[str]:
+    return sorted(
+        path.name for path in directory.iterdir() if path.is_dir() and not path.is_symlink()
+    )
+
+
+def losses(checkpoint: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((checkpoint / "losses.json").read_text())
+    return content
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_logs_hold_each_step_each_save_and_each_validation(tmp_path: Path) -> None:
+    run(tmp_path, text=RECIPE + VALIDATION)
+    records = lines(tmp_path / "run/training.jsonl")
+    steps = [record for record in records if "event" not in record]
+    assert [record["step"] for record in steps] == list(range(1, 13))
+    fields = {
+        "step",
+        "epoch",
+        "timestamp",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "label_tokens",
+        "tps",
+        "tps_per_gpu",
+        "mem",
+        "seconds",
+        "samples",
+    }
+    assert all(record.keys() == fields for record in steps)
+    events = [record for record in records if "event" in record]
+    assert [event["step"] for event in events] == [5, 10, 12]
+    expected = {
+        "event",
+        "step",
+        "stall_seconds",
+        "total_seconds",
+        "bytes",
+        "bytes_per_second",
+        "free_bytes",
+        "pruned",
+        "export_command",
+    }
+    assert all(event.keys() == expected for event in events)
+    rates = [(record["tps"], record["tps_per_gpu"]) for record in steps]
+    assert all(of_all == of_rank for of_all, of_rank in rates), "there is one rank"
+    validations = lines(tmp_path / "run/validation.jsonl")
+    assert [record["step"] for record in validations] == [5, 10, 12]
+    measured = {"val_loss", "val_accuracy", "val_perplexity"}
+    assert all(
+        record.keys() == {"step", "epoch", "timestamp", *measured, "label_tokens"}
+        for record in validations
+    )
+    assert saved(tmp_path / "run") == ["epoch_0_step_5", "epoch_1_step_10", "epoch_1_step_12"]
+    for record in validations:
+        content = losses(tmp_path / f"run/epoch_{record['epoch']}_step_{record['step']}")
+        assert {name: content[name] for name in measured} == {n: record[n] for n in measured}
+        assert content["train_loss"] == steps[record["step"] - 1]["loss"]
+    text = (tmp_path / "run/log.txt").read_text()
+    figures = r"tok/s, mem \d.*"
+    for record in validations:
+        step, loss = record["step"], steps[record["step"] - 1]["loss"]
+        line = rf" step {step}: validation loss {record['val_loss']:.4f}.*; loss {loss:.4f}, .*{figures}"
+        assert len(re.findall(line, text)) == 1
+        line = rf" step {step}: loss {loss:.4f}, val loss {record['val_loss']:.4f}, .*{figures}; saved epoch_"
+        assert len(re.findall(line, text)) == 1
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in text.splitlines())
+    assert "state: model" not in text
+
+
+class RandomInValidationObjective(Objective):
+    """Draws a random number from each generator for every validation batch."""
+
+    def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[torch.Tensor]:
+        torch.rand(1)
+        numpy.random.random()
+        random.random()
+        return super().losses(micro_batches)
+
+
+class RandomInValidation(Recipe):
+    objective_class = RandomInValidationObjective
+
+
+def test_validation_leaves_no_trace_in_the_training_even_if_it_draws_random_numbers(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, SIX, name="without")
+    every_step = "--step_scheduler.val_every_steps=1"
+    run(
+        tmp_path,
+        SIX,
+        every_step,
+        name="with",
+        text=RECIPE + VALIDATION,
+        recipe_class=RandomInValidation,
+    )
+    assert steps_of(tmp_path / "with") == steps_of(tmp_path / "without")
+
+
+def test_two_ranks_find_the_validation_loss_of_one(tmp_path: Path) -> None:
+    overrides = (
+        "--optimizer.lr=0.0",
+        "--step_scheduler.max_steps=1",
+        "--step_scheduler.local_batch_size=1",
+    )
+    run(tmp_path, *overrides, name="one", text=RECIPE + VALIDATION)
+    run(tmp_path, *overrides, name="two", text=RECIPE + VALIDATION, num_ranks=2)
+    one, two = (lines(tmp_path / name / "validation.jsonl")[0] for name in ("one", "two"))
+    assert one["label_tokens"] == two["label_tokens"] == 11 * 15
+    assert one["val_loss"] == pytest.approx(two["val_loss"], rel=1e-6)
+    assert one["val_accuracy"] == two["val_accuracy"]
+
+
+def test_a_better_validation_asks_for_a_save_when_told_to(tmp_path: Path) -> None:
+    overrides = ("--step_scheduler.ckpt_on_best", "--step_scheduler.ckpt_every_steps=null")
+    run(tmp_path, *overrides, "--step_scheduler.val_every_steps=2", text=RECIPE + VALIDATION)
+    values = {
+        record["step"]: record["val_loss"] for record in lines(tmp_path / "run/validation.jsonl")
+    }
+    best, improving = math.inf, set()
+    for step, value in values.items():
+        if value < best:
+            best, improving = value, improving | {step}
+    assert {int(name.rpartition("_")[2]) for name in saved(tmp_path / "run")} == improving | {12}
+    assert len(improving) > 1
+
+
+def test_a_finished_run_says_so_and_touches_nothing_but_a_torn_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def times() -> dict[Path, int]:
+        found = (tmp_path / "run").rglob("*")
+        return {path: path.stat().st_mtime_ns for path in found if path.name != "training.jsonl"}
+
+    run(tmp_path)
+    before, logged = times(), (tmp_path / "run/training.jsonl").read_bytes()
+    (tmp_path / "run/training.jsonl").write_bytes(logged + b'{"step": 13, "lo')
+    capfd.readouterr()
+    run(tmp_path)
+    assert "already complete at step 12" in capfd.readouterr().err
+    assert times() == before and (tmp_path / "run/training.jsonl").read_bytes() == logged
+
+
+def test_a_larger_max_steps_goes_on_and_says_what_it_does_to_the_rate(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, "--step_scheduler.max_steps=6")
+    run(tmp_path, "--step_scheduler.max_steps=9")
+    text = capfd.readouterr().err
+    assert "the run was planned for 6 steps, now for 9" in text
+    assert "the learning rate of step 7 is" in text
+    assert [record["step"] for record in steps_of(tmp_path / "run")] == list(range(1, 10))
+    assert saved(tmp_path / "run") == ["epoch_0_step_5", "epoch_0_step_6", "epoch_1_step_9"]
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.further), 2])
+def test_a_signal_to_one_rank_saves_once_on_all_and_the_same_command_goes_on(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    whole = run(tmp_path, SIX, name="whole", num_ranks=num_ranks)
+    error = failure_or_own(tmp_path, num_ranks)
+    assert "after step 3" in error
+    assert saved(tmp_path / "run") == ["epoch_0_step_3"]
+    assert run(tmp_path, SIX, num_ranks=num_ranks) == whole
+    assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
+
+
+def failure_or_own(directory: Path, num_ranks: int) -> str:
+    """What the ranks say that were stopped; each names the signal that it got itself."""
+    arguments = (f"--checkpoint.checkpoint_dir={directory / 'run'}", SIX)
+    training = partial(installed, write_recipe(directory), *arguments, recipe_class=Signalled)
+    ended = ranks.outcomes(training, num_ranks, init=False)
+    assert all(isinstance(outcome.error, Stopped) for outcome in ended), ended
+    return str(ended[-1].error)
+
+
+def installed(*arguments: Any, **options: Any) -> Any:
+    """Train with the signal handlers that the command line installs."""
+    from automodel_ckpt.parallel.ranks.stop import stop_request
+
+    stop_request().install()
+    return train(*arguments, **options)
+
+
+def test_a_signal_in_validation_ends_it_and_saves_without_a_validation_loss(tmp_path: Path) -> None:
+    arguments = (f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",)
+    recipe = write_recipe(tmp_path, RECIPE + VALIDATION)
+    ended = ranks.outcomes(
+        partial(installed, recipe, *arguments, recipe_class=SignalledInValidation), 2, init=False
+    )
+    assert all(isinstance(outcome.error, Stopped) for outcome in ended), ended
+    assert saved(tmp_path / "run") == ["epoch_0_step_5"]
+    assert losses(tmp_path / "run/epoch_0_step_5")["val_loss"] is None
+    assert not (tmp_path / "run/LOWEST_VAL").exists()
+
+
+def stopped(directory: Path, *overrides: str, recipe_class: type[LLMFinetune]) -> str:
+    """The message of a run in ``directory/run`` on one rank that ends for a signal."""
+    arguments = (
+        write_recipe(directory, RECIPE + VALIDATION),
+        f"--checkpoint.checkpoint_dir={directory / 'run'}",
+    )
+    (ended,) = ranks.outcomes(
+        partial(installed, *arguments, *overrides, recipe_class=recipe_class), 1, init=False
+    )
+    assert isinstance(ended.error, Stopped), ended
+    return str(ended.error)
+
+
+def test_a_validation_that_a_signal_cut_off_is_made_up_for_once(tmp_path: Path) -> None:
+    every = ("--step_scheduler.val_every_steps=3",)
+    whole = run(tmp_path, *every, name="whole", text=RECIPE + VALIDATION)
+    assert "after step 3" in stopped(tmp_path, *every, recipe_class=SignalledInValidation)
+    training = partial(
+        train, write_recipe(tmp_path, RECIPE + VALIDATION), *every, recipe_class=killed_after(4)
+    )
+    ranks.outcomes(
+        partial(training, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"), 1, init=False
+    )
+    assert [record["step"] for record in lines(tmp_path / "run/validation.jsonl")] == [3]
+    assert run(tmp_path, *every, text=RECIPE + VALIDATION) == whole
+    values = [
+        [
+            (record["step"], record["val_loss"])
+            for record in lines(tmp_path / name / "validation.jsonl")
+        ]
+        for name in ("whole", "run")
+    ]
+    assert values[0] == values[1] and len(values[0]) == 6
+    best = {os.readlink(tmp_path / name / "LOWEST_VAL") for name in ("whole", "run")}
+    assert len(best) == 1 and not (tmp_path / "run/late_validations.json").exists(), (
+        "only the signal saved step 3"
+    )
+
+
+@pytest.mark.parametrize("recipe_class", [SignalledInStep, SignalledInValidation])
+def test_a_signal_before_the_last_save_leaves_validation_and_export_to_the_next_start(
+    tmp_path: Path, recipe_class: type[LLMFinetune], capfd: pytest.CaptureFixture[str]
+) -> None:
+    last = ("--step_scheduler.max_steps=5", EXPORT)
+    assert "after step 5, which is saved" in stopped(tmp_path, *last, recipe_class=recipe_class)
+    assert not (tmp_path / "run/epoch_0_step_5/model/consolidated").exists()
+    run(tmp_path, *last, text=RECIPE + VALIDATION)
+    assert (tmp_path / "run/epoch_0_step_5/model/consolidated/config.json").is_file()
+    assert [record["step"] for record in lines(tmp_path / "run/validation.jsonl")] == [5]
+    assert os.readlink(tmp_path / "run/LOWEST_VAL") == "epoch_0_step_5"
+    assert "already complete at step 5" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_ends_early_is_saved_once_at_its_end(
+    tmp_path: Path, num_workers: int
+) -> None:
+    overrides = (*STREAM, "--step_scheduler.max_steps=100", "--step_scheduler.num_epochs=1")
+    overrides += (EXPORT,)
+    run(
+        tmp_path,
+        *overrides,
+        f"--dataloader.num_workers={num_workers}",
+        "--step_scheduler.ckpt_every_steps=null",
+    )
+    assert saved(tmp_path / "run") == ["epoch_0_step_3"]
+    assert (tmp_path / "run/epoch_0_step_3/model/consolidated/config.json").is_file()
+    assert [len(record["samples"]) for record in steps_of(tmp_path / "run")] == [8, 8, 4]
+
+
+def test_max_time_ends_with_a_save_and_the_next_start_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ("--step_scheduler.num_epochs=null", "--step_scheduler.max_steps=100000")
+    overrides += ("--step_scheduler.ckpt_every_steps=null", "--lr_scheduler=null")
+    for _ in range(2):
+        run(tmp_path, *overrides, "--step_scheduler.max_time=0.2")
+    assert capfd.readouterr().err.count("max_time (0.2 s) ended the run at step") == 2
+    steps = [record["step"] for record in steps_of(tmp_path / "run")]
+    names = [int(name.rpartition("_")[2]) for name in saved(tmp_path / "run")]
+    assert len(names) == 2
+    assert max(names) == steps[-1]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_global_batch_without_labels_changes_nothing_and_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = "--dataset={_target_: tests.support.runs.training_parts.SomeWithoutLabels}"
+    overrides = (data, "--dataloader.shuffle=false", "--step_scheduler.num_epochs=1")
+    run(tmp_path, *overrides, "--step_scheduler.ckpt_every_steps=1", num_ranks=2)
+    first, second = lines_of_steps(tmp_path / "run/training.jsonl")
+    assert (first["loss"], first["grad_norm"], first["label_tokens"]) == (None, 0.0, 0)
+    assert second["loss"] > 0
+    assert "step 1: no label in the whole global batch" in capfd.readouterr().err
+
+
+def lines_of_steps(path: Path) -> list[dict[str, Any]]:
+    return [record for record in lines(path) if "event" not in record]
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path: Path) -> None:
+    loss = "--loss_fn={_target_: tests.support.runs.training_parts.explodes_at, call: 1}"
+    run(tmp_path, loss, "--step_scheduler.local_batch_size=8", "--step_scheduler.max_steps=3")
+    records = lines_of_steps(tmp_path / "run/training.jsonl")
+    assert records[0]["loss"] is None
+    assert all(math.isfinite(record["loss"]) for record in records[1:])
+
+
+def test_a_loss_of_torch_takes_the_place_of_the_default(tmp_path: Path) -> None:
+    run(tmp_path, SIX, name="default")
+    run(tmp_path, SIX, "--loss_fn={_target_: torch.nn.CrossEntropyLoss}", name="torch")
+    ours, theirs = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("default", "torch")
+    )
+    assert [record["loss"] for record in ours] == pytest.approx(
+        [record["loss"] for record in theirs], rel=1e-4
+    )
+    assert saved(tmp_path / "torch/epoch_0_step_5") == saved(tmp_path / "default/epoch_0_step_5")
+
+
+def test_another_optimizer_trains_and_resumes(tmp_path: Path) -> None:
+    overrides = ("--optimizer={_target_: torch.optim.SGD, lr: 0.1, momentum: 0.9}",)
+    whole = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", name="whole")
+    run(tmp_path, *overrides, "--step_scheduler.max_steps=5", "--lr_scheduler.decay_steps=8")
+    again = run(
+        tmp_path, *overrides, "--step_scheduler.max_steps=8", "--lr_scheduler.decay_steps=8"
+    )
+    assert again[0]["weights"] == whole[0]["weights"]
+    assert again[0]["optimizer"] == whole[0]["optimizer"]
+    events = [record for record in lines(tmp_path / "run/training.jsonl") if "event" in record]
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("save", 5),
+        ("resume", 5),
+        ("save", 8),
+    ]
+    assert (events[1]["from"], events[1]["world_size"]) == ("epoch_0_step_5", 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how"), [("ddp", "model_save_format=torch_save"), ("fsdp2", "model_layout=hf")]
+)
+def test_an_interrupted_run_in_another_format_goes_on(
+    tmp_path: Path, strategy: str, how: str
+) -> None:
+    overrides = (
+        f"--checkpoint.{how}",
+        f"--distributed.strategy={strategy}",
+        "--lr_scheduler.decay_steps=8",
+    )
+    whole = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", name="whole", num_ranks=2)
+    run(tmp_path, *overrides, SIX, num_ranks=2)
+    again = run(tmp_path, *overrides, "--step_scheduler.max_steps=8", num_ranks=2)
+    assert again == whole
+
+
+def test_an_export_is_trained_on_with_frozen_embeddings(tmp_path: Path) -> None:
+    run(tmp_path, "--step_scheduler.max_steps=2", EXPORT, name="base")
+    export = tmp_path / "base/epoch_0_step_2/model/consolidated"
+    text = RECIPE.replace(
+        RECIPE[RECIPE.index("  from_config") : RECIPE.index("tokenizer:")],
+        f"  from_pretrained: {export}\n",
+    )
+    text = text.replace(
+        "tokenizer:\n  _target_: automodel_ckpt.data.python_docs.train_tokenizer\n  vocab_size: 300\n",
+        "",
+    )
+    run(
+        tmp_path,
+        "--model.freeze=['*embed_tokens*']",
+        "--step_scheduler.max_steps=3",
+        text=text,
+        num_ranks=2,
+    )
+    assert len(steps_of(tmp_path / "run")) == 3
+    for file in export.glob("tokenizer*"):
+        file.unlink()
+    assert "for data that is tokenized already: tokenizer: null" in str(
+        failure(tmp_path, *STREAM, text=text)
+    )
+    run(
+        tmp_path,
+        *STREAM,
+        "--tokenizer=null",
+        "--step_scheduler.max_steps=1",
+        EXPORT,
+        name="tokenized",
+        text=text,
+    )
+    files = [path.name for path in (tmp_path / "tokenized").rglob("*")]
+    assert "model-00001-of-00001.safetensors" in files and not [
+        name for name in files if "token" in name
+    ]
+    assert "text data requires a tokenizer" in str(failure(tmp_path, "--tokenizer=null", text=text))
+
+
+def test_a_recipe_with_more_state_saves_and_restores_it(tmp_path: Path) -> None:
+    eight = ("--lr_scheduler.decay_steps=8", "--step_scheduler.max_steps=8")
+    options: dict[str, Any] = {"recipe_class": WithMore}
+    whole = run(tmp_path, *eight, name="whole", **options)
+    run(tmp_path, *eight, SIX, **options)
+    again = run(tmp_path, *eight, **options)
+    assert again == whole
+    checkpoint = tmp_path / "run/epoch_1_step_8"
+    assert (checkpoint / "latest_eval.pt").is_file()
+    assert (checkpoint / "value_head").is_dir()
+
+
+def test_recomputed_activations_give_the_same_training(tmp_path: Path) -> None:
+    run(tmp_path, SIX, name="kept")
+    kept = [record["loss"] for record in steps_of(tmp_path / "kept")]
+    for mode in ("true", "selective"):
+        run(tmp_path, SIX, f"--model.activation_checkpointing={mode}", name=mode)
+        assert [record["loss"] for record in steps_of(tmp_path / mode)] == kept
+
+
+def test_selected_activations_of_shards_are_recomputed_and_a_killed_run_continues(
+    tmp_path: Path,
+) -> None:
+    sharded = (SIX, "--distributed.strategy=fsdp2", "--distributed.mixed_precision=bfloat16")
+    selective = "--model.activation_checkpointing=selective"
+    run(tmp_path, *sharded, name="kept", num_ranks=2)
+    run(tmp_path, *sharded, selective, "--step_scheduler.max_steps=3", name="run", num_ranks=2)
+    run(tmp_path, *sharded, selective, name="run", num_ranks=2)
+    kept, selected = steps_of(tmp_path / "kept"), steps_of(tmp_path / "run")
+    assert [record["loss"] for record in kept] == [record["loss"] for record in selected]
+
+
+def test_without_checkpoints_nothing_is_written(tmp_path: Path) -> None:
+    run(tmp_path, SIX, "--checkpoint.enabled=false")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("--model.from_config.hidden_sise=8", "did you mean hidden_size"),
+        ("--model.from_config.model_type=lama", "did you mean llama"),
+        ("--model.from_config.hidden_size=30", "transformers rejects"),
+        ("--model.from_config.vocab_size=299", "300 tokens; the model's vocab_size is 299"),
+        ("--model.from_config.max_position_embeddings=15", "longer than the model's context"),
+        ("--model.freeze=['*embed_tokns*']", "no parameter's name matches"),
+        ("--model.freeze=['*']", "no parameter is left to train"),
+        ("--loss_fn={_target_: torch.nn.CrossEntropyLoss, reduction: mean}", "has to be the sum"),
+        ("--lr_scheduler={name: constant, warmup_steps: 3}", "does not use warmup_steps"),
+        ("--lr_scheduler.kwargs={cycles: 3}", "does not accept this"),
+        ("--distributed.backend=smoke-signals", "unknown torch.distributed backend"),
+    ],
+)
+def test_what_is_wrong_with_the_recipe_is_refused_before_training(
+    tmp_path: Path, override: str, what: str
+) -> None:
+    error = failure(tmp_path, override)
+    assert isinstance(error, RecipeError)
+    assert what in str(error)
+    assert not os.path.exists(tmp_path / "run")
+
+
+def test_several_ranks_refuse_the_strategy_single(tmp_path: Path) -> None:
+    error = failure(tmp_path, "--distributed.strategy=single", num_ranks=2)
+    assert isinstance(error, RecipeError)
+    assert "single, with 2 ranks" in str(error)
+
+
+def test_a_model_directory_that_is_not_there_is_named_with_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "model-a").mkdir()
+    text = RECIPE.replace(
+        RECIPE[RECIPE.index("  from_config") : RECIPE.index("tokenizer:")],
+        f"  from_pretrained: {tmp_path}/model-b\n",
+    )
+    error = failure(tmp_path, text=text)
+    assert isinstance(error, RecipeError)
+    assert f"did you mean {tmp_path}/model-a" in str(error)

@@ -1,0 +1,380 @@
+"""The recipe for vision-language models from end to end: families, formats and strategies, on real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForImageTextToText
+
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.data.media.image_packing import PackedImages
+from automodel_ckpt.data.mixture import MixtureDataset
+from automodel_ckpt.data.vlm import conversations
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.processor import read_processor
+from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
+from tests.support import ranks
+from tests.support.models.vision import FAMILIES, make_base, write_conversations
+from tests.support.runs.training import build, digests, killed_after, steps_of, write_recipe
+
+RECIPE = """
+recipe: vlm_finetune
+seed: 5
+model:
+  from_pretrained: {base}
+  freeze: [vision_tower]
+dataset:
+  _target_: automodel_ckpt.data.vlm.conversations
+  path: {data}
+  seq_length: 100
+validation_dataset:
+  _target_: automodel_ckpt.data.vlm.conversations
+  path: {data}
+  max_samples: 3
+optimizer:
+  lr: 1e-2
+step_scheduler:
+  global_batch_size: 4
+  local_batch_size: 2
+  max_steps: 5
+  ckpt_every_steps: 2
+  ckpt_every_epochs: null
+logging:
+  sample_ids: true
+"""
+NUM_SAMPLES = 20
+ALL = bool(os.environ.get("AUTOMODEL_CKPT_ALL_TREES"))
+"""Families and runs beyond the suite's."""
+
+
+def prepare(directory: Path, family: str) -> Path:
+    """A base, data and recipe in *directory*; the recipe's file."""
+    base = make_base(directory / "base", family)
+    data = write_conversations(directory, NUM_SAMPLES)
+    return write_recipe(directory, RECIPE.format(base=base, data=data))
+
+
+def train(
+    recipe_file: Path, *overrides: str, recipe_class: Any = VLMFinetune
+) -> tuple[dict[str, str], torch.Tensor]:
+    """Run in this process; the digests of the state at the end, and the logits of two samples."""
+    recipe = build(recipe_file, *overrides, recipe_class=recipe_class)
+    try:
+        recipe.setup()
+        recipe.run()
+        return digests(recipe), logits(recipe.model, recipe_file)
+    finally:
+        recipe.close()
+
+
+def logits(model: Any, recipe_file: Path) -> torch.Tensor:
+    processor = read_processor(str(recipe_file.parent / "base"))
+    samples = conversations(processor, str(recipe_file.parent / "conversations.jsonl"))
+    batch = ImageTextCollator(processor)([samples[0], samples[1]])
+    del batch["labels"]
+    model.eval()
+    with torch.no_grad():
+        return model(**batch).logits.clone()
+
+
+def accuracy(model: Any, recipe_file: Path) -> float:
+    """The fraction of the labels of the first three samples that have the highest logit."""
+    processor = read_processor(str(recipe_file.parent / "base"))
+    samples = conversations(processor, str(recipe_file.parent / "conversations.jsonl"))
+    num_hits = num_labels = 0
+    for number in range(3):
+        batch = ImageTextCollator(processor)([samples[number]])
+        labels = batch.pop("labels")[:, 1:]
+        with torch.no_grad():
+            predicted = model.eval()(**batch).logits.argmax(-1)[:, :-1]
+        num_hits += int((predicted == labels).sum())
+        num_labels += int((labels != -100).sum())
+    return num_hits / num_labels
+
+
+def run(
+    recipe_file: Path, name: str, *overrides: str, num_ranks: int, recipe_class: Any = VLMFinetune
+) -> list[Any]:
+    arguments = (f"--checkpoint.checkpoint_dir={recipe_file.parent / name}", *overrides)
+    return ranks.run(
+        partial(train, recipe_file, *arguments, recipe_class=recipe_class), num_ranks, init=False
+    )
+
+
+def run_each(
+    recipe_file: Path, runs: Mapping[str, tuple[str, ...]], num_ranks: int
+) -> list[list[Any]]:
+    """Train with the overrides of each run, in the directory of its name, in the same processes."""
+    trainings = []
+    for name, overrides in runs.items():
+        arguments = (f"--checkpoint.checkpoint_dir={recipe_file.parent / name}", *overrides)
+        trainings.append(partial(train, recipe_file, *arguments, recipe_class=VLMFinetune))
+    return ranks.run_each(trainings, num_ranks)
+
+
+def tensors(directory: Path) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                found[name] = file.get_tensor(name).numpy().tobytes()
+    return found
+
+
+RUNS = [
+    ("llava", "fsdp2", 2, "safetensors"),
+    ("idefics3", "ddp", 2, "torch_save"),
+    ("gemma3", "single", 1, "safetensors"),
+    ("qwen2_5_vl", "fsdp2", 2, "safetensors"),
+]
+if ALL:
+    RUNS += [
+        ("smolvlm", "fsdp2", 2, "torch_save"),
+        ("qwen2_5_vl", "ddp", 2, "torch_save"),
+        ("gemma4", "fsdp2", 2, "safetensors"),
+    ]
+    RUNS = [run for run in RUNS if run[0] in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "strategy", "num_ranks", "model_format"), RUNS)
+def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
+    family: str,
+    strategy: str,
+    num_ranks: int,
+    model_format: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    recipe = prepare(tmp_path, family)
+    options = (
+        f"--distributed.strategy={strategy}",
+        f"--checkpoint.model_save_format={model_format}",
+        "--checkpoint.save_consolidated=final",
+    )
+    _, trained = run(recipe, "run", *options, num_ranks=num_ranks)[0]
+    assert "builds the complete model" not in capfd.readouterr().err, (
+        "each rank reads its part of the base"
+    )
+    base, export = tmp_path / "base", (tmp_path / "run/LATEST/model/consolidated").resolve()
+    export = export.rename(tmp_path / "export")
+    model, info = AutoModelForImageTextToText.from_pretrained(export, output_loading_info=True)
+    assert not any(info.values()), info
+    assert torch.equal(logits(model, recipe), trained)
+    last = json.loads((tmp_path / "run/validation.jsonl").read_text().splitlines()[-1])
+    assert last["val_accuracy"] == accuracy(model, recipe)
+    exported, before = tensors(export), tensors(base)
+    assert exported.keys() == before.keys()
+    seeing = {name for name in before if "vision" in name or "visual" in name}
+    projectors = re.compile(r"projector|merger|\.embed_vision\.")
+    frozen = {name for name in seeing if not projectors.search(name)}
+    assert frozen
+    unchanged = {name for name in before if exported[name] == before[name]}
+    # Gemma 4's scalars are buffers.
+    assert {name for name in unchanged if not name.endswith(".layer_scalar")} == frozen
+    for file in base.iterdir():
+        if file.name not in ("model.safetensors", "config.json"):
+            assert (export / file.name).read_bytes() == file.read_bytes(), file.name
+    assert type(read_processor(str(export))) is type(read_processor(str(base)))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # peft's call, transformers' warning
+@pytest.mark.filterwarnings(
+    "ignore:Model has `tie_word_embeddings:UserWarning"
+)  # peft 0.19, for other layers
+def test_an_adapter_is_loaded_back_through_peft_and_merged_into_its_base(tmp_path: Path) -> None:
+    recipe = prepare(tmp_path, "llava")
+    options = (
+        "--model.freeze=[]",
+        "--peft={r: 4, target_modules: '*.language_model.*'}",
+        "--step_scheduler.max_steps=2",
+    )
+    _, trained = run(recipe, "run", *options, num_ranks=1)[0]
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
+    adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "LATEST" / "model")
+    assert torch.equal(logits(adapted, recipe), trained)
+    assert (
+        main(["export", "--merge", str(tmp_path / "run"), "--output", str(tmp_path / "merged")])
+        == 0
+    )
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    torch.testing.assert_close(logits(model, recipe), trained, rtol=1e-4, atol=1e-4)
+    assert tensors(tmp_path / "merged").keys() == tensors(tmp_path / "base").keys()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES] if ALL else ["llava"])
+def test_a_killed_run_goes_on_exactly(family: str, tmp_path: Path) -> None:
+    check_killed_run(prepare(tmp_path, family))
+
+
+PACKED = ("--packed_sequence.size=180", "--step_scheduler.local_batch_size=1")
+"""Two to nine conversations in a pack."""
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [(family, "fsdp2") for family in FAMILIES] + [("qwen2_5_vl", "ddp")]
+    if ALL
+    else [("gemma3", "fsdp2")],
+)
+def test_packed_samples_train_as_single_ones_and_a_killed_run_goes_on_exactly(
+    family: str, strategy: str, tmp_path: Path
+) -> None:
+    recipe = prepare(tmp_path, family)
+    # The whole data set is one global batch, packed or not.
+    epoch = (
+        "--step_scheduler.global_batch_size=20",
+        "--step_scheduler.max_steps=1",
+        f"--distributed.strategy={strategy}",
+    )
+    runs = {"single": epoch, "packed": (*PACKED, *epoch)}
+    run_each(recipe, runs, num_ranks=2)
+    single, packed = steps_of(tmp_path / "single"), steps_of(tmp_path / "packed")
+    assert len(single) == len(packed) == 1
+    for name in ("loss", "grad_norm"):
+        of_packed, of_single = (float.fromhex(steps[0][name]) for steps in (packed, single))
+        assert of_packed == pytest.approx(of_single, rel=2e-6), name
+    assert packed[0]["label_tokens"] == single[0]["label_tokens"]
+    options = (
+        *PACKED,
+        "--step_scheduler.global_batch_size=2",
+        f"--distributed.strategy={strategy}",
+    )
+    check_killed_run(recipe, *options)
+
+
+def test_each_source_of_a_mixture_of_images_is_packed_separately(tmp_path: Path) -> None:
+    recipe_file = prepare(tmp_path, "gemma3")
+    _, _, section = recipe_file.read_text().partition("\ndataset:")
+    path = section.partition("path: ")[2].partition("\n")[0]
+    source = f"{{_target_: automodel_ckpt.data.vlm.conversations, path: {path}, max_samples:"
+    sources = f"{{few: {source} 4}}, many: {source} 16}}}}"
+    mixed = f"--dataset={{_target_: automodel_ckpt.data.mixture.mixture, sources: {sources}}}"
+    recipe = build(recipe_file, *PACKED, mixed, recipe_class=VLMFinetune)
+    try:
+        recipe.setup()
+        dataset = recipe.dataloader.dataset
+        assert isinstance(dataset, MixtureDataset)
+        assert [type(each) for each in dataset.sources.values()] == [PackedImages, PackedImages]
+    finally:
+        recipe.close()
+
+
+def check_killed_run(recipe: Path, *options: str) -> None:
+    """Check that a run that is killed after its third step ends as one that is not."""
+    directory = recipe.parent / "killed"
+    arguments = (f"--checkpoint.checkpoint_dir={directory}", *options)
+    killed = killed_after(3, recipe_class=VLMFinetune)
+    ended = ranks.outcomes(partial(train, recipe, *arguments, recipe_class=killed), 2, init=False)
+    assert -9 in [outcome.exitcode for outcome in ended]
+    again, whole = run_each(recipe, {"killed": options, "whole": options}, num_ranks=2)
+    assert [state for state, _ in again] == [state for state, _ in whole]
+    assert steps_of(directory) == steps_of(recipe.parent / "whole")
+
+
+def test_parameters_without_a_part_in_the_output_are_refused_by_name(tmp_path: Path) -> None:
+    recipe = prepare(tmp_path, "llava")
+    with pytest.raises(RecipeError, match="got no gradient in the first step") as caught:
+        train(recipe, "--model.freeze=[]", "--checkpoint.enabled=false")
+    assert "model.vision_tower.post_layernorm.*" in str(caught.value)
+
+
+AUTO = "_target_: transformers.AutoProcessor.from_pretrained"
+
+
+@pytest.mark.parametrize("form", ["kwargs", "target"])
+def test_settings_of_the_processor_are_those_of_the_recipe(form: str, tmp_path: Path) -> None:
+    recipe_file = prepare(tmp_path, "qwen2_5_vl")
+    base = tmp_path / "base"
+    settings = "min_pixels: 256, max_pixels: 1024, padding_side: right"
+    given = f"--processor={{kwargs: {{{settings}}}}}"
+    if form == "target":
+        given = f"--processor={{{AUTO}, pretrained_model_name_or_path: '{base}', {settings}}}"
+    short = ("--step_scheduler.max_steps=1", "--checkpoint.save_consolidated=final")
+    run_directory = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
+    recipe = build(recipe_file, given, *short, run_directory, recipe_class=VLMFinetune)
+    try:
+        recipe.setup()
+        assert recipe.processor.image_processor.size["longest_edge"] == 1024
+        recipe.run()
+    finally:
+        recipe.close()
+    export = read_processor(str(tmp_path / "run/LATEST/model/consolidated"))
+    assert export.image_processor.size["longest_edge"] == 1024
+    assert export.image_processor.size["shortest_edge"] == 256
+    assert read_processor(str(base)).image_processor.size["longest_edge"] == 256
+
+
+def test_a_processor_class_of_a_trusted_package_prepares_the_samples(tmp_path: Path) -> None:
+    recipe_file = prepare(tmp_path, "llava")
+    target = "tests.support.models.vision.negative_processor"
+    given = f"--processor={{_target_: {target}, directory: '{tmp_path / 'base'}'}}"
+    short = ("--checkpoint.enabled=false", "--step_scheduler.max_steps=1")
+    batches = []
+    for options in ((), (given,)):
+        recipe = build(recipe_file, *short, *options, recipe_class=VLMFinetune)
+        try:
+            recipe.setup()
+            batches.append(next(iter(recipe.dataloader)).micro_batches[0])
+            recipe.run()
+        finally:
+            recipe.close()
+    usual, negative = batches
+    assert torch.equal(usual["labels"], negative["labels"])
+    assert not torch.equal(usual["pixel_values"], negative["pixel_values"])
+
+
+def test_the_vocabulary_of_fresh_weights_is_the_recipes(tmp_path: Path) -> None:
+    recipe = prepare(tmp_path, "llava")
+    fresh = (
+        "--model.from_pretrained=null",
+        f"--model.from_config={tmp_path / 'base'}",
+        "--model.vocab_size=400",
+    )
+    processor = f"--processor.from_pretrained={tmp_path / 'base'}"
+    short = (
+        "--checkpoint.enabled=false",
+        "--step_scheduler.max_steps=1",
+        "--validation_dataset=null",
+    )
+    assert train(recipe, *fresh, processor, *short)[1].shape[-1] == 400
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--tokenizer.from_pretrained=/"], "part of its processor"),
+        (["--packed_sequence.size=20"], "a sample is longer than a pack"),
+        (["--processor.from_pretrained=/nowhere"], "no such directory"),
+        (
+            ["--processor={_target_: tests.support.runs.training_parts.part, name: relu}"],
+            "text and images",
+        ),
+        (["--processor.kwargs={max_pixels: 9}"], "does not have these settings"),
+        (
+            [f"--processor={{{AUTO}, pretrained_model_name_or_path: /nowhere}}"],
+            "no such directory",
+        ),
+    ],
+)
+def test_what_a_vision_language_recipe_cannot_do_is_refused(
+    overrides: list[str], message: str, tmp_path: Path
+) -> None:
+    recipe = prepare(tmp_path, "llava")
+    with pytest.raises(RecipeError, match=message):
+        train(recipe, "--checkpoint.enabled=false", *overrides)

@@ -1,0 +1,307 @@
+"""Distillation of vision-language models: losses of plain PyTorch, several ranks, packs, caches, and resumes."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForImageTextToText
+
+from automodel_ckpt.cli.common.example_recipes import examples
+from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.data.vlm import conversations
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.inspect.vision import image_token_ids
+from automodel_ckpt.models.processor import read_processor
+from automodel_ckpt.parallel.mesh_sizes import Sizes
+from automodel_ckpt.recipes.vlm_distill import VLMDistill
+from automodel_ckpt.train.forecast.plan import plan
+from tests.fixtures.distill.make_reference_losses import tiny_llama
+from tests.support import ranks
+from tests.support.models.vision import FAMILIES, make_base, write_conversations
+from tests.support.runs.training import build, killed_after, steps_of
+from tests.support.runs.training import train as run_recipe
+
+NUM_SAMPLES, NUM_STEPS, BATCH, LR = 20, 4, 4, 1e-3
+KD_RATIO, TEMPERATURE = 0.6, 2.0
+RECIPE = """
+recipe: vlm_distill
+seed: 5
+model: {{from_pretrained: {directory}/student, freeze: [vision_tower]}}
+distill:
+  teacher: {{from_pretrained: {directory}/teacher}}
+  kd_ratio: {ratio}
+  temperature: {temperature}
+dataset: {{_target_: automodel_ckpt.data.vlm.conversations, path: {data}, seq_length: 100}}
+dataloader: {{shuffle: false}}
+optimizer: {{lr: {lr}, weight_decay: 0.0}}
+clip_grad_norm: null
+step_scheduler:
+  global_batch_size: {batch}
+  local_batch_size: 2
+  max_steps: {steps}
+  ckpt_every_steps: 2
+  ckpt_every_epochs: null
+"""
+EXACT = ("--model.dtype=float64", "--distill.teacher.dtype=float64")
+
+
+def make_teacher(directory: Path, family: str) -> Path:
+    """A larger model of *family* with large random weights, so that its predictions are far from uniform."""
+    config, processor = FAMILIES[family]()
+    text = config.get_text_config()
+    text.vocab_size, text.intermediate_size = len(processor.tokenizer), 96
+    torch.manual_seed(8)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "vis" not in name:
+                parameter.mul_(15)
+    model.save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return directory
+
+
+def prepare(directory: Path, family: str = "llava") -> Path:
+    """Write student, teacher, data and recipe into *directory*; returns the recipe's file."""
+    make_base(directory / "student", family)
+    make_teacher(directory / "teacher", family)
+    text = RECIPE.format(
+        directory=directory,
+        data=write_conversations(directory, NUM_SAMPLES),
+        ratio=KD_RATIO,
+        temperature=TEMPERATURE,
+        lr=LR,
+        batch=BATCH,
+        steps=NUM_STEPS,
+    )
+    path = directory / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def run(path: Path, name: str, *overrides: str, recipe_class: Any = VLMDistill) -> dict[str, str]:
+    directory = f"--checkpoint.checkpoint_dir={path.parent / name}"
+    return run_recipe(path, directory, *overrides, recipe_class=recipe_class)
+
+
+def logged(directory: Path) -> list[dict[str, float]]:
+    names = ("loss", "ce_loss", "kd_loss")
+    records = [json.loads(line) for line in (directory / "training.jsonl").read_text().splitlines()]
+    return [{name: record[name] for name in names} for record in records if "event" not in record]
+
+
+def plain_losses(path: Path, num_steps: int = NUM_STEPS) -> list[dict[str, float]]:
+    """Train as the recipe at *path* in plain PyTorch: each sample alone, with full logits, in float64."""
+    directory = path.parent
+    student, teacher = (
+        AutoModelForImageTextToText.from_pretrained(directory / name, dtype=torch.float64)
+        for name in ("student", "teacher")
+    )
+    processor = read_processor(str(directory / "student"))
+    collate = ImageTextCollator(processor, image_token_ids(student.config, processor))
+    samples = conversations(processor, str(directory / "conversations.jsonl"))
+    parameters = []
+    for name, parameter in student.named_parameters():
+        if "merger" in name or not re.search("vision_tower|visual|vision_model", name):
+            parameters.append(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
+    records = []
+    for step in range(num_steps):
+        cross_entropy = divergence = torch.zeros((), dtype=torch.float64)
+        count = 0
+        for index in range(step * BATCH, (step + 1) * BATCH):
+            inputs = collate([samples[index]])
+            labels = inputs.pop("labels")[:, 1:]
+            is_label = labels != -100
+            logits = student.train()(**inputs).logits[:, :-1][is_label]
+            with torch.no_grad():
+                of_teacher = teacher.eval()(**inputs).logits[:, :-1][is_label]
+            cross_entropy = cross_entropy + F.cross_entropy(
+                logits, labels[is_label], reduction="sum"
+            )
+            expected = F.log_softmax(of_teacher / TEMPERATURE, -1)
+            predicted = F.log_softmax(logits / TEMPERATURE, -1)
+            kl = F.kl_div(predicted, expected, reduction="sum", log_target=True)
+            divergence = divergence + kl * TEMPERATURE**2
+            count += int(is_label.sum())
+        loss = ((1 - KD_RATIO) * cross_entropy + KD_RATIO * divergence) / count
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        sums = {"loss": loss, "ce_loss": cross_entropy / count, "kd_loss": divergence / count}
+        records.append({name: float(value.detach()) for name, value in sums.items()})
+    return records
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_the_losses_are_those_of_plain_pytorch(family: str, tmp_path: Path) -> None:
+    path = prepare(tmp_path, family)
+    run(path, "run", *EXACT)
+    found, expected = logged(tmp_path / "run"), plain_losses(path)
+    assert len(found) == NUM_STEPS
+    for record, other in zip(found, expected, strict=True):
+        assert record == pytest.approx(other, abs=1e-9)
+    assert found[0]["kd_loss"] > 0.5
+
+
+PACKED = (
+    "--packed_sequence.size=180",
+    "--step_scheduler.local_batch_size=1",
+    "--step_scheduler.global_batch_size=2",
+)
+
+
+def test_packs_several_ranks_and_a_cache_have_the_losses_of_single_samples(tmp_path: Path) -> None:
+    path = prepare(tmp_path)
+    # The whole data set is one global batch, packed or not.
+    epoch = ("--step_scheduler.global_batch_size=20", "--step_scheduler.max_steps=1")
+    cached = (f"--distill.top_k={num_tokens(path)}", f"--distill.cache_dir={tmp_path / 'logits'}")
+    ways = {
+        "fsdp2": ("--distributed.strategy=fsdp2",),
+        "packs": ("--distributed.strategy=ddp", *PACKED),
+        "cached": cached,
+        "cached packs": ("--distributed.strategy=ddp", *PACKED, *cached),
+    }
+    run(path, "single", *epoch)
+    jobs = [partial(run, path, name, *more, *epoch) for name, more in ways.items()]
+    ranks.run_each(jobs, 2)
+    (expected,) = logged(tmp_path / "single")
+    for name in ways:
+        (found,) = logged(tmp_path / name)
+        assert found == pytest.approx(expected, abs=1e-5), name
+    # Packs are other samples, and have another cache; both are found again.
+    assert len(list((tmp_path / "logits").iterdir())) == 2
+    run(path, "again", *cached, *epoch)
+    log = (tmp_path / "again/log.txt").read_text()
+    assert "the teacher is not loaded" in log
+    assert logged(tmp_path / "again")[0] == pytest.approx(expected, abs=1e-5)
+
+
+def num_tokens(path: Path) -> int:
+    """The size of the vocabulary."""
+    return len(read_processor(str(path.parent / "student")).tokenizer)
+
+
+LORA = ("--model.freeze=[]", "--peft={r: 4, target_modules: '*.language_model.*'}")
+KILLED = {
+    "cached": ("--distill.top_k=8",),
+    "adapters in packs": (*LORA, *PACKED),
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["cached", pytest.param("adapters in packs", marks=pytest.mark.further)]
+)
+def test_a_killed_run_continues_exactly(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path / "cache"))
+    path = prepare(tmp_path)
+    data = f"{{_target_: automodel_ckpt.data.vlm.conversations, path: {tmp_path}/conversations.jsonl, max_samples: 3}}"
+    options = (*KILLED[case], f"--validation_dataset={data}", "--dataloader.shuffle=true")
+    killed = killed_after(3, recipe_class=VLMDistill)
+    ended = ranks.outcomes(
+        partial(run, path, "killed", *options, recipe_class=killed), 1, init=False
+    )
+    assert -9 in [outcome.exitcode for outcome in ended]
+    jobs = [partial(run, path, name, *options) for name in ("killed", "whole")]
+    resumed, expected = ranks.run_each(jobs, 1)
+    assert resumed == expected
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+    last = json.loads((tmp_path / "whole/validation.jsonl").read_text().splitlines()[-1])
+    assert last["val_kd_loss"] > 0
+
+
+def test_the_export_is_the_complete_student_with_its_processor(tmp_path: Path) -> None:
+    path = prepare(tmp_path)
+    run(path, "run", "--checkpoint.save_consolidated=final", "--step_scheduler.max_steps=1")
+    export = tmp_path / "run/LATEST/model/consolidated"
+    model, info = AutoModelForImageTextToText.from_pretrained(export, output_loading_info=True)
+    assert not any(info.values()), info
+    assert type(read_processor(str(export))) is type(read_processor(str(tmp_path / "student")))
+    student = AutoModelForImageTextToText.from_pretrained(tmp_path / "student")
+    assert model.num_parameters() == student.num_parameters()
+
+
+def test_a_dry_run_counts_the_teacher(tmp_path: Path) -> None:
+    path = prepare(tmp_path)
+    teacher = AutoModelForImageTextToText.from_pretrained(tmp_path / "teacher")
+    memory = plan(build(path, recipe_class=VLMDistill), Sizes()).memory
+    assert memory.others == 4 * teacher.num_parameters()
+    assert memory.activations
+
+
+def rejected(path: Path, *overrides: str) -> str:
+    """The message about the one problem of a recipe."""
+    run = f"--checkpoint.checkpoint_dir={path.parent / 'run'}"
+    recipe = build(path, run, *overrides, recipe_class=VLMDistill)
+    try:
+        with pytest.raises(RecipeError) as raised:
+            recipe.setup()
+    finally:
+        recipe.close()
+    (problem,) = raised.value.problems
+    assert problem.hint
+    return f"{problem.where}: {problem.what}: {problem.value}"
+
+
+def test_a_teacher_that_expects_other_images_is_an_error_before_weights_are_read(
+    tmp_path: Path,
+) -> None:
+    path = prepare(tmp_path)
+    teacher = tmp_path / "teacher"
+    (teacher / "model.safetensors").unlink()
+    config = json.loads((teacher / "config.json").read_text())
+    changed = json.loads(json.dumps(config))
+    changed["image_token_index"] += 1
+    changed["vision_config"]["patch_size"] = 8
+    (teacher / "config.json").write_text(json.dumps(changed))
+    message = rejected(path)
+    assert message.startswith("distill.teacher.from_pretrained: the teacher expects other images")
+    assert "config.image_token_id is 6, the student has 5" in message
+    assert "vision_config.patch_size is 8, the student has 4" in message
+    (teacher / "config.json").write_text(json.dumps(config))
+    for file in teacher.glob("*processor_config.json"):
+        settings = json.loads(file.read_text())
+        of_images = settings.get("image_processor", settings)
+        if "image_mean" in of_images:
+            of_images["image_mean"] = [0.5, 0.5, 0.5]
+        file.write_text(json.dumps(settings))
+    assert "image_processor.image_mean is [0.5, 0.5, 0.5], the student has" in rejected(path)
+
+
+def test_what_a_distillation_of_images_does_not_support_is_an_error(tmp_path: Path) -> None:
+    path = prepare(tmp_path)
+    collate = (
+        "--dataloader.collate_fn={_target_: tests.support.runs.training_parts.part, name: relu}"
+    )
+    assert "show" in rejected(path, collate, "--distill.top_k=4")
+    assert "a distillation needs a teacher" in rejected(path, "--distill=null")
+    for key in ("pp_size", "cp_size"):
+        recipe = build(path, f"--distributed.{key}=2", recipe_class=VLMDistill)
+        assert [problem.where for problem in recipe.config_problems()] == [f"distributed.{key}"]
+    tiny_llama(16, seed=1).save_pretrained(tmp_path / "text")
+    of_text = f"--distill.teacher.from_pretrained={tmp_path / 'text'}"
+    assert "does not support this kind of model" in rejected(path, of_text)
+
+
+def test_the_example_approaches_its_teacher(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    example = examples()["distill/tiny_vlm_distill"]
+    short = ("--step_scheduler.max_steps=24", "--step_scheduler.val_every_steps=12")
+    small = ("--validation_dataset.max_samples=16", "--dataset.max_samples=800")
+    run_recipe(
+        example,
+        *(*short, *small, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"),
+        recipe_class=VLMDistill,
+    )
+    lines = (tmp_path / "run/validation.jsonl").read_text().splitlines()
+    first, *_, last = (json.loads(line)["val_kd_loss"] for line in lines)
+    assert last < first - 0.1 < logged(tmp_path / "run")[0]["kd_loss"] - 2

@@ -1,0 +1,228 @@
+"""Compiled layers: the same training, the same names, checkpoints that go on with and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.attention.by_document import attends_by_document
+from automodel_ckpt.models.layers.compiling import compile_layers
+from automodel_ckpt.train.loop import TrainingLoop
+from tests.distributed.kinds.test_training import lines_of_steps, run
+from tests.distributed.parallel.test_packing import DATA, TEXT
+from tests.support.runs.training import Recipe, with_loop
+
+# Raised inside torch._dynamo, about its own question.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+COMPILED = ("--compile.enabled", "--compile.backend=eager")
+STILL = "--model.from_config.attention_dropout=0"
+
+
+class CompiledLoop(TrainingLoop):
+    """Fails unless graphs of the model were compiled, for rows of any documents."""
+
+    def end(self) -> None:
+        assert not attends_by_document(self.model)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        super().end()
+
+
+Compiled = with_loop(Recipe, CompiledLoop)
+
+
+def test_a_compiled_run_trains_and_saves_like_any_other_and_goes_on_without(tmp_path: Path) -> None:
+    four = (STILL, "--lr_scheduler.decay_steps=4", "--step_scheduler.max_steps=4")
+    run(tmp_path, *four, name="plain", num_ranks=2)
+    run(
+        tmp_path,
+        *COMPILED,
+        *four,
+        "--step_scheduler.max_steps=2",
+        num_ranks=2,
+        recipe_class=Compiled,
+    )
+    run(tmp_path, *four, num_ranks=2)
+    plain, mixed = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("plain", "run"))
+    assert [record["loss"] for record in mixed] == pytest.approx(
+        [record["loss"] for record in plain], rel=1e-5
+    )
+    kept = [Manifest.read(tmp_path / name / "epoch_0_step_4").trees for name in ("plain", "run")]
+    compiled = Manifest.read(tmp_path / "run/epoch_0_step_2").trees
+    assert {n: t.tensors.keys() for n, t in kept[0].items()} == {
+        n: t.tensors.keys() for n, t in compiled.items()
+    }
+
+
+def test_compiled_packs_with_adapters_and_recomputed_layers_train_to_the_same_losses(
+    tmp_path: Path,
+) -> None:
+    parts = (
+        STILL,
+        "--packed_sequence.size=64",
+        "--model.attn_implementation=eager",
+        "--model.activation_checkpointing",
+        "--peft.r=2",
+        f"--peft.base_dir={tmp_path / 'base'}",
+        "--step_scheduler.max_steps=2",
+    )
+    run(tmp_path, *parts, name="plain")
+    # With fused layers, as by default on a GPU.
+    run(tmp_path, *COMPILED, "--model.fused_layers", *parts, recipe_class=Compiled)
+    plain, compiled = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("plain", "run")
+    )
+    assert [record["loss"] for record in compiled] == pytest.approx(
+        [record["loss"] for record in plain], rel=1e-5
+    )
+    assert [record["grad_norm"] for record in compiled] == pytest.approx(
+        [r["grad_norm"] for r in plain], rel=1e-4
+    )
+
+
+def test_compiled_layers_with_divided_rows_have_the_same_gradients(tmp_path: Path) -> None:
+    parts = (STILL, "--distributed.cp_size=2", "--step_scheduler.max_steps=2")
+    run(tmp_path, *parts, name="plain", num_ranks=2)
+    run(tmp_path, *COMPILED, *parts, num_ranks=2, recipe_class=Compiled)
+    plain, compiled = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("plain", "run")
+    )
+    for key in ("loss", "grad_norm"):
+        assert [record[key] for record in compiled] == pytest.approx(
+            [record[key] for record in plain], rel=1e-4
+        )
+
+
+class NotingLoop(TrainingLoop):
+    """Writes the lengths of all rows, and the number of compiled graphs, to a file."""
+
+    def run(self) -> None:
+        self.seen: set[int] = set()
+        # A process inherits the counters of the one that forked it.
+        self.graphs_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        self.model.register_forward_pre_hook(
+            lambda _, args, inputs: self.seen.add(inputs["input_ids"].shape[1]), with_kwargs=True
+        )
+        super().run()
+
+    def end(self) -> None:
+        num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        noted = {"widths": sorted(self.seen), "graphs": num_graphs - self.graphs_before}
+        directory = Path(self.config.checkpoint.checkpoint_dir)
+        directory.with_suffix(".json").write_text(json.dumps(noted))
+        super().end()
+
+
+Noting = with_loop(Recipe, NotingLoop)
+
+
+def test_rows_of_few_widths_have_the_same_losses_and_few_graphs(tmp_path: Path) -> None:
+    overrides = (
+        *DATA,
+        "--validation_dataset=null",
+        "--step_scheduler.local_batch_size=2",
+        "--step_scheduler.max_steps=4",
+    )
+    rounded = ("--compile.dynamic=false", "--compile.row_widths=3")
+    run(tmp_path, *overrides, name="plain", text=TEXT, recipe_class=Noting)
+    run(tmp_path, *overrides, *COMPILED, *rounded, name="few", text=TEXT, recipe_class=Noting)
+    plain, few = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("plain", "few"))
+    assert len(few["widths"]) <= 3 < len(plain["widths"])
+    assert 0 < few["graphs"] <= 2 * len(few["widths"])
+    free, rounded_steps = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("plain", "few")
+    )
+    for name in ("loss", "grad_norm"):
+        expected = [record[name] for record in free]
+        assert [record[name] for record in rounded_steps] == pytest.approx(expected, rel=5e-6)
+    assert [r["tokens"] for r in rounded_steps] == [r["tokens"] for r in free]
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.inner(x))
+
+
+def test_layers_are_compiled_in_place() -> None:
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        seen.append(len(inputs))
+        return graph
+
+    torch._dynamo.register_backend(backend, name="watched")
+    net = torch.nn.Sequential(Layer(), Layer())
+    names = list(net.state_dict())
+    compile_layers(list(net), backend="watched")
+    net(torch.ones(1, 2))
+    assert seen
+    assert list(net.state_dict()) == names
+
+
+def test_each_kind_of_rows_of_a_layer_with_adapters_is_compiled() -> None:
+    layers = [Layer(), Layer()]
+    with torch._dynamo.config.patch(recompile_limit=8):
+        compile_layers(layers, backend="eager", fullgraph=True)
+        # With fullgraph, torch raises above its limit. The first layer of a frozen embedding gets no gradient.
+        for num_rows, length in ((3, 5), (3, 7), (1, 9), (2, 5), (1, 1)):
+            for is_trained in (True, False):
+                rows = torch.ones(num_rows, length, 2)
+                with torch.set_grad_enabled(is_trained):
+                    for layer in layers:
+                        rows = layer.train(is_trained)(rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"backend": "gcc"}, "no such compiler backend"),
+        ({"backend": "aot_eager", "mode": "max-autotune"}, "only the inductor backend has modes"),
+        ({"mode": "fastest"}, "inductor has no such mode"),
+    ],
+)
+def test_what_cannot_compile_is_refused(
+    options: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "g++")
+    with pytest.raises(RecipeError, match=what):
+        compile_layers([torch.nn.Linear(1, 1)], **options)  # type: ignore[arg-type]
+
+
+def test_inductor_without_a_compiler_and_a_model_without_layers_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor import exc
+
+    def none() -> str:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none)
+    with pytest.raises(RecipeError, match=r"cannot find a C\+\+ compiler"):
+        compile_layers([torch.nn.Linear(1, 1)])
+    with pytest.raises(RecipeError, match="no repeated layers"):
+        compile_layers([])
+
+
+@pytest.mark.skipif(
+    not (os.environ.get("AUTOMODEL_CKPT_SLOW") and shutil.which("g++")),
+    reason="AUTOMODEL_CKPT_SLOW, g++: 1 minute",
+)
+def test_inductor_trains_to_the_same_losses(tmp_path: Path) -> None:
+    steps = (STILL, "--step_scheduler.max_steps=3")
+    run(tmp_path, *steps, name="plain")
+    run(tmp_path, *steps, "--compile.enabled", name="compiled")
+    plain, compiled = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("plain", "compiled")
+    )
+    assert [r["loss"] for r in compiled] == pytest.approx([r["loss"] for r in plain], rel=1e-4)

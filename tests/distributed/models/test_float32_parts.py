@@ -1,0 +1,691 @@
+"""Parts that a model keeps in float32: gathered and reduced in float32 beside others in bfloat16."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    DeepseekV3Config,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+)
+
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.inspect.converted_layers import convert_layers
+from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
+from automodel_ckpt.parallel.parallelize import Parallelism, parallelize, reshard
+from automodel_ckpt.parallel.ranks.group_types import check_gathered_types
+from tests.support import ranks
+from tests.support.runs.parallel import VOCABULARY, global_batch, layout_here, train_steps
+from tests.support.runs.training import EXPORT, RECIPE, train, write_recipe
+
+ROUTER = "model.layers.1.mlp.gate.weight"
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A mixture of *dtype* whose routers, which are trained, stay in float32. One of its two layers has experts."""
+    config = DeepseekV3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        initializer_range=0.3,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        moe_intermediate_size=8,
+        num_experts_per_tok=2,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    )
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    # As in transformers 5.24.
+    model._keep_in_fp32_modules_strict = {"mlp.gate.weight"}
+    low = low_names(model)
+    for name, parameter in model.named_parameters():
+        if name in low:
+            parameter.data = parameter.data.to(dtype)
+    trained: nn.Module = model.train()
+    return trained
+
+
+def low_names(model: nn.Module) -> set[str]:
+    kept = float32_names(model, torch.bfloat16)
+    assert ROUTER in kept
+    return {name for name, _ in model.named_parameters()} - kept
+
+
+def sharded_steps(how: Parallelism, stored: torch.dtype, **sizes: int) -> list[tuple[float, float]]:
+    layout = layout_here(**sizes)
+    model = parallelize(model_of(stored), layout, how)
+    steps = train_steps(model, layout)
+    gradients = [each.grad for each in model.parameters() if each.requires_grad]
+    assert all(each is None or each.dtype.is_floating_point for each in gradients)
+    return steps
+
+
+def plain_steps(num_parts: int, stored: torch.dtype) -> list[tuple[float, float]]:
+    """(mean loss, gradient norm) of two steps with plain torch on one rank.
+
+    A copy of the weights computes; it is in bfloat16, apart from what stays in float32.
+    """
+    masters, low = model_of(stored), low_names(model_of())
+    trained = [each for each in masters.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=True)
+    steps = []
+    for number in range(2):
+        tokens = global_batch(number)
+        num_labels = tokens[:, 1:].numel()
+        copy = model_of()
+        pairs = list(zip(copy.named_parameters(), masters.parameters(), strict=True))
+        for (name, each), master in pairs:
+            data = master.detach().clone()
+            each.data = data.bfloat16() if name in low else data
+        total = 0.0
+        for part in tokens.chunk(num_parts):
+            logits = copy(input_ids=part, use_cache=False).logits
+            labels = part[:, 1:].flatten()
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
+            (loss / num_labels).backward()
+            total += loss.item()
+            for (_, each), master in pairs:
+                if each.grad is not None:
+                    gradient = each.grad.to(master.dtype)
+                    master.grad = gradient if master.grad is None else master.grad + gradient
+                    each.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((total / num_labels, norm.item()))
+    return steps
+
+
+def mixed(**settings: Any) -> Parallelism:
+    names = float32_names(model_of(), torch.bfloat16)
+    return Parallelism("fsdp2", compute_dtype=torch.bfloat16, float32_names=names, **settings)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings", "sizes"),
+    [
+        (1, {}, {}),
+        (2, {}, {}),
+        pytest.param(2, {"defer_gradient_sync": True}, {}, marks=pytest.mark.further),
+        pytest.param(4, {}, {"dp_replicate_size": 2}, marks=pytest.mark.further),
+    ],
+)
+def test_fsdp2_in_bfloat16_computes_these_parts_in_float32(
+    num_ranks: int, settings: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    expected = plain_steps(2 * num_ranks, torch.float32)
+    found = ranks.run(lambda: sharded_steps(mixed(**settings), torch.float32, **sizes), num_ranks)
+    for each in found:
+        assert each == [pytest.approx(step, rel=1e-6) for step in expected]
+
+
+def test_divided_experts_get_the_weights_of_a_router_in_float32() -> None:
+    def found() -> list[tuple[float, float]]:
+        return sharded_steps(mixed(), torch.float32, ep_size=2)
+
+    for each in ranks.run(found, 2):
+        for (loss, norm), expected in zip(each, plain_steps(4, torch.float32), strict=True):
+            # Gradients of an expert are rounded once for the tokens of both ranks.
+            assert (loss, norm) == (
+                pytest.approx(expected[0], rel=1e-6),
+                pytest.approx(expected[1], rel=2e-3),
+            )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_fsdp2_trains_them_beside_weights_in_bfloat16(num_ranks: int) -> None:
+    expected = plain_steps(2 * num_ranks, torch.bfloat16)
+    found = ranks.run(lambda: sharded_steps(Parallelism("fsdp2"), torch.bfloat16), num_ranks)
+    for each in found:
+        # The order of sums in bfloat16 differs.
+        assert each == [pytest.approx(step, rel=2e-3) for step in expected]
+
+
+def sharded_logits(
+    model: nn.Module, inputs: torch.Tensor, float32_names: frozenset[str] = frozenset()
+) -> torch.Tensor:
+    """Shard *model* in place with fsdp2, which computes in bfloat16; return its logits."""
+    how = Parallelism("fsdp2", compute_dtype=torch.bfloat16, float32_names=float32_names)
+    sharded = parallelize(model, layout_here(), how)
+    logits: torch.Tensor = sharded(input_ids=inputs, use_cache=False).logits
+    return logits.detach()
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.further)])
+def test_layers_get_positions_in_float32_if_the_model_computes_them_so(num_ranks: int) -> None:
+    """ERNIE's layers compute with sines and cosines in float32, which fsdp2 would round to bfloat16."""
+    plain = {name: each.bfloat16() for name, each in ernie().state_dict().items()}
+    inputs = global_batch(0)
+    expected = ernie()
+    for name, parameter in expected.named_parameters():
+        parameter.data = plain[name]
+    logits = expected(input_ids=inputs, use_cache=False).logits
+
+    found = ranks.run(lambda: sharded_logits(ernie(), inputs), num_ranks)
+    assert all(torch.equal(each, logits) for each in found)
+
+
+def ernie() -> nn.Module:
+    config = AutoConfig.for_model(
+        "ernie4_5",
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        initializer_range=0.3,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def test_an_output_layer_in_float32_gets_inputs_in_float32() -> None:
+    """HY's output layer is larger than a decoder layer here, so that fsdp2 gathers it separately."""
+    inputs = global_batch(0)
+    expected = hunyuan()
+    names = float32_names(expected, torch.bfloat16)
+    assert "lm_head.weight" in names
+    for name, parameter in expected.named_parameters():
+        if name not in names:
+            parameter.data = parameter.data.bfloat16()
+    logits = expected(input_ids=inputs, use_cache=False).logits
+
+    def found() -> torch.Tensor:
+        model: Any = hunyuan()
+        sharded = sharded_logits(model, inputs, names)
+        assert isinstance(model.get_output_embeddings(), FSDPModule)
+        return sharded
+
+    assert torch.equal(ranks.run(found, 1)[0], logits)
+
+
+def hunyuan() -> nn.Module:
+    config = AutoConfig.for_model(
+        "hy_v4",
+        vocab_size=8 * VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        initializer_range=0.3,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        moe_intermediate_size=8,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        index_head_dim=8,
+        index_n_heads=2,
+        index_topk=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def test_a_decoder_gets_a_mask_in_the_type_that_its_embedding_has() -> None:
+    """FSMT reads this type before it calls the decoder, which would be float32 in a group that is not gathered yet."""
+    inputs = global_batch(0)
+
+    def found() -> torch.Tensor:
+        model: Any = fsmt()
+        sharded = sharded_logits(model, inputs)
+        assert isinstance(model.get_input_embeddings(), FSDPModule)
+        return sharded
+
+    logits = fsmt().bfloat16()(input_ids=inputs, use_cache=False).logits
+    assert torch.equal(ranks.run(found, 1)[0], logits)
+
+
+def fsmt() -> nn.Module:
+    size = 32 * VOCABULARY
+    config = FSMTConfig(
+        langs=["en", "de"],
+        src_vocab_size=size,
+        tgt_vocab_size=size,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        max_position_embeddings=64,
+        dropout=0.0,
+        init_std=0.3,
+    )
+    torch.manual_seed(0)
+    return FSMTForConditionalGeneration(config)
+
+
+def test_tables_of_positions_and_batch_normalization_suit_layers_in_bfloat16() -> None:
+    """M2M100 adds a table, which is no parameter, to its embeddings. Running means stay in float32."""
+    inputs = global_batch(0)
+    features = torch.randn(4, 8)
+
+    def found() -> tuple[torch.Tensor, torch.Tensor]:
+        model = m2m()
+        constants = constants_in(model, torch.bfloat16)
+        assert constants == {
+            f"model.{part}.embed_positions.weights" for part in ("encoder", "decoder")
+        }
+        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16, constants=constants)
+        sharded = parallelize(model, layout_here(), how)
+        logits = sharded(input_ids=inputs, decoder_input_ids=inputs, use_cache=False).logits
+        block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        names = float32_names(block, torch.bfloat16)
+        assert names == {"1.weight", "1.bias"}
+        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16, float32_names=names)
+        normalized = parallelize(block, layout_here(), how)(features)
+        assert block[1].running_mean.dtype == torch.float32
+        return logits.detach(), normalized.detach()
+
+    ((logits, normalized),) = ranks.run(found, 1)
+    plain = m2m(torch.bfloat16)
+    plain.load_state_dict(m2m().state_dict())
+    expected = plain(input_ids=inputs, decoder_input_ids=inputs, use_cache=False).logits
+    assert torch.equal(logits, expected)
+    assert normalized.dtype == torch.bfloat16
+
+
+def m2m(dtype: torch.dtype = torch.float32) -> nn.Module:
+    config = M2M100Config(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        max_position_embeddings=32,
+        dropout=0.0,
+        attention_dropout=0.0,
+        encoder_layerdrop=0.0,
+        decoder_layerdrop=0.0,
+        init_std=0.3,
+    )
+    torch.manual_seed(0)
+    model: nn.Module = M2M100ForConditionalGeneration._from_config(config, dtype=dtype)
+    return model
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.linear(inputs)
+        return outputs
+
+
+class Tower(nn.Module):
+    """It computes its inputs in the type of its first layer, as the audio tower of Fun-ASR."""
+
+    _no_split_modules = ("Layer",)
+    _keep_in_fp32_modules_strict = None
+
+    def __init__(self, convert: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self._convert = convert
+
+    def weight(self) -> torch.Tensor:
+        return self.layers[0].linear.weight  # type: ignore[union-attr, return-value]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = self._convert(self, inputs.float())
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs
+
+
+CONVERSIONS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "dtype": lambda tower, inputs: inputs.to(tower.weight().dtype),
+    "first parameter": lambda tower, inputs: inputs.to(next(tower.parameters()).dtype),
+    "to": lambda tower, inputs: inputs.to(tower.weight()),
+    "type_as": lambda tower, inputs: inputs.type_as(tower.weight().data),
+    "new tensor": lambda tower, inputs: tower.weight().new_zeros(inputs.shape) + inputs.bfloat16(),
+    "state": lambda tower, inputs: inputs.to(
+        dict(tower.named_parameters())["layers.1.linear.bias"]
+    ),
+}
+
+
+def test_a_model_reads_the_type_in_which_a_layer_is_computed_before_it_is_gathered() -> None:
+    inputs = torch.randn(2, 8)
+    how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
+
+    def sharded(
+        convert: Callable[[Any, torch.Tensor], torch.Tensor], how: Parallelism = how
+    ) -> nn.Module:
+        return parallelize(Tower(convert), layout_here(), how)
+
+    def found() -> dict[str, torch.Tensor]:
+        outputs = {}
+        for form, convert in CONVERSIONS.items():
+            tower = sharded(convert)
+            outputs[form] = tower(inputs).detach().clone()
+            assert all(isinstance(each, DTensor) for each in tower.parameters())
+        outputs["stored"] = sharded(CONVERSIONS["to"], Parallelism("fsdp2"))(inputs).detach()
+        failing = sharded(lambda tower, inputs: inputs.bfloat16() @ tower.weight())
+        with pytest.raises(RecipeError, match=r"outside of the layer") as error:
+            failing(inputs)
+        assert "mm with a weight of layers.0" in str(error.value)
+        assert all(isinstance(each, DTensor) for each in failing.parameters())
+        check_interrupted(sharded(interrupted), inputs)
+        return outputs
+
+    (outputs,) = ranks.run(found, 1)
+    expected = Tower(CONVERSIONS["dtype"]).bfloat16()(inputs)
+    for form in CONVERSIONS:
+        assert torch.equal(outputs[form], expected), form
+    assert torch.equal(outputs["stored"], Tower(CONVERSIONS["dtype"])(inputs))
+
+
+def interrupted(tower: Any, inputs: torch.Tensor) -> torch.Tensor:
+    if inputs.shape[0] == 1:
+        raise KeyboardInterrupt
+    converted: torch.Tensor = inputs.to(tower.weight().dtype)
+    return converted
+
+
+def check_interrupted(tower: Any, inputs: torch.Tensor) -> None:
+    """torch calls no hooks after Ctrl+C. A program that catches it can save the model, or go on."""
+    expected = tower(inputs).detach().clone()
+
+    def stop() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            tower(inputs[:1])
+        assert not any(isinstance(each, DTensor) for each in tower.layers[1].parameters())
+
+    stop()
+    saved = tower.state_dict()
+    assert all(isinstance(each, DTensor) for each in saved.values())
+    stop()
+    tower.load_state_dict(saved)
+    assert all(isinstance(each, DTensor) for each in tower.parameters())
+    stop()
+    reshard(tower)
+    assert all(isinstance(each, DTensor) for each in tower.parameters())
+    assert torch.equal(tower(inputs), expected)
+    assert all(isinstance(each, DTensor) for each in tower.layers.parameters())
+
+
+def test_a_model_reads_this_type_also_after_it_has_called_itself() -> None:
+    def twice(tower: Any, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs.shape[0] == 2:
+            inputs = torch.cat([inputs, tower(inputs[:1])])
+        converted: torch.Tensor = inputs.to(tower.weight().dtype)
+        return converted
+
+    inputs = torch.randn(2, 8)
+
+    def found() -> torch.Tensor:
+        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
+        tower = parallelize(Tower(twice), layout_here(), how)
+        outputs: torch.Tensor = tower(inputs).detach().clone()
+        assert all(isinstance(each, DTensor) for each in tower.parameters())
+        return outputs
+
+    (outputs,) = ranks.run(found, 1)
+    assert torch.equal(outputs, Tower(twice).bfloat16()(inputs))
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.further)])
+def test_a_model_changes_weights_of_layers_before_it_calls_them(num_ranks: int) -> None:
+    """RWKV divides some before it evaluates. A momentum encoder (MoCo) is an average of another."""
+
+    def change(tower: Any, inputs: torch.Tensor) -> torch.Tensor:
+        first, second = tower.layers[0].linear, tower.layers[1].linear
+        with torch.no_grad():
+            first.weight.div_(2)
+            second.bias.data.clamp_(min=0.0)
+            torch._foreach_mul_([second.weight], 0.75)
+        second.weight.data.add_(first.weight.data, alpha=0.25)
+        converted: torch.Tensor = inputs.to(tower.weight().dtype)
+        return converted
+
+    inputs = torch.randn(2, 8)
+
+    def found() -> tuple[torch.Tensor, torch.Tensor]:
+        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
+        tower: Any = parallelize(Tower(change), layout_here(), how)
+        outputs = tower(inputs).detach().clone()
+        return outputs, tower.layers[1].linear.weight.full_tensor().detach()
+
+    changed: Any = Tower(change)
+    changed(inputs)
+    average = changed.layers[1].linear.weight.clone()
+    changed._convert = CONVERSIONS["dtype"]
+    expected = changed.bfloat16()(inputs)
+    for outputs, weight in ranks.run(found, num_ranks):
+        assert torch.equal(outputs, expected)
+        assert torch.equal(weight, average)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["in full", "LoRA"])
+def test_a_run_continues_exactly_and_its_export_has_the_types_of_the_base(
+    adapters: bool, tmp_path: Path
+) -> None:
+    _, _, rest = RECIPE.partition("dataset:")
+    base = tmp_path / "base"
+    mixture(base)
+    peft = "peft: {r: 2, target_modules: [q_proj, v_proj]}\n" if adapters else ""
+    model = f"model: {{from_pretrained: {base}, dtype: bfloat16}}\n"
+    recipe = write_recipe(tmp_path, f"seed: 7\n{model}{peft}dataset:{rest}")
+    mixed = [] if not adapters else ["--distributed.mixed_precision=bfloat16"]
+    ports = [ranks.free_port() for _ in range(3)]
+
+    def runs() -> list[dict[str, str]]:
+        found = []
+        for port, (name, last) in zip(
+            ports, [("whole", 3), ("parts", 2), ("parts", 3)], strict=True
+        ):
+            os.environ["MASTER_PORT"] = str(port)
+            place = f"--checkpoint.checkpoint_dir={tmp_path / name}"
+            steps = (f"--step_scheduler.max_steps={last}", "--lr_scheduler=null")
+            found.append(train(recipe, place, *steps, *mixed, EXPORT))
+        return found
+
+    for whole, _, continued in ranks.run(runs, 2, init=False, timeout=150):
+        assert continued == whole
+    exported = tmp_path / "whole/epoch_0_step_3/model/consolidated"
+    if adapters:
+        exported = tmp_path / "merged"
+        assert main(["export", str(tmp_path / "whole"), "--merge", "--output", str(exported)]) == 0
+    (file,) = exported.glob("*.safetensors")
+    before, after = load_file(base / "model.safetensors"), load_file(file)
+    types = {name: value.dtype for name, value in before.items()}
+    assert {name: value.dtype for name, value in after.items()} == types
+    assert types[ROUTER] == torch.float32
+    read = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16)
+    assert read.get_parameter(ROUTER).dtype == torch.float32
+    assert torch.equal(after[ROUTER], before[ROUTER]) == adapters
+    if not adapters:
+        check_casts(tmp_path / "whole", after)
+
+
+def check_casts(run: Path, expected: dict[str, torch.Tensor]) -> None:
+    """An export in 16 bits keeps in float32 what transformers does, bit for bit; others are cast."""
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        output = run.with_name(name)
+        command = ["consolidate", str(run / "LATEST"), "--cast-dtype", name]
+        assert main([*command, "--output", str(output)]) == 0
+        (file,) = output.glob("*.safetensors")
+        cast = load_file(file)
+        kept = {key for key, value in cast.items() if value.dtype == torch.float32}
+        assert ROUTER in kept and len(kept) < len(cast)
+        for key, value in cast.items():
+            assert torch.equal(value, expected[key].to(torch.float32 if key in kept else dtype))
+        read = AutoModelForCausalLM.from_pretrained(output, dtype=dtype)
+        assert torch.equal(read.get_parameter(ROUTER), expected[ROUTER])
+
+
+def mixture(directory: Path) -> None:
+    """A mixture in bfloat16 with its tokenizer, whose routers transformers keeps in float32."""
+    config = AutoConfig.for_model(
+        "ernie4_5_moe",
+        vocab_size=304,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        moe_num_experts=4,
+        moe_intermediate_size=8,
+        moe_k=2,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    read = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    read.save_pretrained(directory)
+    train_tokenizer(vocab_size=300).save_pretrained(directory)
+
+
+def converting(kind: str) -> nn.Module:
+    """A model that converts the layer of a router to float32 in its forward pass."""
+    sizes = {"d_model": 16, "d_ff": 16, "num_experts": 2, "vocab_size": VOCABULARY}
+    if kind == "switch_transformers":
+        sizes |= {"num_layers": 2, "num_sparse_encoder_layers": 1, "num_heads": 2, "d_kv": 8}
+    else:
+        of_each = {"layers": 2, "attention_heads": 2, "ffn_dim": 16, "sparse_step": 2}
+        for part in ("encoder", "decoder"):
+            sizes |= {f"{part}_{key}": value for key, value in of_each.items()}
+    torch.manual_seed(0)
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **sizes))
+
+
+@pytest.mark.parametrize("kind", ["switch_transformers", "nllb-moe"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_that_the_model_converts_computes_with_its_newest_values(
+    kind: str, stored: torch.dtype
+) -> None:
+    def of_two_steps() -> list[torch.Tensor]:
+        model: Any = converting(kind).to(stored)
+        convert_layers(model)
+        names = float32_names(model, torch.bfloat16)
+        routers = {name for name in names if "router.classifier" in name}
+        assert routers and all(model.get_parameter(each).dtype == torch.float32 for each in routers)
+        how = Parallelism(
+            "fsdp2",
+            compute_dtype=torch.bfloat16,
+            float32_names=names,
+            constants=constants_in(model, torch.bfloat16),
+        )
+        model = parallelize(model, layout_here(), how)
+        (first, *_) = sorted(routers)
+        seen: list[torch.Tensor] = []
+        layer = model.get_submodule(first.removesuffix(".weight"))
+        layer.register_forward_pre_hook(lambda module, _: seen.append(module.weight.clone()))
+        tokens = global_batch(0)
+        for _step in range(2):
+            stored_value: Any = model.get_parameter(first)
+            assert isinstance(stored_value, DTensor)
+            whole = stored_value.full_tensor().detach().clone()
+            output = model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False)
+            check_gathered_types(model)
+            assert torch.equal(seen[-1], whole)
+            output.logits.float().square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.full_like(parameter, 0.25))
+        return seen
+
+    for first, second in ranks.run(of_two_steps, 2):
+        assert torch.equal(second, first + 0.25)
+
+
+class Prepared(nn.Module):
+    """Converts one layer in its forward pass, and another one only before inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def prepare_for_inference(self) -> None:
+        self.head = self.head.to(torch.bfloat16)
+
+    def widen(self) -> None:
+        self.router = self.router.to(torch.float64)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.widen()
+        result: torch.Tensor = self.head(self.router(inputs.double()).float())
+        return result
+
+
+def test_a_method_that_the_forward_pass_does_not_call_converts_nothing() -> None:
+    model = nn.Sequential(Prepared())
+    convert_layers(model)
+    assert {name: each.dtype for name, each in model.named_parameters()} == {
+        "0.router.weight": torch.float64,
+        "0.router.bias": torch.float64,
+        "0.head.weight": torch.float32,
+        "0.head.bias": torch.float32,
+    }
+
+
+class ConvertsSecretly(nn.Module):
+    """Converts a layer in a way that its source does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        layers = [self.layer]
+        layers[0].double()
+        result: torch.Tensor = self.layer(inputs.double())
+        return result
+
+
+def test_a_conversion_in_the_forward_pass_is_an_error() -> None:
+    def forward() -> None:
+        model = parallelize(ConvertsSecretly(), layout_here(), Parallelism("fsdp2"))
+        model(torch.ones(2, 4))
+        with pytest.raises(
+            RecipeError, match=r"fsdp2, layer\.\w+: from torch.float32 to torch.float64"
+        ):
+            check_gathered_types(model)
+
+    ranks.run(forward, 1)

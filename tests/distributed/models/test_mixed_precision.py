@@ -1,0 +1,361 @@
+"""The type that a run computes in is the same under each strategy; what is kept and saved is not touched by it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.models.layers.adapter import add_adapters, copy_saved_modules, widen_trained
+from automodel_ckpt.models.layers.lora import Lora
+from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.train.model.trainable import Trainable
+from tests.distributed.kinds.test_training import lines_of_steps
+from tests.support import ranks
+from tests.support.runs.parallel import (
+    VOCABULARY,
+    global_batch,
+    layout_here,
+    model_of,
+    train_steps,
+)
+from tests.support.runs.training import MODEL, RECIPE, train, write_recipe
+from tools.compare_families import difference, families, plain_run, sharded_run, small_config
+
+MIXED = "--distributed.mixed_precision=bfloat16"
+LINEAR = ("--lr_scheduler.decay_steps=3", "--step_scheduler.max_steps=3")
+
+
+class Watched(LLMFinetune):
+    """Fails unless each projection computes in bfloat16 while the weights and their moments are float32."""
+
+    def build_trainable(
+        self, config: RecipeConfig | None = None, *, is_trained: bool = True
+    ) -> Trainable:
+        self.seen: set[torch.dtype] = set()
+        trainable = super().build_trainable(config, is_trained=is_trained)
+        for name, module in trainable.model.named_modules():
+            if name.endswith("q_proj"):
+                module.register_forward_hook(self.note)
+        return trainable
+
+    def note(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.seen.add(output.dtype)
+
+    def close(self) -> None:
+        if self.loop.last_step is not None:
+            assert self.seen == {torch.bfloat16}
+            kept = [
+                *self.model.parameters(),
+                *(s["exp_avg"] for s in self.optimizer.state.values()),
+            ]
+            assert {tensor.dtype for tensor in kept} == {torch.float32}
+        super().close()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [("single", 1), pytest.param("single", 2, marks=pytest.mark.further), ("ddp", 2), ("fsdp2", 2)],
+)
+def test_each_strategy_computes_in_bfloat16_and_keeps_float32(
+    tmp_path: Path, strategy: str, num_ranks: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cut = (
+        "--distributed.tp_size=2"
+        if (strategy, num_ranks) == ("single", 2)
+        else "--distributed.tp_size=1"
+    )
+    overrides = (
+        f"--distributed.strategy={strategy}",
+        cut,
+        "--model.from_config.attention_dropout=0",
+        *LINEAR,
+    )
+    recipe, ports = write_recipe(tmp_path), [ranks.free_port() for _ in range(2)]
+
+    def both() -> None:
+        os.environ["MASTER_PORT"] = str(ports[0])
+        train(
+            recipe,
+            *overrides,
+            MIXED,
+            f"--checkpoint.checkpoint_dir={tmp_path / 'mixed'}",
+            recipe_class=Watched,
+        )
+        os.environ["MASTER_PORT"] = str(ports[1])
+        train(recipe, *overrides, f"--checkpoint.checkpoint_dir={tmp_path / 'plain'}")
+
+    ranks.run(both, num_ranks, init=False)
+    assert "computed in bfloat16" in capfd.readouterr().err
+    manifest = Manifest.read(tmp_path / "mixed" / "epoch_0_step_3")
+    assert "computed in bfloat16" in manifest.environment["precision"]
+    mixed, plain = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("mixed", "plain")
+    )
+    assert [r["loss"] for r in mixed] == pytest.approx([r["loss"] for r in plain], rel=0.05)
+    assert [r["loss"] for r in mixed] != [r["loss"] for r in plain]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_fsdp2_in_bfloat16_is_plain_torch_with_copies_of_float32_weights(num_ranks: int) -> None:
+    expected = plain_steps(2 * num_ranks)
+    for each in ranks.run(fsdp2_steps, num_ranks):
+        # The two orders of a sum over micro-batches and ranks differ in float32's last bits.
+        assert each == [pytest.approx(step, rel=1e-6) for step in expected]
+
+
+def fsdp2_steps() -> list[tuple[float, float]]:
+    layout = layout_here()
+    how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
+    return train_steps(parallelize(model_of(), layout, how), layout)
+
+
+def plain_steps(num_parts: int) -> list[tuple[float, float]]:
+    """(mean loss, gradient norm) of what :func:`train_steps` does, with plain torch on one rank."""
+    masters = model_of()
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2, fused=True)
+    steps = []
+    for number in range(2):
+        tokens = global_batch(number)
+        num_labels = tokens[:, 1:].numel()
+        copy = model_of()
+        for low, master in zip(copy.parameters(), masters.parameters(), strict=True):
+            # Only parameters: buffers of position embeddings stay float32.
+            low.data = master.detach().bfloat16()
+        total = 0.0
+        for part in tokens.chunk(num_parts):
+            logits = copy(input_ids=part, use_cache=False).logits
+            labels = part[:, 1:].flatten()
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
+            (loss / num_labels).backward()
+            total += loss.item()
+            for low, master in zip(copy.parameters(), masters.parameters(), strict=True):
+                assert low.grad is not None
+                gradient = low.grad.float()
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                low.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((total / num_labels, norm.item()))
+    return steps
+
+
+def test_families_are_compared_with_plain_torch() -> None:
+    def differences() -> tuple[float, float]:
+        family = next(each for each in families() if each.name == "llama")
+        config = small_config(family.name)
+        steps = sharded_run(family, config)
+        later = [step._replace(loss=step.loss * 1.01) for step in steps]
+        return difference(steps, plain_run(family, config)), difference(later, steps)
+
+    equal, changed = ranks.run(differences, 1)[0]
+    assert equal == 0
+    assert changed == pytest.approx(0.01)
+
+
+def test_on_one_rank_fsdp2_casts_what_trains_and_leaves_a_base_in_16_bits_alone() -> None:
+    ((sharded, frozen), steps) = ranks.run(adapter_steps, 1)[0]
+    assert sharded == {torch.float32}
+    assert frozen == set()
+    ((sharded, frozen), steps_of_two) = ranks.run(adapter_steps, 2)[0]
+    assert (sharded, frozen) == ({torch.float32}, {torch.bfloat16})
+    for one, two in zip(steps, steps_of_two, strict=True):
+        assert one == pytest.approx(two, rel=0.03)
+
+
+def adapter_steps() -> tuple[tuple[set[torch.dtype], set[torch.dtype]], list[tuple[float, float]]]:
+    """The data types of the trained and of the frozen parameters that fsdp2 manages, and the steps."""
+    layout = layout_here()
+    base = model_of(tie_word_embeddings=False).to(torch.bfloat16)
+    lora = Lora(modules_to_save=["lm_head"])
+    model = add_adapters(base, lora, task_type="CAUSAL_LM", num_base_rows=VOCABULARY).model
+    widen_trained(model)
+    sharded = parallelize(model, layout, Parallelism("fsdp2", compute_dtype=torch.bfloat16))
+    copy_saved_modules(sharded)
+    trained, frozen = set(), set()
+    for parameter in sharded.parameters():
+        if isinstance(parameter, DTensor):
+            (trained if parameter.requires_grad else frozen).add(parameter.dtype)
+    return (trained, frozen), train_steps(sharded, layout, 2)
+
+
+FREEZE = "['*embed_tokens*', '*layers.0.mlp*']"
+IN_FLOAT32 = ("--distributed.strategy=single", "--distributed.mixed_precision=none")
+
+
+class Frozen(LLMFinetune):
+    """Writes down the types of the parameters that do not train, by name."""
+
+    types: dict[str, torch.dtype]
+
+    def build_trainable(
+        self, config: RecipeConfig | None = None, *, is_trained: bool = True
+    ) -> Trainable:
+        trainable = super().build_trainable(config, is_trained=is_trained)
+        found = {name: p.dtype for name, p in trainable.model.named_parameters()}
+        trained = {name for name, p in trainable.model.named_parameters() if p.requires_grad}
+        assert {found[name] for name in trained} == {torch.float32}
+        type(self).types = {name: found[name] for name in found.keys() - trained}
+        return trainable
+
+
+def write_base(directory: Path, float32: str) -> Path:
+    """A model in bfloat16, of which the file has the tensor *float32* in float32."""
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors[float32] = tensors[float32].float() + 2**-20
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_frozen_weights_keep_the_16_bits_of_their_files_and_nothing_is_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wide = "model.layers.0.mlp.up_proj.weight"
+    base = write_base(tmp_path / "base", wide)
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, f"model: {{from_pretrained: {base}}}\n"))
+    shared = ("--model.freeze", FREEZE, "--checkpoint.save_consolidated=false")
+
+    def runs() -> tuple[Any, ...]:
+        def weights(*overrides: str) -> tuple[str, dict[str, torch.dtype]]:
+            digest = train(recipe, *shared, *LINEAR, *overrides, recipe_class=Frozen)["weights"]
+            return digest, Frozen.types
+
+        mixed = ("--distributed.strategy=fsdp2", MIXED)
+        _, narrow = weights(*mixed, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
+        whole, full = weights(
+            *mixed, "--model.dtype=float32", f"--checkpoint.checkpoint_dir={tmp_path / 'float32'}"
+        )
+        # The same weights in float32, from the checkpoint with some in bfloat16, and back.
+        again, _ = weights(*IN_FLOAT32, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
+        shutil.rmtree(tmp_path / "run")
+        shutil.copytree(tmp_path / "float32", tmp_path / "run")
+        _, back = weights(*mixed, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
+        return narrow, set(full.values()), whole == again, back
+
+    narrow, full, is_same, back = ranks.run(runs, 1, init=False)[0]
+    assert narrow.pop(wide) == torch.float32
+    assert set(narrow.values()) == {torch.bfloat16}
+    assert len(narrow) == 3
+    assert full == {torch.float32}
+    assert is_same
+    assert back == {**narrow, wide: torch.float32}
+    log = capfd.readouterr().err
+    assert "3 tensors that are not trained: saved as BF16, cast to F32" in log
+    assert "3 tensors that are not trained: saved as F32, cast to BF16" in log
+
+
+def test_what_is_frozen_can_change_when_a_run_is_resumed_and_nothing_is_rounded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    base = write_base(tmp_path / "base", "model.norm.weight")
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, f"model: {{from_pretrained: {base}}}\n"))
+    mixed = ("--distributed.strategy=fsdp2", MIXED, *LINEAR)
+    anew = "--checkpoint.allow_missing_state=[optimizer]"
+
+    def runs() -> tuple[list[str], list[dict[str, torch.dtype]]]:
+        errors: list[str] = []
+        types: list[dict[str, torch.dtype]] = []
+
+        def resume(number: int, *overrides: str) -> None:
+            steps = f"--step_scheduler.max_steps={number}"
+            directory = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
+            try:
+                train(recipe, *mixed, steps, directory, *overrides, recipe_class=Frozen)
+                types.append(Frozen.types)
+            except CheckpointUnusable as error:
+                errors.append(str(error))
+
+        resume(1, "--model.freeze", FREEZE)
+        # Now everything is trained, in float32.
+        resume(2)
+        resume(2, anew)
+        # These values have more bits than those in the files of the base.
+        resume(3, anew, "--model.freeze", FREEZE)
+        resume(3, anew, "--model.freeze", FREEZE, "--model.dtype=float32")
+        return errors, types
+
+    (unfrozen, rounded), types = ranks.run(runs, 1, init=False)[0]
+    assert "the checkpoint's 'optimizer' does not match this recipe" in unfrozen
+    assert "--checkpoint.allow_missing_state '[optimizer]'" in unfrozen
+    assert "its saved values would be rounded" in rounded
+    assert "saved as F32" in rounded
+    assert "set model.dtype to float32" in rounded
+    assert [set(each.values()) for each in types] == [{torch.bfloat16}, set(), {torch.float32}]
+    assert "4 tensors that were not trained: saved as BF16, cast to F32" in capfd.readouterr().err
+    with safe_open(
+        next((tmp_path / "run" / "epoch_0_step_1" / "model").glob("shard*")), "pt"
+    ) as first:
+        before = first.get_tensor("model.embed_tokens.weight")
+    with safe_open(
+        next((tmp_path / "run" / "epoch_0_step_3" / "model").glob("shard*")), "pt"
+    ) as last:
+        after = last.get_tensor("model.embed_tokens.weight")
+    assert before.dtype == torch.bfloat16
+    assert after.dtype == torch.float32
+    assert not torch.equal(after, after.bfloat16().float())
+
+
+def test_stages_of_a_pipeline_cast_the_frozen_weights_of_other_stages(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "model.norm.weight")
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, f"model: {{from_pretrained: {base}}}\n"))
+    shared = (
+        "--model.freeze",
+        "['*embed_tokens*', '*layers.*.mlp*']",
+        *LINEAR,
+        f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
+        "--distributed.pp_size=2",
+    )
+
+    def run(steps: int, *overrides: str) -> Any:
+        return lambda: train(recipe, *shared, f"--step_scheduler.max_steps={steps}", *overrides)
+
+    mixed = ("--distributed.strategy=fsdp2", MIXED)
+    in_float32 = "--distributed.mixed_precision=none"
+    ranks.run_each([run(1, *mixed), run(2, in_float32), run(3, *mixed)], 2)
+    assert (tmp_path / "run" / "epoch_0_step_3").is_dir()
+
+
+def test_adapters_in_another_type_are_no_weights_that_were_frozen(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "model.norm.weight")
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, f"model: {{from_pretrained: {base}}}\n"))
+
+    def run(steps: int, dtype: str) -> str:
+        options = (
+            f"--peft={{r: 2, target_modules: [q_proj], dtype: {dtype}}}",
+            "--model.dtype=bfloat16",
+            f"--step_scheduler.max_steps={steps}",
+            f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
+        )
+        try:
+            train(recipe, *options, *LINEAR[:1])
+        except CheckpointUnusable as error:
+            return str(error)
+        return ""
+
+    before, after = ranks.run(lambda: (run(1, "base"), run(2, "float32")), 1, init=False)[0]
+    assert before == ""
+    assert "the checkpoint's 'model' does not match this recipe" in after

@@ -1,0 +1,151 @@
+"""Noise on embeddings: its size for each sample, the loss of plain PyTorch with the same noise, and exact resumes."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from automodel_ckpt.base.rng import StatefulRNG
+from automodel_ckpt.models.layers.neftune import EmbeddingNoise, sample_lengths
+from tests.distributed.kinds.test_training import lines, lines_of_steps, run, run_each
+from tests.distributed.parallel.test_router_loss import ONE_STEP, one_step
+from tests.support import ranks
+from tests.support.runs.training import (
+    RECIPE,
+    VALIDATION,
+    killed_after,
+    steps_of,
+    train,
+    write_recipe,
+)
+from tests.support.runs.training_parts import uneven
+
+ALPHA = 5.0
+NOISE = f"--model.neftune_alpha={ALPHA}"
+NO_DROPOUT = "--model.from_config.attention_dropout=0.0"
+
+
+def test_the_size_of_the_noise_depends_on_the_length_of_each_sample() -> None:
+    embedding = nn.Embedding(10, 16)
+    noise = EmbeddingNoise(embedding, ALPHA)
+    tokens = torch.arange(10).reshape(1, 10)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0]])
+    noise.note_rows({"position_ids": positions})
+    torch.manual_seed(1)
+    added = embedding(tokens) - embedding.weight
+    torch.manual_seed(1)
+    uniform = torch.empty(1, 10, 16).uniform_(-1, 1)
+    lengths = torch.tensor([4.0] * 4 + [5.0] * 5 + [1.0])
+    expected = uniform * (ALPHA / torch.sqrt(lengths * 16)).reshape(1, 10, 1)
+    torch.testing.assert_close(added, expected, rtol=1e-5, atol=1e-6)
+    assert embedding.bfloat16()(tokens).dtype == torch.bfloat16
+    embedding.eval()
+    assert torch.equal(embedding(tokens)[0], embedding.weight)
+
+
+def test_padding_does_not_count_as_length() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    lengths = sample_lengths({"attention_mask": mask})
+    assert lengths is not None and lengths.tolist() == [[3.0] * 4, [1.0] * 4]
+    assert sample_lengths({"input_ids": mask}) is None
+
+
+def reference(weights: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of transformers with the noise that the paper defines, for the global batch as one batch."""
+    samples = uneven(8)
+    width = max(len(sample["input_ids"]) for sample in samples)
+    tokens = torch.zeros(8, width, dtype=torch.int64)
+    labels = torch.full((8, width), -100)
+    mask = torch.zeros(8, width, dtype=torch.int64)
+    for row, sample in enumerate(samples):
+        length = len(sample["input_ids"])
+        tokens[row, :length] = torch.tensor(sample["input_ids"])
+        labels[row, :length] = torch.tensor(sample["labels"])
+        mask[row, :length] = 1
+    config = LlamaConfig(
+        vocab_size=304,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+    )
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(weights, strict=False)
+    StatefulRNG(7, 0)
+    embedded = model.get_input_embeddings()(tokens)
+    uniform = torch.empty_like(embedded).uniform_(-1, 1)
+    for row in range(8):
+        embedded[row] = embedded[row] + uniform[row] * ALPHA / math.sqrt(mask[row].sum() * 32)
+    logits = model(inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_loss_and_gradients_are_those_of_plain_pytorch_also_with_tensor_parallelism(
+    tmp_path: Path,
+) -> None:
+    layouts = {"one": (1, ()), "tp": (2, ("--distributed.tp_size=2",))}
+    for name, (num_ranks, overrides) in layouts.items():
+        step = partial(
+            one_step,
+            write_recipe(tmp_path),
+            f"--checkpoint.checkpoint_dir={tmp_path / name}",
+            *ONE_STEP,
+            *overrides,
+            NOISE,
+            NO_DROPOUT,
+            "--model.from_config.vocab_size=304",
+            "--step_scheduler.local_batch_size=8",
+            "--dataloader.padding_free=false",
+        )
+        weights, gradients = ranks.run(step, num_ranks, init=False)[0]
+        loss, expected = reference(weights)
+        (line,) = lines_of_steps(tmp_path / name / "training.jsonl")
+        assert line["loss"] == pytest.approx(loss, rel=1e-6), name
+        for parameter, gradient in gradients.items():
+            torch.testing.assert_close(
+                gradient, expected[parameter], rtol=1e-4, atol=2e-6, msg=f"{name}: {parameter}"
+            )
+
+
+def test_a_killed_run_draws_the_same_noise_and_validation_has_none(tmp_path: Path) -> None:
+    text = RECIPE + VALIDATION
+    options = ("--step_scheduler.max_steps=6", "--optimizer.lr=1e-3")
+    for num_ranks in (1, 2):
+        name = f"whole{num_ranks}"
+        directory = tmp_path / f"killed{num_ranks}"
+        training = partial(
+            train,
+            write_recipe(tmp_path, text),
+            f"--checkpoint.checkpoint_dir={directory}",
+            *options,
+            NOISE,
+            recipe_class=killed_after(5),
+        )
+        ranks.outcomes(training, num_ranks, init=False)
+        runs = {directory.name: (*options, NOISE), name: (*options, NOISE)}
+        resumed, whole = run_each(tmp_path, runs, num_ranks=num_ranks, text=text)
+        assert resumed == whole
+        assert steps_of(directory) == steps_of(tmp_path / name)
+    without = ("--optimizer.lr=0.0", "--step_scheduler.max_steps=1", NO_DROPOUT)
+    run(tmp_path, *without, name="plain", text=text)
+    # With model.neftune_alpha.
+    run(tmp_path, *without, NOISE, name="noise", text=text)
+    plain, noise = (lines(tmp_path / name / "validation.jsonl") for name in ("plain", "noise"))
+    assert plain[0]["val_loss"] == noise[0]["val_loss"]
+    losses = [
+        lines_of_steps(tmp_path / name / "training.jsonl")[0]["loss"] for name in ("plain", "noise")
+    ]
+    assert losses[0] != losses[1]

@@ -1,0 +1,92 @@
+"""Batch normalization: ranks have the statistics of rank 0 after each step, and frozen layers keep theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from automodel_ckpt.checkpoint.state.module_tensors import unwrap
+from tests.support import ranks
+from tests.support.runs.training import MODEL, RECIPE, build, write_recipe
+
+TARGET = "model: {_target_: tests.distributed.models.test_running_statistics.%s}\n"
+STATISTICS = ("running_mean", "running_var")
+
+
+class Normalized(nn.Module):
+    """An MLP behind batch normalization over the tokens of a micro-batch."""
+
+    def __init__(self, mlp: nn.Module, size: int) -> None:
+        super().__init__()
+        self.mlp, self.norm = mlp, nn.BatchNorm1d(size)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.mlp(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
+
+
+def normalized() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        layer.mlp = Normalized(layer.mlp, config.hidden_size)
+    return model
+
+
+def frozen() -> LlamaForCausalLM:
+    model = normalized()
+    for layer in model.model.layers:
+        layer.mlp.norm.requires_grad_(False)
+    return model
+
+
+def trained(recipe_file: Path, *options: str) -> dict[str, torch.Tensor]:
+    """Train on this rank; its weights and buffers."""
+    recipe = build(recipe_file, "--step_scheduler.max_steps=2", *options)
+    try:
+        recipe.setup()
+        recipe.run()
+        values = {}
+        for name, value in unwrap(recipe.model).state_dict().items():
+            values[name] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+        return values
+    finally:
+        recipe.close()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.further)])
+def test_all_ranks_have_the_statistics_of_the_first(strategy: str, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET % "normalized"))
+    options = (
+        f"--distributed.strategy={strategy}",
+        f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
+    )
+    first, second = ranks.run(trained, 2, recipe, *options, init=False)
+    changed = [name for name in first if name.endswith(STATISTICS)]
+    assert len(changed) == 4
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+    for name in changed:
+        assert first[name].unique().numel() > 1
+
+
+def test_frozen_layers_keep_their_statistics(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET % "frozen"))
+    (values,) = ranks.run(trained, 1, recipe, "--checkpoint.enabled=false", init=False)
+    for name, value in values.items():
+        if name.endswith(STATISTICS):
+            assert value.unique().numel() == 1, name
+    assert "2 frozen layers of batch normalization keep their statistics" in capfd.readouterr().err

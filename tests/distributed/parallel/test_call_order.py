@@ -1,0 +1,131 @@
+"""Layers that only some ranks call in a step: an error with fsdp2, and the result of one process with ddp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from automodel_ckpt.checkpoint.state.module_tensors import unwrap
+from automodel_ckpt.errors import RecipeError
+from tests.support import ranks
+from tests.support.runs.training import MODEL, RECIPE, build, write_recipe
+
+TARGET = "model: {_target_: tests.distributed.parallel.test_call_order.%s}\n"
+
+
+class Dropping(LlamaForCausalLM):
+    """A Llama that leaves out layers 1 and 2 of 4 if the sum of the tokens is odd."""
+
+    left_out: tuple[int, ...] = (1, 2)
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        layers = self.model.layers
+        if int(input_ids.sum()) % 2:
+            kept = [each for number, each in enumerate(layers) if number not in self.left_out]
+            self.model.layers = nn.ModuleList(kept)
+        try:
+            return super().forward(input_ids=input_ids, **options)
+        finally:
+            self.model.layers = layers
+
+
+class Exiting(Dropping):
+    left_out = (2, 3)
+
+
+def dropping() -> LlamaForCausalLM:
+    return Dropping(config())
+
+
+def recomputing() -> LlamaForCausalLM:
+    model = Dropping(config())
+    model.left_out = ()
+    # The name since transformers 5.23.
+    former = model.gradient_checkpointing_enable
+    getattr(model, "activation_checkpointing_enable", former)()
+    return model
+
+
+def exiting() -> LlamaForCausalLM:
+    return Exiting(config())
+
+
+def config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+    )
+
+
+OPTIONS = (
+    "--step_scheduler.max_steps=3",
+    "--step_scheduler.local_batch_size=1",
+    "--checkpoint.enabled=false",
+)
+
+
+def trained(recipe_file: Path, *options: str) -> dict[str, torch.Tensor]:
+    """Train on this rank; the complete weights."""
+    recipe = build(recipe_file, *OPTIONS, *options)
+    try:
+        recipe.setup()
+        recipe.run()
+        weights = {}
+        for name, value in unwrap(recipe.model).state_dict().items():
+            weights[name] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+        return weights
+    finally:
+        recipe.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("dropping", "calls model.layers.1", "calls model.layers.3"),
+        ("exiting", "calls model.layers.2", "calls lm_head"),
+    ],
+)
+def test_fsdp2_reports_layers_that_only_some_ranks_call(
+    kind: str, first: str, second: str, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET % kind))
+    found = ranks.outcomes(
+        trained, 2, recipe, "--distributed.strategy=fsdp2", init=False, timeout=60
+    )
+    for rank, outcome in enumerate(found):
+        assert isinstance(outcome.error, RecipeError)
+        (problem,) = outcome.error.problems
+        assert "distributed.strategy to ddp" in problem.hint
+        assert problem.value.startswith(f"rank {rank} ")
+        assert first in problem.value and second in problem.value
+
+
+def test_layers_that_are_called_again_to_recompute_them_do_not_count(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET % "recomputing"))
+    (expected,) = ranks.run(trained, 1, recipe, init=False)
+    for weights in ranks.run(trained, 2, recipe, "--distributed.strategy=fsdp2", init=False):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_ddp_trains_such_a_model_as_one_process_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, RECIPE.replace(MODEL, TARGET % "dropping"))
+    (expected,) = ranks.run(trained, 1, recipe, init=False)
+    for weights in ranks.run(trained, 2, recipe, "--distributed.strategy=ddp", init=False):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    # torch warns if a step uses all parameters.
+    output = capfd.readouterr().err
+    assert "ddp looks for unused ones in each step" in output
+    assert "find_unused_parameters" not in output

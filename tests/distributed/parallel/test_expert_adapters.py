@@ -1,0 +1,167 @@
+"""Adapters on fused experts (peft.target_parameters): training, resuming, loading with peft, merging."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
+
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.layers.adapter import add_adapters
+from automodel_ckpt.models.layers.lora import Lora
+from tests.distributed.models.test_peft import TOKENS, WithLogits, assert_is_whole
+from tests.support import ranks
+from tests.support.runs.training import RECIPE, Recipe, train, write_recipe
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+}
+CONFIGS = {
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=3),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=3, head_dim=4, moe_intermediate_size=8),
+    "gpt_oss": GptOssConfig(**SIZES, num_local_experts=3, head_dim=4),
+}
+PEFT = """\
+model: {from_pretrained: BASE}
+peft: {target_modules: [q_proj], target_parameters: [gate_up_proj, down_proj], r: 2}
+"""
+SHORT = (
+    "--step_scheduler.max_steps=4",
+    "--step_scheduler.ckpt_every_steps=2",
+    "--step_scheduler.local_batch_size=2",
+    "--lr_scheduler=null",
+)
+
+
+def recipe_in(directory: Path, family: str) -> Path:
+    torch.manual_seed(9)
+    model: Any = AutoModelForCausalLM.from_config(CONFIGS[family])
+    model.save_pretrained(directory / "base")
+    _, _, rest = RECIPE.partition("tokenizer:")
+    text = PEFT.replace("BASE", str(directory / "base")) + "seed: 7\ntokenizer:" + rest
+    return write_recipe(directory, text)
+
+
+def whole_and_resumed(recipe: Path, ports: list[int]) -> tuple[Any, Any]:
+    """The final digests of a run left alone, and of one that goes on from its second step."""
+    whole, resumed = (recipe.parent / name for name in ("whole", "resumed"))
+    os.environ["MASTER_PORT"] = str(ports[0])
+    place = f"--checkpoint.checkpoint_dir={whole}"
+    one = train(recipe, place, *SHORT, recipe_class=WithLogits)
+    os.environ["MASTER_PORT"] = str(ports[1])
+    place = f"--checkpoint.checkpoint_dir={resumed}"
+    saved = f"--checkpoint.restore_from={whole / 'epoch_0_step_2'}"
+    return one, train(recipe, place, saved, *SHORT, recipe_class=Recipe)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs of each family on two ranks with fsdp2: the directories, and each rank's pairs of digests."""
+    root = tmp_path_factory.mktemp("experts")
+    recipes: dict[str, tuple[Path, list[int]]] = {}
+    for family in CONFIGS:
+        (root / family).mkdir()
+        recipe = recipe_in(root / family, family)
+        recipes[family] = recipe, [ranks.free_port() for _ in range(2)]
+
+    def all_families() -> list[Any]:
+        return [whole_and_resumed(*recipes[family]) for family in CONFIGS]
+
+    return root, ranks.run(all_families, 2, init=False, timeout=200)
+
+
+def test_a_run_with_adapters_on_experts_resumes_bit_for_bit(runs: Any) -> None:
+    _, digests = runs
+    for of_rank in digests:
+        for whole, resumed in of_rank:
+            assert resumed == whole
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_peft_loads_the_adapter_and_computes_the_same_and_so_does_the_merged_model(
+    runs: Any, family: str, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    root, _ = runs
+    run = root / family / "whole"
+    logits = torch.load(run / "logits.pt")
+    base: Any = AutoModelForCausalLM.from_pretrained(root / family / "base")
+    with torch.no_grad():
+        assert not torch.equal(base(input_ids=TOKENS).logits, logits)
+    adapter = run / "LATEST" / "model"
+    trained = load_file(adapter / "adapter_model.safetensors")
+    assert len([name for name in trained if ".experts." in name]) == 8
+    assert all(value.abs().sum() > 0 for value in trained.values())
+    loaded = PeftModel.from_pretrained(base, adapter).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=TOKENS).logits, logits, rtol=1e-5, atol=1e-6)
+    assert main(["export", str(run), "--merge", "--output", str(tmp_path / "merged")]) == 0
+    assert_is_whole(tmp_path / "merged", logits)
+    merged = load_file(tmp_path / "merged" / "model-00001-of-00001.safetensors")
+    stored = load_file(root / family / "base" / "model.safetensors")
+    assert {name: value.shape for name, value in merged.items()} == {
+        name: value.shape for name, value in stored.items()
+    }
+    whole = loaded.merge_and_unload().state_dict()
+    reloaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for name, value in reloaded.state_dict().items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-6)
+
+
+def test_all_experts_can_be_none() -> None:
+    model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    adapted = add_adapters(model, Lora(target_parameters="all-experts"), task_type=None)
+    assert not adapted.peft_config.get("target_parameters")
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    with pytest.raises(RecipeError, match="no layer is left to adapt"):
+        add_adapters(
+            model, Lora(target_modules=(), target_parameters="all-experts"), task_type=None
+        )
+
+
+@pytest.mark.parametrize("patterns", [["*.experts.*"], "all-experts"])
+def test_adapters_on_experts_alone_need_no_layers(patterns: list[str] | str) -> None:
+    model: Any = AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"])
+    lora = Lora(target_modules=(), target_parameters=patterns)
+    adapted = add_adapters(model, lora, task_type="CAUSAL_LM")
+    names = [name for name, p in adapted.model.named_parameters() if p.requires_grad]
+    assert len(names) == 8
+    assert adapted.peft_config["target_parameters"] == ["down_proj", "gate_up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "pattern", "message"),
+    [
+        ("qwen3_moe", "gate_up", "there are gate_up_proj, down_proj"),
+        ("gpt_oss", "gate_up_proj_bias", "has 2 dimensions"),
+    ],
+)
+def test_a_name_that_matches_no_experts_is_an_error(
+    family: str, pattern: str, message: str
+) -> None:
+    model: Any = AutoModelForCausalLM.from_config(CONFIGS[family])
+    with pytest.raises(RecipeError, match=r"peft\.target_parameters") as caught:
+        add_adapters(model, Lora(target_parameters=[pattern]), task_type=None)
+    assert message in str(caught.value)

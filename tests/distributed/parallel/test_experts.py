@@ -1,0 +1,157 @@
+"""Experts, one tensor in memory with transformers 5: in checkpoints each is a tensor, as in the files of the base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
+
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
+from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module
+from automodel_ckpt.checkpoint.state.module_tensors import (
+    StoredLayout,
+    module_state,
+    record_complete_tensors,
+    set_stored_layout,
+    stored_layout,
+)
+from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.hf_names import names_in_files
+from tests.support import ranks
+from tests.support.models import tiny
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 16,
+    "num_experts_per_tok": 1,
+}
+CONFIGS = {
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=3),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=3, head_dim=4, moe_intermediate_size=6),
+}
+
+
+def made(seed: int, base: Path | None = None) -> Any:
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(CONFIGS["mixtral"])
+    set_stored_layout(model, StoredLayout(*names_in_files(model, base)))
+    record_complete_tensors(model)
+    return model
+
+
+def values(model: Any) -> dict[str, torch.Tensor]:
+    return {
+        n: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone()
+        for n, v in model.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_experts_have_the_names_and_the_values_that_transformers_saves(
+    family: str, tmp_path: Path
+) -> None:
+    model: Any = AutoModelForCausalLM.from_config(CONFIGS[family])
+    model.save_pretrained(tmp_path)
+    set_stored_layout(model, StoredLayout(*names_in_files(model, tmp_path)))
+    expected = load_file(tmp_path / "model.safetensors")
+    state, _ = module_state(model)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_what_is_not_taken_apart_row_by_row_keeps_its_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS["mixtral"])
+    for revert in (
+        lambda _, state: {
+            name: value.mT if value.dim() == 3 else value for name, value in state.items()
+        },
+        lambda _, state: dict(list(state.items())[1:]),
+    ):
+        monkeypatch.setattr("automodel_ckpt.models.hf_names.revert_weight_conversion", revert)
+        assert names_in_files(model) == ({}, {})
+
+
+def trained(root: Path, base: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Saves on two ranks, which hold two experts and one; {layout: the values}."""
+    found = {}
+    for layout in ("shards", "hf"):
+        model = made(1)
+        assets = HFAssets.from_model(model, base_dir=base)
+        fully_shard(model.model.layers[0].mlp.experts)
+        fully_shard(model)
+        tiny.save(
+            root / layout,
+            SimpleNamespace(model=model),
+            assets={"model": assets},
+            model_layout=layout,
+        )
+        other = made(2)
+        fully_shard(other)
+        assert tiny.load(root / layout, SimpleNamespace(model=other)) is not None
+        found[layout] = values(other)
+    weights = open_weights(base).modules["model"]
+    fill_module(other, {name: Filling(weights, name) for name in weights.tensors}, "mean")
+    return {**found, "base": values(other)}
+
+
+def test_experts_of_two_ranks_are_saved_exported_and_read_one_by_one(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    made(3).save_pretrained(base)
+    found = ranks.run(trained, 2, tmp_path, base)[0]
+    for layout, expected in (("shards", made(1)), ("hf", made(1)), ("base", made(3))):
+        assert all(
+            torch.equal(found[layout][name], value) for name, value in values(expected).items()
+        )
+    with safe_open(base / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    for layout in ("shards", "hf"):
+        checkpoint = (tmp_path / layout / "LATEST").resolve()
+        here = made(4)
+        assert tiny.load(tmp_path / layout, SimpleNamespace(model=here)) is not None
+        assert all(
+            torch.equal(value, values(here)[name]) for name, value in values(made(1)).items()
+        )
+        export = consolidate(checkpoint).output if layout == "shards" else checkpoint / "model"
+        assert {name for file in export.glob("*.safetensors") for name in load_file(file)} == names
+        loaded, info = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+        assert not any(info.values())
+        assert all(
+            torch.equal(value, loaded.state_dict()[name]) for name, value in values(made(1)).items()
+        )
+
+
+def cut_across() -> None:
+    model = made(1)
+    experts = model.model.layers[0].mlp.experts
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    kept = torch.nn.Parameter(distribute_tensor(experts.down_proj.data, mesh, [Replicate()]))
+    experts.down_proj = kept
+    complete = stored_layout(model).complete
+    assert complete is not None and len(module_state(model)[0]) == len(complete.tensors)
+    experts.down_proj = torch.nn.Parameter(
+        distribute_tensor(kept.full_tensor().data, mesh, [Shard(1)])
+    )
+    with pytest.raises(RecipeError, match="experts are sharded across ranks"):
+        module_state(model)
+
+
+def test_experts_that_are_cut_across_ranks_are_refused() -> None:
+    ranks.run(cut_across, 1)

@@ -1,0 +1,348 @@
+"""FSDP2 on one rank casts parameters and gradients with one copy each: the same values, and less memory traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from automodel_ckpt.models.inspect.float32_parts import float32_names
+from automodel_ckpt.parallel import parallelize as module
+from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
+from automodel_ckpt.parallel.ranks import one_rank
+from tests.distributed.models import test_float32_parts
+from tests.support import ranks
+from tests.support.runs.parallel import layout_here, model_of, train_steps
+
+WRITES_FIRST = ("aten::copy_", "aten::add_", "aten::_foreach_copy_")
+WRITES_ANOTHER = ("aten::_to_copy", "fsdp::chunk_cat")
+
+
+class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes that copies and additions in place read and write."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = operator(*args, **(kwargs or {}))
+        name = operator.name().partition(".")[0]
+        is_same = len(args) > 1 and args[0] is args[1]
+        if name not in (*WRITES_FIRST, *WRITES_ANOTHER) or is_same:
+            return output
+        moved = [*args, *(kwargs or {}).values()]
+        if name == "aten::_to_copy":
+            moved.append(output)
+        elif name == "aten::add_":
+            # It reads what it changes.
+            moved.append(args[0])
+        for tensor in tree_leaves(moved):
+            if isinstance(tensor, torch.Tensor):
+                self.num_bytes += tensor.numel() * tensor.itemsize
+        return output
+
+
+def trained(
+    build: Any, how: Parallelism, with_copies: bool, **sizes: int
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], int]:
+    """(losses and norms of two steps, the weights after them, the bytes that were moved)."""
+    patch = mock.patch.object(module, "cast_without_copies")
+    layout, model = layout_here(**sizes), build()
+    if with_copies:
+        with patch:
+            model = parallelize(model, layout, how)
+    else:
+        model = parallelize(model, layout, how)
+    with Moved() as moved:
+        steps = train_steps(model, layout)
+    weights: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        weights[name] = parameter.to_local().detach()
+    return steps, weights, moved.num_bytes
+
+
+def plain_model() -> nn.Module:
+    return model_of("llama")
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    # Gradients of two micro-batches are added.
+    "one type": (plain_model, {}),
+    "reduced per step": (plain_model, {"defer_gradient_sync": True}),
+    "gathered once": (plain_model, {"reshard_after_forward": False}),
+    "with parts in float32": (
+        test_float32_parts.model_of,
+        {"float32_names": float32_names(test_float32_parts.model_of(), torch.bfloat16)},
+    ),
+    "not cast": (plain_model, {"compute_dtype": None}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one type",
+        "reduced per step",
+        "with parts in float32",
+        pytest.param("gathered once", marks=pytest.mark.further),
+        pytest.param("not cast", marks=pytest.mark.further),
+    ],
+)
+def test_values_are_the_same_and_less_is_moved(name: str) -> None:
+    build, settings = CASES[name]
+    how = Parallelism("fsdp2", **{"compute_dtype": torch.bfloat16, **settings})
+
+    def both() -> Any:
+        return [trained(build, how, with_copies) for with_copies in (False, True)]
+
+    [((steps, weights, num_moved), (expected_steps, expected, num_before))] = ranks.run(both, 1)
+    assert steps == expected_steps
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    assert num_moved < 0.7 * num_before
+
+
+@pytest.mark.further
+def test_tensor_parallel_ranks_get_the_same_values() -> None:
+    # The gathered parameters and their gradients are DTensors, over a mesh of two ranks.
+    how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
+
+    def both() -> Any:
+        return [trained(plain_model, how, with_copies, tp_size=2) for with_copies in (False, True)]
+
+    for (steps, weights, _), (expected_steps, expected, _) in ranks.run(both, 2):
+        assert steps == expected_steps
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+class Layers(nn.Module):
+    """A frozen layer, one that only some inputs use, and one that is used twice."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = nn.Linear(6, 6, dtype=dtype).requires_grad_(False)
+        self.sometimes = nn.Linear(6, 6, bias=False, dtype=dtype)
+        self.twice = nn.Linear(6, 6, dtype=dtype)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.twice(self.frozen(inputs))
+        if inputs.shape[0] > 2:
+            hidden = self.sometimes(hidden)
+        result: torch.Tensor = self.twice(hidden)
+        return result
+
+
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def gradients_of(
+    prepare: Callable[[FSDPModule], object],
+    with_copies: bool,
+    dtype: torch.dtype = torch.float32,
+    policy: MixedPrecisionPolicy = BFLOAT16,
+    is_reduced: Sequence[bool] = (True, True, True),
+    device: str = "cpu",
+    offload: OffloadPolicy | None = None,
+) -> list[dict[str, torch.Tensor | None]]:
+    """The gradients after each of a few micro-batches, of which some are not reduced."""
+    model = Layers(dtype)
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device, (1,)),
+        "mp_policy": policy,
+        "offload_policy": offload or OffloadPolicy(),
+    }
+    for layer in (model.frozen, model.sometimes, model.twice):
+        fully_shard(layer, **options)
+    sharded: Any = fully_shard(model, **options)
+    if not with_copies:
+        one_rank.cast_without_copies(sharded)
+    prepare(sharded)
+    if offload is None:
+        sharded.to(device)
+    found: list[dict[str, torch.Tensor | None]] = []
+    generator = torch.Generator().manual_seed(0)
+    for number, is_last in enumerate(is_reduced):
+        sharded.set_requires_gradient_sync(is_last)
+        inputs = torch.randn(2 + number % 2, 6, generator=generator)
+        outputs = sharded(inputs.to(device, policy.param_dtype or dtype))
+        outputs.square().sum().backward()
+        of_parameters: dict[str, torch.Tensor | None] = {}
+        for name, parameter in sharded.named_parameters():
+            gradient = parameter.grad
+            of_parameters[name] = None if gradient is None else gradient.to_local().cpu().clone()
+        found.append(of_parameters)
+    return found
+
+
+def nothing(_model: FSDPModule) -> None:
+    pass
+
+
+def halve_each(model: FSDPModule) -> None:
+    def halve(parameter: torch.Tensor) -> None:
+        gradient: Any = parameter.grad
+        gradient._local_tensor.mul_(0.5)
+
+    module: Any = model
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(halve)
+
+
+def halve_reduced(model: FSDPModule) -> None:
+    module: Any = model
+    for part in module.modules():
+        part.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5))
+
+
+def divide(model: FSDPModule) -> None:
+    module: Any = model
+    for part in module.modules():
+        part.set_gradient_divide_factor(3.0)
+
+
+def zero_unused(model: FSDPModule) -> None:
+    module: Any = model
+    for part in module.modules():
+        if not hasattr(part, "set_reduce_scatter_unused_params"):
+            pytest.skip("this torch has no such setting")
+        part.set_reduce_scatter_unused_params(True)
+
+
+ROUNDED_SUMS = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+SETTINGS: dict[str, tuple[Callable[[FSDPModule], object], dict[str, Any]]] = {
+    "by default": (nothing, {}),
+    "some not reduced": (nothing, {"is_reduced": (True, False, False, True, True)}),
+    "in one type": (nothing, {"policy": MixedPrecisionPolicy()}),
+    "weights in bfloat16": (nothing, {"dtype": torch.bfloat16}),
+    # Sums in float32 are rounded, and then added.
+    "weights in bfloat16, some not reduced": (
+        nothing,
+        {"dtype": torch.bfloat16, "is_reduced": (True, False, False, True, True)},
+    ),
+    "reduced in bfloat16": (nothing, {"policy": ROUNDED_SUMS}),
+    "with hooks": (halve_each, {}),
+    "with hooks of reductions": (halve_reduced, {}),
+    "divided": (divide, {}),
+    "with zeros": (zero_unused, {}),
+}
+
+
+ON_THE_HOST: dict[str, tuple[Callable[[FSDPModule], object], dict[str, Any]]] = {
+    "on the host": (nothing, {"offload": CPUOffloadPolicy()}),
+    "on the host, in one type": (
+        nothing,
+        {"offload": CPUOffloadPolicy(), "policy": MixedPrecisionPolicy()},
+    ),
+}
+"""Settings that need an accelerator."""
+
+
+def all_gradients(names: Sequence[str], device: str) -> dict[str, Any]:
+    """The gradients with each setting that this version of torch has, and those of fsdp2."""
+    found: dict[str, Any] = {}
+    for name in names:
+        prepare, arguments = (SETTINGS | ON_THE_HOST)[name]
+        try:
+            found[name] = [
+                gradients_of(prepare, each, device=device, **arguments) for each in (False, True)
+            ]
+        except pytest.skip.Exception:
+            continue
+    return found
+
+
+def check_equal(found: dict[str, Any]) -> None:
+    """Compare what :func:`all_gradients` returns."""
+    assert "divided" in found
+    for name, (given, expected) in found.items():
+        assert [each.keys() for each in given] == [each.keys() for each in expected]
+        for gradients, those_of_fsdp2 in zip(given, expected, strict=True):
+            for key, gradient in those_of_fsdp2.items():
+                assert (gradient is None) == (gradients[key] is None), (name, key)
+                if gradient is not None:
+                    assert torch.equal(gradients[key], gradient), (name, key)
+
+
+def test_gradients_are_those_of_fsdp2_with_all_settings() -> None:
+    [found] = ranks.run(all_gradients, 1, list(SETTINGS), "cpu")
+    check_equal(found)
+
+
+def two_layers() -> Any:
+    model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(16, 8, bias=False))
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh, mp_policy=BFLOAT16, reshard_after_forward=False)
+    one_rank.cast_without_copies(model)
+    return model
+
+
+def test_a_gradient_is_read_and_written_once() -> None:
+    def moved() -> list[int]:
+        model = two_layers()
+        counts = []
+        for _ in range(3):
+            loss = model(torch.ones(4, 32)).sum()
+            with Moved() as copies:
+                loss.backward()
+            counts.append(copies.num_bytes)
+        return counts
+
+    num_elements = 32 * 16 + 16 * 8
+    # Read in bfloat16 and written in float32; then the float32 sum is read, too.
+    [counts] = ranks.run(moved, 1)
+    assert counts == [6 * num_elements, 10 * num_elements, 10 * num_elements]
+
+
+def test_gradients_are_not_in_memory_that_the_next_step_overwrites() -> None:
+    def kept() -> bool:
+        mesh = init_device_mesh("cpu", (1,))
+        model: Any = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
+        one_rank.cast_without_copies(model)
+        # As the output of a CUDA graph: autograd does not see that its memory has another owner.
+        memory = torch.empty(4, 4)
+        model.unshard()
+        model.weight.register_hook(lambda gradient: memory.copy_(gradient).detach())
+        model(torch.ones(2, 4)).sum().backward()
+        gradient = model.weight.grad.to_local()
+        before = gradient.clone()
+        memory.zero_()
+        return bool(before.all()) and torch.equal(gradient, before)
+
+    assert ranks.run(kept, 1) == [True]
+
+
+def test_a_reduction_after_a_failed_one_gets_memory_for_itself() -> None:
+    reduction = one_rank._InPlace()
+
+    def allocated() -> torch.Tensor:
+        return reduction.allocate((4,), dtype=torch.float32, device=torch.device("cpu"))
+
+    # Its output is never allocated.
+    failed = allocated()
+    del failed
+    for _ in range(2):
+        given = allocated()
+        assert allocated() is given
+        kept = given
+        given = allocated()
+        assert given is not kept and allocated() is given

@@ -1,0 +1,185 @@
+"""A run in pipeline stages: what it logs, how it goes on, on the same ranks and on others, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.parallel.pipeline import idle_share
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.train.build.objective import Objective
+from automodel_ckpt.train.model.pipeline import train_stages
+from automodel_ckpt.train.values.records import LossSum
+from tests.distributed.kinds.test_training import failure, lines_of_steps, run, run_each
+from tests.support import ranks
+from tests.support.runs.parallel import layout_here
+from tests.support.runs.training import RECIPE, VALIDATION
+
+TEXT = (
+    (RECIPE + VALIDATION)
+    .replace("attention_dropout: 0.2", "attention_dropout: 0.0")
+    .replace("num_key_value_heads: 2", "num_key_value_heads: 4")
+)
+GROUPS = "--optimizer.groups=[{params: [model.norm.weight], lr: 5e-3}, {params: ['*.layers.0.*'], weight_decay: 0.5}]"
+"""Either stage has no parameter of one of these groups."""
+SHORT = (
+    GROUPS,
+    "--checkpoint.save_consolidated=false",
+    "--step_scheduler.max_steps=4",
+    "--lr_scheduler.decay_steps=4",
+    "--step_scheduler.ckpt_every_steps=2",
+)
+STAGES = "--distributed.pp_size=2"
+
+
+def test_a_pipeline_logs_what_one_rank_does_and_goes_on_exactly_and_on_other_ranks(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, *SHORT, name="alone", text=TEXT)
+    whole = run(tmp_path, *SHORT, STAGES, name="whole", text=TEXT, num_ranks=2)
+    back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
+    assert run(tmp_path, *SHORT, STAGES, back, name="resumed", text=TEXT, num_ranks=2) == whole
+    assert whole[0]["rng"] != whole[1]["rng"]
+    run(tmp_path, *SHORT, back, name="on one", text=TEXT)
+    forth = f"--checkpoint.restore_from={tmp_path / 'alone' / 'epoch_0_step_2'}"
+    run(tmp_path, *SHORT, forth, STAGES, name="in stages", text=TEXT, num_ranks=2)
+    alone, *others = (
+        lines_of_steps(tmp_path / name / "training.jsonl")
+        for name in ("alone", "whole", "on one", "in stages")
+    )
+    for records in others:
+        expected = alone[-len(records) :]
+        for field in ("loss", "grad_norm", "lr"):
+            assert [r[field] for r in records] == pytest.approx(
+                [r[field] for r in expected], rel=1e-4
+            )
+        for field in ("step", "samples", "tokens", "label_tokens"):
+            assert [r[field] for r in records] == [r[field] for r in expected]
+    one, two = (lines_of_steps(tmp_path / name / "validation.jsonl") for name in ("alone", "whole"))
+    assert [r["val_loss"] for r in two] == pytest.approx([r["val_loss"] for r in one], rel=1e-5)
+    assert [r["val_accuracy"] for r in two] == [r["val_accuracy"] for r in one]
+    assert [r["label_tokens"] for r in two] == [r["label_tokens"] for r in one]
+    assert sorted(p.name for p in (tmp_path / "whole/epoch_0_step_4/rng").iterdir()) == [
+        f"rng_global_rank_{rank}.pt" for rank in range(2)
+    ]
+
+
+FOUR_LAYERS = TEXT.replace("num_hidden_layers: 2", "num_hidden_layers: 4")
+INTERLEAVED = (STAGES, "--distributed.pp_schedule=interleaved1f1b")
+# SGD shows a wrong scale of a gradient, which AdamW would hide.
+SGD = (
+    "--checkpoint.save_consolidated=false",
+    "--optimizer={_target_: torch.optim.SGD, lr: 0.5}",
+    "--lr_scheduler=null",
+    "--step_scheduler.max_steps=4",
+    "--step_scheduler.ckpt_every_steps=2",
+    "--step_scheduler.local_batch_size=2",
+)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "peft"),
+    [
+        (2, INTERLEAVED, True),
+        pytest.param(
+            4, (*INTERLEAVED, "--distributed.cp_size=2"), False, marks=pytest.mark.further
+        ),
+    ],
+)
+def test_several_stages_on_a_rank_divided_rows_and_adapters_log_what_one_rank_does(
+    num_ranks: int, options: tuple[str, ...], peft: bool, tmp_path: Path
+) -> None:
+    common = SGD
+    if peft:
+        base = f"base_dir: {tmp_path / 'base'}"
+        common = (*SGD, f"--peft={{r: 4, modules_to_save: [lm_head], {base}}}")
+        common = (*common, "--model.from_config.tie_word_embeddings=false")
+    run(tmp_path, *common, name="alone", text=FOUR_LAYERS)
+    back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
+    runs = {"whole": (*common, *options)}
+    # Stages that are not interleaved resume in the test above.
+    if set(INTERLEAVED) <= set(options):
+        runs["resumed"] = (*common, *options, back)
+    whole, *resumed = run_each(tmp_path, runs, num_ranks=num_ranks, text=FOUR_LAYERS)
+    assert all(each == whole for each in resumed)
+    run(tmp_path, *common, back, name="on one", text=FOUR_LAYERS)
+    alone = lines_of_steps(tmp_path / "alone/training.jsonl")
+    for name in ("whole", "on one"):
+        steps = lines_of_steps(tmp_path / name / "training.jsonl")
+        expected = alone[-len(steps) :]
+        for field in ("loss", "grad_norm"):
+            found = [step[field] for step in steps]
+            assert found == pytest.approx([step[field] for step in expected], rel=1e-5)
+    one, two = (lines_of_steps(tmp_path / name / "validation.jsonl") for name in ("alone", "whole"))
+    assert [r["val_loss"] for r in two] == pytest.approx([r["val_loss"] for r in one], rel=1e-5)
+    assert [r["val_accuracy"] for r in two] == [r["val_accuracy"] for r in one]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3, 5])
+def test_interleaved_stages_compute_any_number_of_micro_batches(
+    num_micro_batches: int, tmp_path: Path
+) -> None:
+    """torch's schedule supports some numbers only, and another one takes its place."""
+    size = f"--step_scheduler.global_batch_size={2 * num_micro_batches}"
+    short = (*SGD, size, "--step_scheduler.max_steps=1")
+    run(tmp_path, *short, name="alone", text=FOUR_LAYERS)
+    run(tmp_path, *short, *INTERLEAVED, name="whole", text=FOUR_LAYERS, num_ranks=2)
+    (one,), (two,) = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("alone", "whole")
+    )
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
+class OwnObjective(Objective):
+    """Computes the loss in its own way."""
+
+    def loss(self, micro_batch: Any) -> LossSum:
+        return super().loss(micro_batch)
+
+
+class OwnLoss(LLMFinetune):
+    """A recipe with a different objective."""
+
+    objective_class = OwnObjective
+
+
+def test_what_a_pipeline_cannot_do_is_refused_before_weights_are_made(tmp_path: Path) -> None:
+    deep = failure(tmp_path, "--distributed.pp_size=3", num_ranks=3)
+    assert "there are more pipeline stages than layers" in str(deep)
+    own = failure(tmp_path, STAGES, num_ranks=2, recipe_class=OwnLoss)
+    assert "OwnObjective.loss" in str(own)
+    frozen = failure(
+        tmp_path, STAGES, "--model.freeze=['model.embed_tokens*', 'model.layers.0.*']", num_ranks=2
+    )
+    assert "stage 0 of 2" in str(frozen)
+    assert not (tmp_path / "run").exists()
+
+
+def other_groups() -> str:
+    """Each rank's optimizer puts its parameters into as many groups as its number plus one."""
+    layout = layout_here(pp_size=2)
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layout.rank + 1)))
+    optimizer = torch.optim.SGD(
+        [{"params": [parameter]} for parameter in model.parameters()], lr=0.1
+    )
+    with pytest.raises(RecipeError) as caught:
+        train_stages(optimizer, model, layout)
+    return str(caught.value)
+
+
+def test_an_optimizer_with_other_groups_on_another_stage_is_refused() -> None:
+    for text in ranks.run(other_groups, 2):
+        assert "1 groups on stage 0, 2 on stage 1" in text
+
+
+def test_stages_wait_for_each_other_less_with_more_micro_batches() -> None:
+    assert idle_share(1, 1) == 0
+    assert idle_share(4, 2) == pytest.approx(1 / 5)
+    assert idle_share(2, 3) == pytest.approx(1 / 2)
+    assert idle_share(4, 2, 2) == pytest.approx(1 / 9)

@@ -1,0 +1,176 @@
+"""Adapters of a base at a revision of the Hub: trained, imported and merged with that revision's weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.cli.ckpt import main
+from tests.support import ranks
+from tests.support.runs.training import train, write_recipe
+from tests.support.servers.hub_cache import write_repository
+
+NAME = "org/twice"
+ADAPTER = Path(__file__).parents[2] / "fixtures" / "trainer" / "adapter"
+RECIPE = f"""\
+model: {{from_pretrained: {NAME}, revision: v2}}
+tokenizer: null
+peft: {{r: 2, target_modules: ['*_proj']}}
+dataset: {{_target_: tests.fixtures.tiny_training.Rows, num_samples: 4}}
+optimizer: {{lr: 0.1}}
+step_scheduler: {{global_batch_size: 4, local_batch_size: 4, max_steps: 1, ckpt_every_epochs: null}}
+checkpoint: {{checkpoint_dir: RUN}}
+"""
+
+
+def write_revisions(cache: Path, second: Path) -> dict[str, Path]:
+    """Write a repository whose branch v2 is the model *second*, and whose main branch has other weights."""
+    first = shutil.copytree(second, cache / "first")
+    weights = load_file(first / "model.safetensors")
+    changed = {name: weight + 8 for name, weight in weights.items()}
+    save_file(changed, first / "model.safetensors", metadata={"format": "pt"})
+    return write_repository(cache, NAME, {"main": first, "v2": second})
+
+
+def largest_change(merged: Path, base: Path) -> float:
+    """Return the largest absolute difference between the weights of two models."""
+    before = load_file(base / "model.safetensors")
+    (file,) = merged.glob("*.safetensors")
+    after = load_file(file)
+    assert before.keys() == after.keys()
+    differences = [(after[name] - before[name]).abs().max() for name in before]
+    return float(torch.stack(differences).max())
+
+
+@pytest.fixture
+def bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """The two branches of a repository in the Hub's cache: the base of the adapter is v2."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    return write_revisions(tmp_path, ADAPTER / "base")
+
+
+def test_an_adapter_is_merged_into_the_revision_that_the_recipe_names(
+    tmp_path: Path, bases: dict[str, Path]
+) -> None:
+    recipe = write_recipe(tmp_path, RECIPE.replace("RUN", str(tmp_path / "run")))
+    ranks.run(partial(train, recipe), 1, init=False)
+    words = ["export", "--merge", str(tmp_path / "run" / "LATEST"), "-o", str(tmp_path / "merged")]
+    assert main(words) == 0
+    # Weights of the main branch differ by 8.
+    assert 0 < largest_change(tmp_path / "merged", bases["v2"]) < 2
+
+
+def test_an_imported_adapter_has_the_revision_of_its_base(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bases: dict[str, Path]
+) -> None:
+    source = shutil.copytree(ADAPTER / "checkpoint-5", tmp_path / "checkpoint-5")
+    path = source / "adapter_config.json"
+    options = json.loads(path.read_text()) | {"base_model_name_or_path": NAME, "revision": "v2"}
+    path.write_text(json.dumps(options))
+    assert main(["import", str(source), str(tmp_path / "run")]) == 0
+    checkpoint = Path(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads((checkpoint / "model/adapter_config.json").read_text())["revision"] == "v2"
+
+    assert main(["export", "--merge", str(checkpoint), "-o", str(tmp_path / "merged")]) == 0
+    assert 0 < largest_change(tmp_path / "merged", bases["v2"]) < 2
+    # A directory has no revisions: its digest shows whether it is the base.
+    given = ["--base", str(bases["v2"]), "-o", str(tmp_path / "again")]
+    assert main(["export", "--merge", str(checkpoint), *given]) == 0
+    given = ["--base", str(bases["main"]), "-o", str(tmp_path / "wrong")]
+    assert main(["export", "--merge", str(checkpoint), *given]) == 3
+
+
+@pytest.mark.parametrize("revision", [3, "", "../../elsewhere", "a/../../b", "/etc/passwd", "a\nb"])
+def test_a_revision_that_is_no_name_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], revision: object
+) -> None:
+    source = shutil.copytree(ADAPTER / "checkpoint-5", tmp_path / "checkpoint-5")
+    path = source / "adapter_config.json"
+    options = json.loads(path.read_text()) | {"revision": revision}
+    path.write_text(json.dumps(options))
+    words = ["import", str(source), str(tmp_path / "run"), "--base", str(ADAPTER / "base")]
+    assert main(words) == 3
+    error = capsys.readouterr().err
+    assert "not a branch, tag or commit" in error and str(path) in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_continues_with_the_commit_of_the_base_that_it_started_with(
+    tmp_path: Path, bases: dict[str, Path]
+) -> None:
+    run = tmp_path / "run"
+    text = RECIPE.replace("RUN", str(run)).replace(", revision: v2", "")
+    recipe = write_recipe(tmp_path, text)
+    ranks.run(partial(train, recipe), 1, init=False)
+    commit = bases["main"].name
+    environment = Manifest.read(run / "LATEST").environment
+    assert environment["base_commit"] == f"{NAME}@{commit}"
+    adapter = json.loads((run / "LATEST/model/adapter_config.json").read_text())
+    assert adapter["revision"] == commit
+
+    # The branch gets other weights: a run with them would be refused, since their digest differs.
+    reference = bases["main"].parents[1] / "refs/main"
+    reference.write_text(bases["v2"].name)
+    ranks.run(partial(train, recipe, "--step_scheduler.max_steps=2"), 1, init=False)
+    assert Manifest.read(run / "LATEST").step == 2
+    # Another revision is another base.
+    other = ("--model.revision=v2", "--step_scheduler.max_steps=3")
+    with pytest.raises(Exception, match="on another base model"):
+        ranks.run(partial(train, recipe, *other), 1, init=False)
+
+
+def write_tokenizer(directory: Path, *words: str) -> Path:
+    vocabulary = {word: number for number, word in enumerate(("<pad>", "<unk>", *words))}
+    model = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(directory)
+    shutil.copy(ADAPTER / "base/config.json", directory)
+    return directory
+
+
+def test_a_run_that_continues_from_a_store_on_an_empty_disk_reads_the_commits_it_started_with(
+    tmp_path: Path, bases: dict[str, Path]
+) -> None:
+    words = [write_tokenizer(tmp_path / name, name) for name in ("old", "new")]
+    tokenizers = write_repository(
+        tmp_path, "org/words", dict(zip(("main", "v2"), words, strict=True))
+    )
+    run, store = tmp_path / "run", f"file://{tmp_path}/store"
+    text = RECIPE.replace(", revision: v2", "").replace("RUN", f"{run}, remote: {{url: {store}}}")
+    text = text.replace("tokenizer: null", "tokenizer: {from_pretrained: org/words}")
+    recipe = write_recipe(tmp_path, text)
+    ranks.run(partial(train, recipe), 1, init=False)
+    commits = f"{NAME}@main={bases['main'].name}, org/words@main={tokenizers['main'].name}"
+    assert Manifest.read(run / "LATEST").environment["hub_commits"] == commits
+
+    for snapshots in (bases, tokenizers):
+        reference = snapshots["main"].parents[1] / "refs/main"
+        reference.write_text(snapshots["v2"].name)
+    # The disk of this run is lost. Then another run continues from the store.
+    shutil.rmtree(run)
+    longer = "--step_scheduler.max_steps=2"
+    ranks.run(partial(train, recipe, longer), 1, init=False)
+    other = tmp_path / "other"
+    moved = (
+        f"--checkpoint.checkpoint_dir={other}",
+        "--checkpoint.remote=null",
+        f"--checkpoint.restore_from={store}/epoch_0_step_1",
+    )
+    ranks.run(partial(train, recipe, *moved, longer), 1, init=False)
+    for place in (run, other):
+        manifest = Manifest.read(place / "LATEST")
+        assert (manifest.step, manifest.environment["hub_commits"]) == (2, commits)
+        found = PreTrainedTokenizerFast.from_pretrained(place / "LATEST/model")
+        assert "old" in found.get_vocab()

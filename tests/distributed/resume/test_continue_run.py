@@ -1,0 +1,297 @@
+"""A run that another program started continues here with the losses that it would have had there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from automodel_ckpt import load_recipe
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.cli.train import main as train_command
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.ranks import outcomes
+from tests.support.runs.continued import CONTINUED, continued_losses, losses_of
+from tests.support.runs.training import train, write_recipe
+
+Capture = pytest.CaptureFixture[str]
+TRAINER = Path(__file__).parents[2] / "fixtures" / "trainer"
+SOURCE = TRAINER / "checkpoint-5"
+
+
+def expected_losses() -> dict[int, float]:
+    """The losses of the uninterrupted run of transformers' Trainer, by step."""
+    return dict(enumerate(json.loads((TRAINER / "losses.json").read_text()), start=1))
+
+
+@pytest.mark.parametrize(("num_ranks", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp2")], ids=str)
+def test_a_run_of_the_trainer_continues_with_the_same_losses(
+    tmp_path: Path, capsys: Capture, num_ranks: int, strategy: str
+) -> None:
+    override = f"--distributed.strategy={strategy}"
+    losses = continued_losses(SOURCE, tmp_path, override, num_ranks=num_ranks)
+    expected = expected_losses()
+    assert list(losses) == [6, 7, 8, 9, 10]
+    for step, loss in losses.items():
+        assert loss == pytest.approx(expected[step], rel=1e-5), step
+
+
+def imported(run: Path, capsys: Capture, *more: str, source: Path = SOURCE) -> Path:
+    assert main(["import", str(source), str(run), "--training-state", *more]) == 0
+    return Path(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_moments_are_equal_bit_for_bit_and_torch_reads_them(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    checkpoint = imported(tmp_path / "run", capsys)
+    manifest = Manifest.read(checkpoint)
+    assert (manifest.step, manifest.epoch) == (5, 1)
+    original = torch.load(SOURCE / "optimizer.pt", weights_only=True)
+    tree = manifest.trees["optimizer"].tensors
+    # Number 0 is the embedding, the last ones are the norms: the Trainer puts them behind all others.
+    names = {0: "embed_tokens.weight", 1: "layers.0.self_attn.q_proj.weight", 19: "norm.weight"}
+    for number, name in names.items():
+        for entry, value in original["state"][number].items():
+            stored = whole(checkpoint, tree[f"optimizer.state.model.model.{name}.{entry}"])
+            assert stored.tobytes() == value.numpy().tobytes(), (name, entry)
+    read: dict[str, torch.Tensor] = {}
+    for name, tensor in tree.items():
+        read[name] = torch.empty(tensor.shape)
+    with pytest.warns(UserWarning, match="single process"):
+        torch.distributed.checkpoint.load(read, checkpoint_id=checkpoint / "optim", no_dist=True)
+    for name, tensor in tree.items():
+        assert read[name].numpy().tobytes() == whole(checkpoint, tensor).tobytes()
+    assert main(["verify", str(checkpoint)]) == 0
+
+
+def test_what_is_not_transferred_is_reported_on_import_and_on_resume(
+    tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    assert main(["import", str(SOURCE), str(run), "--training-state"]) == 0
+    text = capsys.readouterr().out
+    assert "optimizer (20 parameters: exp_avg, exp_avg_sq)" in text and "step 5, epoch 1" in text
+    assert "names of its parameters by shape, each group in the order of named_parameters()" in text
+    assert "rng_state.pth, training_args.bin" in text
+    recipe = CONTINUED.replace("CONFIG", str(SOURCE)).replace("RUN", str(run))
+    # A constant rate, and another number of samples per step than the Trainer had.
+    recipe = recipe.replace("lr_scheduler:\n  name: cosine\n  warmup_steps: 2\n", "")
+    recipe = recipe.replace("global_batch_size: 8", "global_batch_size: 4")
+    with caplog.at_level("INFO"):
+        train(write_recipe(tmp_path, recipe), "--step_scheduler.max_steps=6")
+    for line in (
+        "continuing the run of another program (transformers Trainer) after step 5",
+        "random numbers",
+        "rng_state.pth",
+        "used 40 samples in 5 steps",
+        "after sample 18 of epoch 1",
+        "schedule is left out: the learning rate of step 6 is the recipe's, 0.01",
+    ):
+        assert line in caplog.text, line
+    assert list(losses_of(run)) == [6]
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+def test_the_recipe_records_the_options_with_which_an_imported_run_continues(
+    name: str, tmp_path: Path, capsys: Capture
+) -> None:
+    run = tmp_path / "run"
+    imported(run, capsys)
+    text = CONTINUED.replace("CONFIG", str(SOURCE)).replace("RUN", str(run))
+    right = next(line for line in text.splitlines() if f" {name}:" in line).split()[1]
+    recipe = write_recipe(tmp_path, text.replace(f" {name}: {right}", f" {name}: 0.5"))
+    train(recipe, "--step_scheduler.max_steps=6")
+    saved = load_recipe(run / "LATEST/config.yaml").config.optimizer
+    assert getattr(saved, name) == float(right)
+    train(recipe, f"--optimizer.{name}={right}", "--step_scheduler.max_steps=7")
+
+
+def test_a_dry_run_names_the_program_and_what_was_not_transferred(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    run = tmp_path / "run"
+    imported(run, capsys)
+    recipe = CONTINUED.replace("CONFIG", str(SOURCE)).replace("RUN", str(run))
+    command = [str(write_recipe(tmp_path, recipe)), "--trust", "tests", "--dry-run"]
+    assert train_command(command) == 0
+    text = capsys.readouterr().out
+    assert (
+        "from epoch_1_step_5" in text and "from transformers Trainer, which has no recipe" in text
+    )
+    assert "not transferred: data order, random numbers" in text and "not applied" not in text
+
+
+def test_another_peak_rate_and_another_schedule_are_reported(
+    tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    imported(run, capsys)
+    recipe = CONTINUED.replace("CONFIG", str(SOURCE)).replace("RUN", str(run))
+    recipe = recipe.replace("lr: 1e-2", "lr: 3e-2").replace("max_steps: 10", "max_steps: 6")
+    train(write_recipe(tmp_path, recipe))
+    assert "the peak learning rate continues as saved, [0.01, 0.01]; the recipe's" in caplog.text
+    assert "the schedule changed: the learning rate of step 6 is" in caplog.text
+
+
+def test_a_one_cycle_schedule_continues_with_its_rates_and_its_momentum(
+    tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    cycle = "lr_scheduler: {_target_: torch.optim.lr_scheduler.OneCycleLR, max_lr: MAX, total_steps: 10}"
+    recipe = CONTINUED.replace("CONFIG", str(SOURCE)).replace("max_steps: 10", "max_steps: 7")
+    recipe = recipe.replace("lr_scheduler:\n  name: cosine\n  warmup_steps: 2", cycle)
+    first, run, source = tmp_path / "first", tmp_path / "run", tmp_path / "run.ckpt"
+    text = recipe.replace("RUN", str(first)).replace("MAX", "0.01")
+    train(write_recipe(tmp_path, text), "--step_scheduler.ckpt_every_steps=5")
+    assert (
+        main(["export", str(first / "epoch_1_step_5"), "--to", "lightning", "-o", str(source)]) == 0
+    )
+    imported(run, capsys, "--config", str(SOURCE), source=source)
+    # The peak in the recipe is another one: that of the checkpoint continues, with a warning.
+    train(write_recipe(tmp_path, recipe.replace("RUN", str(run)).replace("MAX", "0.02")))
+    expected = losses_of(first)
+    assert losses_of(run) == {6: expected[6], 7: expected[7]}
+    assert "the optimizer's max_lr of parameter group 0 continues as saved, 0.01" in caplog.text
+    assert "betas" not in caplog.text
+
+
+def test_without_the_flag_only_weights_are_imported_and_the_flag_is_named(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    assert main(["import", str(SOURCE), str(tmp_path / "run")]) == 0
+    text = capsys.readouterr().out
+    assert "not imported: add --training-state to continue the run" in text
+    manifest = Manifest.read(tmp_path / "run/epoch_1_step_5")
+    assert list(manifest.state) == ["model"] and not manifest.is_imported_run
+
+
+def copied(tmp_path: Path) -> Path:
+    source = tmp_path / "checkpoint-5"
+    shutil.copytree(SOURCE, source)
+    return source
+
+
+def error_of(capsys: Capture, source: Path, *more: str) -> str:
+    run = source.parent / "run"
+    assert main(["import", str(source), str(run), "--training-state", *more]) == 3
+    assert not list(run.glob("epoch_*"))
+    return capsys.readouterr().err
+
+
+def test_contradictions_are_errors_that_name_the_file(tmp_path: Path, capsys: Capture) -> None:
+    source = copied(tmp_path)
+    assert "--step contradicts" in error_of(capsys, source, "--step", "7")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "intermediate_size": 13}))
+    text = error_of(capsys, source)
+    assert "mlp.up_proj.weight: [12, 8], by config.json [13, 8]" in text
+    # Weights of the other size, beside the same optimizer.
+    weights = load_file(source / "model.safetensors")
+    for name, weight in weights.items():
+        if ".mlp." in name:
+            shape = [13 if size == 12 else size for size in weight.shape]
+            weights[name] = torch.zeros(shape, dtype=weight.dtype)
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    text = error_of(capsys, source)
+    assert "optimizer.pt" in text and "with decay first" in text and "[12, 8]" in text
+    (source / "config.json").unlink()
+    assert "config.json" in error_of(capsys, source)
+
+
+def test_plain_weights_have_no_training_state(tmp_path: Path, capsys: Capture) -> None:
+    source = copied(tmp_path)
+    (source / "trainer_state.json").unlink()
+    text = error_of(capsys, source)
+    assert "there is no training state that can be imported" in text
+    assert "import the weights without --training-state" in text
+
+
+def test_a_recipe_with_more_state_than_the_import_is_an_error(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    from tests.support.runs.training_parts import WithMore
+
+    run = tmp_path / "run"
+    imported(run, capsys)
+    recipe = write_recipe(
+        tmp_path, CONTINUED.replace("CONFIG", str(SOURCE)).replace("RUN", str(run))
+    )
+    ended = outcomes(lambda: train(recipe, recipe_class=WithMore), 1, init=False)
+    assert isinstance(ended[0].error, CheckpointUnusable), ended
+    assert "here, but not saved" in str(ended[0].error)
+
+
+def test_the_trainers_checkpoint_is_named_with_step_epoch_and_loss(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    assert main(["show", str(SOURCE)]) == 0
+    text = capsys.readouterr().out
+    assert "transformers Trainer; step 5, epoch 1" in text and "train_loss  3.5284" in text
+    assert main(["ls", str(SOURCE)]) == 0
+    text = capsys.readouterr().out
+    assert "checkpoint-5     5      1      3.5284" in text and "transformers Trainer" in text
+
+
+def test_an_export_to_the_trainer_has_the_same_optimizer_bit_for_bit(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    checkpoint = imported(tmp_path / "run", capsys)
+    target = tmp_path / "checkpoint-5"
+    command = ["export", str(checkpoint), "--to", "trainer", "-o", str(target)]
+    assert main([*command, "--callback", "Mine"]) == 0
+    output = capsys.readouterr()
+    assert output.out.strip() == str(target) and "not transferred: random numbers" in output.err
+    original = torch.load(SOURCE / "optimizer.pt", weights_only=True)
+    written = torch.load(target / "optimizer.pt", weights_only=True)
+    assert written["state"].keys() == original["state"].keys()
+    for number, entry in original["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(written["state"][number][key], value), (number, key)
+    assert written["param_groups"] == original["param_groups"]
+    schedule = torch.load(target / "scheduler.pt", weights_only=True)
+    original_schedule = torch.load(SOURCE / "scheduler.pt", weights_only=True)
+    # The functions of a LambdaLR are not state; the Trainer's have none.
+    assert schedule.pop("lr_lambdas") == [None, None]
+    assert original_schedule.pop("lr_lambdas") == [{}, {}]
+    assert schedule.pop("_last_lr") == pytest.approx(original_schedule.pop("_last_lr"))
+    assert schedule == original_schedule
+    state = json.loads((target / "trainer_state.json").read_text())
+    assert state["global_step"] == 5 and state["log_history"][0]["loss"] == pytest.approx(3.5284163)
+    # The Trainer's next save fails if the class of a callback with state is missing.
+    callbacks = state["stateful_callbacks"]
+    assert list(callbacks) == ["EarlyStoppingCallback", "Mine", "TrainerControl"]
+    assert callbacks["EarlyStoppingCallback"] == callbacks["Mine"] == []
+    assert main(["diff", str(SOURCE), str(target)]) == 0
+
+
+def test_an_export_to_the_trainer_continues_here_with_the_same_losses(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    checkpoint = imported(tmp_path / "run", capsys)
+    target = tmp_path / "checkpoint-5"
+    assert main(["export", str(checkpoint), "--to", "trainer", "-o", str(target)]) == 0
+    losses = continued_losses(target, tmp_path / "again")
+    expected = expected_losses()
+    assert losses == pytest.approx({step: expected[step] for step in range(6, 11)}, rel=1e-5)
+
+
+def test_what_the_trainer_cannot_load_is_rejected(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["import", str(SOURCE), str(tmp_path / "weights")]) == 0
+    assert main(["export", str(tmp_path / "weights"), "--to", "trainer"]) == 3
+    assert "weights only" in capsys.readouterr().err
+    run = tmp_path / "run"
+    imported(run, capsys)
+    recipe = CONTINUED.replace("CONFIG", str(SOURCE)).replace("RUN", str(run))
+    recipe = recipe.replace("max_steps: 10", "max_steps: 6").replace(
+        "weight_decay: 0.1", "groups: [{params: ['*q_proj*'], lr: 1e-3}]\n  on_resume: recipe"
+    )
+    train(write_recipe(tmp_path, recipe))
+    assert main(["export", str(run), "--to", "trainer", "-o", str(tmp_path / "out")]) == 3
+    assert "more groups of options" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,118 @@
+"""An interrupted and resumed run equals an uninterrupted one, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from tests.support import ranks
+from tests.support.runs.training import Recipe, killed_after, steps_of, train, write_recipe
+
+ACCUMULATION = {1: {1: 8, 4: 2}, 2: {1: 4, 4: 1}}
+"""Ranks -> accumulation -> local batch size, of a global batch of 8."""
+
+
+def training(
+    directory: Path, name: str, *overrides: str, recipe_class: type[LLMFinetune] = Recipe
+) -> Callable[[], Any]:
+    """What trains to the end in ``directory/name`` on each rank, and returns its final digests."""
+    recipe = write_recipe(directory)
+    place = f"--checkpoint.checkpoint_dir={directory / name}"
+    return partial(train, recipe, place, *overrides, recipe_class=recipe_class)
+
+
+def kill(
+    directory: Path, num_ranks: int, name: str, *overrides: str, kills: tuple[int, ...]
+) -> None:
+    """Train in ``directory/name``, killed once after each of *kills*."""
+    for step in kills:
+        killed = training(directory, name, *overrides, recipe_class=killed_after(step))
+        ended = ranks.outcomes(killed, num_ranks, init=False)
+        assert -9 in [outcome.exitcode for outcome in ended]
+
+
+def run(directory: Path, num_ranks: int, name: str, *overrides: str) -> list[Any]:
+    """Train in ``directory/name`` to the end; the ranks' final digests."""
+    return ranks.run(training(directory, name, *overrides), num_ranks, init=False)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_workers", "accumulation", "kills"),
+    [
+        (1, 0, 1, (3, 8)),
+        (2, 1, 4, (7,)),
+    ],
+)
+def test_killed_between_checkpoints_and_resumed_equals_uninterrupted(
+    tmp_path: Path, num_ranks: int, num_workers: int, accumulation: int, kills: tuple[int, ...]
+) -> None:
+    local = ACCUMULATION[num_ranks][accumulation]
+    overrides = (
+        f"--step_scheduler.local_batch_size={local}",
+        f"--dataloader.num_workers={num_workers}",
+    )
+    kill(tmp_path, num_ranks, "interrupted", *overrides, kills=kills)
+    names = ("interrupted", "whole")
+    trainings = [training(tmp_path, name, *overrides) for name in names]
+    interrupted, whole = ranks.run_each(trainings, num_ranks)
+    assert interrupted == whole
+    steps = steps_of(tmp_path / "whole")
+    assert steps_of(tmp_path / "interrupted") == steps
+    assert [record["step"] for record in steps] == list(range(1, 13))
+    assert sorted(sample for record in steps[:6] for sample in record["samples"]) == list(range(44))
+
+
+def test_a_resume_logs_how_many_steps_it_repeats(tmp_path: Path) -> None:
+    run(tmp_path, 1, "run", "--step_scheduler.max_steps=7")
+    log = tmp_path / "run" / "log.txt"
+    assert "repeated" not in log.read_text()
+    again = "--checkpoint.restore_from=epoch_0_step_5"
+    run(tmp_path, 1, "run", "--step_scheduler.max_steps=7", again)
+    assert "2 logged steps after step 5 will be repeated" in log.read_text()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_train_on_the_same_global_batches_as_one(tmp_path: Path, strategy: str) -> None:
+    overrides = (
+        "--step_scheduler.local_batch_size=2",
+        "--step_scheduler.max_steps=8",
+        "--model.from_config.attention_dropout=0.0",
+    )
+    run(tmp_path, 1, "one", *overrides)
+    run(tmp_path, 2, "two", f"--distributed.strategy={strategy}", *overrides)
+    one, two = steps_of(tmp_path / "one"), steps_of(tmp_path / "two")
+    for name in ("step", "epoch", "samples", "tokens", "label_tokens", "lr"):
+        assert [record[name] for record in one] == [record[name] for record in two]
+    for mine, theirs in zip(one, two, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert float.fromhex(mine[name]) == pytest.approx(float.fromhex(theirs[name]), rel=1e-3)
+
+
+def test_ranks_start_from_equal_weights_whatever_their_number(tmp_path: Path) -> None:
+    overrides = (
+        "--step_scheduler.max_steps=1",
+        "--optimizer.lr=0.0",
+        "--optimizer.weight_decay=0.0",
+    )
+    one = run(
+        tmp_path,
+        1,
+        "one",
+        *overrides,
+        "--distributed.strategy=ddp",
+        "--step_scheduler.local_batch_size=1",
+    )
+    two = run(
+        tmp_path,
+        2,
+        "two",
+        *overrides,
+        "--distributed.strategy=ddp",
+        "--step_scheduler.local_batch_size=1",
+    )
+    assert {digests["weights"] for digests in one + two} == {one[0]["weights"]}

@@ -1,0 +1,192 @@
+"""Exports that all ranks write from memory: byte for byte what consolidate.sh makes of the same checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
+
+from automodel_ckpt.checkpoint import Manifest, SaveReport
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.jobs import shared_file
+from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
+from automodel_ckpt.cli.ckpt import main
+from tests.distributed.saves.test_hf_layout import make_base
+from tests.support import ranks
+from tests.support.models import tiny
+from tests.support.runs.training import train, write_recipe
+
+
+def in_columns(model: torch.nn.Module) -> None:
+    """Give every rank columns of each matrix."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() == 2:
+                module.register_parameter(
+                    name, torch.nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(1)]))
+                )
+
+
+def by_rows(model: torch.nn.Module) -> None:
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "rows": (by_rows, {}),
+    "columns": (in_columns, {}),
+    "torch_save": (by_rows, {"model_save_format": "torch_save"}),
+}
+
+
+def made_of(base: Path) -> tuple[torch.nn.Module, HFAssets]:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").mul_(1.0001)
+    return model, HFAssets.from_model(model, base_dir=base)
+
+
+def export_all(base: Path, root: Path) -> list[SaveReport]:
+    reports = []
+    for name, (shard, options) in CASES.items():
+        model, assets = made_of(base)
+        shard(model)
+        state = SimpleNamespace(model=model)
+        reports.append(
+            tiny.save(
+                root / name, state, save_consolidated="every", assets={"model": assets}, **options
+            )
+        )
+    return reports
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    files = {
+        p.relative_to(directory).as_posix(): p.read_bytes()
+        for p in directory.rglob("*")
+        if p.is_file()
+    }
+    assert files.pop("export_manifest.json")
+    return files
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_is_byte_for_byte_what_consolidation_makes_of_the_shards(
+    tmp_path: Path, tied: bool
+) -> None:
+    make_base(tmp_path / "base", tied=tied)
+    # One tensor of the base is wider than the others.
+    file = next(
+        p for p in (tmp_path / "base").glob("*.safetensors") if "model.norm.weight" in load_file(p)
+    )
+    wide = {n: t.float() if n == "model.norm.weight" else t for n, t in load_file(file).items()}
+    save_file(wide, file, {"format": "pt"})
+    for reports in ranks.run(export_all, 2, tmp_path / "base", tmp_path):
+        assert [(report.export_failure, report.export is None) for report in reports] == [
+            (None, False)
+        ] * len(CASES)
+    for name in CASES:
+        checkpoint = tmp_path / name / "epoch_0_step_20"
+        again = consolidate(checkpoint, tmp_path / f"again_{name}", log=lambda _: None)
+        inline, later = contents(checkpoint / "model/consolidated"), contents(again.output)
+        assert inline.keys() == later.keys() and len(inline) > 4
+        assert [file for file in inline if inline[file] != later[file]] == []
+        manifest = Manifest.read(checkpoint)
+        assert verify(checkpoint, manifest) == [] == verify_deep(checkpoint, manifest)
+        assert sorted(p.name for p in (checkpoint / "model").glob(".consol*")) == []
+    dtypes = {
+        n: t.dtype
+        for p in (checkpoint / "model/consolidated").glob("*.safetensors")
+        for n, t in load_file(p).items()
+    }
+    assert {dtypes.pop("model.norm.weight"), *dtypes.values()} == {torch.float32, torch.bfloat16}
+
+
+def fails_on_rank_1(base: Path, root: Path) -> tuple[str, str]:
+    model, assets = made_of(base)
+    by_rows(model)
+    write = shared_file.write_all
+
+    def broken(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    messages = []
+    for step, failing in ((20, 1), (40, 0), (60, None)):
+        shared_file.write_all = broken if dist.get_rank() == failing else write
+        report = tiny.save(
+            root,
+            SimpleNamespace(model=model),
+            step=step,
+            save_consolidated="every",
+            keep_last=2,
+            assets={"model": assets},
+        )
+        messages.append(str(report.export_failure or ""))
+        assert (report.export is None) == (failing is not None)
+    assert messages.pop() == ""
+    return messages[0], messages[1]
+
+
+def test_a_failed_export_leaves_its_checkpoint_whole_and_no_trace_and_the_next_one_works(
+    tmp_path: Path,
+) -> None:
+    make_base(tmp_path / "base", tied=False)
+    for messages in ranks.run(fails_on_rank_1, 2, tmp_path / "base", tmp_path / "run"):
+        for message, rank in zip(messages, (1, 0), strict=True):
+            assert (
+                f"rank {rank}" in message
+                and "ENOSPC" in message
+                and "the checkpoint itself is safe" in message
+            )
+    for step in (40, 60):
+        path = tmp_path / f"run/epoch_0_step_{step}"
+        assert verify_deep(path, Manifest.read(path)) == []
+        assert (path / "model/consolidated").exists() == (step == 60)
+        assert not [p for p in (path / "model").iterdir() if p.name.startswith(".consolidated")]
+
+
+def test_what_a_killed_export_left_goes_at_the_next_start_which_makes_the_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, run = write_recipe(tmp_path), tmp_path / "run"
+    arguments = (
+        f"--checkpoint.checkpoint_dir={run}",
+        "--checkpoint.save_consolidated=every",
+        "--step_scheduler.ckpt_every_steps=2",
+        "--step_scheduler.max_steps",
+    )
+    ranks.run(partial(train, recipe, *arguments, "4"), 1, init=False)
+    newest, older = (next(run.glob(f"*_step_{step}")) / "model" for step in (4, 2))
+    whole = contents(newest / "consolidated")
+    staging = newest / f".consolidated.staging-{'0' * 32}"
+    (newest / "consolidated").rename(staging)
+    (staging / layout.EXPORT_MANIFEST).unlink()
+    shutil.copytree(older / "consolidated", older / f".consolidated.previous-{'1' * 32}")
+    assert main(["verify", "--deep", str(run)]) == 0
+    assert f"{staging}: an export is in progress or was interrupted" in capsys.readouterr().out
+    assert main(["ls", str(run), "--json"]) == 0
+    assert all(
+        row["complete"] and not row["damaged"] for row in json.loads(capsys.readouterr().out)
+    )
+    ranks.run(partial(train, recipe, *arguments, "6"), 1, init=False)
+    assert [*run.glob("*/model/.consolidated*")] == []
+    again = contents(newest / "consolidated")
+    assert {name: data for name, data in again.items() if name != layout.EXPORT_MANIFEST} == {
+        name: data for name, data in whole.items() if name != layout.EXPORT_MANIFEST
+    }
+    assert (next(run.glob("*_step_6")) / "model" / "consolidated").is_dir()

@@ -1,0 +1,165 @@
+"""What a run does when a save fails: through the command, on a file system that is really full."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.verify import verify
+from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.convert.open import open_weights
+from tests.support.servers.command_server import CommandServer
+
+RECIPE = Path(__file__).parents[3] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> object:
+    """A file system of 8 MB: two checkpoints of 3 MB fit, with the logs, a third does not."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", mount], check=True)
+
+
+class Train(Protocol):
+    def __call__(self, directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture
+def train(commands: CommandServer) -> Train:
+    """Eight steps in a directory, with a save after every second one."""
+
+    def run(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+        words = [
+            "ckpt-train",
+            str(RECIPE),
+            "--checkpoint.checkpoint_dir",
+            str(directory),
+            "--step_scheduler.max_steps",
+            "8",
+            "--step_scheduler.ckpt_every_steps",
+            "2",
+            "--validation_dataset",
+            "null",
+            "--checkpoint.save_consolidated",
+            "false",
+            *overrides,
+        ]
+        return commands.run(*words, env={**os.environ, "NO_COLOR": "1"})
+
+    return run
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_full_disk_ends_the_run_with_code_4_and_leaves_the_checkpoints_before(
+    small_disk: Path, train: Train, ranks: str
+) -> None:
+    ended = train(small_disk, "--nproc-per-node", ranks)
+    assert ended.returncode == 4, ended.stderr
+    assert ended.stderr.count("does not fit on the disk") == 1 and "are free" in ended.stderr
+    left = sorted(path.name for path in small_disk.iterdir() if path.name.startswith("epoch"))
+    assert left == ["epoch_0_step_2", "epoch_0_step_4"]
+    assert commit.pointed(small_disk, "LATEST") == "epoch_0_step_4"
+    assert all(verify(small_disk / name, Manifest.read(small_disk / name)) == [] for name in left)
+    hidden = {path.name for path in small_disk.iterdir() if path.name.startswith(".")}
+    # The record of the run's time, which the next start adds to timeline.jsonl.
+    assert hidden <= {".timeline.json"}
+
+
+def test_with_continue_training_goes_on_and_the_exit_code_tells(
+    small_disk: Path, train: Train
+) -> None:
+    ended = train(small_disk, "--checkpoint.on_save_failure", "continue")
+    assert ended.returncode == 4, ended.stderr
+    assert "training continues" in ended.stderr
+    steps = [
+        json.loads(line).get("step")
+        for line in (small_disk / "training.jsonl").read_text().splitlines()
+    ]
+    assert max(steps) == 8
+
+
+def test_with_continue_a_later_save_that_succeeds_clears_the_code(
+    small_disk: Path, train: Train
+) -> None:
+    ended = train(
+        small_disk, "--checkpoint.on_save_failure", "continue", "--checkpoint.keep_last", "1"
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert commit.pointed(small_disk, "LATEST") == "epoch_0_step_8"
+
+
+def test_export_best_exports_what_lowest_val_points_to_and_a_killed_final_export_is_made_up_for(
+    tmp_path: Path, train: Train
+) -> None:
+    run = tmp_path / "run"
+    few = "{_target_: automodel_ckpt.data.python_docs.language_modeling, max_samples: 4}"
+    worst = ["--checkpoint.best_metric_key", "train_loss", "--checkpoint.best_mode", "max"]
+    ended = train(run, "--checkpoint.export_best", "--validation_dataset", few, *worst)
+    assert ended.returncode == 0, ended.stderr
+    (lowest,) = run.glob("epoch*/model/consolidated/config.json")
+    assert (
+        lowest.parents[2].name == commit.pointed(run, "LOWEST_VAL") != commit.pointed(run, "LATEST")
+    )
+    again = train(
+        run, "--checkpoint.save_consolidated", "final", "--validation_dataset", few, *worst
+    )
+    assert again.returncode == 0 and "already complete at step 8" in again.stderr
+    assert (run / "LATEST/model/consolidated/config.json").is_file()
+
+
+def test_average_last_averages_the_newest_checkpoints_and_a_finished_run_makes_up_for_it(
+    tmp_path: Path, train: Train
+) -> None:
+    run = tmp_path / "run"
+    words = ["--nproc-per-node", "2", "--checkpoint.average_last", "3"]
+    ended = train(run, *words)
+    assert ended.returncode == 0, ended.stderr
+    average = run / "averaged" / "epoch_0_step_8"
+    sources = [open_weights(run / f"epoch_0_step_{step}") for step in (4, 6, 8)]
+    modules = [source.modules["model"] for source in sources]
+    found = open_weights(run / "averaged").modules["model"]
+    for name, tensor in found.tensors.items():
+        stored = [whole(module.root, module.tensors[name]) for module in modules]
+        expected = np.mean([values.astype(np.float64) for values in stored], axis=0)
+        np.testing.assert_allclose(whole(found.root, tensor), expected, rtol=1e-5, atol=1e-7)
+    assert commit.pointed(run, "LATEST") == "epoch_0_step_8"
+    # Other programs load it.
+    AutoModelForCausalLM.from_pretrained(average / "model")
+    # An average that a kill prevented is made by the next start; one of other checkpoints is replaced.
+    shutil.rmtree(run / "averaged")
+    assert train(run, *words).returncode == 0
+    first = Manifest.read(average).created
+    assert train(run, *words).returncode == 0 and Manifest.read(average).created == first
+    ended = train(run, "--checkpoint.average_last", "2")
+    assert ended.returncode == 0 and len(Manifest.read(average).lineage["averaged_from"]) == 2
+    ended = train(run, "--checkpoint.average_last", "2", "--checkpoint.keep_last", "1")
+    assert ended.returncode == 2 and "average_last needs more checkpoints" in ended.stderr
+
+
+def test_a_directory_that_cannot_be_written_ends_the_run_before_the_model_is_built(
+    train: Train,
+) -> None:
+    for place in (Path("/proc/x"), Path("/dev/null/x")):
+        ended = train(place, "--nproc-per-node", "2")
+        assert ended.returncode == 2, ended.stderr
+        assert (
+            ended.stderr.count("opening checkpoint.checkpoint_dir failed") == 1
+            and "parameters" not in ended.stderr
+        )

@@ -1,0 +1,104 @@
+"""Attacks on the tables of large checkpoints, and on the formulas that their manifests have instead of slices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.parts.slice_table import SEGMENT
+from tests.hostile.harness.readers import CHECKS, EXPORTS, LISTS, RESUMES
+from tests.hostile.harness.victim import Attacked, Document
+
+Add = Callable[..., None]
+_TABLE = "model/.slices"
+_READERS = RESUMES | CHECKS | EXPORTS | LISTS
+_HUGE = 2**62
+_SHARDINGS: dict[str, Any] = {
+    "many_ranks": {"mesh": [1 << 24], "strides": [1], "split": {"0": [0]}},
+    "more_ranks": {"mesh": [1 << 24, 1 << 24], "strides": [1 << 24, 1], "split": {"0": [0, 1]}},
+    "huge_mesh": {"mesh": [_HUGE, _HUGE], "strides": [1, 2], "split": {"0": [0], "1": [1]}},
+    "no_ranks": {"mesh": [0], "strides": [1], "split": {"0": [0]}},
+    "equal_ranks": {"mesh": [4], "strides": [0], "split": {"0": [0]}},
+    "many_dimensions": {"mesh": [1] * 200, "strides": [1] * 200, "split": {"0": [*range(200)]}},
+    "far_dimension": {"mesh": [2], "strides": [1], "split": {"63": [0]}},
+    "text": {"mesh": "2", "strides": [1], "split": {"0": [0]}},
+    "nested": {"mesh": [[[2]]], "strides": [1], "split": {"0": [0]}},
+    "null": None,
+}
+
+
+def entries(add: Add) -> None:
+    """Enter the attacks."""
+    for name, sharding in _SHARDINGS.items():
+        add("table_sharding", name, partial(_sharding, value=sharding), _READERS, CHECKS, "tables")
+    for key, value in {
+        "file": "../../outside/secret.json",
+        "head_bytes": _HUGE,
+        "digest": "xxh3_128:" + "0" * 32,
+        "files": ["/etc/passwd"] * 9,
+    }.items():
+        add(
+            "table_location",
+            key,
+            partial(_location, key=key, value=value),
+            _READERS,
+            CHECKS,
+            "tables",
+        )
+    for field in ("rank", "part", "file", "rows", "start", "stop"):
+        value = _HUGE if field in ("start", "stop") else 2**31
+        change = partial(_segment, field=field, value=value)
+        add("table_segment", field, change, _READERS, CHECKS, "tables")
+    for name, content in {"empty": b"", "zeros": b"\0" * 4096, "text": b"x" * 100_000}.items():
+        for table in (_TABLE, "optim/.slices"):
+            change = partial(_content, table=table, content=content)
+            case_name = f"{name}_{table.partition('/')[0]}"
+            add("table_content", case_name, change, _READERS, CHECKS, "tables")
+    for name, change in {"sparse": _sparse, "link": _link, "pipe": _pipe}.items():
+        add("table_special", name, change, _READERS, CHECKS, "tables")
+
+
+def _sharding(case: Attacked, value: Any) -> None:
+    def change(document: Document) -> None:
+        document["trees"]["model"]["shardings"] = [value]
+
+    case.reseal(change)
+
+
+def _location(case: Attacked, key: str, value: Any) -> None:
+    case.reseal(lambda document: document["trees"]["model"]["table"].update({key: value}))
+
+
+def _segment(case: Attacked, field: str, value: int) -> None:
+    """Another head, with the digests that fit."""
+    content = (case.checkpoint / _TABLE).read_bytes()
+    head_bytes = case.document()["trees"]["model"]["table"]["head_bytes"]
+    segments = np.frombuffer(content[:head_bytes], SEGMENT).copy()
+    segments[field][-1] = value
+    head = segments.tobytes()
+    case.replace(_TABLE, head + content[head_bytes:])
+    _location(case, "digest", digest_of(head))
+
+
+def _content(case: Attacked, table: str, content: bytes) -> None:
+    case.replace(table, content)
+
+
+def _sparse(case: Attacked) -> None:
+    os.truncate(case.checkpoint / _TABLE, 1 << 40)
+    case.reseal(lambda document: document["files"][_TABLE].update(size=1 << 40))
+
+
+def _link(case: Attacked) -> None:
+    (case.checkpoint / _TABLE).unlink()
+    (case.checkpoint / _TABLE).symlink_to(case.secret)
+
+
+def _pipe(case: Attacked) -> None:
+    (case.checkpoint / _TABLE).unlink()
+    os.mkfifo(case.checkpoint / _TABLE)

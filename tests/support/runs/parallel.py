@@ -1,0 +1,151 @@
+"""Tiny models on any layout of real ranks, and a few steps with them whose losses can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers import (
+    ApertusConfig,
+    AutoModelForCausalLM,
+    GraniteConfig,
+    LlamaConfig,
+    Qwen3Config,
+)
+
+from automodel_ckpt.parallel.gradient_norm import clip_gradients
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import share_out
+from automodel_ckpt.parallel.parallelize import Parallelism, gradient_sync, parallelize
+from automodel_ckpt.parallel.pipeline import Kind
+from automodel_ckpt.train.model.pipeline import PipelineStage, split_stages, train_stages
+
+VOCABULARY = 37  # divisible by nothing
+GLOBAL_BATCH = 8
+TOKENS = 8
+
+
+def layout_here(**sizes: int) -> RankLayout:
+    """The place of this process in a grid of all ranks there are."""
+    shared = share_out(dist.get_world_size(), **sizes)
+    group = dist.group.WORLD
+    assert group is not None
+    return RankLayout(dist.get_rank(), shared, dist.get_rank(), torch.device("cpu"), group)
+
+
+def config_of(kind: str = "llama", **settings: Any) -> Any:
+    """Two layers; heads and widths that four ranks can share."""
+    common: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.3,
+        "head_dim": 8,
+    }
+    classes: dict[str, Any] = {
+        "llama": LlamaConfig,
+        "qwen3": Qwen3Config,
+        "granite": GraniteConfig,
+        "apertus": ApertusConfig,
+    }
+    return classes[kind](**common | settings)
+
+
+def model_of(kind: str = "llama", **settings: Any) -> nn.Module:
+    """The same weights whenever it is called."""
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config_of(kind, **settings))
+    return model.train()
+
+
+def train_steps(
+    model: nn.Module, layout: RankLayout, num_steps: int = 2
+) -> list[tuple[float, float]]:
+    """(mean loss, gradient norm) of each of a few steps of AdamW over the same global batches on any layout."""
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True
+    )
+    return [
+        _step(model, layout, optimizer, number, partial(_passes, model))
+        for number in range(num_steps)
+    ]
+
+
+def train_steps_in_stages(
+    model: nn.Module, layout: RankLayout, how: Parallelism, num_steps: int = 2, kind: Kind = "1f1b"
+) -> list[tuple[float, float]]:
+    """The same with this rank's stage of a whole *model*; the loss counts on the last stage, as in a recipe."""
+    made = split_stages(model, layout, None, None, 2 if kind == "interleaved1f1b" else 1)
+    shared = parallelize(model, layout, replace(how, tp_plan=made.tp_plan), mesh=made.mesh)
+    staged = PipelineStage(shared, layout, made, kind)
+    optimizer = torch.optim.AdamW(
+        [p for p in shared.parameters() if p.requires_grad], lr=1e-2, fused=True
+    )
+    train_stages(optimizer, shared, layout)
+
+    def outcome(rows: Mapping[str, torch.Tensor], hidden: torch.Tensor | None) -> torch.Tensor:
+        tokens = rows["labels"]
+        given = {"input_ids": tokens}
+        if hidden is not None:
+            given = {"inputs_embeds": made.local.receive(hidden, tokens.shape[1])}
+        logits: torch.Tensor = shared(**given, use_cache=False).logits
+        return _loss(logits, tokens) if staged.is_last else logits
+
+    def passes(micro_batches: Sequence[torch.Tensor], weight: float) -> float:
+        losses = staged.train([{"labels": part} for part in micro_batches], outcome, weight)
+        return float(sum(loss.item() for loss in losses))
+
+    clip = partial(clip_gradients, in_stages=True, counted_elsewhere=staged.counted_elsewhere)
+    return [_step(shared, layout, optimizer, number, passes, clip) for number in range(num_steps)]
+
+
+def global_batch(number: int) -> torch.Tensor:
+    """The tokens of step *number* of all ranks together."""
+    generator = torch.Generator().manual_seed(number)
+    # Later steps have longer rows, for which stages of a pipeline exchange larger tensors.
+    length = TOKENS if number else TOKENS // 2
+    return torch.randint(0, VOCABULARY, (GLOBAL_BATCH, length), generator=generator)
+
+
+def _step(
+    model: nn.Module,
+    layout: RankLayout,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    passes: Callable[[Sequence[torch.Tensor], float], float],
+    clip: Callable[[Iterable[nn.Parameter], float], float] = clip_gradients,
+) -> tuple[float, float]:
+    tokens = global_batch(number)
+    mine = tokens.tensor_split(layout.dp_size)[layout.dp_rank]
+    num_labels = tokens[:, 1:].numel()
+    loss = passes(mine.chunk(2), layout.dp_size / num_labels)
+    total = torch.tensor(loss if layout.reports else 0.0, dtype=torch.float64)
+    norm = clip(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    if layout.world_size > 1:
+        dist.all_reduce(total)
+    return total.item() / num_labels, norm
+
+
+def _passes(model: nn.Module, micro_batches: Sequence[torch.Tensor], weight: float) -> float:
+    total = 0.0
+    for index, part in enumerate(micro_batches, start=1):
+        with gradient_sync(model, enabled=index == len(micro_batches)):
+            loss = _loss(model(input_ids=part, use_cache=False).logits, part)
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    return total
+
+
+def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")

@@ -1,0 +1,148 @@
+"""Preference runs of a tiny policy on rows of words, which TRL trained too (tests/fixtures/preference)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.train.recipe import Recipe
+from tests.fixtures.preference import tiny_policy
+from tests.support import ranks
+from tests.support.runs.training import killed_after, steps_of, train
+
+FIXTURES = Path(__file__).parents[1].parent / "fixtures" / "preference"
+
+RECIPE = """
+recipe: {recipe}
+seed: 7
+model:
+  from_pretrained: {model}
+dataset:
+  _target_: automodel_ckpt.data.preference.pairs
+  path: {data}
+optimizer:
+  lr: {lr}
+  weight_decay: 0.0
+clip_grad_norm: null
+step_scheduler:
+  global_batch_size: 4
+  local_batch_size: 4
+  max_steps: 10
+  ckpt_every_steps: 4
+dataloader:
+  shuffle: false
+checkpoint:
+  checkpoint_dir: {run}
+"""
+
+
+def recorded() -> dict[str, Any]:
+    """What TRL did: the rows, and the losses of each run."""
+    found: dict[str, Any] = json.loads((FIXTURES / "trl_losses.json").read_text())
+    return found
+
+
+def write_run(directory: Path, recipe: str, *, rows: list[dict[str, Any]] | None = None) -> Path:
+    """Write the policy, the rows (default: those of TRL) and a recipe file to *directory*; return the recipe's path."""
+    from transformers import AutoModelForCausalLM
+
+    known = recorded()
+    model, data = directory / "model", directory / "pairs.jsonl"
+    if not model.exists():
+        tiny_policy.save(model, AutoModelForCausalLM)
+    lines = [json.dumps(row) + "\n" for row in (known["rows"] if rows is None else rows)]
+    data.write_text("".join(lines))
+    path = directory / f"{recipe}.yaml"
+    lr = known["optimizer"]["learning_rate"]
+    path.write_text(
+        RECIPE.format(recipe=recipe, model=model, data=data, lr=lr, run=directory / "run")
+    )
+    return path
+
+
+def write_recorded(
+    directory: Path, template: str, recorded_runs: dict[str, Any], rows: list[dict[str, Any]]
+) -> Path:
+    """Write the policy, *rows* and the recipe of TRL's runs to *directory*; return the recipe's path.
+
+    *template* takes the paths ``base``, ``rows`` and ``run``, and the options of TRL's optimizer.
+    """
+    from transformers import AutoModelForCausalLM
+
+    tiny_policy.save(directory / "base", AutoModelForCausalLM)
+    write_rows(directory, rows)
+    values = {name: directory / name for name in ("base", "run")}
+    values |= {"rows": directory / "rows.jsonl", **recorded_runs["optimizer"]}
+    path = directory / "recipe.yaml"
+    path.write_text(template % values)
+    return path
+
+
+def write_rows(directory: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows of a data set to rows.jsonl."""
+    (directory / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+TENSOR_PARALLEL = ("--distributed.tp_size=2", "--dataloader.pad_to_multiple_of=32")
+"""Rows of one length: for each length, DTensor derives the sharding of every operation, most of the time of a run."""
+
+
+def run_directory(recipe: Path, name: str) -> str:
+    """The override for a run in the directory *name* beside the recipe."""
+    return f"--checkpoint.checkpoint_dir={recipe.parent / name}"
+
+
+def train_layouts(
+    recipe: Path,
+    recipe_class: type[Recipe],
+    layouts: dict[str, tuple[int, tuple[str, ...]]],
+    *options: str,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train with each layout, a number of ranks with overrides; the steps and the last validation of each."""
+    trainings: dict[int, list[Callable[[], Any]]] = {}
+    for name, (num_ranks, more) in layouts.items():
+        words = (run_directory(recipe, name), *options, *more)
+        training = partial(train, recipe, *words, recipe_class=recipe_class)
+        trainings.setdefault(num_ranks, []).append(training)
+    for num_ranks, each in trainings.items():
+        ranks.run_each(each, num_ranks)
+    steps = {name: step_records(recipe.parent / name) for name in layouts}
+    return steps, {name: step_records(recipe.parent / name, "validation")[-1] for name in layouts}
+
+
+def check_resumes(
+    recipe: Path, recipe_class: type[Recipe], *options: str, on_two: tuple[str, ...] = ()
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Kill a run after its third step and check that it continues exactly on one rank, and continues on two.
+
+    Returns the steps of the run on two ranks, which has the overrides *on_two*, and those of an uninterrupted run.
+    """
+    run = partial(train, recipe, *options, recipe_class=recipe_class)
+    whole = run(run_directory(recipe, "whole"))
+    start = partial(
+        train,
+        recipe,
+        *options,
+        run_directory(recipe, "killed"),
+        recipe_class=killed_after(3, recipe_class=recipe_class),
+    )
+    [ended] = ranks.outcomes(start, 1, init=False)
+    assert ended.exitcode == -9
+    directory = recipe.parent
+    shutil.copytree(directory / "killed", directory / "on-two", symlinks=True)
+    assert run(run_directory(recipe, "killed")) == whole
+    assert steps_of(directory / "killed") == steps_of(directory / "whole")
+    ranks.run(partial(run, run_directory(recipe, "on-two"), *on_two), 2, init=False)
+    resumed = step_records(directory / "on-two")
+    assert [step["step"] for step in resumed] == [1, 2, 3, 4, 5]
+    return resumed, step_records(directory / "whole")
+
+
+def step_records(run: Path, log: str = "training") -> list[dict[str, Any]]:
+    """The records of the steps in training.jsonl, or in the log of this name."""
+    records = [json.loads(line) for line in (run / f"{log}.jsonl").read_text().splitlines()]
+    return [record for record in records if "event" not in record]

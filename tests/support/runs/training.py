@@ -1,0 +1,189 @@
+"""A tiny training run on real text, started, killed and started again; what it leaves behind, to be compared."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from automodel_ckpt.checkpoint.saving.environment import environment
+from automodel_ckpt.config.callables.target_checks import check_targets
+from automodel_ckpt.config.callables.trust import Trust
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import keys_of
+from automodel_ckpt.data.batches.loader import GlobalBatch
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.train.counters.cadence import Due
+from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.train.recipe import Recipe as AnyRecipe
+from automodel_ckpt.train.values.records import Control
+from tests.support.models.tiny_model import tiny_llama
+
+# What each rank would otherwise do for itself after the fork: 0.1 s of regular expressions, some imports, two processes
+# of git and the metadata of packages for the manifest, and the types of the keys.
+importlib.import_module("transformers.models.llama.modeling_llama")
+importlib.import_module("transformers.optimization")
+importlib.import_module("automodel_ckpt.data.python_docs")
+get_checkpoint_conversion_mapping("llama")  # type: ignore[no-untyped-call]
+environment()
+list(keys_of(RecipeConfig))
+
+MODEL = tiny_llama(attention_dropout=0.2, tie_word_embeddings=True)
+RECIPE = f"""
+seed: 7
+{MODEL}tokenizer:
+  _target_: automodel_ckpt.data.python_docs.train_tokenizer
+  vocab_size: 300
+dataset:
+  _target_: automodel_ckpt.data.python_docs.language_modeling
+  seq_length: 16
+  max_samples: 44
+optimizer:
+  lr: 1e-2
+lr_scheduler:
+  name: cosine
+  warmup_steps: 2
+step_scheduler:
+  global_batch_size: 8
+  local_batch_size: 4
+  num_epochs: 2
+  ckpt_every_steps: 5
+  ckpt_every_epochs: null
+logging:
+  sample_ids: true
+"""
+"""44 samples in global batches of 8: 6 steps an epoch, the last of 4 samples; saves at 5, 10 and the end, 12."""
+
+VALIDATION = """
+validation_dataset:
+  _target_: automodel_ckpt.data.python_docs.language_modeling
+  seq_length: 16
+  max_samples: 11
+  split: validation
+"""
+
+EXPORT = "--checkpoint.save_consolidated=final"
+"""For runs whose export a test reads: without it, those of :func:`build` export nothing."""
+
+
+class Recipe(LLMFinetune):
+    """The recipe itself."""
+
+
+def with_loop(recipe_class: type[AnyRecipe], mixin: type[TrainingLoop]) -> Any:
+    """*recipe_class* with a loop whose methods *mixin* extends."""
+    loop_class = type(mixin.__name__, (mixin, recipe_class.loop_class), {})
+    return type(recipe_class.__name__, (recipe_class,), {"loop_class": loop_class})
+
+
+def write_recipe(directory: Path, text: str = RECIPE) -> Path:
+    path = directory / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def build(recipe_file: Path, *overrides: str, recipe_class: type[AnyRecipe] = Recipe) -> AnyRecipe:
+    """The recipe object of a file and command-line overrides, not set up.
+
+    Unless the recipe or an override has ``checkpoint.save_consolidated``, the run exports nothing: the final export
+    takes a fifth of the time of such a run.
+    """
+    line = parse(overrides)
+    loaded = load_recipe(recipe_file, line.overrides, problems=line.problems)
+    loaded = check_targets(loaded, Trust(["tests"]))
+    if loaded.config.checkpoint.save_consolidated is None:
+        loaded.config.checkpoint.save_consolidated = False
+    recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
+    recipe.origins = loaded.origins
+    recipe.overridden = frozenset(override.key for override in line.overrides)
+    return recipe
+
+
+def train(
+    recipe_file: Path, *overrides: str, recipe_class: type[AnyRecipe] = Recipe
+) -> dict[str, str]:
+    """Set up, run and close in this process, as the rank that RANK says; the digests of the state at the end."""
+    recipe = build(recipe_file, *overrides, recipe_class=recipe_class)
+    try:
+        recipe.setup()
+        recipe.run()
+        return digests(recipe)
+    finally:
+        recipe.close()
+
+
+def killed_after(*steps: int, recipe_class: type[AnyRecipe] = LLMFinetune) -> type[AnyRecipe]:
+    """*recipe_class*, which kills its process right after each of *steps*."""
+
+    class Killed(TrainingLoop):
+        def step(self, batch: GlobalBatch, control: Control) -> Due:
+            due = super().step(batch, control)
+            if self.step_scheduler.step in steps:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return due
+
+    killed: type[AnyRecipe] = with_loop(recipe_class, Killed)
+    return killed
+
+
+def digests(recipe: AnyRecipe) -> dict[str, str]:
+    """A digest of this rank's weights, optimizer, schedule, random state and counters."""
+    counters = {
+        k: v for k, v in recipe.step_scheduler.state_dict().items() if k != "elapsed_seconds"
+    }
+    states: dict[str, Any] = {
+        "weights": dict(recipe.model.state_dict()),
+        "optimizer": recipe.optimizer.state_dict(),
+        "lr_scheduler": recipe.lr_scheduler.state_dict() if recipe.lr_scheduler else {},
+        "rng": recipe.rng.state_dict(),
+        "dataloader": recipe.dataloader.state_dict(),
+        "step_scheduler": counters,
+    }
+    if recipe.weight_average is not None:
+        states["average"] = dict(recipe.weight_average.module.state_dict())
+    return {name: digest(state) for name, state in states.items()}
+
+
+def digest(state: Any) -> str:
+    content = hashlib.blake2b()
+    for key, value in sorted(_leaves("", state)):
+        content.update(f"{key}={value}\n".encode())
+    return content.hexdigest()
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, element in value.items():
+            yield from _leaves(f"{key}.{name}", element)
+    elif isinstance(value, list | tuple):
+        for index, element in enumerate(value):
+            yield from _leaves(f"{key}[{index}]", element)
+    elif isinstance(value, torch.Tensor):
+        local = value.to_local() if hasattr(value, "to_local") else value
+        raw = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield key, f"{local.dtype} {tuple(local.shape)} {hashlib.blake2b(raw).hexdigest()}"
+    else:
+        yield key, value.hex() if isinstance(value, float) else repr(value)
+
+
+def steps_of(run_directory: Path) -> list[dict[str, Any]]:
+    """The step records of training.jsonl, floats as hex; without what depends on the clock or the machine."""
+    records = [
+        json.loads(line) for line in (run_directory / "training.jsonl").read_text().splitlines()
+    ]
+    ignored = {"timestamp", "tps", "tps_per_gpu", "mfu", "mem", "seconds"}
+    return [
+        {k: v.hex() if isinstance(v, float) else v for k, v in record.items() if k not in ignored}
+        for record in records
+        if "event" not in record
+    ]

@@ -1,0 +1,240 @@
+"""Plug-ins that the tests' recipes name (with ``--trust tests``), and recipes with additions."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import LlamaConfig
+
+from automodel_ckpt.data.batches.loader import GlobalBatch
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.train.build.objective import Objective
+from automodel_ckpt.train.counters.cadence import Due
+from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.train.values.readback import Number
+from automodel_ckpt.train.values.records import Control, LossSum
+
+
+class Stream(IterableDataset[dict[str, list[int]]]):
+    """*length* samples, a number that is not known in advance."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        for number in range(self.length):
+            tokens = [3 + (number * 7 + position * 11) % 200 for position in range(8)]
+            yield {"input_ids": tokens, "labels": tokens}
+
+
+class SomeWithoutLabels:
+    """16 samples; the first eight, a global batch when not shuffled, have no label."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        tokens = [3 + (index * 7 + position * 11) % 200 for position in range(8)]
+        return {"input_ids": tokens, "labels": [-100] * 8 if index < 8 else tokens}
+
+
+def samples(kind: str) -> Any:
+    """Data sets that are not what they should be, by *kind*."""
+    tokens, mask = [1, 9, 8, 7], [1, 1, 1, 0]
+    changed = {"input_ids": [1, 9, 9999, 7], "labels": [1, 9, 8, -7], "attention_mask": mask}[kind]
+    return [{"input_ids": tokens, "labels": tokens} | {kind: changed}] * 8
+
+
+def splits() -> dict[str, Any]:
+    return {"train": samples("labels")}
+
+
+def part(name: str) -> Any:
+    """A part of another kind than the recipe needs."""
+    made: dict[str, Callable[[], Any]] = {
+        "relu": torch.nn.ReLU,
+        "config": LlamaConfig,
+        "lazy": lambda: torch.nn.LazyLinear(3),
+        "shared": _with_shared_memory,
+    }
+    return made[name]()
+
+
+def _with_shared_memory() -> torch.nn.Module:
+    """Two parameters with one memory."""
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 2), torch.nn.Linear(2, 8, bias=False))
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
+def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy as a mean, which a recipe rejects."""
+    return F.cross_entropy(logits.float(), labels)
+
+
+def explodes_at(call: int) -> Any:
+    """A loss that is infinite in its *call*-th call (from 1), else cross-entropy."""
+    calls = 0
+
+    def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+        return loss * torch.inf if calls == call else loss
+
+    return loss_fn
+
+
+def runs_out_of_memory(
+    call: int, rank: int, when: str = "call", peer_grace: float | None = None
+) -> Any:
+    """A loss for which the device of *rank* has no memory: in its *call*-th call (from 1), or when it is built.
+
+    The launcher leaves other ranks *peer_grace* seconds to end after that; None: as many as always.
+    """
+    if peer_grace is not None:
+        peer_watch = importlib.import_module("automodel_ckpt.cli.launch.peer_watch")
+        vars(peer_watch)["PEER_GRACE_SECONDS"] = peer_grace
+
+    def allocate() -> None:
+        if int(os.environ.get("RANK", "0")) == rank:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.72 GiB. See ..."
+            )
+
+    if when == "build":
+        allocate()
+    calls = 0
+
+    def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            allocate()
+        return F.cross_entropy(logits.float(), labels, reduction="sum")
+
+    return loss_fn
+
+
+class SignalledLoop(TrainingLoop):
+    """Rank 1 (or the only one) gets SIGTERM after step 3."""
+
+    def step(self, batch: GlobalBatch, control: Control) -> Due:
+        due = super().step(batch, control)
+        if self.step_scheduler.step == 3 and self.layout.rank == self.layout.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return due
+
+
+class Signalled(LLMFinetune):
+    """A run with SignalledLoop."""
+
+    loop_class = SignalledLoop
+
+
+class SignalledInValidationLoop(TrainingLoop):
+    """The last rank gets SIGTERM when a validation starts."""
+
+    def validate(self) -> Any:
+        if self.layout.rank == self.layout.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().validate()
+
+
+class SignalledInValidation(LLMFinetune):
+    """A run with SignalledInValidationLoop."""
+
+    loop_class = SignalledInValidationLoop
+
+
+class SignalledInStepLoop(TrainingLoop):
+    """The last rank gets SIGTERM in step 5."""
+
+    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[Number, Number]:
+        if self.step_scheduler.step == 4 and self.layout.rank == self.layout.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().train_step(batch, control)
+
+
+class SignalledInStep(LLMFinetune):
+    """A run with SignalledInStepLoop."""
+
+    loop_class = SignalledInStepLoop
+
+
+class Counter:
+    """A duck type with the two methods only."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+class WithValueLoss(Objective):
+    """Adds the loss of something else than the model."""
+
+    value_loss: Callable[[], torch.Tensor]
+
+    def loss(self, micro_batch: Any) -> LossSum:
+        result = super().loss(micro_batch)
+        return replace(result, loss=result.loss + self.value_loss())
+
+
+class CountingLoop(TrainingLoop):
+    """Adds ten to a counter in each step."""
+
+    latest_eval: Counter
+
+    def step(self, batch: GlobalBatch, control: Control) -> Due:
+        self.latest_eval.count += 10
+        return super().step(batch, control)
+
+
+class WithMore(LLMFinetune):
+    """A value head beside the model, trained by the same optimizer, and a counter."""
+
+    objective_class = WithValueLoss
+    loop_class = CountingLoop
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        torch.manual_seed(3)
+        self.value_head = nn.Linear(4, 1)
+        self.latest_eval = Counter()
+        parameters = [*self.model.parameters(), *self.value_head.parameters()]
+        return torch.optim.AdamW(parameters, lr=1e-2)
+
+    def build_loop(self) -> TrainingLoop:
+        loop = super().build_loop()
+        assert isinstance(loop, CountingLoop)
+        loop.latest_eval = self.latest_eval
+        return loop
+
+    def build_objective(self) -> Objective:
+        objective = super().build_objective()
+        assert isinstance(objective, WithValueLoss)
+        objective.value_loss = lambda: self.value_head(torch.ones(4)).square().sum()
+        return objective
+
+
+def uneven(num_samples: int) -> list[dict[str, list[int]]]:
+    """Samples of 3 to 9 tokens, the first two of which have no label."""
+    lengths = [3 + 5 * number % 7 for number in range(num_samples)]
+    rows = [
+        [3 + (7 * number + 11 * place) % 200 for place in range(n)]
+        for number, n in enumerate(lengths)
+    ]
+    return [{"input_ids": row, "labels": [-100, -100, *row[2:]]} for row in rows]

@@ -1,0 +1,156 @@
+"""A base model is known by its bytes, read once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.checkpoint.export.adapter_record import find_base, read_peft_record
+from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
+from automodel_ckpt.checkpoint.files.digests import FileRecord
+from automodel_ckpt.checkpoint.saving.adapter_assets import _raise_other_base
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    directory = tmp_path / "models" / "base"
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(bytes(1000))
+    (directory / "README.md").write_text("no part of the model")
+    return directory
+
+
+def test_a_copy_is_the_same_base_and_one_other_byte_makes_another(
+    base: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "first"
+    found = identify_base(str(base), base, run=run)
+    assert (found.name, found.relative) == (str(base), "../../models/base")
+    copy = shutil.copytree(base, tmp_path / "copy")
+    (copy / "README.md").unlink()
+    assert identify_base(str(copy), copy, run=run).digest == found.digest
+    (copy / "model.safetensors").write_bytes(bytes(999) + b"\1")
+    assert identify_base(str(copy), copy, run=run).digest != found.digest
+
+
+def test_the_files_of_an_index_and_links_to_them_are_read(base: Path, tmp_path: Path) -> None:
+    (base / "model.safetensors").rename(tmp_path / "blob")
+    (base / "part.safetensors").symlink_to(tmp_path / "blob")
+    (base / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "part.safetensors"}})
+    )
+    files = identify_base("org/name", base, run=tmp_path).files
+    assert files.keys() == {"config.json", "model.safetensors.index.json", "part.safetensors"}
+
+
+def test_a_digest_is_kept_until_the_file_changes(base: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = identify_base(str(base), base, run=tmp_path, cache=cache)
+    again = identify_base(str(base), base, run=tmp_path, cache=cache)
+    assert (first.nbytes, again.nbytes, again.digest) == (1002, 0, first.digest)
+    weights = base / "model.safetensors"
+    status = weights.stat()
+    weights.write_bytes(bytes(999) + b"\1")
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    changed = identify_base(str(base), base, run=tmp_path, cache=cache)
+    assert changed.nbytes == 1000 and changed.digest != first.digest
+    (kept,) = (cache / "base-digests").iterdir()
+    kept.write_text("nonsense")
+    assert identify_base(str(base), base, run=tmp_path, cache=cache).digest == changed.digest
+
+
+def test_a_base_without_weights_or_that_cannot_be_read_is_refused(
+    base: Path, tmp_path: Path
+) -> None:
+    (base / "config.json").unlink()
+    with pytest.raises(RecipeError, match=r"cannot be read"):
+        identify_base(str(base), base, run=tmp_path)
+    (base / "model.safetensors").unlink()
+    with pytest.raises(RecipeError, match="no weights"):
+        identify_base(str(base), base, run=tmp_path)
+
+
+def test_a_base_that_moved_with_its_run_is_found_and_one_that_is_gone_is_not(
+    base: Path, tmp_path: Path
+) -> None:
+    record = {"base": identify_base(str(base), base, run=tmp_path / "run").to_dict()}
+    assert find_base(record, tmp_path / "elsewhere" / "run") == str(base)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "models").rename(tmp_path / "elsewhere" / "models")
+    moved = find_base(record, tmp_path / "elsewhere" / "run")
+    assert moved == str(tmp_path / "elsewhere" / "models" / "base")
+    shutil.rmtree(moved)
+    with pytest.raises(CheckpointUnusable, match="not where it was"):
+        find_base(record, tmp_path / "elsewhere" / "run")
+    assert (
+        find_base({"base": {"name": "org/name", "relative_to_run": None}}, tmp_path) == "org/name"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "holds no adapters"),
+        ("{", "cannot be read"),
+        ('{"base": {}}', "it lacks base or adapter"),
+        ('{"base": {}, "adapter": {}, "format_version": 9}', "format_version 9 is later"),
+        ('{"base": {"name": "a\\u0000b"}, "adapter": {}}', "it does not state where the base is"),
+        ('{"base": {"name": 5}, "adapter": {}}', "it does not state where the base is"),
+        (
+            '{"base": {"name": "org/base", "relative_to_run": 5}, "adapter": {}}',
+            "it does not state where the base is",
+        ),
+    ],
+)
+def test_a_description_that_is_missing_or_odd_is_refused(
+    tmp_path: Path, text: str | None, said: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    if text is not None:
+        (tmp_path / "model" / "automodel_peft_config.json").write_text(text)
+    with pytest.raises(CheckpointUnusable) as caught:
+        read_peft_record(tmp_path, "model")
+    assert said in str(caught.value)
+
+
+def test_the_files_of_another_base_that_differ_are_listed() -> None:
+    def identity(**digests: str) -> BaseIdentity:
+        return BaseIdentity(
+            "here", None, {name: FileRecord(1, text) for name, text in digests.items()}
+        )
+
+    saved = {
+        "name": "there",
+        "relative_to_run": "../base",
+        "files": {"same": {"digest": "a"}, "other": {"digest": "b"}, "gone": {"digest": "c"}},
+    }
+    with pytest.raises(CheckpointUnusable, match="another base model") as caught:
+        _raise_other_base(saved, identity(same="a", other="x", new="y"), "checkpoint")
+    text = str(caught.value)
+    assert "saved with there, now here; files that differ: other, new, gone" in text
+    assert "relative to the run it was ../base" in text
+
+
+def test_reading_a_base_is_timed_and_counted_and_costs_nothing_again(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    (base / "model.safetensors").write_bytes(bytes(1000))
+    started = time.monotonic()
+    first = identify_base(str(base), base, run=tmp_path / "run", cache=tmp_path / "cache")
+    assert 0 <= first.seconds <= time.monotonic() - started
+    assert first.nbytes == 1002 and first.relative == "../base"
+    again = identify_base(str(base), base, run=tmp_path / "run", cache=tmp_path / "cache")
+    assert again.nbytes == 0 and again.digest == first.digest
+    (base / "config.json").write_text("{ }")
+    changed = identify_base(str(base), base, run=tmp_path / "run", cache=tmp_path / "cache")
+    assert changed.nbytes == 3 and changed.digest != first.digest
+    uncached = identify_base(str(base), base, run=tmp_path / "run")
+    assert uncached.nbytes == 1003 and uncached.digest == changed.digest

@@ -1,0 +1,958 @@
+"""Consolidation: every kind of tensor and cut comes out bit-equal, damage comes out as nothing at all."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import itertools
+import json
+import os
+import resource
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from automodel_ckpt.checkpoint.export import blocks as export_blocks
+from automodel_ckpt.checkpoint.export import copy_engine
+from automodel_ckpt.checkpoint.export import input as export_input
+from automodel_ckpt.checkpoint.export import output as export_output
+from automodel_ckpt.checkpoint.export import plan as export_plan
+from automodel_ckpt.checkpoint.export import publish as export_publish
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.export_leftovers import clear_leftovers
+from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
+from automodel_ckpt.checkpoint.files.ownership import owned
+from automodel_ckpt.checkpoint.files.safetensors_header import read_header
+from automodel_ckpt.checkpoint.jobs.writer import Export, SharedMemory
+from automodel_ckpt.checkpoint.parts.slices import Box
+from automodel_ckpt.checkpoint.sources.base_maps import MAPS, maps_of
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.errors import (
+    AutomodelError,
+    CheckpointUnusable,
+    LeaseLost,
+    RecipeError,
+    SaveFailed,
+)
+from tests.support.models.shards import (
+    Chunk,
+    bits,
+    cut,
+    raw_bytes,
+    record_of,
+    whole,
+    write_checkpoint,
+    write_shards,
+)
+from tools.crash.power import Disk, unsupported
+
+Tensors = dict[str, torch.Tensor]
+
+
+def zoo() -> Tensors:
+    """Tensors of every kind that has bitten a peer: int, bool, fp8, 0-dim, empty, uneven, NaN and -0.0."""
+    torch.manual_seed(0)
+    return {
+        "bf16.uneven": torch.randn(7, 5).bfloat16(),
+        "f32.special": torch.tensor([[0.0, -0.0, float("nan")], [float("inf"), 1e-40, -1.0]]),
+        "f64.scalar": torch.tensor(3.25, dtype=torch.float64),
+        "f16.cube": torch.randn(4, 6, 5).half(),
+        "i64.scalar": torch.tensor(-(2**62)),
+        "i32": torch.randint(-(2**31), 2**31 - 1, (9, 3), dtype=torch.int32),
+        "u8.packed": torch.randint(0, 255, (6, 4), dtype=torch.uint8),
+        "bool": torch.rand(10, 3) > 0.5,
+        "fp8": torch.randn(8, 4).to(torch.float8_e4m3fn),
+        "empty": torch.empty(0, 4),
+        "one": torch.randn(1),
+    }
+
+
+def pieces_of(tensors: Tensors, num_ranks: int = 3, dim: int = 0) -> list[Chunk]:
+    return [piece for fqn, tensor in tensors.items() for piece in cut(fqn, tensor, num_ranks, dim)]
+
+
+def loaded(output: Path) -> Tensors:
+    index = json.loads((output / "model.safetensors.index.json").read_bytes())
+    tensors: Tensors = {}
+    for name in sorted(set(index["weight_map"].values())):
+        part = load_file(output / name)
+        assert {index["weight_map"][fqn] for fqn in part} == {name}
+        tensors |= part
+    assert tensors.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(
+        t.numel() * t.element_size() for t in tensors.values()
+    )
+    return tensors
+
+
+def assert_same(output: Path, tensors: Tensors) -> None:
+    found = loaded(output)
+    assert found.keys() == tensors.keys()
+    for fqn, tensor in tensors.items():
+        assert found[fqn].dtype == tensor.dtype and found[fqn].shape == tensor.shape, fqn
+        assert (bits(found[fqn]) == bits(tensor)).all(), fqn
+
+
+def side_files(checkpoint: Path, **files: object) -> Path:
+    directory = checkpoint / "model" / ".hf_metadata"
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (directory / f"{name}.json").write_text(
+            value if isinstance(value, str) else json.dumps(value)
+        )
+    return directory
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize(("num_procs", "num_threads"), [(1, 1), (1, 4), (3, 2)])
+def test_every_kind_of_tensor_cut_along_any_dimension_is_bit_equal(
+    tmp_path: Path, dim: int, num_procs: int, num_threads: int
+) -> None:
+    tensors = zoo()
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, dim=dim))
+    report = consolidate(tmp_path / "c", num_procs=num_procs, num_threads=num_threads)
+    assert report.output == tmp_path / "c" / "model" / "consolidated" and report.checked
+    assert_same(report.output, tensors)
+
+
+def test_a_grid_of_strided_slices_is_put_together(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(6, 8, 4).bfloat16()}
+    boxes = [Box((i, j, k), (2, 4, 2)) for i, j, k in itertools.product((0, 2, 4), (0, 4), (0, 2))]
+    # A safetensors file contains a name once: each slice is stored in a different shard.
+    pieces = [Chunk("w", box, rank) for rank, box in enumerate(boxes)]
+    write_checkpoint(tmp_path / "c", tensors, pieces)
+    assert_same(consolidate(tmp_path / "c").output, tensors)
+
+
+@pytest.mark.parametrize("block", [16, 48, 4096, 12288])
+@pytest.mark.parametrize("num_threads", [1, 5])
+def test_tensors_of_many_blocks_are_bit_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, num_threads: int
+) -> None:
+    for module in (export_blocks, copy_engine):
+        monkeypatch.setattr(module, "BLOCK_BYTES", block)
+    monkeypatch.setattr(export_output, "DIRECT_FROM_BYTES", 1)
+    tensors = {
+        "w": torch.randn(5, 41, 7),
+        "v": torch.randn(1013),
+        "u": torch.randn(3, 5).bfloat16(),
+    }
+    pieces = (
+        cut("w", tensors["w"], 2, dim=1)
+        + cut("v", tensors["v"], 3)
+        + cut("u", tensors["u"], 4, dim=1)
+    )
+    write_checkpoint(tmp_path / "c", tensors, pieces)
+    assert_same(consolidate(tmp_path / "c", num_threads=num_threads).output, tensors)
+    found = loaded(
+        consolidate(
+            tmp_path / "c", tmp_path / "cast", cast_dtype="fp16", num_threads=num_threads
+        ).output
+    )
+    assert all(torch.equal(found[fqn], tensor.half()) for fqn, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("way", ["direct", "refused", "plain"])
+def test_the_bytes_are_the_same_whichever_way_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """tmp_path takes O_DIRECT on most machines; where it does not, the three ways are one."""
+    monkeypatch.setattr(export_output, "DIRECT_FROM_BYTES", 1)
+    if way == "plain":
+        monkeypatch.setattr(export_output, "bypass_page_cache", lambda *_: False)
+    if way == "refused":
+        write = os.pwrite
+
+        def refuse(descriptor: int, data: memoryview, at: int) -> int:
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return write(descriptor, data, at)
+
+        monkeypatch.setattr(os, "pwrite", refuse)
+    tensors = {**zoo(), "large": torch.randn(3, 4099)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    assert_same(consolidate(tmp_path / "c").output, tensors)
+
+
+@pytest.mark.parametrize("way", ["direct", "refused", "in pieces", "unaligned"])
+def test_the_bytes_are_the_same_whichever_way_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(export_input, "_ASK_FROM_BYTES", 1)
+    monkeypatch.setattr(export_input._Map, "is_in_memory", lambda *_: False)
+    preadv, past_cache = os.preadv, []
+
+    def read(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            past_cache.append(at)
+            if way == "refused":
+                raise OSError(errno.EINVAL, "Invalid argument")
+            if way == "in pieces":
+                buffers = [buffers[0][: 1000 if len(past_cache) % 2 else 4096]]
+        return preadv(descriptor, buffers, at)
+
+    odd = {"odd": torch.randn(4099).bfloat16()} if way == "unaligned" else {}
+    tensors = {
+        **zoo(),
+        **odd,
+        "large": torch.randn(6 << 20, dtype=torch.float64),
+        "even": torch.randn(3, 4096),
+    }
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    monkeypatch.setattr(os, "preadv", read)
+    assert_same(consolidate(tmp_path / "c").output, tensors)
+    assert past_cache or not takes_o_direct(tmp_path)
+
+
+def takes_o_direct(directory: Path) -> bool:
+    try:
+        os.close(os.open(directory / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def test_what_the_page_cache_holds_is_read_from_it_and_the_rest_past_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"w": torch.randn(1 << 20)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, 1))
+    (path,) = (tmp_path / "c/model").glob("*.safetensors")
+    source = export_input._Input(os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY))
+    os.fsync(source.cached)
+    path.read_bytes()
+    assert source.is_cached(0, 1 << 20)
+    os.posix_fadvise(source.cached, 0, 0, os.POSIX_FADV_DONTNEED)
+    past = (
+        source._is_direct and source._map._address is not None and not source.is_cached(0, 1 << 20)
+    )
+    source.close()
+    if not past:
+        pytest.skip("this file system does not let go of its pages")
+    assert_same(consolidate(tmp_path / "c").output, tensors)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mmap=no_map, mincore=no_map))
+    unknown = export_input._Input(os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY))
+    assert unknown.is_cached(0, 1 << 20)
+    unknown.close()
+
+
+def no_map(*_: object) -> int | None:
+    return export_input._MAP_FAILED
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_bare_directory_of_torchs_own_shards_is_exported_and_said_to_be_unchecked(
+    tmp_path: Path,
+) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    tensors = {"a": torch.randn(6, 3), "b": torch.randn(4).bfloat16()}
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "s"), save_distributed=True)
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    said: list[str] = []
+    report = consolidate(tmp_path / "s", log=said.append, opener=open_source)
+    assert not report.checked and any("unchecked" in line for line in said)
+    assert_same(report.output, tensors)
+
+
+def test_shards_without_global_shapes_get_them_from_their_extents(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(7, 3)}
+    write_shards(tmp_path, tensors, pieces_of(tensors), global_shape=False)
+    assert_same(consolidate(tmp_path, tmp_path / "out", opener=open_source).output, tensors)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+SHARD = "model/shard-00002-model-00001-of-00001.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c: flip(c / SHARD, -1), "f16.cube"),
+        (lambda c: flip(c / SHARD, 20), "no tensor"),
+        (lambda c: flip(c / SHARD, 4090), "no tensor"),
+        (lambda c: os.truncate(c / SHARD, 5000), "another size"),
+        (lambda c: (c / SHARD).unlink(), "missing"),
+        (
+            lambda c: (c / SHARD).write_bytes(
+                (c / SHARD.replace("00002", "00001", 1)).read_bytes()
+            ),
+            "file",
+        ),
+        (lambda c: (c / SHARD.replace("00002", "00009", 1)).write_bytes(b"x"), "does not know"),
+        (lambda c: flip(c / "model/.hf_metadata/config.json", 3), "config.json"),
+        (lambda c: flip(c / "MANIFEST.json", 100), "manifest"),
+        (lambda c: (c / "MANIFEST.json").write_bytes(b""), "manifest"),
+    ],
+)
+def test_damage_is_named_and_nothing_is_written(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    tensors = {fqn: tensor for fqn, tensor in zoo().items() if fqn in ("bf16.uneven", "f16.cube")}
+    side_files(tmp_path / "c", config={"dtype": "float32"})
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, 2))
+    consolidate(tmp_path / "c")
+    export = tmp_path / "c/model/consolidated"
+    before = {path.name: path.stat().st_ino for path in export.iterdir()}
+    damage(tmp_path / "c")
+    with pytest.raises(CheckpointUnusable, match=message):
+        consolidate(tmp_path / "c")
+    assert {path.name: path.stat().st_ino for path in export.iterdir()} == before
+    with pytest.raises(CheckpointUnusable):
+        consolidate(tmp_path / "c", tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+
+def _link(directory: Path, target: str) -> None:
+    (directory / "shard-00001.safetensors").symlink_to(target)
+
+
+def _sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda d: next(iter(sorted(d.glob("shard-00002*")))).unlink(), "not in any slice"),
+        (
+            lambda d: (d / "z.safetensors").write_bytes(next(d.glob("shard-00001*")).read_bytes()),
+            "overlap",
+        ),
+        (
+            lambda d: (d / "z.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      "),
+            "is not a shard",
+        ),
+        (lambda d: os.truncate(next(d.glob("shard-00001*")), 4100), "truncated"),
+        (lambda d: next(d.glob("shard-00001*")).rename(d / "x") and _link(d, "x"), "link"),
+        (lambda d: os.mkfifo(d / "z.safetensors"), "not a regular file"),
+        (lambda d: _sparse(d / "z.safetensors"), "nearly all hole"),
+    ],
+)
+def test_a_bare_directory_that_is_not_whole_is_refused(
+    tmp_path: Path, spoil: Callable[[Path], object], message: str
+) -> None:
+    tensors = {"a": torch.randn(9, 3)}
+    write_shards(tmp_path / "s", tensors, pieces_of(tensors))
+    spoil(tmp_path / "s")
+    with pytest.raises(CheckpointUnusable, match=message):
+        consolidate(tmp_path / "s", opener=open_source)
+    assert not (tmp_path / "s/consolidated").exists()
+
+
+def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(CheckpointUnusable):
+            consolidate(path, opener=open_source)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [({"a": 1, "b": 1, "c": 1}, "missing: 'c'"), ({"a": 1}, "not in the base: 'b'")],
+)
+def test_the_tensors_must_be_those_of_the_base(
+    tmp_path: Path, names: dict[str, int], message: str
+) -> None:
+    tensors = {"a": torch.randn(2), "b": torch.randn(2)}
+    side_files(tmp_path / "c", fqn_to_file_index_mapping=names)
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    with pytest.raises(CheckpointUnusable, match=message):
+        consolidate(tmp_path / "c")
+
+
+def test_a_tensor_of_another_shape_than_expected_is_refused(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(2)}
+    side_files(tmp_path / "c", expected_tensors={"a": {"shape": [3]}})
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    with pytest.raises(CheckpointUnusable, match="another shape"):
+        consolidate(tmp_path / "c")
+
+
+def test_tied_names_come_out_as_the_base_has_them(tmp_path: Path) -> None:
+    tensors, tied = {"embed": torch.randn(4, 2)}, {"head": "embed"}
+    for number, names in enumerate((["embed"], ["head"], ["embed", "head"])):
+        checkpoint = tmp_path / str(number)
+        side_files(checkpoint, fqn_to_file_index_mapping=dict.fromkeys(names, 1))
+        write_checkpoint(checkpoint, tensors, pieces_of(tensors), tied=tied)
+        assert_same(consolidate(checkpoint).output, dict.fromkeys(names, tensors["embed"]))
+    write_checkpoint(tmp_path / "unknown", tensors, pieces_of(tensors), tied=tied)
+    assert_same(consolidate(tmp_path / "unknown").output, tensors)
+
+
+def test_files_are_split_as_in_the_base_and_renumbered(tmp_path: Path) -> None:
+    tensors = {name: torch.randn(3) for name in "abc"}
+    side_files(tmp_path / "c", fqn_to_file_index_mapping={"a": 4, "b": 2, "c": 4})
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    output = consolidate(tmp_path / "c").output
+    assert_same(output, tensors)
+    assert set(load_file(output / "model-00002-of-00002.safetensors")) == {"a", "c"}
+
+
+def test_without_a_base_files_are_split_by_size() -> None:
+    from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
+    from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+
+    tensors = {
+        name: Tensor(name, "U8", (n,), (Slice(name, "U8", (0,), (n,), "f", 0, n),))
+        for name, n in (("a", 60), ("b", 40), ("c", 1), ("d", 500), ("e", 1))
+    }
+    plan = export_plan.make_plan(tensors, {}, BaseMaps(), max_file_bytes=100)
+    assert [[t.fqn for t in file.tensors] for file in plan.files] == [
+        ["a", "b"],
+        ["c"],
+        ["d"],
+        ["e"],
+    ]
+    assert plan.files[0].name == "model-00001-of-00004.safetensors"
+
+
+def export_dtypes(output: Path) -> dict[str, str]:
+    files = output.glob("*.safetensors")
+    return {fqn: entry.dtype for file in files for fqn, entry in read_header(file).tensors.items()}
+
+
+def test_each_float_takes_the_dtype_of_the_base_and_nothing_else_changes(tmp_path: Path) -> None:
+    tensors = zoo()
+    original = dict.fromkeys(tensors, "BF16") | {"f32.special": "torch.float32", "fp8": "F8_E4M3"}
+    side_files(tmp_path / "c", fqn_to_dtype_mapping=original)
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, dim=1))
+    said: list[str] = []
+    output = consolidate(tmp_path / "c", log=said.append).output
+    found = export_dtypes(output)
+    assert found["f16.cube"] == found["f64.scalar"] == found["empty"] == "BF16"
+    assert found["f32.special"] == "F32" and found["fp8"] == "F8_E4M3"
+    assert found["i64.scalar"] == "I64" and found["bool"] == "BOOL" and found["u8.packed"] == "U8"
+    assert "cast 1 tensor from F16 to BF16" in said
+    assert torch.equal(loaded(output)["f16.cube"], tensors["f16.cube"].bfloat16())
+
+
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp16", "fp32", "fp64", "bfloat16", "float16", "float32", "float64"]
+)
+def test_a_cast_takes_every_ordinary_float_whatever_the_base_had(tmp_path: Path, name: str) -> None:
+    tensors = zoo()
+    side_files(tmp_path / "c", fqn_to_dtype_mapping=dict.fromkeys(tensors, "F32"))
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, dim=1))
+    found = loaded(consolidate(tmp_path / "c", cast_dtype=name).output)
+    dtype = {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        "fp64": torch.float64,
+    }.get(name)
+    dtype = dtype or getattr(torch, name)
+    for fqn, tensor in tensors.items():
+        ordinary = tensor.dtype.is_floating_point and tensor.dtype != torch.float8_e4m3fn
+        want = tensor.to(dtype) if ordinary else tensor
+        assert found[fqn].dtype == want.dtype, fqn
+        assert torch.equal(found[fqn].double().nan_to_num(7), want.double().nan_to_num(7)), fqn
+
+
+def test_a_quantized_tensor_saved_as_float_stays_float_and_the_config_says_so(
+    tmp_path: Path,
+) -> None:
+    tensors = {"w": torch.randn(4, 2).bfloat16()}
+    config = {
+        "torch_dtype": "float16",
+        "text_config": {"dtype": "float16"},
+        "quantization_config": {"bits": 4},
+    }
+    side_files(tmp_path / "c", fqn_to_dtype_mapping={"w": "I32"}, config=config)
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    report = consolidate(tmp_path / "c")
+    assert export_dtypes(report.output) == {"w": "BF16"}
+    assert any(
+        "1 tensor is quantized in the base and float here; it stays float" in text
+        for text in report.warnings
+    )
+    found = json.loads((report.output / "config.json").read_bytes())
+    assert found == {"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}}
+
+
+def test_side_files_are_byte_equal_and_a_config_that_agrees_is_not_touched(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(4)}
+    text = '{"dtype":\t"float32"  }\r\n'
+    directory = side_files(
+        tmp_path / "c", config=text, tokenizer="{}\n\n", fqn_to_dtype_mapping={"w": "F32"}
+    )
+    (directory / "modeling_x.py").write_bytes(b"x = 1\r\n")
+    (directory / "model-9.safetensors").write_bytes(b"stray")
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    output = consolidate(tmp_path / "c").output
+    for name in ("config.json", "tokenizer.json", "modeling_x.py"):
+        assert (output / name).read_bytes() == (directory / name).read_bytes()
+    assert not MAPS & {path.name for path in output.iterdir()}
+    assert not (output / "model-9.safetensors").exists()
+    cast = consolidate(tmp_path / "c", tmp_path / "cast", cast_dtype="bf16").output
+    assert json.loads((cast / "config.json").read_bytes()) == {"dtype": "bfloat16"}
+
+
+def test_the_export_lists_its_files_and_takes_the_modes_of_the_umask(tmp_path: Path) -> None:
+    tensors = zoo()
+    checkpoint = tmp_path / "c"
+    write_checkpoint(checkpoint, tensors, pieces_of(tensors))
+    before = os.umask(0o027)
+    try:
+        output = consolidate(checkpoint).output
+    finally:
+        os.umask(before)
+    listing = json.loads((output / "export_manifest.json").read_bytes())
+    assert listing["step"] == 20 and listing["checked"] is True
+    for path in output.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640, path
+        if path.name != "export_manifest.json":
+            record = record_of(path)
+            entry = listing["files"][path.name]
+            assert entry["size"] == record.size
+            if "parts" in entry:
+                data, at = path.read_bytes(), 0
+                for nbytes, digest in entry["parts"]:
+                    assert digest_of(data[at : at + nbytes]) == digest
+                    at += nbytes
+                assert at == record.size
+            else:
+                assert entry == {"size": record.size, "digest": record.digest}
+    header = read_header(output / "model-00001-of-00001.safetensors")
+    assert header.metadata["format"] == "pt" and header.data_start % 4096 == 0
+
+
+def consolidated_once(tmp_path: Path) -> Path:
+    tensors = {"w": torch.randn(4)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    return consolidate(tmp_path / "c").output
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_an_earlier_export_is_replaced_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    output = consolidated_once(tmp_path)
+    if not exchange:
+        monkeypatch.setattr(export_publish.commit, "exchange", lambda *_: False)
+    said: list[str] = []
+    inode = output.stat().st_ino
+    assert consolidate(tmp_path / "c", log=said.append).output == output
+    assert output.stat().st_ino != inode and len(loaded(output)) == 1
+    assert any("for a moment" in line for line in said) is not exchange
+    assert not [path for path in output.parent.iterdir() if path.name.startswith(".consolidated")]
+
+
+def test_files_that_no_export_made_are_never_replaced(tmp_path: Path) -> None:
+    output = consolidated_once(tmp_path)
+    (output / "notes.txt").write_text("mine")
+    with pytest.raises(SaveFailed, match=r"notes\.txt"):
+        consolidate(tmp_path / "c")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("mine")
+    for target in (tmp_path / "home", tmp_path / "home" / "thesis.tex", tmp_path / "c", tmp_path):
+        with pytest.raises(SaveFailed):
+            consolidate(tmp_path / "c", target)
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "mine" and (
+        output / "notes.txt"
+    ).exists()
+    (tmp_path / "empty").mkdir()
+    assert len(loaded(consolidate(tmp_path / "c", tmp_path / "empty").output)) == 1
+
+
+def test_what_killed_exports_left_is_cleared_and_what_is_in_use_is_not(tmp_path: Path) -> None:
+    output = consolidated_once(tmp_path)
+    left, used = (output.parent / f".consolidated.staging-{digit * 32}" for digit in "ab")
+    left.mkdir()
+    (left / "model-00001-of-00001.safetensors").write_bytes(b"half")
+    used.mkdir()
+    os.rename(output, output.parent / f".consolidated.previous-{'c' * 32}")
+    with owned(used):
+        consolidate(tmp_path / "c", log=lambda _: None)
+        assert used.exists() and not left.exists()
+    assert len(loaded(output)) == 1
+    assert sorted(p.name for p in output.parent.iterdir() if p.name.startswith(".")) == [used.name]
+
+
+def test_an_export_that_starts_while_another_one_is_replacing_its_target_leaves_both_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = consolidated_once(tmp_path)
+    inode = output.stat().st_ino
+    age_all(output, 3600)
+    seen: list[bool] = []
+    rename = os.rename
+
+    def renamed(source: Path, target: Path) -> None:
+        if Path(target) == output:
+            # What another process does first, between the two renames of this one.
+            clear_leftovers(output, lambda _: None)
+            seen.append(output.exists())
+        rename(source, target)
+
+    monkeypatch.setattr(export_publish.commit, "exchange", lambda *_: False)
+    monkeypatch.setattr(os, "rename", renamed)
+    consolidate(tmp_path / "c", log=lambda _: None)
+    assert seen == [False]
+    assert output.stat().st_ino != inode and len(loaded(output)) == 1
+    assert [path.name for path in output.parent.iterdir() if path.name.startswith(".con")] == []
+
+
+def test_an_export_that_another_node_is_replacing_is_restored_when_it_took_over_a_minute(
+    tmp_path: Path,
+) -> None:
+    output = consolidated_once(tmp_path)
+    # The digits of another boot and process namespace; the 13th digit marks them as such.
+    aside = output.parent / f".consolidated.previous-012345670123f567{'0' * 16}"
+    os.rename(output, aside)
+    clear_leftovers(output, lambda _: None)
+    assert aside.is_dir() and not output.exists()
+    age_all(aside, 61)
+    clear_leftovers(output, lambda _: None)
+    assert not aside.exists() and len(loaded(output)) == 1
+
+
+def age_all(directory: Path, seconds: float) -> None:
+    for path in (directory, *directory.rglob("*")):
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_a_run_that_lost_its_lease_publishes_no_export(tmp_path: Path) -> None:
+    output = consolidated_once(tmp_path)
+    before = output.stat().st_ino
+    record = {"host": "h", "boot_id": "b", "pid": 1, "command": "c", "beat": 1, "token": "theirs"}
+    (tmp_path / LOCK_FILE).write_text(json.dumps(record))
+    with pytest.raises(LeaseLost, match="another run has taken over"):
+        Export([str(tmp_path / "c")], (tmp_path / LOCK_FILE, "ours")).run(SharedMemory(-1))
+    assert output.stat().st_ino == before
+    assert [
+        path.name for path in output.parent.iterdir() if path.name.startswith(".consolidated")
+    ] == []
+    with pytest.raises(LeaseLost, match="was removed"):
+        Export([str(tmp_path / "c")], (tmp_path / "gone", "ours")).run(SharedMemory(-1))
+    Export([str(tmp_path / "c")], (tmp_path / LOCK_FILE, "theirs")).run(SharedMemory(-1))
+    assert output.stat().st_ino != before
+
+
+def test_a_failure_while_writing_leaves_nothing_and_names_path_and_errno(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = consolidated_once(tmp_path)
+    before = output.stat().st_ino
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("_put", "_put_cached", "_put_direct"):
+        monkeypatch.setattr(export_output.Output, name, full)
+    with pytest.raises(SaveFailed, match="ENOSPC") as caught:
+        consolidate(tmp_path / "c")
+    assert caught.value.problems[0].where.endswith("/model-00001-of-00001.safetensors")
+    assert output.stat().st_ino == before
+    assert not [path for path in output.parent.iterdir() if path.name.startswith(".")]
+
+
+def test_a_source_that_cannot_be_read_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(_: int, buffers: list[memoryview], start: int) -> int:
+        return 0
+
+    def fails(_: int, buffers: list[memoryview], start: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    tensors = {"w": torch.randn(4)}
+    write_shards(tmp_path / "c", tensors, pieces_of(tensors, 1))
+    for preadv, message in ((ends, "the file ends here"), (fails, "Input/output error")):
+        monkeypatch.setattr(os, "preadv", preadv)
+        with pytest.raises(CheckpointUnusable, match=message) as caught:
+            consolidate(tmp_path / "c", opener=open_source)
+        assert "shard-00001" in caught.value.problems[0].where
+        assert not (tmp_path / "c/consolidated").exists()
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_a_slice_that_changes_under_the_copy_is_named_and_nothing_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    """The file is sound when it is looked at again: what counts is what was read."""
+    preadv = os.preadv
+
+    def flips(descriptor: int, buffers: list[memoryview], start: int) -> int:
+        count = preadv(descriptor, buffers, start)
+        if start > 3_000_000 and count > 5:
+            buffers[0][5] ^= 1
+        return count
+
+    tensors = {"w": torch.randn(1_000_000)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, 1))
+    monkeypatch.setattr(os, "preadv", flips)
+    monkeypatch.setattr("automodel_ckpt.checkpoint.export.consolidate.verify", lambda *_, **__: [])
+    with pytest.raises(CheckpointUnusable, match="changed while it was read"):
+        consolidate(tmp_path / "c", num_threads=num_threads)
+    assert [path.name for path in (tmp_path / "c/model").iterdir()] == [
+        "shard-00001-model-00001-of-00001.safetensors"
+    ]
+
+
+def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    for arguments in ({"cast_dtype": "int8"}, {"num_threads": 0}, {"num_procs": -1}):
+        with pytest.raises(RecipeError):
+            consolidate(tmp_path / "missing", **arguments)  # type: ignore[arg-type]
+
+
+def test_a_worker_process_that_dies_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, automodel_ckpt.checkpoint.export.consolidate as c\n"
+        "from automodel_ckpt.checkpoint.export import copy_engine\n"
+        "copy_engine.Output.write = lambda *_: os._exit(9)\n"
+        "try: c.consolidate(sys.argv[1], num_procs=2)\n"
+        "except BaseException as error: print(type(error).__name__)\n"
+    )
+    tensors = {name: torch.randn(4096) for name in "ab"}
+    write_checkpoint(
+        tmp_path / "c", tensors, [Chunk(n, whole(t), i) for i, (n, t) in enumerate(tensors.items())]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "SaveFailed", done.stdout + done.stderr
+    assert sorted(path.name for path in (tmp_path / "c/model").iterdir()) == [
+        "shard-00001-model-00001-of-00001.safetensors",
+        "shard-00002-model-00001-of-00001.safetensors",
+    ]
+
+
+def test_the_tool_imports_no_torch_and_no_numpy_where_nothing_is_cast(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(40, 3)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    code = (
+        "import sys; from automodel_ckpt.consolidate import main\n"
+        "code = main(['-i', sys.argv[1], '-o', sys.argv[2], *sys.argv[3:]])\n"
+        "print(code, 'torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    for number, (cast, expected) in enumerate(
+        (([], "0 False False"), (["--cast-dtype", "bf16"], "0 False True"))
+    ):
+        arguments = [sys.executable, "-c", code, tmp_path / "c", tmp_path / str(number), *cast]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+        assert done.stdout.splitlines()[-1] == expected, done.stderr
+
+
+def test_the_tool_starts_in_well_under_a_second(tmp_path: Path) -> None:
+    """Processor seconds, which other programs do not stretch; half a second is the goal, twice that is allowed here."""
+    tensors = {"w": torch.randn(40, 3)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    command = [sys.executable, "-m", "automodel_ckpt.consolidate", "-i", tmp_path / "c", "-o"]
+    seconds: list[float] = []
+    while not seconds or (seconds[-1] > 1 and len(seconds) < 5):
+        output = tmp_path / str(len(seconds))
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([*command, output], check=True, capture_output=True, timeout=60)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        user = after.ru_utime - before.ru_utime
+        seconds.append(user + after.ru_stime - before.ru_stime)
+    assert min(seconds) < 1
+
+
+def test_casting_and_gathering_take_no_memory_that_grows_with_the_model(tmp_path: Path) -> None:
+    tensors = {"w": torch.zeros(4096, 8192), "v": torch.zeros(4096, 8192)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, 2, dim=1))
+    code = (
+        "import re, sys, threading, time; from automodel_ckpt.checkpoint.export.consolidate import consolidate\n"
+        "import numpy\n"
+        "rss = lambda: int(re.search(r'RssAnon:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
+        "start, peak, done = rss(), [0], threading.Event()\n"
+        "def watch():\n"
+        "    while not done.wait(0.005): peak[0] = max(peak[0], rss())\n"
+        "thread = threading.Thread(target=watch); thread.start()\n"
+        "consolidate(sys.argv[1], cast_dtype='bf16'); done.set(); thread.join()\n"
+        "print((peak[0] - start) // 1024)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, timeout=100
+    )
+    assert int(done.stdout) < 100, done.stdout + done.stderr
+
+
+def test_errors_of_a_source_are_all_reported_together(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(4, 2)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, 2))
+    for path in (tmp_path / "c/model").glob("shard-*"):
+        flip(path, -1)
+    with pytest.raises(AutomodelError) as caught:
+        consolidate(tmp_path / "c")
+    assert len(caught.value.problems) == 2
+
+
+def test_raw_bytes_of_the_helper_are_those_of_the_box() -> None:
+    tensor = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
+    assert raw_bytes(tensor, Box((0, 1), (2, 1))) == bytes([1, 4])
+
+
+def test_where_the_file_system_shares_blocks_whole_ones_are_cloned_and_still_independent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := unsupported("xfs"):
+        pytest.skip(reason)
+    cloned: list[int] = []
+
+    def clone(part: export_output.Clonable, target: int) -> bool:
+        done = real(part, target)
+        cloned.append(part.nbytes if done else 0)
+        return done
+
+    real = export_output._clone
+    monkeypatch.setattr(export_output, "_clone", clone)
+    tensors = {
+        "w": torch.randn(1024, 2048),
+        "odd": torch.randn(5),
+        "v": torch.randn(1024, 512),
+        "cut": torch.randn(64, 64),
+    }
+    pieces = [piece for fqn in ("w", "odd", "v") for piece in cut(fqn, tensors[fqn], 2)]
+    with Disk("xfs") as disk:
+        write_checkpoint(
+            disk.mount_point / "c", tensors, pieces + cut("cut", tensors["cut"], 2, dim=1)
+        )
+        report = consolidate(disk.mount_point / "c", disk.mount_point / "out", num_threads=2)
+        assert_same(report.output, tensors)
+        # Behind the odd tensor source and target no longer have their blocks in common.
+        assert sum(cloned) - 4096 == tensors["w"].nbytes
+        for shard in (disk.mount_point / "c/model").glob("shard-*"):
+            with open(shard, "r+b") as file:
+                file.seek(4096)
+                file.write(bytes(100_000))
+        assert_same(report.output, tensors)
+        assert {os.stat(path).st_nlink for path in report.output.iterdir()} == {1}
+
+
+def test_a_target_that_cannot_be_replaced_is_reported_before_the_source_is_verified(
+    tmp_path: Path,
+) -> None:
+    tensors = {"w": torch.randn(4)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    for path in (tmp_path / "c/model").glob("*.safetensors"):
+        flip(path, -1)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    with pytest.raises(SaveFailed, match=r"thesis\.tex"):
+        consolidate(tmp_path / "c", tmp_path / "out")
+    with pytest.raises(CheckpointUnusable):
+        consolidate(tmp_path / "c", tmp_path / "free")
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_finished_files_have_the_numbers_of_their_names_order(
+    tmp_path: Path, num_files: int
+) -> None:
+    tensors = {f"t{number}": torch.full((2,), float(number)) for number in range(num_files)}
+    output = tmp_path / "model"
+    output.mkdir()
+    for number, (name, value) in enumerate(tensors.items(), start=1):
+        save_file({name: value}, output / f"model-{number:05}-of-{num_files:05}.safetensors")
+    maps = maps_of(open_source(output))
+    assert maps.file_index == {f"t{number}": number + 1 for number in range(num_files)}
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_quantization_stays_in_the_config_while_one_tensor_is_quantized(
+    tmp_path: Path, is_mixed: bool
+) -> None:
+    tensors = {"w": torch.randn(4, 2).bfloat16(), "norm": torch.ones(4).bfloat16()}
+    originals = {"w": "I32", "norm": "BF16"}
+    if is_mixed:
+        tensors["packed"] = torch.ones(4, dtype=torch.int32)
+        originals["packed"] = "I32"
+    side_files(
+        tmp_path / "c",
+        fqn_to_dtype_mapping=originals,
+        config={"dtype": "bfloat16", "quantization_config": {"bits": 4}},
+    )
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    report = consolidate(tmp_path / "c")
+    config = json.loads((report.output / "config.json").read_bytes())
+    assert ("quantization_config" in config) is is_mixed
+    said = "1 tensor is still quantized" if is_mixed else "loses its quantization_config"
+    assert any(said in text for text in report.warnings)
+
+
+def test_an_unquantized_model_keeps_its_config_byte_for_byte(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(4, 2).bfloat16()}
+    side_files(tmp_path / "c", config={"dtype": "bfloat16", "quantization_config": {"bits": 4}})
+    before = (tmp_path / "c/model/.hf_metadata/config.json").read_bytes()
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    output = consolidate(tmp_path / "c").output
+    assert (output / "config.json").read_bytes() == before
+
+
+def test_an_export_reports_what_it_wrote_and_how_long_it_took(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(6, 4), "b": torch.ones(3, dtype=torch.int64)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    started = time.monotonic()
+    report = consolidate(tmp_path / "c", cast_dtype="bf16")
+    assert 0 <= report.seconds <= time.monotonic() - started
+    assert (report.num_files, report.num_tensors, report.checked) == (1, 2, True)
+    assert report.casts == {("F32", "BF16"): 1}
+    document = json.loads((report.output / "export_manifest.json").read_bytes())
+    assert document["casts"] == {"F32->BF16": 1}
+    (weights,) = report.output.glob("*.safetensors")
+    assert report.nbytes == weights.stat().st_size
+    again = consolidate(report.output.parent, tmp_path / "again", cast_dtype="fp32")
+    assert again.casts == {} and 0 <= again.seconds <= time.monotonic() - started
+
+
+def test_threads_enter_in_the_order_of_their_blocks_and_all_end_when_one_fails() -> None:
+    turns = copy_engine._Turns()
+    entered: list[int] = []
+    stopped: list[int] = []
+
+    def enter(number: int) -> None:
+        try:
+            with turns.turn(number):
+                entered.append(number)
+        except copy_engine._Stopped:
+            stopped.append(number)
+
+    threads = [threading.Thread(target=enter, args=(number,), daemon=True) for number in (3, 2, 1)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    assert entered == []
+    enter(0)
+    for thread in threads:
+        thread.join(120)
+    assert entered == [0, 1, 2, 3] and stopped == []
+    waiting = threading.Thread(target=enter, args=(9,), daemon=True)
+    waiting.start()
+    time.sleep(0.05)
+    turns.stop()
+    waiting.join(120)
+    enter(4)
+    assert entered == [0, 1, 2, 3] and stopped == [9, 4]
+
+
+def test_a_link_in_the_checkpoint_does_not_choose_where_an_export_is_written(
+    tmp_path: Path,
+) -> None:
+    checkpoint = tmp_path / "c"
+    tensors = zoo()
+    write_checkpoint(checkpoint, tensors, pieces_of(tensors))
+    (tmp_path / "elsewhere").mkdir()
+    (checkpoint / "model" / "consolidated").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SaveFailed, match="symbolic link"):
+        consolidate(checkpoint)
+    assert not any((tmp_path / "elsewhere").iterdir())
+    link = checkpoint / "model" / "consolidated"
+    assert consolidate(checkpoint, output=link).output == tmp_path / "elsewhere"

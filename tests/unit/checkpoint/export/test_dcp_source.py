@@ -1,0 +1,241 @@
+"""Directories of plain PyTorch DCP: exported without torch, bit for bit what torch's own reader gives."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.convert.formats.torch.dcp_directory import read_content
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support import ranks
+from tests.support.models import tiny
+from tests.support.models.shards import bits
+
+
+def save(directory: Path, state: dict[str, Any]) -> Path:
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(state, checkpoint_id=directory, no_dist=not dist.is_initialized())
+    finally:
+        logging.disable(logging.NOTSET)
+    return directory
+
+
+def export(directory: Path) -> dict[str, torch.Tensor]:
+    output = consolidate(directory, output=directory.parent / "out", opener=open_source).output
+    return {fqn: t for file in output.glob("*.safetensors") for fqn, t in load_file(file).items()}
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """One tensor of each dtype and odd shape, views and all."""
+    base = torch.arange(24.0)
+    found = {f"d.{code}": base[:6].to(dtype).reshape(2, 3) for code, dtype in tiny_dtypes().items()}
+    return found | {
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 3),
+        "view": base[3:9],
+        "row": base.reshape(4, 6)[1:3],
+        "parameter": torch.nn.Parameter(base.reshape(2, 3, 4)),
+        "ünï/code \x1b": base[:1].clone(),
+    }
+
+
+def tiny_dtypes() -> dict[str, torch.dtype]:
+    from automodel_ckpt.checkpoint.formats.planning import DTYPES
+
+    return {code: dtype for code, dtype in DTYPES.items() if code not in ("F8_E8M0", "C64", "C128")}
+
+
+def assert_same(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == want.keys()
+    for fqn, tensor in want.items():
+        assert found[fqn].dtype == tensor.dtype and found[fqn].shape == tensor.shape, fqn
+        assert bits(found[fqn]).tobytes() == bits(tensor.detach()).tobytes(), fqn
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_every_dtype_and_shape_comes_out_as_torch_saved_it(tmp_path: Path, nested: bool) -> None:
+    state: dict[str, Any] = dict(weights())
+    if nested:
+        optimizer = {
+            "state": {"view": {"exp_avg": torch.ones(6), "step": 5}},
+            "param_groups": [{"lr": 0.1}],
+        }
+        state = {"model": state, "optimizer": optimizer, "epoch": 3}
+    assert_same(export(save(tmp_path / "dcp", state)), weights())
+
+
+def test_a_layout_of_two_ranks_with_both_dimensions_cut_is_put_together(tmp_path: Path) -> None:
+    def on_rank() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.arange(35, dtype=torch.float32).reshape(5, 7)
+        cuts: dict[str, Any] = {"rows": [Shard(0)], "columns": [Shard(1)], "all": [Replicate()]}
+        state = {
+            name: distribute_tensor(whole.clone(), mesh, places) for name, places in cuts.items()
+        }
+        save(
+            tmp_path / "dcp", state | {"one": distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)])}
+        )
+
+    ranks.run(on_rank, 2)
+    whole = torch.arange(35, dtype=torch.float32).reshape(5, 7)
+    want = {"rows": whole, "columns": whole, "all": whole, "one": torch.ones(1, 3)}
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 2
+    assert_same(export(tmp_path / "dcp"), want)
+
+
+def test_our_own_dcp_model_exports_the_same_when_its_manifest_is_gone(tmp_path: Path) -> None:
+    made = tiny.recipe()
+    checkpoint = tiny.save(
+        tmp_path, made, model_save_format="torch_save", save_consolidated=False
+    ).path
+    (checkpoint / "MANIFEST.json").unlink()
+    report = consolidate(checkpoint / "model", output=tmp_path / "out", opener=open_source)
+    assert not report.checked and "unchecked" in report.warnings[0]
+    found = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    assert_same(found, {fqn: t for fqn, t in made.model.state_dict().items() if fqn != "head"})
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    save(tmp_path / "dcp", weights())
+    code = "import sys; sys.modules['torch'] = None; from automodel_ckpt.cli.ckpt import main; sys.exit(main())"
+    arguments = ["consolidate", str(tmp_path / "dcp"), "-o", str(tmp_path / "out")]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
+    assert (tmp_path / "out" / "model-00001-of-00001.safetensors").is_file()
+
+
+def damaged(change: Callable[[Path, Metadata], None]) -> Callable[[Path], None]:
+    """A change of the metadata's content, written back as torch writes it."""
+
+    def apply(directory: Path) -> None:
+        metadata = pickle.loads((directory / ".metadata").read_bytes())
+        change(directory, metadata)
+        (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return apply
+
+
+def _first(metadata: Metadata) -> Any:
+    return next(iter(metadata.storage_data.values()))
+
+
+def _missing_chunk(_: Path, metadata: Metadata) -> None:
+    metadata.state_dict_metadata["w"].chunks.clear()  # type: ignore[union-attr]
+
+
+def _no_place(_: Path, metadata: Metadata) -> None:
+    metadata.storage_data = {}
+
+
+def _outside(_: Path, metadata: Metadata) -> None:
+    _first(metadata).relative_path = "../x.distcp"
+
+
+def _beyond(_: Path, metadata: Metadata) -> None:
+    _first(metadata).length += 1
+
+
+def _compressed(_: Path, metadata: Metadata) -> None:
+    _first(metadata).transform_descriptors = ["zstd"]
+
+
+def _wrong_dtype(_: Path, metadata: Metadata) -> None:
+    metadata.state_dict_metadata["w"].properties.dtype = torch.int32  # type: ignore[union-attr]
+
+
+def _of_no_tensor(directory: Path, metadata: Metadata) -> None:
+    buffer = io.BytesIO()
+    torch.save({"a": 1}, buffer)
+    (directory / "__0_0.distcp").write_bytes(buffer.getvalue())
+    _first(metadata).length = len(buffer.getvalue())
+
+
+def _transposed(directory: Path, metadata: Metadata) -> None:
+    buffer = io.BytesIO()
+    torch.save(torch.arange(6.0).reshape(2, 3).t(), buffer)
+    (directory / "__0_0.distcp").write_bytes(buffer.getvalue())
+    _first(metadata).length = len(buffer.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (damaged(_missing_chunk), "elements are not in any slice"),
+        (damaged(_no_place), "does not state where the chunk"),
+        (damaged(_outside), "'..' component"),
+        (damaged(_beyond), "the item ends at"),
+        (damaged(_compressed), "compressed"),
+        (damaged(_wrong_dtype), "another dtype"),
+        (damaged(_of_no_tensor), "not a plain tensor"),
+        (damaged(_transposed), "row-major"),
+        (lambda d: (d / ".metadata").unlink(), "no such file"),
+        (lambda d: (d / ".metadata").write_bytes(pickle.dumps({"a": 1})), "not a Metadata"),
+        (lambda d: (d / ".metadata").write_bytes(b""), "cannot be read"),
+        (lambda d: (d / "__0_0.distcp").unlink(), "__0_0.distcp"),
+        (lambda d: (d / "__0_0.distcp").write_bytes(b"\0" * 40), "__0_0.distcp"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_together_is_refused(
+    tmp_path: Path, change: Callable[[Path], None], said: str
+) -> None:
+    directory = save(tmp_path / "dcp", {"w": torch.arange(6.0).reshape(3, 2)})
+    (directory / "other.distcp").write_bytes(b"")
+    change(directory)
+    with pytest.raises(CheckpointUnusable) as caught:
+        consolidate(directory, output=tmp_path / "out", opener=open_source)
+    assert said in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_the_paths_of_a_nested_state_dict_are_known(tmp_path: Path) -> None:
+    content = read_content(
+        save(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, "list": [{"x": 1}], "step": 5})
+    )
+    assert content.paths["model.w"] == ("model", "w") and set(content.values) == {
+        "list.0.x",
+        "step",
+    }
+
+
+def test_nothing_but_optimizer_state_or_values_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointUnusable, match="no tensors"):
+        consolidate(
+            save(tmp_path / "dcp", {"step": 5}), output=tmp_path / "out", opener=open_source
+        )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda file: (file.rename(file.parent.parent / "x"), file.symlink_to("../x")), "link"),
+        (lambda file: (file.unlink(), os.mkfifo(file)), "not a regular file"),
+    ],
+)
+def test_a_file_of_dcp_that_is_a_link_or_a_pipe_is_rejected(
+    tmp_path: Path, spoil: Callable[[Path], object], message: str
+) -> None:
+    directory = save(tmp_path / "dcp", {"model": weights()})
+    spoil(next(directory.glob("*.distcp")))
+    with pytest.raises(CheckpointUnusable, match=message):
+        export(directory)

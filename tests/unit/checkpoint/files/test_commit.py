@@ -1,0 +1,569 @@
+"""The commit protocol's single steps on a real file system."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from automodel_ckpt.checkpoint.export import publish
+from automodel_ckpt.checkpoint.files import direct, durable_file
+from automodel_ckpt.checkpoint.files.digests import FileRecord
+from automodel_ckpt.checkpoint.jobs.shared_file import SharedFile
+from automodel_ckpt.checkpoint.parts import commit
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The persisting system calls, in order, each with the name of what it touches."""
+    seen: list[tuple[str, str]] = []
+
+    def name_of(argument: Any) -> str:
+        path = (
+            os.readlink(f"/proc/self/fd/{argument}")
+            if isinstance(argument, int)
+            else os.fspath(argument)
+        )
+        return Path(path).name.split(".staging-")[0].split(".trash-")[0]
+
+    def recording(call: str, real: Any) -> Any:
+        def record(*arguments: Any, **more: Any) -> Any:
+            seen.append(
+                (call, name_of(arguments[1] if call in ("rename", "symlink") else arguments[0]))
+            )
+            return real(*arguments, **more)
+
+        return record
+
+    for call in ("fsync", "rename", "mkdir", "symlink"):
+        monkeypatch.setattr(os, call, recording(call, getattr(os, call)))
+    return seen
+
+
+def test_a_file_is_digested_while_written_and_fsynced_before_it_counts(
+    tmp_path: Path, calls: list[Any]
+) -> None:
+    data = os.urandom(3 * direct.BLOCK_BYTES + 17)
+    with durable_file.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
+        for start in range(0, len(data), 5_000_011):
+            file.write(memoryview(data)[start : start + 5_000_011])
+    record = file.close()
+    assert (tmp_path / "file").read_bytes() == data
+    assert (record.size, record.digest) == (
+        len(data),
+        "xxh3_128:" + xxhash.xxh3_128_hexdigest(data),
+    )
+    assert calls == [("fsync", "file")]
+
+
+SIZES = [8 << 20, (8 << 20) + 1, (8 << 20) - 1, (12 << 20) + 4096, (12 << 20) + 4095, 3]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("hint", [0, 8 << 20, 64 << 20])
+def test_a_file_of_any_size_holds_what_was_written_whichever_way_it_took(
+    tmp_path: Path, size: int, hint: int
+) -> None:
+    data = os.urandom(size)
+    with durable_file.DurableFile(tmp_path / "file", nbytes=hint) as file:
+        assert (file._stream is not None) == (hint >= direct.DIRECT_FROM_BYTES)
+        at, pieces = 0, [1, 100, 4095, 4097, 5_000_000]
+        while at < size:
+            at += file.write(memoryview(data)[at : at + pieces[at % 5]])
+    assert (tmp_path / "file").read_bytes() == data
+    assert file.close() == FileRecord(size, "xxh3_128:" + xxhash.xxh3_128_hexdigest(data))
+
+
+def test_a_file_system_that_takes_o_direct_and_refuses_the_write_is_written_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = os.pwrite, []
+
+    def picky(descriptor: int, data: Any, position: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(position)
+            raise OSError(22, os.strerror(22))
+        return real(descriptor, data[: max(1, len(data) // 3)], position)
+
+    monkeypatch.setattr(os, "pwrite", picky)
+    data = os.urandom((8 << 20) + 77)
+    with durable_file.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
+        file.write(data)
+    assert refused == [0] and (tmp_path / "file").read_bytes() == data
+
+
+@pytest.mark.parametrize("at_close", [True, False])
+def test_a_write_that_fails_behind_the_callers_back_is_raised_with_the_files_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_close: bool
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with (
+        pytest.raises(OSError, match=r"No space.*the-file"),
+        durable_file.DurableFile(tmp_path / "the-file", nbytes=32 << 20) as file,
+    ):
+        file.write(bytes(1 << 20 if at_close else 12 << 20))
+
+
+def test_where_o_direct_does_not_exist_files_are_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def without(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, os.strerror(22))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", without)
+    data = os.urandom(9 << 20)
+    with durable_file.DurableFile(tmp_path / "file", nbytes=len(data)) as file:
+        file.write(data)
+    assert (tmp_path / "file").read_bytes() == data
+
+
+def test_a_file_that_exists_is_never_written_over(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(FileExistsError):
+        durable_file.DurableFile(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_space_reserved_too_much_is_given_back(tmp_path: Path) -> None:
+    with durable_file.DurableFile(tmp_path / "file", nbytes=1 << 20) as file:
+        file.write(b"short")
+    assert file.close().size == (tmp_path / "file").stat().st_size == 5
+
+
+def test_an_error_of_a_system_call_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(5, os.strerror(5))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=r"Input/output error.*the-file"):
+        commit.write_file(tmp_path / "the-file", b"x")
+
+
+def test_the_steps_of_a_publication_come_in_the_order_that_survives_a_power_cut(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    staging = commit.reserve(tmp_path, "epoch_0_step_20")
+    (staging / "model").mkdir()
+    commit.write_file(staging / "model" / "shard", b"weights")
+    commit.finalize(staging, b"{}")
+    commit.publish(staging, "epoch_0_step_20")
+    commit.point(tmp_path, "LATEST", "epoch_0_step_20")
+    steps = [call for call in calls if call[0] != "mkdir"]
+    manifest = next(name for _, name in steps if name.startswith(".MANIFEST.json."))
+    assert steps == [
+        ("fsync", "shard"),
+        ("fsync", "model"),
+        ("fsync", ".epoch_0_step_20"),
+        ("fsync", manifest),
+        ("rename", "MANIFEST.json"),
+        ("fsync", ".epoch_0_step_20"),
+        ("rename", "epoch_0_step_20"),
+        ("fsync", tmp_path.name),
+        ("symlink", steps[-3][1]),
+        ("rename", "LATEST"),
+        ("fsync", tmp_path.name),
+    ]
+
+
+def test_a_withdrawn_checkpoint_has_lost_its_name_durably_before_its_files_are_deleted(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    (tmp_path / "epoch_0_step_20").mkdir()
+    calls.clear()
+    commit.withdraw(tmp_path / "epoch_0_step_20")
+    assert [call for call, _ in calls] == ["rename", "fsync"]
+    assert calls[1] == ("fsync", tmp_path.name)
+
+
+def test_a_superseded_checkpoint_has_its_new_name_durably_before_its_old_name_is_used_again(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    (tmp_path / "epoch_0_step_20").mkdir()
+    calls.clear()
+    aside = commit.supersede(tmp_path, "epoch_0_step_20")
+    assert calls == [("rename", aside), ("fsync", tmp_path.name)]
+
+
+def test_a_new_export_is_durable_before_the_old_one_is_deleted_without_a_swap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, str]]
+) -> None:
+    for name in ("new", "consolidated"):
+        (tmp_path / name).mkdir()
+    real_rmtree = shutil.rmtree
+
+    def remove(path: Any, **options: Any) -> None:
+        calls.append(("rmtree", Path(path).name.split("-")[0]))
+        real_rmtree(path, **options)
+
+    monkeypatch.setattr(commit, "exchange", lambda a, b: False)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    calls.clear()
+    publish._publish(tmp_path / "new", tmp_path / "consolidated", lambda text: None)
+    deleted = calls.index(("rmtree", ".consolidated.previous"))
+    renamed = calls.index(("rename", "consolidated"))
+    assert ("fsync", tmp_path.name) in calls[renamed:deleted]
+
+
+def test_every_new_directory_above_the_run_is_durable_in_its_parent(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    commit.make_run_directory(tmp_path / "outer" / "run")
+    assert calls == [
+        ("mkdir", "outer"),
+        ("fsync", tmp_path.name),
+        ("mkdir", "run"),
+        ("fsync", "outer"),
+    ]
+
+
+def test_what_a_checkpoint_is_published_over_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "epoch_0_step_20").mkdir()
+    with pytest.raises(FileExistsError):
+        commit.publish(commit.reserve(tmp_path, "epoch_0_step_20"), "epoch_0_step_20")
+
+
+def test_a_pointer_is_swapped_and_never_absent(tmp_path: Path) -> None:
+    commit.point(tmp_path, "LATEST", "epoch_0_step_20")
+    commit.point(tmp_path, "LATEST", "epoch_0_step_40")
+    assert os.readlink(tmp_path / "LATEST") == "epoch_0_step_40"
+    assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_40"
+    assert [path.name for path in tmp_path.iterdir()] == ["LATEST"]
+
+
+def test_a_directory_that_a_copy_left_in_a_pointers_place_makes_way(tmp_path: Path) -> None:
+    for attempt in range(2):
+        (tmp_path / "LATEST").unlink(missing_ok=True)
+        (tmp_path / "LATEST").mkdir()
+        (tmp_path / "LATEST" / "losses.json").write_text(str(attempt))
+        commit.point(tmp_path, "LATEST", "epoch_0_step_1")
+        assert os.readlink(tmp_path / "LATEST") == "epoch_0_step_1"
+    kept = [tmp_path / f"LATEST.copied-{number}" / "losses.json" for number in (1, 2)]
+    assert [path.read_text() for path in kept] == ["0", "1"]
+    (tmp_path / "LOWEST_VAL").mkdir()
+    commit.unpoint(tmp_path, "LOWEST_VAL")
+    assert not (tmp_path / "LOWEST_VAL").exists() and (tmp_path / "LOWEST_VAL.copied-1").is_dir()
+
+
+def test_a_pin_that_is_made_while_a_run_starts_and_clears_leftovers_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, cleared = os.symlink, []
+
+    def make_and_clear(target: str, link: Path) -> None:
+        real(target, link)
+        if not cleared:
+            cleared.extend(commit.recover(tmp_path))
+
+    monkeypatch.setattr(os, "symlink", make_and_clear)
+    commit.point(tmp_path, "pin-epoch_0_step_20", "epoch_0_step_20")
+    assert len(cleared) == 1 and [path.name for path in tmp_path.iterdir()] == [
+        "pin-epoch_0_step_20"
+    ]
+
+
+def test_where_links_cannot_be_made_a_text_file_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, os.strerror(1))
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    commit.point(tmp_path, "LATEST", "epoch_0_step_20")
+    assert (tmp_path / "LATEST.txt").read_text() == "epoch_0_step_20\n"
+    assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_20"
+    monkeypatch.undo()
+    commit.point(tmp_path, "LATEST", "epoch_0_step_40")
+    assert (
+        commit.pointed(tmp_path, "LATEST") == "epoch_0_step_40"
+        and not (tmp_path / "LATEST.txt").exists()
+    )
+
+
+@pytest.mark.parametrize("target", ["../elsewhere", "/etc", "notes", "epoch_0_step_20/model", ""])
+def test_a_pointer_to_anything_but_a_checkpoint_points_nowhere(tmp_path: Path, target: str) -> None:
+    (tmp_path / "LATEST.txt").write_text(target)
+    assert commit.pointed(tmp_path, "LATEST") is None
+    if target:
+        (tmp_path / "LATEST").symlink_to(target)
+        assert commit.pointed(tmp_path, "LATEST") is None
+
+
+def test_a_withdrawn_checkpoint_is_a_leftover_until_its_files_are_gone(tmp_path: Path) -> None:
+    path = tmp_path / "epoch_0_step_20"
+    path.mkdir()
+    (path / "file").write_text("x")
+    trash = commit.withdraw(path)
+    assert list(tmp_path.iterdir()) == [trash] and (trash / "file").exists()
+    assert commit.recover(tmp_path) == [trash.name]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_recovery_removes_its_own_leftovers_and_nothing_else(tmp_path: Path) -> None:
+    mine = [".epoch_0_step_20.staging-" + "0" * 32, ".trash-" + "1" * 32, ".LATEST." + "2" * 32]
+    mine += [
+        f".{name}." + "4" * 32
+        for name in (
+            *("run.lock", "pin-epoch_0_step_2", ".verified.json", "LATEST.txt", ".remote.json"),
+            *(".remote-part.json", ".remote-start.json", ".hub.json"),
+            *(".upload-epoch_0_step_2.json", ".upload-epoch_1_step_9.superseded-1.json"),
+        )
+    ]
+    foreign = [
+        "epoch_0_step_20",
+        ".git",
+        ".cache.staging-x",
+        ".LATEST.txt",
+        "notes",
+        ".trash-cans",
+        ".env." + "3" * 32,
+        "..env.json." + "3" * 32,
+        "..upload-mine.json." + "3" * 32,
+    ]
+    for name in mine[:2] + foreign:
+        (tmp_path / name).mkdir()
+    for name in mine[2:]:
+        (tmp_path / name).symlink_to("epoch_0_step_20")
+    assert sorted(commit.recover(tmp_path)) == sorted(mine)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(foreign)
+
+
+def test_a_link_named_like_a_leftover_is_removed_but_not_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / (".trash-" + "0" * 32)).symlink_to(outside)
+    commit.recover(run)
+    assert (outside / "precious").exists() and list(run.iterdir()) == []
+
+
+def test_abandoned_checkpoints_take_the_next_free_name(tmp_path: Path) -> None:
+    for expected in ("epoch_0_step_40.superseded-1", "epoch_0_step_40.superseded-2"):
+        (tmp_path / "epoch_0_step_40").mkdir()
+        assert commit.supersede(tmp_path, "epoch_0_step_40") == expected
+
+
+def test_what_is_handed_over_may_be_taken_away_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader publishes as soon as it finds the last part, whatever that rank's writer still does."""
+    parts, rename = tmp_path / ".parts", os.rename
+    parts.mkdir()
+
+    def taken_away(source: Path, target: Path) -> None:
+        rename(source, target)
+        assert target.read_bytes() == b"part"
+        shutil.rmtree(parts)
+
+    monkeypatch.setattr(os, "rename", taken_away)
+    commit.write_by_rename(parts / "rank_00000", b"part")
+    assert not parts.exists()
+
+
+def test_a_few_bytes_before_and_after_many_are_written_in_their_order(tmp_path: Path) -> None:
+    pieces = [b"before", os.urandom(1 << 20), b"after", os.urandom(70 << 10)]
+    with durable_file.DurableFile(tmp_path / "file") as file:
+        for piece in pieces:
+            file.write(piece)
+    data = b"".join(pieces)
+    assert (tmp_path / "file").read_bytes() == data
+    assert file.close() == FileRecord(len(data), "xxh3_128:" + xxhash.xxh3_128_hexdigest(data))
+
+
+def test_byte_ranges_of_a_file_are_written_where_they_belong_past_the_cache(tmp_path: Path) -> None:
+    """As a rank writes its slices of a file that others fill too: at any offset, with gaps between."""
+    path = tmp_path / "file"
+    expected = bytearray(20 << 20)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.ftruncate(descriptor, len(expected))
+    stream = direct.DirectStream(descriptor, path)
+    for start, nbytes in ((100, 5000), (5100, 3), (9 << 20, 8 << 20), ((18 << 20) + 4097, 12345)):
+        data = os.urandom(nbytes)
+        stream.write(memoryview(data), start)
+        expected[start : start + nbytes] = data
+    stream.close(finish=True)
+    os.close(descriptor)
+    assert path.read_bytes() == expected
+
+
+def test_the_page_cache_is_bypassed_where_the_file_system_allows_it(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    is_supported = direct.bypass_page_cache(descriptor, True)
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    assert bool(flags & os.O_DIRECT) == is_supported
+    assert direct.bypass_page_cache(descriptor, False) == is_supported
+    assert not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+    os.close(descriptor)
+
+
+def test_where_the_system_cannot_swap_two_directories_it_is_reported_and_nothing_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert commit.exchange(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "a" / "b").exists() and (tmp_path / "b" / "a").exists()
+    for library in (object(), SimpleNamespace(renameat2=fails_with(errno.EINVAL))):
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, library=library, **__: library)
+        assert not commit.exchange(tmp_path / "a", tmp_path / "b")
+        assert (tmp_path / "a" / "b").exists()
+    full = SimpleNamespace(renameat2=fails_with(errno.ENOSPC))
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: full)
+    with pytest.raises(OSError, match="No space left"):
+        commit.exchange(tmp_path / "a", tmp_path / "b")
+
+
+def fails_with(code: int) -> Callable[..., int]:
+    """A system call that fails with errno *code*."""
+
+    def call(*_: object) -> int:
+        ctypes.set_errno(code)
+        return -1
+
+    return call
+
+
+def test_a_direct_stream_knows_where_its_bytes_end(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    data = os.urandom(direct.BLOCK_BYTES + 1000)
+    with path.open("wb") as file:
+        stream = direct.DirectStream(file.fileno(), path)
+        position = 0
+        for nbytes in (700, direct.BLOCK_BYTES - 100, 400):
+            stream.write(memoryview(data)[position : position + nbytes], position)
+            position += nbytes
+            assert stream.end == position
+        stream.close(finish=True)
+    assert path.read_bytes() == data
+
+
+def test_a_leftover_that_disappears_while_leftovers_are_removed_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f".LATEST.{'0' * 32}").symlink_to("epoch_0_step_1")
+    is_leftover = commit._is_leftover
+
+    def removed_by_another_process(name: str) -> bool:
+        found = is_leftover(name)
+        if found:
+            os.unlink(tmp_path / name)
+        return found
+
+    monkeypatch.setattr(commit, "_is_leftover", removed_by_another_process)
+    assert len(commit.recover(tmp_path)) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_the_disk_is_raised_though_torch_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "state.pt"
+
+    def save() -> None:
+        with durable_file.DurableFile(path) as file:
+            monkeypatch.setattr(durable_file, "write_all", full)
+            torch.save({"x": torch.zeros(100_000)}, file)
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        save()
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(path)
+
+
+def test_of_several_errors_of_a_file_the_first_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = iter([errno.EIO, errno.ENOSPC])
+
+    def fails(*_: object) -> None:
+        code = next(codes)
+        raise OSError(code, os.strerror(code))
+
+    def two_writes() -> None:
+        with durable_file.DurableFile(tmp_path / "file") as file:
+            monkeypatch.setattr(durable_file, "write_all", fails)
+            for _ in range(2):
+                with contextlib.suppress(OSError):
+                    file.write(bytes(1 << 20))
+            raise ValueError("after both")
+
+    with pytest.raises(OSError, match="Input/output error"):
+        two_writes()
+
+
+def test_small_and_large_writes_are_counted_and_digested_in_their_order(tmp_path: Path) -> None:
+    pieces = [
+        bytes([number % 251]) * size for number, size in enumerate([1, 65535, 65536, 3, 1 << 17, 2])
+    ]
+    with durable_file.DurableFile(tmp_path / "file") as file:
+        written = 0
+        for piece in pieces:
+            assert file.write(piece) == len(piece)
+            written += len(piece)
+            assert file.tell() == written
+    content = b"".join(pieces)
+    assert (tmp_path / "file").read_bytes() == content
+    assert file.close() == durable_file.file_record(tmp_path / "file")
+    ranges = durable_file.part_digests(tmp_path / "file", [10, 20, len(content)], start=5)
+    assert ranges == [
+        durable_file.range_digest(tmp_path / "file", 5, 10),
+        durable_file.range_digest(tmp_path / "file", 15, 20),
+    ]
+    whole = durable_file.part_digests(tmp_path / "file", [len(content)])
+    assert whole == [durable_file.file_record(tmp_path / "file").digest]
+    (tmp_path / "link").symlink_to("file")
+    with pytest.raises(OSError, match="Too many levels"):
+        durable_file.file_record(tmp_path / "link")
+
+
+def test_a_file_of_several_ranks_has_its_disk_space_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "shared"
+    with SharedFile(path, nbytes=100) as file:
+        file.create(b"header", 1 << 20)
+        status = os.stat(path)
+        assert status.st_size == 1 << 20 and status.st_blocks * 512 >= 1 << 20
+    assert path.read_bytes()[:7] == b"header\0"
+
+
+@pytest.mark.parametrize("before", [0, 100, direct.SECTOR_BYTES])
+def test_a_whole_aligned_block_follows_whatever_was_buffered_before(
+    tmp_path: Path, before: int
+) -> None:
+    path = tmp_path / "f"
+    head, tail = os.urandom(before), os.urandom(50)
+    block = direct.block_of(direct.BLOCK_BYTES)
+    block[:] = os.urandom(direct.BLOCK_BYTES)
+    with path.open("wb") as file:
+        stream = direct.DirectStream(file.fileno(), path)
+        position = 0
+        for data in (memoryview(head), block, memoryview(tail)):
+            stream.write(data, position)
+            position += len(data)
+        stream.close(finish=True)
+    assert path.read_bytes() == head + bytes(block) + tail

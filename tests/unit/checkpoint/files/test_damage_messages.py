@@ -1,0 +1,353 @@
+"""What is said where a checkpoint, an export or a source of weights is damaged in a way that no other test has."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint.export.export_manifest import (
+    DigestedRange,
+    ExportManifest,
+    export_problems,
+)
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of, record_of_ranges
+from automodel_ckpt.checkpoint.files.safe_open import SPARSE_FROM_BYTES
+from automodel_ckpt.checkpoint.files.safetensors_header import METADATA_KEY, build_header
+from automodel_ckpt.checkpoint.parts import verify
+from automodel_ckpt.checkpoint.parts import verify as verify_module
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.slices import nbytes_of
+from automodel_ckpt.checkpoint.run import links
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.policy import KeepPolicy
+from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
+from automodel_ckpt.cli.ckpt import main as ckpt
+from automodel_ckpt.consolidate import main as consolidate
+from automodel_ckpt.convert.imports import import_checkpoint
+from automodel_ckpt.convert.open import open_source, open_weights
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support import ranks
+from tests.support.models import tiny
+from tests.support.models.shards import checkpoint_in
+
+Patch = pytest.MonkeyPatch
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return checkpoint_in(tmp_path, 20)
+
+
+def found(checkpoint: Path) -> str:
+    return "\n".join(map(str, verify.verify_deep(checkpoint, Manifest.read(checkpoint))))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"../x": {"size": 1, "digest": "00"}}, "names a file outside of it"),
+        ({"a": {"size": 1, "digest": "00"}}, "a file of the export is damaged"),
+        ({"a": {"size": 1, "parts": [[2, "00"]]}}, "byte ranges of 2 bytes for a file of 1"),
+    ],
+)
+def test_an_export_that_is_not_what_its_list_says(
+    checkpoint: Path, files: dict[str, object], said: str
+) -> None:
+    export = checkpoint / "model" / layout.CONSOLIDATED
+    export.mkdir()
+    (export / "a").write_bytes(b"x")
+    (export / layout.EXPORT_MANIFEST).write_text(json.dumps({"files": files}))
+    problems = "\n".join(map(str, export_problems(export)))
+    assert said in problems and "export again" in problems
+
+
+def test_digests_of_slices_that_are_not_those_of_their_file(checkpoint: Path) -> None:
+    path = next((checkpoint / "model").glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    name = f"model/{path.name}"
+    manifest = Manifest.read(checkpoint)
+    manifest.files[name] = type(manifest.files[name])(len(data), digest_of(bytes(data)))  # type: ignore[index]
+    (checkpoint / layout.MANIFEST).write_bytes(manifest.to_bytes())
+    assert "the manifest's digests disagree" in found(checkpoint) and path.name in found(checkpoint)
+
+
+@pytest.mark.parametrize("level", ["size", "digest"])
+def test_a_file_of_the_right_size_that_is_nearly_all_hole_is_found_without_reading_it(
+    checkpoint: Path, level: verify.Level, monkeypatch: Patch
+) -> None:
+    path = next((checkpoint / "model").glob("*.safetensors"))
+    os.truncate(path, 0)
+    os.truncate(path, SPARSE_FROM_BYTES + 1)
+    manifest = Manifest.read(checkpoint)
+    manifest.files[f"model/{path.name}"] = FileRecord(SPARSE_FROM_BYTES + 1, "xxh3_128:" + "0" * 32)  # type: ignore[index]
+    monkeypatch.setattr(
+        verify, "_read_task", lambda *_: pytest.fail("a file that is nearly all hole was read")
+    )
+    (problem,) = verify.verify(checkpoint, manifest, level)
+    assert "nearly all hole" in problem.what and problem.where == str(path)
+
+
+def test_a_disk_that_does_not_give_back_what_it_took(checkpoint: Path, monkeypatch: Patch) -> None:
+    def failing(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(verify, "_read_task", failing)
+    problem = verify.verify(checkpoint, Manifest.read(checkpoint))[0]
+    assert (
+        problem.what == "a file of the checkpoint cannot be read"
+        and "Input/output error" in str(problem)
+    )
+
+
+def test_a_run_none_of_whose_checkpoints_is_complete(checkpoint: Path, capsys: Capture) -> None:
+    (checkpoint / layout.MANIFEST).unlink()
+    assert ckpt(["show", str(checkpoint.parent)]) == 3
+    assert "no complete checkpoint found" in capsys.readouterr().err
+
+
+def test_a_number_of_processes_that_is_none(
+    checkpoint: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "two")
+    assert (
+        consolidate(
+            ["--input-dir", str(checkpoint / "model"), "--output-dir", str(checkpoint / "out")]
+        )
+        == 2
+    )
+    assert "not a number of processes" in capsys.readouterr().err
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: Patch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("automodel_ckpt"), "propagate", True)
+    return caplog
+
+
+def test_a_pointer_that_cannot_be_moved_is_a_warning(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "LATEST.txt").mkdir()
+    recipe = tiny.recipe()
+    tiny.train(recipe)
+    tiny.save(tmp_path, recipe)
+    assert "could not update LATEST and LOWEST_VAL" in warnings.text
+    assert f"{tmp_path / 'LATEST.txt'}" in warnings.text and "EISDIR" in warnings.text
+
+
+def test_checkpoints_to_remove_that_cannot_be_looked_for_are_a_warning(
+    tmp_path: Path, monkeypatch: Patch, warnings: pytest.LogCaptureFixture
+) -> None:
+    def failing(_: Path) -> set[str]:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
+
+    monkeypatch.setattr(links, "protected_names", failing)
+    assert RunDirectory(tmp_path, KeepPolicy(last=1), "val_loss").prune("epoch_0_step_1") == ()
+    assert (
+        "could not list the checkpoints to remove" in warnings.text
+        and str(tmp_path) in warnings.text
+    )
+
+
+class Stubborn(tiny.Counter):
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        raise KeyError("another")
+
+
+def test_an_object_that_does_not_take_its_state_is_named(tmp_path: Path) -> None:
+    recipe = tiny.recipe(count=tiny.Counter(3))
+    tiny.train(recipe)
+    tiny.save(tmp_path, recipe)
+    with pytest.raises(
+        CheckpointUnusable, match=r"'count' could not load the state that was saved[\s\S]*another"
+    ):
+        tiny.load(tmp_path, tiny.recipe(count=Stubborn()))
+
+
+def test_a_file_that_was_cut_after_it_was_looked_at(tmp_path: Path) -> None:
+    recipe = tiny.recipe()
+    tiny.train(recipe)
+    path = tiny.save(tmp_path, recipe).path
+    for shard in (path / "model").glob("*.safetensors"):
+        os.truncate(shard, 4100)
+    with pytest.raises(CheckpointUnusable, match="a file is shorter than the manifest states"):
+        tiny.load(tmp_path, tiny.recipe(), verify="none")
+
+
+def test_ranks_that_see_different_directories(tmp_path: Path) -> None:
+    def separate() -> str:
+        from automodel_ckpt.checkpoint.run import shared_storage
+
+        shared_storage._PATIENCE_SECONDS = 0.1
+        rank = torch.distributed.get_rank()
+        own = tmp_path / str(rank)
+        own.mkdir()
+        group = torch.distributed.group.WORLD
+        without = shared_storage.ranks_without_storage(own, rank, group)
+        return str(shared_storage.no_shared_storage(own, without))
+
+    for said in ranks.run(separate, 2):
+        assert "the ranks do not share storage" in said and "not seen by rank 1" in said
+
+
+def test_a_copy_of_the_state_that_does_not_fit_into_memory() -> None:
+    memory = HostMemory()
+    with pytest.raises(
+        OSError, match=r"needs 1152921504606846976 bytes of host memory, \d+ are available"
+    ):
+        memory.reserve(1 << 60)
+    memory.close()
+
+
+def hollow(path: Path) -> Path:
+    header, _ = build_header([("w", "F32", [1 << 28])], {"format": "pt"})
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(header)
+    os.truncate(path / "model.safetensors", len(header) + (4 << 28))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "provoke", "said"),
+    [
+        (
+            hollow,
+            lambda path: import_checkpoint.prepare(path, path.parent / "run"),
+            "this file is sparse: nearly all of it is unallocated",
+        ),
+        (hollow, lambda path: verify_weights(path), "nearly all of them unallocated"),
+    ],
+)
+def test_a_source_of_weights_that_is_no_use(
+    tmp_path: Path, make: Callable[[Path], Path], provoke: Callable[[Path], object], said: str
+) -> None:
+    source = make(tmp_path / "source")
+    with pytest.raises(CheckpointUnusable, match=said) as caught:
+        provoke(source)
+    assert str(source) in str(caught.value)
+
+
+def test_a_place_to_import_to_that_is_a_file(tmp_path: Path, capsys: Capture) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "model.safetensors").write_bytes(build_header([], {})[0])
+    (tmp_path / "file").touch()
+    assert ckpt(["import", str(source), str(tmp_path / "file/run")]) == 4
+    assert "ENOTDIR" in capsys.readouterr().err
+
+
+def verify_weights(path: Path) -> object:
+    from automodel_ckpt.convert.formats.hugging_face import tensors_in_file
+
+    open_weights(path)
+    return tensors_in_file(path, "model.safetensors")
+
+
+def test_headers_that_would_lose_a_tensor() -> None:
+    with pytest.raises(ValueError, match="given twice or reserved"):
+        build_header([(METADATA_KEY, "F32", [1])], {})
+    with pytest.raises(ValueError, match="the format allows"):
+        build_header([], {"long": "x" * 100_000_001})
+
+
+def shard(info: object, dtype: str = "F32") -> dict[str, bytes]:
+    text = info if isinstance(info, str) else json.dumps(info)
+    header, _ = build_header([("w", dtype, [1])], {"format": "pt", "DCP_SHARDING_INFO": text})
+    return {"shard-00001-model-00001-of-00001.safetensors": header + bytes(nbytes_of(dtype, [1]))}
+
+
+def second(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name.replace("shard-00001", "shard-00002"): data for name, data in files.items()}
+
+
+def at(offset: int, shape: int) -> dict[str, object]:
+    return {"w": {"saved_offsets": [offset], "global_shape": [shape]}}
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (shard("{"), "DCP_SHARDING_INFO is not JSON"),
+        (shard([]), "DCP_SHARDING_INFO is not a mapping"),
+        (shard({"w": {}}), "the header does not state where its slice of 'w' belongs"),
+        (shard(at(0, 2)) | second(shard(at(1, 3))), "shards disagree on the shape of 'w'"),
+        (
+            shard(at(0, 2)) | second(shard(at(1, 2), "I32")),
+            "shards disagree on the dtype or rank of 'w'",
+        ),
+    ],
+)
+def test_bare_shards_that_contradict_themselves(
+    tmp_path: Path, files: dict[str, bytes], said: str
+) -> None:
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(CheckpointUnusable, match=said):
+        open_source(tmp_path)
+
+
+def test_shards_in_no_place_to_export_from(tmp_path: Path, checkpoint: Path) -> None:
+    unfinished = tmp_path / layout.staging_name("epoch_0_step_40", "0" * 32)
+    unfinished.mkdir()
+    with pytest.raises(CheckpointUnusable, match="this checkpoint was never finished"):
+        open_source(unfinished)
+    (checkpoint / "link").symlink_to(checkpoint / "model")
+    with pytest.raises(CheckpointUnusable, match="a checkpoint contains a symbolic link"):
+        open_source(checkpoint / "link")
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    os.mkfifo(odd / "a.safetensors")
+    with pytest.raises(CheckpointUnusable, match="a file of the model is not a regular file"):
+        open_source(odd)
+
+
+def test_every_task_of_a_verification_belongs_to_one_rank_and_the_loads_are_even() -> None:
+    sizes = [7, 1, 1, 5, 3, 3, 0, 4]
+    tasks = [verify_module._Task(f"file {number}", size) for number, size in enumerate(sizes)]
+    for num_ranks in (1, 2, 3, 10):
+        shares = [verify_module._share(tasks, rank, num_ranks) for rank in range(num_ranks)]
+        assert sorted(task for share in shares for task in share) == sorted(tasks)
+        loads = [sum(task.nbytes for task in share) for share in shares]
+        assert max(loads) - min(loads) <= max(sizes)
+
+
+def test_all_damaged_tensors_up_to_five_are_named() -> None:
+    ranges = [DigestedRange(8 + number, 1, "") for number in range(7)]
+    manifest = ExportManifest(Path("export"), {})
+    for count, more in ((5, ""), (6, "1 more"), (7, "2 more")):
+        names = [f"tensor t{number}" for number in range(count)]
+        object.__setattr__(manifest, "_tensors_in", lambda *_, names=names: names)
+        value = str(manifest._damage("w.safetensors", ranges[:count]).value)
+        assert "tensor t4" in value and "tensor t5" not in value
+        assert (more in value) if more else ("more" not in value)
+
+
+def test_a_hostile_file_with_a_range_for_each_byte_is_verified_in_bounded_time(
+    checkpoint: Path,
+) -> None:
+    """Of 50,000 ranges, a search for the beginning of each would take a minute."""
+    content = bytearray(50_000)
+    (checkpoint / "ranges").write_bytes(content)
+    record = record_of_ranges([(1, digest_of(b"\0"))] * len(content))
+    saved = Manifest.read(checkpoint)
+    manifest = replace(saved, files={**saved.files, "ranges": record})
+    began = time.process_time()
+    assert verify.verify(checkpoint, manifest) == []
+    content[30_000] = 1
+    (checkpoint / "ranges").write_bytes(content)
+    (problem,) = verify.verify(checkpoint, manifest)
+    assert problem.where == str(checkpoint / "ranges")
+    assert time.process_time() - began < 5

@@ -1,0 +1,127 @@
+"""The ``.metadata`` that is assembled from instructions: what PyTorch and our own reader find in it."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from automodel_ckpt.checkpoint.formats import torch_save
+from automodel_ckpt.checkpoint.formats.planning import TreePlan
+from automodel_ckpt.checkpoint.parts.manifest import Blob
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.parts.tree import Tree
+from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
+    DcpChunk,
+    DcpLocation,
+    DcpMetadata,
+    Extents,
+    Items,
+)
+from automodel_ckpt.convert.formats.torch.dcp_directory import read_content
+from tests.support.dcp_metadata import metadata_by_torch
+
+# Beyond 32 bits, as in files of more than 2 GiB.
+FAR = 2**40 + 1
+
+
+def tensor(fqn: str, dtype: str, shape: tuple[int, ...], starts: tuple[int, ...]) -> Tensor:
+    """A tensor whose rows are in as many chunks of one row each as there are starts."""
+    slices: list[Slice] = []
+    for row, start in enumerate(starts):
+        offsets = (row, *(0 for _ in shape[1:])) if shape else ()
+        sizes = (1, *shape[1:]) if shape else ()
+        nbytes = int(np.prod(sizes)) * 4
+        slices.append(Slice(fqn, dtype, offsets, sizes, f"optim/__{row}_0.distcp", start, nbytes))
+    return Tensor(fqn, dtype, shape, tuple(slices))
+
+
+def tree_of(*tensors: Tensor, objects: tuple[Blob, ...] = ()) -> Tree:
+    return Tree(
+        "torch_save",
+        {each.fqn: each for each in tensors},
+        {each.fqn: each for each in objects},
+    )
+
+
+NESTED = {
+    "optimizer.state.a.b.exp_avg": ("optimizer", "state", "a.b", "exp_avg"),
+    "optimizer.state.7.step": ("optimizer", "state", 7, "step"),
+    "optimizer.state.0": ("optimizer", "state", 0),
+    "schedule": ("schedule",),
+    "optimizer.(1, 2.5).None": ("optimizer", (1, 2.5), None),
+    f"optimizer.{2**70}.é\ud800": ("optimizer", 2**70, "é\ud800"),
+}
+TREES = {
+    "chunks": tree_of(
+        tensor("a", "F32", (3, 2), (5120, FAR, 9000)),
+        tensor("b", "F32", (3, 2), (5000, 6000, 7000)),
+        tensor("c", "I32", (), (FAR,)),
+    ),
+    "no chunks": tree_of(Tensor("a", "BF16", (0, 4), ())),
+    "values": tree_of(objects=(Blob("v", "optim/__1_0.distcp", FAR, 10, ""),)),
+    "nothing": tree_of(),
+    "many names": tree_of(*(tensor(f"n{i}", "F32", (1,), (9 * i,)) for i in range(400))),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_metadata_has_what_torchs_classes_would_have(name: str, tmp_path: Path) -> None:
+    tree = TREES[name]
+    plan = TreePlan("model", "model", {}, nested=False)
+    data = torch_save.metadata_of(plan, tree)
+    (tmp_path / ".metadata").write_bytes(data)
+    expected = metadata_by_torch(tree, None)
+    assert FileSystemReader(tmp_path).read_metadata().storage_data == expected.storage_data
+    found = pickle.loads(data)
+    assert found == expected
+    for fqn, described in found.state_dict_metadata.items():
+        assert vars(described) == vars(expected.state_dict_metadata[fqn])
+
+
+def test_paths_of_nested_state_have_any_keys() -> None:
+    values = [Blob(name, "optim/__0_0.distcp", 0, 1, "") for name in NESTED]
+    tree = tree_of(objects=tuple(values))
+    plan = TreePlan("optimizer", "optim", {}, nested=True, paths=NESTED)
+    found = pickle.loads(torch_save.metadata_of(plan, tree))
+    assert found == metadata_by_torch(tree, dict(NESTED))
+    for name, path in NESTED.items():
+        assert [type(key) for key in found.planner_data[name]] == [type(key) for key in path]
+
+
+def test_our_own_reader_reads_it(tmp_path: Path) -> None:
+    tree = replace(TREES["chunks"], objects={"v": Blob("v", "optim/__0_0.distcp", 3, 4, "")})
+    paths = {"a": ("a",), "b": ("b",), "c": ("c",), "v": ("v",)}
+    plan = TreePlan("optimizer", "optim", {}, nested=True, paths=paths)
+    (tmp_path / ".metadata").write_bytes(torch_save.metadata_of(plan, tree))
+    content = read_content(tmp_path)
+    assert content.paths == paths
+    assert list(content.tensors) == ["a", "b", "c"] and content.values["v"].start == 3
+    boxes = [box for box, _ in content.tensors["a"].chunks]
+    assert boxes == [stored.box for stored in tree.tensors["a"].slices]
+
+
+def test_a_second_item_of_a_name_is_an_error() -> None:
+    metadata = DcpMetadata()
+    metadata.add_value(("a", "b"), DcpLocation("f", 0, 1))
+    with pytest.raises(ValueError, match=r"two items have the name 'a\.b'"):
+        metadata.add_tensor(("a.b",), "F32", (), [])
+
+
+def test_chunks_as_arrays_and_as_objects_are_the_same() -> None:
+    one, other = DcpMetadata(), DcpMetadata()
+    chunks = [DcpChunk((row, 0), (1, 2), DcpLocation(f"f{row}", 9, 8)) for row in range(3)]
+    one.add_tensor(("a",), "F32", (3, 2), chunks)
+    offsets = np.array([[0, 0], [1, 0], [2, 0]])
+    files = np.array([other.file_number(f"f{row}") for row in range(3)])
+    items = Items(files, np.full(3, 9), np.full(3, 8))
+    other.add_chunks(("a",), "F32", (3, 2), Extents(offsets, np.full((3, 2), (1, 2))), items)
+    first: Any = pickle.loads(one.to_bytes())
+    assert first == pickle.loads(other.to_bytes())
+    assert first.state_dict_metadata["a"].properties.dtype == torch.float32

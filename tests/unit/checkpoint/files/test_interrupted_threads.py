@@ -1,0 +1,193 @@
+"""After an interruption (Ctrl-C in a notebook), no thread uses a file that the caller has closed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from automodel_ckpt.base.durable_io import write_all
+from automodel_ckpt.checkpoint.export.copy_engine import _Run
+from automodel_ckpt.checkpoint.files import direct
+from automodel_ckpt.checkpoint.files.durable_file import DurableFile
+from automodel_ckpt.checkpoint.files.threads import Pool
+from automodel_ckpt.checkpoint.formats import read_ahead
+from automodel_ckpt.checkpoint.formats.reading import read_tree
+from automodel_ckpt.checkpoint.parts.manifest import Tree
+from automodel_ckpt.checkpoint.saving import host_memory
+from automodel_ckpt.convert.open import open_weights
+
+MIB = 1 << 20
+
+
+@contextmanager
+def interrupting() -> Iterator[Callable[[], None]]:
+    """Yields a function for other threads that raises KeyboardInterrupt in the main thread during the context."""
+    is_over = threading.Event()
+
+    def interrupt() -> None:
+        if not is_over.is_set():
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGUSR2)
+
+    def raise_it(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR2, raise_it)
+    try:
+        yield interrupt
+    finally:
+        is_over.set()
+        signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_pool_ends_when_its_calls_have_ended(times: int) -> None:
+    has_begun, is_over = threading.Event(), threading.Event()
+    others: list[int] = []
+    pool = Pool(1, "tested")
+    with interrupting() as interrupt:
+
+        def work() -> None:
+            has_begun.set()
+            while not pool._has_ended:
+                time.sleep(0.001)
+            for _ in range(times):
+                time.sleep(0.1)
+                interrupt()
+            time.sleep(0.1)
+            is_over.set()
+
+        pool.submit(work)
+        for number in range(5):
+            pool.submit(others.append, number)
+        has_begun.wait()
+        with pytest.raises(KeyboardInterrupt):
+            pool.end()
+    assert is_over.is_set()
+    assert not others
+    with pytest.raises(RuntimeError):
+        pool.submit(others.append, 5)
+
+
+@pytest.mark.parametrize("finish", [True, False])
+def test_an_interrupted_write_does_not_reach_the_next_file(
+    finish: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    has_begun = threading.Event()
+    with interrupting() as interrupt:
+
+        def slow(*arguments: Any) -> None:
+            has_begun.set()
+            time.sleep(0.2)
+            interrupt()
+            time.sleep(0.2)
+            write_all(*arguments)
+
+        # As on a file system without O_DIRECT.
+        monkeypatch.setattr(direct.DirectStream, "_past_cache", lambda *arguments: arguments[3])
+        file = DurableFile(tmp_path / "interrupted", nbytes=16 * MIB)
+        file.write(b"\1" * (MIB + 1))
+        monkeypatch.setattr(direct, "write_all", slow)
+        if not finish:
+            file.write(b"\1" * (4 * MIB))
+            has_begun.wait()
+        with pytest.raises(KeyboardInterrupt):
+            file.__exit__(None if finish else ValueError, None, None)
+    # It gets the same descriptor.
+    with open(tmp_path / "next", "wb") as other:
+        time.sleep(0.6)
+        assert os.fstat(other.fileno()).st_size == 0
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_an_interrupted_read_does_not_change_tensors_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "_PARALLEL_FROM_BYTES", 1)
+    save_file({"w": torch.ones(3 * MIB)}, tmp_path / "a.safetensors")
+    source = open_weights(tmp_path).modules["model"]
+    target = torch.zeros(3 * MIB)
+    original = os.preadv
+    with interrupting() as interrupt:
+
+        def slow(descriptor: int, buffers: list[memoryview], start: int) -> int:
+            for _ in range(3):
+                time.sleep(0.1)
+                interrupt()
+            time.sleep(0.1)
+            return original(descriptor, buffers, start)
+
+        monkeypatch.setattr(os, "preadv", slow)
+        with pytest.raises(KeyboardInterrupt):
+            read_tree(source.root, Tree("", dict(source.tensors), {}), {"w": target})
+    found = target.clone()
+    # It gets the same descriptor.
+    with open(tmp_path / "next", "w+b") as other:
+        other.write(b"\7" * (16 * MIB))
+        other.flush()
+        time.sleep(0.6)
+    assert torch.equal(target, found)
+
+
+def test_an_interrupted_export_ends_with_the_blocks_in_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others, has_ended = threading.Event(), threading.Event()
+    filled: list[int] = []
+    with interrupting() as interrupt:
+
+        def fill(run: _Run, number: int, _: object) -> None:
+            if threading.current_thread() is threading.main_thread():
+                others.wait()
+                return
+            others.set()
+            for _ in range(2):
+                time.sleep(0.2)
+                interrupt()
+            time.sleep(0.2)
+            has_ended.set()
+            with run._checking.turn(0):
+                filled.append(number)
+
+        monkeypatch.setattr(_Run, "_fill", fill)
+        blocks: Any = iter([0, 1])
+        run = _Run(tmp_path, {}, blocks)
+        with pytest.raises(KeyboardInterrupt):
+            run.by_threads(2)
+        assert has_ended.is_set() and not filled
+
+
+def test_an_interrupted_allocation_does_not_change_the_memory_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_running: list[int] = []
+    memory = host_memory.HostMemory()
+    with interrupting() as interrupt:
+
+        def touch(*_: object) -> None:
+            num_running.append(1)
+            for _ in range(3):
+                time.sleep(0.1)
+                interrupt()
+            time.sleep(0.2)
+            num_running.pop()
+
+        monkeypatch.setattr(host_memory, "_touch_part", touch)
+        monkeypatch.setattr(host_memory, "_PART_BYTES", MIB)
+        monkeypatch.setattr(host_memory, "cores_of_rank", lambda: 2)
+        with pytest.raises(KeyboardInterrupt):
+            memory.reserve(3 * MIB)
+        assert not num_running
+    memory.close()

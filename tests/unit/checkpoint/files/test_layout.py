@@ -1,0 +1,198 @@
+"""Names on disk, in both directions, and the dtypes of files."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, dtype_code, main_dtype
+from automodel_ckpt.checkpoint.files.layout import CheckpointName, DataParallelRanks
+from automodel_ckpt.checkpoint.parts.failures import SAME_COMMAND, as_failure
+from automodel_ckpt.checkpoint.saving import environment
+from automodel_ckpt.checkpoint.saving.staging import Staging
+from automodel_ckpt.errors import ExportFailed, RecipeError, SaveFailed
+
+UNIQUE = "0123456789abcdef" * 2
+
+
+def test_a_checkpoints_name_is_read_back_and_ordered_by_step() -> None:
+    name = CheckpointName(step=20, epoch=1)
+    assert str(name) == "epoch_1_step_20" and layout.parse_checkpoint_name(str(name)) == name
+    assert CheckpointName(9, 5) < CheckpointName(10, 0) < CheckpointName(10, 1)
+    for text in (
+        "epoch_1_step_",
+        "epoch_1_step_2x",
+        "xepoch_1_step_2",
+        "LATEST",
+        "epoch_-1_step_2",
+    ):
+        assert layout.parse_checkpoint_name(text) is None
+
+
+def test_each_kind_of_name_is_told_from_all_others() -> None:
+    names = {
+        "checkpoint": "epoch_0_step_2",
+        "superseded": layout.superseded_name("epoch_0_step_2", 3),
+        "staging": layout.staging_name("epoch_0_step_2", UNIQUE),
+        "trash": layout.trash_name(UNIQUE),
+        "link": layout.link_name(UNIQUE),
+        "temporary": f".{layout.LATEST}.{UNIQUE}",
+        "temporary text": f".{layout.LATEST}.txt.{UNIQUE}",
+        "temporary lock": f"{layout.LOCK_FILE}.{UNIQUE}",
+        "temporary pin": f".{layout.PIN}epoch_0_step_2.{UNIQUE}",
+        "pin": f"{layout.PIN}epoch_0_step_2",
+        "pin of nothing": f"{layout.PIN}mine",
+        "mine": f".mine.{UNIQUE}",
+        "not unique": f".{layout.LATEST}.{UNIQUE[:-1]}",
+    }
+
+    def are(is_kind: object) -> set[str]:
+        return {kind for kind, name in names.items() if is_kind(name)}  # type: ignore[operator]
+
+    assert are(layout.is_checkpoint) == {"checkpoint", "superseded"}
+    assert are(layout.is_superseded) == {"superseded"}
+    assert are(layout.is_staging) == {"staging"}
+    assert are(layout.is_trash) == {"trash"}
+    assert are(layout.is_link_name) == {"link"}
+    assert are(layout.is_pin) == {"pin"}
+    assert are(layout.is_temporary) == {
+        "temporary",
+        "temporary text",
+        "temporary lock",
+        "temporary pin",
+    }
+    assert are(layout.is_export_leftover) == set()
+    assert layout.name_before(names["superseded"]) == "epoch_0_step_2"
+    assert layout.name_before(names["checkpoint"]) is None
+    assert layout.staged_name(names["staging"]) == "epoch_0_step_2"
+    assert layout.staged_name(names["checkpoint"]) is None
+    for kind in ("staging", "previous"):
+        assert layout.export_of(f".merged.{kind}-{UNIQUE}") == "merged"
+    assert layout.export_of(f".other.staging-{UNIQUE}") is None
+
+
+def test_siblings_of_a_run_directory_are_counted() -> None:
+    first = layout.sibling(Path("runs/a"))
+    assert first == Path("runs/a.sibling-1")
+    assert layout.sibling(first) == Path("runs/a.sibling-2")
+    assert layout.sibling(Path("runs/a.sibling-x")) == Path("runs/a.sibling-x.sibling-1")
+
+
+def test_files_of_ranks_have_the_rank_in_their_name() -> None:
+    ranks = DataParallelRanks(rank=2, world_size=4)
+    assert (ranks.dp_rank, ranks.dp_size) == (2, 4)
+    assert layout.rank_file("x", "dp_rank", ranks) == "x/x_dp_rank_2.pt"
+    assert layout.rank_file("x", "rank_rng", ranks) == "x/x_dp_rank_2.pt"
+    assert layout.rank_file("x", "rank", ranks) == "x/x_global_rank_2.pt"  # type: ignore[arg-type]
+    assert (
+        layout.shard_file("model", 0, 1, 2) == "model/shard-00001-model-00001-of-00002.safetensors"
+    )
+    assert layout.objects_file("model", 1) == "model/objects-00002.bin"
+    assert layout.distcp_file("model", 1) == "model/__1_0.distcp"
+    assert layout.state_directory("optimizer") == "optim"
+    assert layout.state_directory("model") == "model"
+    assert layout.escape_key("a/b.c~d e_f-1") == "a%2Fb%2Ec%7Ed%20e_f-1"
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("model/a.safetensors", None),
+        ("a", None),
+        ("", "not a relative path"),
+        ("/a", "not a relative path"),
+        ("a\\b", "not a relative path"),
+        ("a/../b", "component"),
+        ("a//b", "component"),
+        ("a/", "component"),
+        ("./a", "component"),
+        ("a\0", "NUL"),
+        ("\ud800", "Unicode"),
+        ("a\udfff", "Unicode"),
+        ("\ue000\ud7ff", None),
+    ],
+)
+def test_paths_in_a_checkpoint_stay_inside_it(path: str, why: str | None) -> None:
+    found = layout.unsafe_path(path)
+    assert (found is None) if why is None else (found is not None and why in found)
+
+
+def test_the_main_dtype_is_that_of_most_elements() -> None:
+    # 10 elements of bfloat16 take fewer bytes than 6 of float32.
+    assert main_dtype([("BF16", 20), ("F32", 24), ("I64", 800)]) == "BF16"
+    assert main_dtype([("F32", 48), ("BF16", 20)]) == "F32"
+    assert main_dtype([("I64", 8)]) is None
+    assert dtype_code("torch.bfloat16") == "BF16" and dtype_code("float") == "F32"
+    assert dtype_code("F8_E4M3") == "F8_E4M3" and dtype_code("unknown") == "unknown"
+    assert all(bits % 8 == 0 for bits in DTYPE_BITS.values())
+
+
+def test_a_staging_directory_is_removed_by_its_owner_until_it_is_published(tmp_path: Path) -> None:
+    staging = Staging()
+    staging.remove()
+    assert Path().is_dir()
+    path = staging.reserve(tmp_path, "epoch_0_step_1", ["model"])
+    assert (path / "model").is_dir() and staging.path == path
+    other_rank = Staging()
+    other_rank.path = path
+    other_rank.remove()
+    assert path.is_dir()
+    staging.published()
+    staging.remove()
+    assert path.is_dir()
+    with pytest.raises(FileExistsError):
+        Staging().reserve(tmp_path, "epoch_0_step_2", ["twice", "twice"])
+    assert list(tmp_path.iterdir()) == [path]
+
+    def interrupted() -> None:
+        failing = Staging()
+        with failing.removed_on_failure():
+            failing.reserve(tmp_path, "epoch_0_step_3", [])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_of_the_system_becomes_one_with_the_place_and_what_to_do(tmp_path: Path) -> None:
+    def message(kind: type[SaveFailed | RecipeError | ExportFailed], error: Exception) -> str:
+        failure = as_failure(error, "saving x", tmp_path / "x", kind)
+        assert type(failure) is kind
+        return str(failure)
+
+    def full(path: str | None = None) -> OSError:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    assert str(tmp_path / "x") in message(SaveFailed, full())
+    named = message(SaveFailed, full("/elsewhere"))
+    assert "/elsewhere" in named and str(tmp_path) not in named
+    assert "resume from the previous checkpoint" in named
+    assert "checkpoint.checkpoint_dir" in message(RecipeError, full())
+    assert "ckpt consolidate" in message(ExportFailed, full())
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    assert "permissions" in message(SaveFailed, denied)
+    hinted = str(as_failure(denied, "copying", tmp_path, hint="repair the cache"))
+    assert "permissions" in hinted and "repair the cache" in hinted
+    again = str(as_failure(denied, "writing", tmp_path, restart=SAME_COMMAND))
+    assert "read-only, then run the same command" in again and "disk space" not in again
+    unexpected = message(SaveFailed, ZeroDivisionError("oops"))
+    assert "oops" in unexpected and "defect" in unexpected
+    known = SaveFailed("what", where="where", value="value", hint="hint")
+    assert as_failure(known, "doing", tmp_path, RecipeError) is known
+
+
+def test_the_environment_names_the_versions_and_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert environment.version_of("pytest") == pytest.__version__
+    assert environment.version_of("no-such-package") is None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    found = environment.environment.__wrapped__()
+    assert found["git_commit"] is None
+    assert found["packages"]["torch"] and found["host"]

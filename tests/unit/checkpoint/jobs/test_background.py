@@ -1,0 +1,1123 @@
+"""Asynchronous saves on one process: the state of the call, bounded resources, and what happens when one fails."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import json
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint import Manifest, SaveReport, discover
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.formats import torch_save
+from automodel_ckpt.checkpoint.formats.planning import Fetch
+from automodel_ckpt.checkpoint.jobs import writer
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob, Span
+from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import Summary
+from automodel_ckpt.checkpoint.parts.verify import verify
+from automodel_ckpt.checkpoint.saving import background, host_memory
+from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
+from automodel_ckpt.checkpoint.saving.planner import Planner
+from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.state.live_state import LiveState
+from automodel_ckpt.errors import ExportFailed, LeaseLost, SaveFailed
+from tests.support import ranks
+from tests.support.models import tiny
+
+NUM_SAVES = int(os.environ.get("ASYNC_SAVES", "10"))
+"""`make crash` asks for 200."""
+
+
+class Saver:
+    """A recipe-like object and a checkpointer that saves it in the background."""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        self.made = tiny.recipe(1)
+        tiny.train(self.made, 1)
+        self.checkpointer = tiny.checkpointer(root, **{"is_async": True} | options)
+        self.reports: list[SaveReport] = []
+
+    def save(self, step: int, *, validated: bool = False) -> SaveReport:
+        return self.checkpointer.save(
+            discover(self.made),
+            step=step,
+            epoch=0,
+            config_yaml="seed: 1\n",
+            losses={"step": step},
+            progress={},
+            validated=validated,
+            on_saved=self.reports.append,
+        )
+
+    @property
+    def writer(self) -> int:
+        assert self.checkpointer._async is not None
+        return self.checkpointer._async._background.writer_pid
+
+    @property
+    def is_writing(self) -> bool:
+        assert self.checkpointer._async is not None
+        return self.checkpointer._async._background.is_writing
+
+    def pause(self) -> None:
+        """Hold the writer, so that what is saved next stays under way."""
+        self.checkpointer.prepare(discover(self.made))
+        os.kill(self.writer, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.writer, signal.SIGCONT)
+
+
+@pytest.fixture
+def saver(tmp_path: Path) -> Iterator[Saver]:
+    made = Saver(tmp_path / "run")
+    yield made
+    made.checkpointer.close()
+
+
+def stored(path: Path) -> dict[str, bytes]:
+    """The raw bytes of every tensor of a checkpoint."""
+    found = {}
+    for name, tree in Manifest.read(path).trees.items():
+        for tensor in tree.tensors.values():
+            (piece,) = tensor.slices
+            with open(path / piece.file, "rb") as file:
+                found[f"{name}.{tensor.fqn}"] = os.pread(file.fileno(), piece.nbytes, piece.start)
+    return found
+
+
+def resident_bytes(pid: int | str) -> int:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return sum(
+        int(line.split()[1]) * 1024
+        for line in text.splitlines()
+        if line.startswith(("VmRSS", "RssShmem"))
+    )
+
+
+def resources(saver: Saver) -> tuple[int, int, int, int]:
+    """Open files and threads of this process, open files of the writer, resident bytes of both."""
+    # Otherwise the files of objects that earlier tests have lost may be closed between two calls.
+    gc.collect()
+    pids = ["self", saver.writer]
+    files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
+    return files[0], threading.active_count(), files[1], sum(map(resident_bytes, pids))
+
+
+class AdapterFiles:
+    """What stands beside adapters, as little as can be."""
+
+    file_index_mapping: Mapping[str, int] = {}
+    maps = BaseMaps(is_adapter=True)
+    files: Mapping[str, bytes] = {"adapter_config.json": b"{}"}
+    nbytes = 2
+
+    def write(self, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "adapter_config.json").write_bytes(b"{}")
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "safetensors": {},
+    "torch_save": {"model_save_format": "torch_save"},
+    "hf": {"model_layout": "hf"},
+    "adapter": {"model_layout": "adapter", "assets": {"model": AdapterFiles()}},
+}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "safetensors",
+        "hf",
+        *(pytest.param(form, marks=pytest.mark.further) for form in ("torch_save", "adapter")),
+    ],
+)
+def test_many_saves_under_a_fast_optimizer_hold_the_state_of_their_call_and_take_no_more_memory(
+    tmp_path: Path, form: str
+) -> None:
+    saver = Saver(tmp_path, keep_last=2, **FORMATS[form])
+    expected: dict[str, bytes] = {}
+    settled = (0, 0, 0, 0)
+    for step in range(1, NUM_SAVES + 1):
+        tensors = tiny.tensors_of(saver.made)
+        saver.save(step)
+        tiny.train(saver.made, 3)
+        saver.checkpointer.wait_for_save()
+        found = stored(tmp_path / "LATEST")
+        expected = {
+            "model." + name.removeprefix("model."): bytes(
+                value.reshape(-1).view(torch.uint8).numpy()
+            )
+            for name, value in tensors.items()
+            if name.startswith("model.") and name != "model.head"
+        }
+        assert expected.items() <= found.items(), step
+        moments = tensors["optimizer.0.exp_avg"].reshape(-1).view(torch.uint8).numpy()
+        assert found["optimizer.optimizer.state.model.embed.exp_avg"] == bytes(moments)
+        if step == NUM_SAVES // 2:
+            saver.checkpointer.wait()
+            settled = resources(saver)
+    saver.checkpointer.wait()
+    now = resources(saver)
+    assert now[:3] == settled[:3] and now[3] < settled[3] + (8 << 20), (settled, now)
+    assert [report.step for report in saver.reports] == [*range(1, NUM_SAVES + 1)]
+    assert verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST")) == []
+    saver.checkpointer.close()
+
+
+def test_a_save_returns_when_the_state_is_copied_and_the_next_one_waits_for_it(
+    saver: Saver,
+) -> None:
+    saver.pause()
+    first = saver.save(1)
+    assert not first.published and saver.reports == [] and not first.path.exists()
+    # Before the timer: this thread may not continue immediately.
+    started = time.monotonic()
+    threading.Timer(0.6, saver.go_on).start()
+    saver.save(2)
+    waited = time.monotonic() - started
+    assert waited > 0.4
+    assert [report.step for report in saver.reports] == [1] and first.path.is_dir()
+    saver.checkpointer.wait_for_save()
+    first, second = saver.reports
+    assert first.published and first.nbytes
+    # The time until go_on() is no stall of either save.
+    assert first.total_seconds - first.stall_seconds > 0.4
+    assert waited - second.stall_seconds > 0.4
+
+
+def test_latest_is_published_without_waiting_for_the_next_save_or_for_the_end(saver: Saver) -> None:
+    path = saver.save(1).path
+    end = time.monotonic() + 60
+    while commit.pointed(path.parent, "LATEST") is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert commit.pointed(path.parent, "LATEST") == "epoch_0_step_1"
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name != ".run.lock")
+
+
+def wait_until_it_failed(saver: Saver) -> None:
+    end = time.monotonic() + 60
+    while not saver.checkpointer.upload_failed and time.monotonic() < end:
+        time.sleep(0.01)
+    assert saver.checkpointer.upload_failed
+
+
+def test_a_writer_that_is_killed_fails_its_save_only(saver: Saver) -> None:
+    root = saver.save(1).path.parent
+    saver.checkpointer.wait_for_save()
+    saver.pause()
+    saver.save(2)
+    os.kill(saver.writer, signal.SIGKILL)
+    wait_until_it_failed(saver)
+    with pytest.raises(SaveFailed, match=r"process \d+: signal 9 \(SIGKILL\)") as caught:
+        saver.checkpointer.wait_for_save()
+    assert caught.value.exit_code == 4 and "epoch_0_step_2" in str(caught.value)
+    assert names(root) == ["LATEST", "epoch_0_step_1"]
+    assert (
+        commit.pointed(root, "LATEST") == "epoch_0_step_1" and not saver.checkpointer.upload_failed
+    )
+    saver.save(3)
+    assert saver.checkpointer.wait_for_save() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
+
+
+def test_a_writer_that_stands_still_fails_its_save_when_it_was_waited_for_long_enough(
+    tmp_path: Path,
+) -> None:
+    # More than a new writer needs on a busy machine before it makes progress.
+    saver = Saver(tmp_path, timeout_seconds=3.0)
+    saver.pause()
+    saver.save(1)
+    writer = saver.writer
+    with pytest.raises(
+        SaveFailed,
+        match=rf"made no progress[\s\S]*epoch_0_step_1[\s\S]*process {writer}: none for ([3-9]|\d\d) s",
+    ) as caught:
+        saver.checkpointer.wait_for_save()
+    assert caught.value.exit_code == 4 and names(tmp_path) == [] and not is_there(writer)
+    saver.save(2)
+    assert (
+        saver.checkpointer.wait_for_save()
+        and commit.pointed(tmp_path, "LATEST") == "epoch_0_step_2"
+    )
+    saver.checkpointer.close()
+
+
+def test_a_disk_that_is_full_when_the_writer_comes_to_write_is_reported_with_path_and_errno(
+    tmp_path: Path,
+) -> None:
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+    saver = Saver(mount / "run")
+    try:
+        saver.save(1)
+        saver.checkpointer.wait_for_save()
+        saver.pause()
+        saver.save(2)
+        (mount / "filler").write_bytes(bytes(os.statvfs(mount).f_bavail * 4096))
+        saver.go_on()
+        wait_until_it_failed(saver)
+        with pytest.raises(SaveFailed, match=r"epoch_0_step_2[\s\S]*ENOSPC"):
+            saver.save(3)
+        os.unlink(mount / "filler")
+        assert names(mount / "run") == ["LATEST", "epoch_0_step_1"]
+        assert commit.pointed(mount / "run", "LATEST") == "epoch_0_step_1"
+    finally:
+        saver.checkpointer.close()
+        subprocess.run(["umount", "-l", mount], check=True)
+
+
+def test_a_publication_that_fails_in_the_background_is_reported(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "the directory")
+
+    monkeypatch.setattr(commit, "publish", fails)
+    saver.save(1)
+    wait_until_it_failed(saver)
+    with pytest.raises(
+        SaveFailed, match=r"saving epoch_0_step_1 failed[\s\S]*the directory[\s\S]*EIO"
+    ):
+        saver.checkpointer.wait_for_save()
+
+
+def test_what_grows_with_the_number_of_tensors_is_no_work_of_the_training_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver(tmp_path, keep_last=1, best_metric_key="step", model_save_format="torch_save")
+    saver.save(1, validated=True)
+    assert saver.checkpointer.wait_for_save()
+    for owner, name in (
+        (RankManifest, "parse"),
+        (Manifest, "to_bytes"),
+        (Summary, "read"),
+        (torch_save, "metadata_of"),
+    ):
+        monkeypatch.setattr(owner, name, refuse)
+    saver.save(2, validated=True)
+    saver.save(3, validated=True)
+    assert saver.checkpointer.wait_for_save()
+    monkeypatch.undo()
+    saver.checkpointer.close()
+    assert [report.pruned for report in saver.reports] == [(), (), ("epoch_0_step_2",)]
+    assert [commit.pointed(tmp_path, name) for name in layout.POINTERS] == [
+        "epoch_0_step_3",
+        "epoch_0_step_1",
+    ]
+    assert not verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST"))
+
+
+def refuse(*_: Any) -> None:
+    raise AssertionError("done in the training process")
+
+
+def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
+    saver = Saver(tmp_path)
+    saver.pause()
+    saver.save(1)
+    writer = saver.writer
+    threading.Timer(0.3, os.kill, (writer, signal.SIGCONT)).start()
+    saver.checkpointer.close()
+    assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_1" and not is_there(writer)
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def shared_memory() -> set[str]:
+    """What lies in /dev/shm, but for what the crash campaigns keep there while they run."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("pair-", "crash-"))}
+
+
+def killed(root: Path, while_writing: bool) -> None:
+    saver = Saver(root / "run")
+    if while_writing:
+        saver.pause()
+    saver.save(1)
+    (root / "writer").write_text(str(saver.writer))
+    if not while_writing:
+        saver.checkpointer.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("while_writing", [True, False])
+def test_a_trainer_that_is_killed_takes_its_writer_along_and_the_next_start_is_right(
+    tmp_path: Path, while_writing: bool
+) -> None:
+    before = shared_memory()
+    (outcome,) = ranks.outcomes(killed, 1, tmp_path, while_writing, init=False)
+    assert outcome.exitcode == -signal.SIGKILL
+    writer = int((tmp_path / "writer").read_text())
+    if while_writing:
+        os.kill(writer, signal.SIGCONT)
+    end = time.monotonic() + 60
+    while is_there(writer) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not is_there(writer) and shared_memory() - before == set()
+    resumed = tiny.load(tmp_path / "run", tiny.recipe())
+    assert (resumed.step if resumed else None) == (None if while_writing else 1)
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")] == []
+
+
+def test_where_memory_does_not_suffice_saves_are_synchronous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 20)
+    saver = Saver(tmp_path)
+    with caplog.at_level("WARNING", "automodel_ckpt"):
+        assert saver.save(1).published
+    assert "saves will be synchronous" in caplog.text and "are available" in caplog.text
+    assert saver.save(2).published and caplog.text.count("will be synchronous") == 1
+    saver.checkpointer.close()
+
+
+def test_host_memory_grows_and_its_pages_are_there_before_they_are_used() -> None:
+    memory = HostMemory()
+    for nbytes in (5000, 3 << 20, 100):
+        memory.reserve(nbytes)
+    assert (
+        memory.tensor.nbytes == 3 << 20 and os.fstat(memory.descriptor).st_blocks * 512 == 3 << 20
+    )
+    memory.close()
+
+
+@pytest.mark.parametrize("populates", [True, False], ids=["madvise", "an old kernel"])
+@pytest.mark.parametrize("num_cores", [1, 3])
+def test_host_memory_is_allocated_in_parts_and_keeps_its_contents(
+    num_cores: int, populates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "_PART_BYTES", 1 << 20)
+    monkeypatch.setattr(host_memory, "cores_of_rank", lambda: num_cores)
+    if not populates:
+        monkeypatch.setattr(host_memory, "_madvise", lambda: lambda *_: -1)
+    memory = HostMemory()
+    memory.reserve(3 << 20)
+    memory.tensor[:] = torch.arange(3 << 20).to(torch.uint8)
+    nbytes = (5 << 20) + 4096
+    memory.reserve(nbytes)
+    assert os.fstat(memory.descriptor).st_blocks * 512 == nbytes == memory.tensor.nbytes
+    assert torch.equal(memory.tensor[: 3 << 20], torch.arange(3 << 20).to(torch.uint8))
+    assert not memory.tensor[3 << 20 :].any()
+    memory.close()
+
+
+def test_other_threads_run_while_host_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "cores_of_rank", lambda: 1)
+    memory, ended = HostMemory(), threading.Event()
+    num_turns = 0
+
+    def count() -> None:
+        nonlocal num_turns
+        while not ended.wait(0.001):
+            num_turns += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    memory.reserve(256 << 20)
+    ended.set()
+    thread.join()
+    memory.close()
+    # mmap.madvise, which keeps the GIL, leaves one or two.
+    assert num_turns > 15
+
+
+def test_a_large_file_is_written_from_where_it_stands_and_read_back_alike(tmp_path: Path) -> None:
+    saver = Saver(tmp_path)
+    saver.made.model.register_buffer(
+        "large", torch.arange(3 << 20, dtype=torch.float64)
+    )  # 24 MiB, past O_DIRECT
+    saver.save(1)
+    saver.checkpointer.wait_for_save()
+    assert verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST")) == []
+    assert stored(tmp_path / "LATEST")["model.large"] == bytes(
+        saver.made.model.large.view(torch.uint8).numpy()
+    )
+    saver.checkpointer.close()
+
+
+def replace_data(made: Any) -> None:
+    made.model.one_row.data = torch.full((1, 3), 7.0)
+
+
+def replace_parameter(made: Any) -> None:
+    made.model.one_row = torch.nn.Parameter(torch.full((1, 3), 8.0))
+    made.optimizer.state.clear()
+    made.optimizer.zero_grad()
+    made.optimizer.param_groups[0]["params"] = [
+        p for p in made.model.parameters() if p.requires_grad
+    ]
+
+
+def transpose_data(made: Any) -> None:
+    made.model.brief.data = torch.arange(6).to(torch.bfloat16).reshape(2, 3).t()
+
+
+def replace_moments(made: Any) -> None:
+    entry = made.optimizer.state[made.model.embed]
+    entry["exp_avg"] = torch.full_like(entry["exp_avg"], 9.0)
+
+
+def other_rate(made: Any) -> None:
+    made.optimizer.param_groups[0]["lr"] = 0.012345
+
+
+def train_frozen(made: Any) -> None:
+    made.model.frozen.requires_grad_(True)
+    made.optimizer.add_param_group({"params": [made.model.frozen], "lr": 0.5})
+    made.model.frozen.grad = torch.ones(5, 3)
+    made.optimizer.step()
+
+
+def resize(made: Any) -> None:
+    made.model.register_buffer("empty", torch.ones(4, 3))
+
+
+def other_dtype(made: Any) -> None:
+    made.model.steps = made.model.steps.to(torch.int32)
+
+
+def untie(made: Any) -> None:
+    made.model.head = torch.nn.Parameter(torch.full((7, 4), 3.0), requires_grad=False)
+
+
+def long_value(made: Any) -> None:
+    made.optimizer.param_groups[0]["note"] = "long" * made.optimizer.param_groups[0].get(
+        "length", 100
+    )
+    made.optimizer.param_groups[0]["length"] = 200
+
+
+def shorter_value(made: Any) -> None:
+    made.optimizer.param_groups[0]["note"] = "short"
+
+
+CHANGES = {
+    replace_data: True,
+    transpose_data: True,
+    replace_moments: True,
+    other_rate: True,
+    replace_parameter: False,
+    train_frozen: False,
+    resize: False,
+    other_dtype: False,
+    untie: False,
+    long_value: False,
+    shorter_value: False,
+}
+"""Whether the plan of the save before is still good after it."""
+
+
+@pytest.mark.parametrize(
+    ("form", "is_async"),
+    [*((form, True) for form in FORMATS), ("torch_save", False), ("hf", False)],
+)
+def test_whatever_changes_between_saves_is_seen_and_the_plan_is_kept_where_it_can_be(
+    tmp_path: Path, form: str, is_async: bool
+) -> None:
+    saver = Saver(tmp_path, is_async=is_async, **FORMATS[form])
+    step = 0
+    for change, keeps in [(lambda _: None, False), (lambda _: None, True), *CHANGES.items()]:
+        change(saver.made)
+        kept, step = tiny.kept_plan(saver.checkpointer), step + 1
+        expected, rate = tiny.tensors_of(saver.made), saver.made.optimizer.param_groups[0]["lr"]
+        saver.save(step)
+        assert (tiny.kept_plan(saver.checkpointer) is kept) is keeps, change
+        twin = copy.deepcopy(saver.made)  # loading into what is saved would change it
+        for value in twin.model.state_dict().values():
+            value.zero_()
+        twin.optimizer.param_groups[0]["lr"] = 0.0
+        tiny.train(saver.made, 1)
+        saver.checkpointer.wait_for_save()
+        assert verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST")) == []
+        saver.checkpointer.load(discover(twin))
+        found = tiny.tensors_of(twin)
+        assert found.keys() >= expected.keys() and twin.optimizer.param_groups[0]["lr"] == rate
+        assert all(
+            torch.equal(found[name], expected[name]) for name in expected if name != "model.scratch"
+        ), change
+    saver.checkpointer.close()
+
+
+def test_a_staging_directory_that_cannot_be_created_under_a_kept_plan_is_a_failed_save(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = saver.save(1).path.parent
+    saver.checkpointer.wait_for_save()
+
+    def cannot(directory: Path, *_: Any) -> None:
+        if directory.name == "optim":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+        os.mkdir(directory)
+
+    attempts: list[str] = []
+    reserve = commit.reserve
+    monkeypatch.setattr(
+        commit, "reserve", lambda *place: attempts.append("once") or reserve(*place)
+    )
+    monkeypatch.setattr(Path, "mkdir", cannot)
+    with pytest.raises(SaveFailed, match=r"saving epoch_0_step_2[\s\S]*ENOSPC"):
+        saver.save(2)
+    monkeypatch.undo()
+    assert names(root) == ["LATEST", "epoch_0_step_1"] and attempts == ["once"]
+    saver.save(3)
+    assert saver.checkpointer.wait_for_save() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
+
+
+def test_a_failure_between_the_agreement_and_the_copy_is_reported_and_leaves_nothing(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = saver.save(1).path.parent
+    saver.checkpointer.wait_for_save()
+
+    def broken(*_: Any) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(Planner, "object_jobs", broken)
+    saver.save(2)
+    with pytest.raises(SaveFailed, match="saving epoch_0_step_2"):
+        saver.checkpointer.wait_for_save()
+    assert names(root) == ["LATEST", "epoch_0_step_1"]
+
+
+def test_a_copy_that_fails_under_a_kept_plan_is_reported_by_the_next_wait(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver.save(1)
+    saver.checkpointer.wait_for_save()
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(background, "_copy", fails)
+    root = saver.save(2).path.parent
+    assert saver.checkpointer.upload_failed
+    with pytest.raises(SaveFailed, match=r"saving epoch_0_step_2[\s\S]*ENOMEM"):
+        saver.checkpointer.wait_for_save()
+    monkeypatch.undo()
+    assert names(root) == ["LATEST", "epoch_0_step_1"]
+    saver.save(3)
+    assert saver.checkpointer.wait_for_save() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
+
+
+@pytest.fixture
+def exporter(tmp_path: Path) -> Iterator[Saver]:
+    """Its export of the first save stays under way: the writer is held as soon as the checkpoint is published."""
+    made = Saver(tmp_path / "run", save_consolidated="every", assets={"model": AdapterFiles()})
+    made.reports = _Holding(made)  # type: ignore[assignment]
+    yield made
+    made.checkpointer.close()
+
+
+class _Holding(list[SaveReport]):
+    def __init__(self, saver: Saver) -> None:
+        self.saver = saver
+
+    def append(self, report: SaveReport) -> None:
+        # Before the test sees the report: it may then let the writer go on, or replace it.
+        if not self:
+            os.kill(self.saver.writer, signal.SIGSTOP)
+        super().append(report)
+
+
+def export_of(report: SaveReport) -> Path:
+    return report.path / "model/consolidated/adapter_model.safetensors"
+
+
+def test_an_export_in_the_background_keeps_nobody_and_is_waited_for_at_the_end(
+    exporter: Saver,
+) -> None:
+    exporter.save(1)
+    end = time.monotonic() + 60
+    while not exporter.reports and time.monotonic() < end:
+        time.sleep(0.01)
+    (report,) = exporter.reports
+    assert (
+        commit.pointed(report.path.parent, "LATEST") == "epoch_0_step_1"
+        and not export_of(report).exists()
+    )
+    tiny.train(exporter.made, 1)
+    exporter.go_on()
+    exporter.checkpointer.close()
+    # The log did not state a command for what followed.
+    assert export_of(report).is_file() and report.export_command is None
+
+
+def test_with_adapter_files_nothing_more_is_exported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "automodel_ckpt")
+    saver = tiny.checkpointer(tmp_path, save_consolidated="every", **FORMATS["adapter"])
+    state = discover(tiny.recipe())
+    losses = {"step": 1, "val_loss": 1.0}
+    report = saver.save(
+        state,
+        step=1,
+        epoch=0,
+        config_yaml="",
+        progress={},
+        losses=losses,
+        validated=True,
+        last=True,
+    )
+    saver.exports.export_best()
+    saver.exports.export_if_missing(report.path, last=True)
+    saver.close()
+    assert (report.export, report.export_failure) == (None, None)
+    assert (report.path / "model/adapter_model.safetensors").is_file()
+    assert not (report.path / "model/consolidated").exists()
+    assert (
+        f"export_best: nothing to export, the model files of {report.path} are already"
+        in caplog.text
+    )
+    assert "no checkpoint was validated" not in caplog.text
+
+
+def test_export_best_warns_where_no_checkpoint_was_validated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = tiny.checkpointer(tmp_path)
+    saver.exports.export_best()
+    saver.close()
+    assert "export_best: no checkpoint was validated" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_in_the_background_that_fails_says_that_the_checkpoint_is_safe(
+    exporter: Saver,
+) -> None:
+    exporter.save(1)
+    end = time.monotonic() + 60
+    while not exporter.reports and time.monotonic() < end:
+        time.sleep(0.01)
+    resource.prlimit(exporter.writer, resource.RLIMIT_NOFILE, (1, 1))
+    exporter.go_on()
+    wait_until_it_failed(exporter)
+    with pytest.raises(
+        ExportFailed, match=r"the checkpoint itself is safe\)[\s\S]*EMFILE[\s\S]*ulimit -n"
+    ):
+        exporter.checkpointer.wait_for_save()
+    assert not export_of(exporter.reports[0]).exists() and commit.pointed(
+        exporter.reports[0].path.parent, "LATEST"
+    )
+
+
+def test_a_stop_ends_an_export_in_the_background_and_the_next_save_works(exporter: Saver) -> None:
+    exporter.save(1)
+    end = time.monotonic() + 60
+    # Of the export, not of the checkpoint: a stop before it begins leaves the writer as it is, and the writer is held.
+    while not (exporter.reports and exporter.is_writing) and time.monotonic() < end:
+        time.sleep(0.01)
+    leftover = exporter.reports[0].path / f"model/.consolidated.staging-{'0' * 32}"
+    leftover.mkdir()
+    exporter.checkpointer.disable_exports()
+    exporter.save(2)
+    assert exporter.checkpointer.wait_for_save() and not leftover.exists()
+    assert [report.step for report in exporter.reports] == [1, 2]
+    assert [export_of(report).exists() for report in exporter.reports] == [False, False]
+
+
+def test_waiting_without_a_save_in_progress_does_nothing(tmp_path: Path) -> None:
+    for checkpointer in (
+        tiny.checkpointer(tmp_path, is_async=True),
+        tiny.checkpointer(tmp_path),
+    ):
+        assert checkpointer.wait_for_save() is False and not checkpointer.upload_failed
+        checkpointer.await_copies()
+        checkpointer.close()
+
+
+def test_a_command_that_the_writer_cannot_read_ends_it_and_fails_the_save(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As after an upgrade of the package below a run."""
+
+    class Renamed:
+        staging = "epoch_0_step_2"
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return int, ("no number",)
+
+    memory = os.memfd_create("test")
+    child = writer.Writer(memory)
+    with pytest.raises(
+        SaveFailed, match="the process that writes this rank's checkpoints ended unexpectedly"
+    ):
+        child.do(Renamed())  # type: ignore[arg-type]
+    os.close(memory)
+    child.end()
+    assert "ValueError" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "how"), [(None, "code 0"), (signal.SIGKILL, "signal 9 (SIGKILL)")]
+)
+def test_the_error_says_how_a_writer_ended(number: signal.Signals | None, how: str) -> None:
+    memory = HostMemory()
+    child = writer.Writer(memory.descriptor)
+    if number is None:
+        child._commands.close()
+        child._commands = open(os.devnull, "wb")  # noqa: SIM115 (closed by end)
+    else:
+        os.kill(child.pid, number)
+    with pytest.raises(SaveFailed) as caught:
+        child.do(writer.Write("epoch_0_step_2", RankManifest(0), [], 0, None))
+    assert caught.value.problems[0].value == f"process {child.pid}: {how}"
+    assert caught.value.problems[0].where == "epoch_0_step_2"
+    child.end()
+    memory.close()
+
+
+def test_a_writer_that_makes_no_progress_is_idle_for_longer_and_longer(saver: Saver) -> None:
+    saver.pause()
+    saver.save(1)
+    background = saver.checkpointer._async._background  # type: ignore[union-attr]
+    background.idle_seconds()
+    time.sleep(0.2)
+    assert background.idle_seconds() >= 0.2
+    went_on = time.monotonic()
+    saver.go_on()
+    saver.checkpointer.wait_for_save()
+    assert background.idle_seconds() <= time.monotonic() - went_on
+
+
+def test_time_in_which_the_job_was_suspended_is_no_time_without_progress(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver.pause()
+    saver.save(1)
+    background = saver.checkpointer._async._background  # type: ignore[union-attr]
+    monkeypatch.setattr(background._writer, "activity", lambda: (b"1",))
+    clock = [1000.0]
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: clock[0])
+        idle = []
+        for seconds in (0, 5, 3600, 5):
+            clock[0] += seconds
+            idle.append(background.idle_seconds())
+    # First: the end of the test would wait for a suspended process.
+    saver.go_on()
+    saver.checkpointer.wait_for_save()
+    assert idle == [0, 5, 15, 20]
+
+
+def test_a_recipe_that_leaves_out_its_exports_has_none_at_its_end(tmp_path: Path) -> None:
+    assets = {"model": SimpleNamespace(nbytes=0)}
+    for when, at_end in (("final", True), ("every", False), ("never", False)):
+        saver = tiny.checkpointer(tmp_path, save_consolidated=when, assets=assets)
+        assert saver.exports.only_at_end == at_end
+        saver.disable_exports()
+        assert not saver.exports.only_at_end
+        saver.close()
+
+
+def test_the_views_of_host_memory_are_made_once_until_it_is_reallocated() -> None:
+    source = torch.arange(6.0).reshape(2, 3)
+    layout = host_memory.MemoryLayout([], 24)
+    layout.tensors.append((0, Fetch(lambda: source, source.nbytes)))
+    memory = HostMemory()
+    memory.reserve(24)
+    ((first, _),) = memory.fill(layout)
+    ((second, _),) = memory.fill(layout)
+    assert second is first and first.shape == (2, 3)
+    memory.reserve(1 << 20)
+    ((third, _),) = memory.fill(layout)
+    third.copy_(source)
+    assert torch.equal(
+        torch.frombuffer(memory.tensor.numpy(), dtype=torch.float32)[:6], source.flatten()
+    )
+    memory.close()
+
+
+def test_a_writer_ends_with_code_0_when_it_is_idle_and_at_once_when_it_is_busy(
+    tmp_path: Path,
+) -> None:
+    for jobs, code in (([], 0), ([pickle.dumps(TakesLong())], 1)):
+        memory = HostMemory()
+        process = writer.Writer(memory.descriptor)
+        if jobs:
+            command = writer.Write(str(tmp_path), RankManifest(0), jobs, 0)
+            pickle.dump(command, process._commands)
+        process.end()
+        assert process._process.returncode == code
+        memory.close()
+
+
+class TakesLong:
+    """Jobs that take 20 seconds."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return time.sleep, (20,)
+
+
+def test_waiting_returns_when_the_save_in_progress_is_published(saver: Saver) -> None:
+    saver.pause()
+    saver.save(1)
+    timer = threading.Timer(0.3, saver.go_on)
+    timer.start()
+    saver.checkpointer.wait()
+    latest = commit.pointed(saver.checkpointer.directory, "LATEST")
+    timer.join()  # before anything can fail: closing would wait for the held writer
+    assert latest == "epoch_0_step_1"
+
+
+class InBackground:
+    """A writer process with nothing to write, and saves whose last part is a function of the test."""
+
+    def __init__(self) -> None:
+        self.background = background.Background()
+        self.background.stage([host_memory.MemoryLayout([], 8)])
+
+    def start(self, directory: Path, then: Any) -> None:
+        (directory / layout.PARTS).mkdir(exist_ok=True)
+        self.background.start(directory, RankManifest(0), [], then=then, doing="saving")
+
+
+@pytest.fixture
+def in_background(monkeypatch: pytest.MonkeyPatch) -> Iterator[InBackground]:
+    monkeypatch.setattr(background, "_END_SECONDS", 0.2)
+    made = InBackground()
+    yield made
+    made.background.close()
+
+
+def test_an_abandoned_save_stays_abandoned_when_the_next_one_has_started(
+    tmp_path: Path, in_background: InBackground
+) -> None:
+    """As after a disk that did not respond for longer than the wait for the thread."""
+    began, respond, ended = threading.Event(), threading.Event(), threading.Event()
+    outcome: list[str] = []
+
+    def in_a_call_to_the_disk(task: Any) -> None:
+        began.set()
+        respond.wait(120)
+        for step in (
+            lambda: task.pause(0),
+            lambda: task.finalize(tmp_path, None, RankManifest(0)),
+        ):
+            try:
+                step()
+            except background.Cancelled:
+                outcome.append("cancelled")
+        ended.set()
+
+    in_background.start(tmp_path, in_a_call_to_the_disk)
+    assert began.wait(120)
+    assert in_background.background.abandon() is None
+    next_one = threading.Event()
+    in_background.start(tmp_path, lambda *_: next_one.wait(120))
+    respond.set()
+    assert ended.wait(120) and outcome == ["cancelled", "cancelled"]
+    # The late thread changed neither the state nor the failure of the save in progress.
+    assert in_background.background.state == "busy"
+    next_one.set()
+    in_background.background.wait(120)
+    assert in_background.background.state == "idle"
+
+
+def test_the_wait_of_an_abandoned_save_ends_it_without_a_failure(
+    tmp_path: Path, in_background: InBackground
+) -> None:
+    began = threading.Event()
+
+    def wait_for_other_ranks(task: Any) -> None:
+        began.set()
+        for _ in range(60000):
+            task.pause(0.01)
+        raise AssertionError("nothing ended the wait")
+
+    in_background.start(tmp_path, wait_for_other_ranks)
+    assert began.wait(120)
+    assert in_background.background.abandon() is None
+    in_background.background.wait(120)
+    assert in_background.background.state == "idle"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_busy_writer_is_seen_to_work_where_its_io_counters_cannot_be_read() -> None:
+    """Another user may read a process's times, and not its bytes, as on systems that restrict /proc."""
+    memory = HostMemory()
+    process = writer.Writer(memory.descriptor)
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        try:
+            Path(f"/proc/{process.pid}/io").read_bytes()
+        except PermissionError:
+            before = process.activity()
+            process.written_bytes += 1
+            os.write(writable, b"seen" if before and process.activity() != before else b"idle")
+        os._exit(0)
+    os.close(writable)
+    os.waitpid(child, 0)
+    assert os.read(readable, 10) == b"seen"
+    os.close(readable)
+    process.end()
+    memory.close()
+
+
+def test_the_failure_says_whether_writing_or_publishing_made_no_progress(
+    tmp_path: Path, in_background: InBackground
+) -> None:
+    began = threading.Event()
+
+    def wait_for_other_ranks(task: Any) -> None:
+        began.set()
+        task.pause(600)
+
+    in_background.start(tmp_path, wait_for_other_ranks)
+    assert began.wait(120)
+    in_background.background.give_up(also_waiting=False)
+    assert in_background.background.state == "busy"
+    in_background.background.give_up(also_waiting=True)
+    assert in_background.background.state == "failed"
+    failure = in_background.background.abandon()
+    assert isinstance(failure, SaveFailed) and not isinstance(failure, ExportFailed)
+    assert "publishing made no progress" in str(failure) and str(tmp_path) in str(failure)
+    in_background.background.wait(120)
+    # Nothing is in progress any more.
+    in_background.background.give_up(also_waiting=True)
+    assert in_background.background.state == "idle"
+
+
+def test_host_memory_is_taken_up_to_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    available = (1 << 20) + host_memory._RESERVE_BYTES
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: available)
+    memory = HostMemory()
+    with pytest.raises(OSError, match="are available"):
+        memory.reserve((1 << 20) + 1)
+    memory.reserve(1 << 20)
+    assert memory.tensor.nbytes == 1 << 20
+    # What it has already is not needed again.
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: host_memory._RESERVE_BYTES + 4096)
+    memory.reserve((1 << 20) + 4096)
+    with pytest.raises(OSError, match="are available"):
+        memory.reserve((1 << 20) + 8193)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: None)
+    memory.reserve(2 << 20)
+    memory.close()
+
+
+def test_constants_are_copied_once_and_again_where_they_are_replaced() -> None:
+    layout_of = host_memory.MemoryLayout([], 16)
+    layout_of.constants = [(0, b"old")]
+    layout_of.values[("model", "x")] = Span(0, 3)
+    memory = HostMemory()
+    memory.reserve(16)
+    memory.fill(layout_of)
+    assert bytes(memory._view[:4]) == b"old\0"
+    memory._view[:3] = b"???"
+    memory.fill(layout_of)
+    assert bytes(memory._view[:3]) == b"???"
+    assert layout_of.replace(("model", "x"), b"new")
+    memory.fill(layout_of)
+    assert bytes(memory._view[:3]) == b"new"
+    assert not layout_of.replace(("model", "x"), b"longer")
+    memory.close()
+
+
+def test_an_export_that_was_disabled_before_it_began_is_not_started(
+    tmp_path: Path, in_background: InBackground
+) -> None:
+    writer_pid = in_background.background.writer_pid
+    in_background.background.disable_exports()
+    with pytest.raises(background.Cancelled):
+        in_background.background.export(in_background.background._task, [tmp_path / "gone"], None)
+    # No export was in progress, so the writer may be writing a checkpoint and is left alone.
+    assert in_background.background.writer_pid == writer_pid and is_there(writer_pid)
+
+
+def test_a_run_that_lost_its_directory_while_publishing_starts_no_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver(tmp_path / "run", save_consolidated="every", assets={"model": AdapterFiles()})
+    record = {"host": "h", "boot_id": "b", "pid": 1, "command": "c", "beat": 1, "token": "theirs"}
+    exported: list[object] = []
+    monkeypatch.setattr(
+        background.Background, "export", lambda *arguments: exported.append(arguments)
+    )
+
+    class TakenOver(list[SaveReport]):
+        def append(self, report: SaveReport) -> None:
+            (tmp_path / "run" / layout.LOCK_FILE).write_text(json.dumps(record))
+
+    saver.reports = TakenOver()
+    saver.save(1)
+    with pytest.raises(LeaseLost, match="another run has taken over"):
+        saver.checkpointer.wait_for_save()
+    assert exported == []
+    saver.checkpointer.close()
+
+
+def test_the_bytes_of_each_write_are_counted_from_zero(tmp_path: Path) -> None:
+    memory = HostMemory()
+    memory.reserve(100_000)
+    process = writer.Writer(memory.descriptor)
+    (tmp_path / layout.PARTS).mkdir()
+    for number, nbytes in enumerate((100_000, 70_000)):
+        job = FileJob(f"file {number}", [Chunk(0, Span(0, nbytes))])
+        jobs = [pickle.dumps([job])]
+        process.do(writer.Write(str(tmp_path), RankManifest(number), jobs, 100_000))
+        assert process.written_bytes == nbytes
+        assert (tmp_path / f"file {number}").stat().st_size == nbytes
+    process.end()
+    memory.close()
+
+
+def test_a_live_state_equals_a_plan_of_the_same_names_values_and_memory() -> None:
+    tensor = torch.arange(4.0)
+
+    def live(**values: Any) -> LiveState:
+        return LiveState({"model": values})
+
+    def planned(**values: Any) -> dict[str, dict[str, Any]]:
+        return {"model": values}
+
+    assert live(x=tensor, y=1).matches(planned(x=tensor, y=1))
+    assert live(x=tensor).matches(planned(x=tensor.view(4)))
+    for other in (
+        {"x": tensor},
+        {"x": tensor, "y": 2},
+        {"x": tensor, "z": 1},
+        {"x": tensor.clone(), "y": 1},
+        {"x": tensor[:2], "y": 1},
+        {"x": tensor[1:], "y": 1},
+        {"x": tensor.view(torch.int32), "y": 1},
+        {"x": tensor.view(2, 2), "y": 1},
+        {"x": 3, "y": 1},
+    ):
+        assert not live(x=tensor, y=1).matches(planned(**other)), other
+    assert not live(x=tensor).matches({})
+    assert not live(x=tensor).matches({"other": {"x": tensor}})
+    square = torch.zeros(2, 2)
+    assert not live(x=square).matches(planned(x=square.t()))

@@ -1,0 +1,64 @@
+"""An optimizer's tree is written from slices of other files, large tensors in blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from automodel_ckpt.checkpoint.jobs import described_tree
+from automodel_ckpt.checkpoint.jobs.jobs import run_all
+from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest, merge_tree
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.tensors.stored import whole_checked
+
+KEY = ("optimizer", "state", "model.w", "exp_avg")
+NAME = "optimizer.state.model.w.exp_avg"
+
+
+def in_two_slices(directory: Path, shape: tuple[int, ...]) -> tuple[Tensor, np.ndarray]:
+    """A tensor whose first three rows are in one file and the others, with a gap before them, in another."""
+    values = np.arange(np.prod(shape), dtype="<f4").reshape(shape)
+    (directory / "a").write_bytes(values[:3].tobytes())
+    (directory / "b").write_bytes(b"gap!" + values[3:].tobytes())
+    zeros = (0,) * (len(shape) - 1)
+    first = Slice(NAME, "F32", (0, *zeros), (3, *shape[1:]), "a", 0, values[:3].nbytes)
+    rest = Slice(NAME, "F32", (3, *zeros), (shape[0] - 3, *shape[1:]), "b", 4, values[3:].nbytes)
+    return Tensor(NAME, "F32", shape, (first, rest)), values
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (11,), (5, 2, 3)])
+@pytest.mark.parametrize("block_bytes", [1, 48, 1 << 20])
+def test_a_tensor_in_several_slices_is_written_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], block_bytes: int
+) -> None:
+    monkeypatch.setattr(described_tree, "_BLOCK_BYTES", block_bytes)
+    tensor, values = in_two_slices(tmp_path, shape)
+    described = described_tree.DescribedTree(
+        "optimizer",
+        "optim",
+        root=tmp_path,
+        stored={KEY: tensor},
+        numbers={("optimizer", "state", "model.w", "step"): 7.0},
+        objects={("optimizer", "param_groups", 0, "lr"): 0.5},
+    )
+    target = tmp_path / "checkpoint"
+    target.mkdir()
+    written = RankManifest(0)
+    run_all(described.jobs(), target, written)
+    tree = merge_tree("optimizer", "torch_save", [written], {})
+    assert (whole_checked(target, tree.tensors[NAME]) == values).all()
+    num_slices = len(tree.tensors[NAME].slices)
+    assert num_slices == (shape[0] if block_bytes == 1 else num_slices)
+    assert num_slices > 1 or block_bytes >= 48
+    # torch's own reader finds the blocks, too.
+    step_name = "optimizer.state.model.w.step"
+    lr_name = "optimizer.param_groups.0.lr"
+    state = {NAME: torch.zeros(shape), step_name: torch.zeros(()), lr_name: None}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(state, checkpoint_id=target / "optim", no_dist=True)
+    assert (state[NAME].numpy() == values).all() and state[step_name].item() == 7.0
+    assert state[lr_name] == 0.5

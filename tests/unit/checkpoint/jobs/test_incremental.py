@@ -1,0 +1,376 @@
+"""Incremental saves: files of tensors that do not train are shared between checkpoints, and never changed or lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from automodel_ckpt.checkpoint import Manifest, discover
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
+from automodel_ckpt.checkpoint.jobs import rank_manifest, reuse
+from automodel_ckpt.checkpoint.jobs.shared_file import SharedFile
+from automodel_ckpt.checkpoint.parts.verify import verify_deep
+from automodel_ckpt.checkpoint.run import shared_files
+from automodel_ckpt.checkpoint.saving import disk_space, plan_reuse, planner
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from tests.support.models import tiny
+
+LAYOUTS = [{}, {"model_layout": "hf"}, {"is_async": True}, {"model_layout": "hf", "is_async": True}]
+IDS = ["shards", "hf", "shards, async", "hf, async"]
+
+
+def save_all(root: Path, made: SimpleNamespace, *steps: int, **options: Any) -> None:
+    """Save at each of *steps* by one checkpointer, and train before each."""
+    saver = tiny.checkpointer(root, **{"incremental": True, **options})
+    try:
+        saver.load(discover(made))
+        for step in steps:
+            tiny.train(made, 1)
+            saver.save(discover(made), step=step, epoch=0, losses={"step": step})
+            saver.wait_for_save()
+    finally:
+        saver.close()
+
+
+def shared(root: Path, one: int, other: int) -> set[str]:
+    """The files that two checkpoints share, by their names in the checkpoint."""
+    first, second = root / f"epoch_0_step_{one}", root / f"epoch_0_step_{other}"
+    found = set()
+    for path in first.rglob("*"):
+        twin = second / path.relative_to(first)
+        if path.is_file() and twin.is_file() and path.samefile(twin):
+            found.add(path.relative_to(first).as_posix())
+    return found
+
+
+def assert_complete(root: Path, step: int) -> None:
+    path = root / f"epoch_0_step_{step}"
+    assert verify_deep(path, Manifest.read(path)) == []
+
+
+def assert_loads(root: Path, made: SimpleNamespace, **options: Any) -> None:
+    found = tiny.recipe(seed=99)
+    options.pop("is_async", None)
+    assert tiny.load(root, found, **options) is not None
+    tiny.assert_equal_state(found, made)
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=IDS)
+def test_a_parameter_that_is_frozen_during_the_run_is_shared_from_the_next_save_on(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    made = tiny.recipe()
+    saver = tiny.checkpointer(tmp_path, incremental=True, **options)
+    for step in range(1, 5):
+        made.model.one_row.requires_grad_(step < 2)
+        saver.save(discover(made), step=step, epoch=0)
+        saver.wait_for_save()
+    saver.close()
+    stored = Manifest.read(tmp_path / "epoch_0_step_4").trees["model"].tensors["one_row"]
+    assert {piece.file for piece in stored.slices} <= shared(tmp_path, 3, 4)
+    assert_loads(tmp_path, made)
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=IDS)
+def test_files_that_do_not_change_are_shared_and_each_checkpoint_stands_alone(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    made = tiny.recipe()
+    save_all(tmp_path, made, 1, 2, 3, **options)
+    both = shared(tmp_path, 1, 2)
+    assert both and both == shared(tmp_path, 2, 3)
+    names = Manifest.read(tmp_path / "epoch_0_step_3").trees["model"].tensors
+    in_shared = {fqn for fqn, tensor in names.items() if {p.file for p in tensor.slices} & both}
+    assert in_shared == {"frozen", "empty", "steps", "mask"}
+    for removed in (1, 2):
+        shutil.rmtree(tmp_path / f"epoch_0_step_{removed}")
+        assert_complete(tmp_path, 3)
+    assert_loads(tmp_path, made, **options)
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=IDS)
+def test_a_tensor_that_changed_although_it_does_not_train_is_written(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    made = tiny.recipe()
+    save_all(tmp_path, made, 1, **options)
+    # Through `.data`, so that the version counter of the parameter does not change.
+    version = made.model.frozen._version
+    made.model.frozen.data[0, 0] += 1
+    assert made.model.frozen._version == version
+    saver = tiny.checkpointer(tmp_path, incremental=True, **options)
+    saver.save(discover(made), step=2, epoch=0)
+    saver.close()
+    assert not any("frozen" in name for name in shared(tmp_path, 1, 2))
+    assert_complete(tmp_path, 1)
+    assert_complete(tmp_path, 2)
+    assert_loads(tmp_path, made, **options)
+
+
+def test_by_default_the_newest_two_checkpoints_share_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "_MIN_SEPARATE_BYTES", 1)
+    made = tiny.recipe()
+    save_all(tmp_path, made, 1, 2, 3, 4, 5, incremental="auto")
+    for step in (1, 2, 3, 4):
+        assert shared(tmp_path, step, step + 1) == set()
+    assert shared(tmp_path, 1, 3) == shared(tmp_path, 3, 5) != set()
+    assert shared(tmp_path, 2, 4) != set()
+    # So a start survives damage to a shared file of the newest one.
+    (name,) = (n for n in shared(tmp_path, 3, 5) if "frozen" in n)
+    path = tmp_path / "epoch_0_step_5" / name
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    found = tiny.recipe(seed=99)
+    resumed = tiny.load(tmp_path, found)
+    assert resumed is not None and resumed.step == 4
+
+
+def test_small_untrained_tensors_are_not_separated_by_default(tmp_path: Path) -> None:
+    save_all(tmp_path, tiny.recipe(), 1, 2, 3, incremental="auto")
+    assert not list(tmp_path.rglob("*frozen*")) and not list(tmp_path.rglob("*buffers*"))
+
+
+def test_nothing_is_shared_if_that_is_switched_off(tmp_path: Path) -> None:
+    save_all(tmp_path, tiny.recipe(), 1, 2, incremental=False)
+    assert shared(tmp_path, 1, 2) == set() and not list(tmp_path.rglob("*frozen*"))
+
+
+def test_after_a_rewind_the_checkpoint_before_stays_independent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "_MIN_SEPARATE_BYTES", 1)
+    made = tiny.recipe()
+    save_all(tmp_path, made, 1, 2, 3, incremental="auto")
+    back = tiny.recipe()
+    save_all(tmp_path, back, 3, incremental="auto", restore_from="epoch_0_step_2")
+    assert (tmp_path / "epoch_0_step_3.superseded-1").is_dir()
+    assert shared(tmp_path, 2, 3) == set() and shared(tmp_path, 1, 3) != set()
+    assert_complete(tmp_path, 3)
+    assert_loads(tmp_path, back)
+
+
+def test_the_keep_policy_removes_names_and_never_content(tmp_path: Path) -> None:
+    made = tiny.recipe()
+    save_all(tmp_path, made, 1, 2, 3, 4, keep_last=1)
+    assert sorted(path.name for path in tmp_path.glob("epoch*")) == ["epoch_0_step_4"]
+    assert_complete(tmp_path, 4)
+    assert_loads(tmp_path, made)
+
+
+def test_a_file_system_without_hard_links_gets_full_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*arguments: object, **options: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", unsupported)
+    for options in LAYOUTS[:2]:
+        root = tmp_path / str(len(options))
+        made = tiny.recipe()
+        save_all(root, made, 1, 2, **options)
+        assert shared(root, 1, 2) == set()
+        assert_complete(root, 2)
+        assert_loads(root, made, **options)
+
+
+@pytest.mark.parametrize("options", LAYOUTS[:2], ids=IDS[:2])
+def test_a_link_that_fails_after_the_probe_becomes_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    made = tiny.recipe()
+    save_all(tmp_path, made, 1, **options)
+    link = os.link
+
+    def full(source: Any, target: Any, **more: Any) -> None:
+        if "frozen" in str(target) or "model-" in str(target):
+            raise OSError(31, "Too many links")
+        link(source, target, **more)
+
+    monkeypatch.setattr(os, "link", full)
+    save_all(tmp_path, made, 2, **options)
+    assert not any("frozen" in name or "model-" in name for name in shared(tmp_path, 1, 2))
+    assert_complete(tmp_path, 2)
+    assert_loads(tmp_path, made, **options)
+
+
+def test_an_old_file_is_written_anew_so_that_damage_does_not_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny.recipe()
+    save_all(tmp_path, made, 1)
+    monkeypatch.setattr(reuse, "MAX_AGE_SECONDS", -1.0)
+    save_all(tmp_path, made, 2)
+    assert shared(tmp_path, 1, 2) == set()
+
+
+def test_a_truncated_file_is_not_shared(tmp_path: Path) -> None:
+    made = tiny.recipe()
+    save_all(tmp_path, made, 1, 2)
+    for name in shared(tmp_path, 1, 2):
+        with open(tmp_path / "epoch_0_step_2" / name, "r+b") as file:
+            file.truncate(10)
+    saver = tiny.checkpointer(tmp_path, incremental=True)
+    saver.save(discover(made), step=3, epoch=0)
+    saver.close()
+    assert shared(tmp_path, 2, 3) == set()
+    assert_complete(tmp_path, 3)
+
+
+def test_a_file_with_several_names_is_never_opened_for_writing(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"shared")
+    os.link(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(OSError, match="several names"):
+        SharedFile(tmp_path / "b", nbytes=3)
+    assert (tmp_path / "a").read_bytes() == b"shared"
+
+
+def test_a_previous_checkpoint_without_a_manifest_is_not_used(tmp_path: Path) -> None:
+    assert reuse.ReusableFiles.open(None) is None
+    assert reuse.ReusableFiles.open(reuse.Previous(str(tmp_path / "gone"))) is None
+    with pytest.raises(CheckpointUnusable):
+        Manifest.read(tmp_path / "gone")
+
+
+def test_a_file_that_is_removed_while_it_is_compared_is_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny.recipe()
+    save_all(tmp_path, made, 1)
+
+    def remove(root: Path, file: str, record: Any) -> None:
+        """Find nothing wrong with the file, which is removed right after that."""
+        os.unlink(root / file)
+
+    monkeypatch.setattr(reuse, "size_problem", remove)
+    save_all(tmp_path, made, 2)
+    monkeypatch.undo()
+    assert_complete(tmp_path, 2)
+
+
+@pytest.mark.parametrize("options", LAYOUTS[:3], ids=IDS[:3])
+def test_shared_files_need_no_space_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    made = tiny.recipe()
+    save_all(tmp_path, made, 1, **options)
+    saver = tiny.checkpointer(tmp_path, incremental=True, **options)
+    needed = saver.forecast(discover(made)).nbytes
+    frozen = made.model.frozen.nbytes
+    monkeypatch.setattr(disk_space, "free_bytes", lambda _: needed - frozen)
+    monkeypatch.setattr(plan_reuse, "free_bytes", lambda _: needed - frozen)
+    try:
+        saver.check_disk_space(discover(made))
+        for step in (2, 3):
+            saver.save(discover(made), step=step, epoch=0)
+            saver.wait_for_save()
+        assert shared(tmp_path, 2, 3)
+        made.model.frozen.requires_grad_(True)
+        with pytest.raises(SaveFailed, match="does not fit on the disk"):
+            saver.check_disk_space(discover(made))
+    finally:
+        saver.close()
+
+
+@pytest.mark.parametrize("options", LAYOUTS[:2], ids=IDS[:2])
+def test_a_previous_checkpoint_with_a_damaged_table_is_not_used(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_manifest, "MIN_TABLE_ROWS", 0)
+    made = tiny.recipe(1)
+    saver = tiny.checkpointer(tmp_path, incremental=True, **options)
+    saver.save(discover(made), step=1, epoch=0)
+    first = tmp_path / "epoch_0_step_1"
+    table = Manifest.read(first).trees["model"].table
+    assert table is not None
+    path = first / table.location.file
+    head = path.read_bytes()[: table.location.head_bytes]
+    path.write_bytes(head.ljust(path.stat().st_size, b"x"))
+    saver.save(discover(made), step=2, epoch=0)
+    saver.close()
+    assert_complete(tmp_path, 2)
+    assert not shared(tmp_path, 1, 2)
+
+
+def test_commands_report_what_is_shared_and_count_it_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    save_all(run, tiny.recipe(), 1, 2, 3)
+    assert main(["verify", str(run)]) == 0
+    assert "epoch_0_step_1: shares 2 files" in capsys.readouterr().out
+    assert main(["verify", str(run / "epoch_0_step_2"), "--json"]) == 0
+    (document,) = json.loads(capsys.readouterr().out)
+    sizes = {file["file"]: file["nbytes"] for file in document["shared"]}
+    assert sizes.keys() == shared(run, 1, 2)
+    assert document["shared"][0]["with"] == ["epoch_0_step_1", "epoch_0_step_3"]
+    total = sum(Manifest.read(path).nbytes for path in run.glob("epoch*"))
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["nbytes"] == total - 2 * sum(sizes.values())
+    # Only the last name of a file frees its bytes.
+    assert main(["prune", str(run), "--keep-last", "1", "--json"]) == 0
+    pruned = json.loads(capsys.readouterr().out)["pruned"]
+    in_files = sum(path.stat().st_size for path in (run / "epoch_0_step_3").rglob("*.safetensors"))
+    assert len(pruned) == 2 and in_files
+    manifest_bytes = total // 3
+    assert all(entry["nbytes"] < manifest_bytes + 20_000 - sum(sizes.values()) for entry in pruned)
+    assert_complete(run, 3)
+
+
+def test_freed_bytes_count_a_file_with_its_last_name(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "x").write_bytes(b"12345")
+    os.link(tmp_path / "a" / "x", tmp_path / "b" / "x")
+    (tmp_path / "b" / "y").write_bytes(b"1")
+    os.link(tmp_path / "b" / "y", tmp_path / "c" / "y")
+    a, b, c = (tmp_path / name for name in "abc")
+    assert shared_files.freed_bytes([a, b]) == [0, 5]
+    assert shared_files.freed_bytes([a, b, c]) == [0, 5, 1]
+    assert shared_files.repeated_bytes([a, b, c]) == 6
+
+
+@pytest.mark.parametrize("model_layout", ["hf", "shards"])
+def test_transformers_loads_what_was_saved_in_separate_files(
+    tmp_path: Path, model_layout: str
+) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=32,
+        initializer_range=0.3,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name)
+    options = {"model_layout": model_layout, "save_consolidated": False, "incremental": True}
+    assets = {"model": HFAssets.from_model(model)}
+    saver = tiny.checkpointer(tmp_path, assets=assets, **options)
+    for step in (1, 2):
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight += 1
+        saver.save({"model": model}, step=step, epoch=0)
+    saver.close()
+    assert shared(tmp_path, 1, 2)
+    path = tmp_path / "epoch_0_step_2" / "model"
+    if model_layout == "shards":
+        path = consolidate(path, log=lambda _: None).output
+    ids = torch.arange(8)[None]
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)

@@ -1,0 +1,193 @@
+"""Several threads read blocks of files: into little memory, which is not overwritten before it was copied."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from automodel_ckpt.checkpoint.formats import read_ahead
+from automodel_ckpt.checkpoint.formats.read_ahead import num_threads, read_all
+from automodel_ckpt.checkpoint.formats.reading import read_tree
+from automodel_ckpt.checkpoint.parts.manifest import Tree
+from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.errors import CheckpointUnusable
+
+MAIN = threading.get_ident()
+
+
+@dataclass
+class Gpu:
+    """A device that copies from memory until somebody waits for the event after the copy."""
+
+    address: int = 0
+    """The memory from which the last copy was begun."""
+    copying: dict[object, int] = field(default_factory=dict)
+    """The address of the memory of each copy that nothing has waited for, by its event."""
+    addresses: set[int] = field(default_factory=set)
+    order: list[int] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    device = Gpu()
+
+    class Event:
+        def record(self, stream: object) -> None:
+            del stream
+            device.copying[self] = device.address
+
+        def synchronize(self) -> None:
+            del device.copying[self]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    monkeypatch.setattr(
+        read_ahead, "page_locked", lambda size: torch.empty(size, dtype=torch.uint8)
+    )
+    return device
+
+
+@dataclass
+class Numbered:
+    """A block with its number as its only byte; some take longer to read than those after them."""
+
+    number: int
+    gpu: Gpu
+    staged_bytes: int = 1
+    reads_elsewhere: bool = True
+
+    def read(self, staging: torch.Tensor) -> None:
+        assert staging.data_ptr() not in self.gpu.copying.values()
+        self.gpu.threads.add(threading.get_ident())
+        threading.Event().wait(0.001 * (self.number % 3 == 0))
+        staging.fill_(self.number)
+
+    def put(self, staging: torch.Tensor) -> Sequence[torch.device]:
+        self.gpu.order.append(int(staging))
+        self.gpu.address = staging.data_ptr()
+        self.gpu.addresses.add(self.gpu.address)
+        return (torch.device("cuda", 0),)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_blocks_are_put_in_order_from_memory_that_no_copy_uses(gpu: Gpu, threads: int) -> None:
+    read_all([Numbered(number, gpu) for number in range(50)], threads, to_gpu=True)
+    assert gpu.order == list(range(50))
+    assert not gpu.copying
+    assert len(gpu.addresses) == 2 * threads
+    assert (gpu.threads == {MAIN}) == (threads == 1) and (MAIN in gpu.threads) == (threads == 1)
+
+
+def test_threads_are_for_many_bytes_and_the_ranks_of_a_node_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert num_threads(1 << 20) == 1 and num_threads(1 << 30) == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert num_threads(1 << 30) == 4
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two files of 3 MB, which are read by threads."""
+    monkeypatch.setattr(read_ahead, "_PARALLEL_FROM_BYTES", 1)
+    for name in "ab":
+        save_file({name: torch.randn(750, 1000)}, tmp_path / f"{name}.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("damaged", "error"), [("truncated", CheckpointUnusable), ("missing", OSError)]
+)
+def test_an_error_of_a_thread_names_the_first_file_and_leaves_none_open(
+    stored: Path, damaged: str, error: type[Exception]
+) -> None:
+    source = open_weights(stored).modules["model"]
+    tree = Tree("", dict(source.tensors), {})
+    for name in "ab":
+        if damaged == "missing":
+            (stored / f"{name}.safetensors").unlink()
+        else:
+            os.truncate(stored / f"{name}.safetensors", 2 << 20)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(error, match=r"a\.safetensors"):
+        read_tree(source.root, tree, {name: torch.empty(750, 1000) for name in "ab"})
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_an_error_of_the_disk_names_the_file(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_weights(stored).modules["model"]
+    tree = Tree("", dict(source.tensors), {})
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match=r"a\.safetensors"):
+        read_tree(source.root, tree, {name: torch.empty(750, 1000) for name in "ab"})
+
+
+def test_without_threads_the_calling_thread_reads(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_weights(stored).modules["model"]
+    tree = Tree("", dict(source.tensors), {})
+    num_started = 0
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        nonlocal num_started
+        num_started += 1
+        if num_started > 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    num_before = threading.active_count()
+    found = {name: torch.empty(750, 1000) for name in "ab"}
+    read_tree(source.root, tree, found)
+    assert num_started == 2 and threading.active_count() == num_before
+    for name in "ab":
+        assert torch.equal(found[name], load_file(stored / f"{name}.safetensors")[name])
+
+
+def test_tensors_created_in_inference_mode_are_read_into(stored: Path) -> None:
+    source = open_weights(stored).modules["model"]
+    with torch.inference_mode():
+        found = {name: torch.zeros(750, 1000, dtype=torch.bfloat16) for name in "ab"}
+        read_tree(source.root, Tree("", dict(source.tensors), {}), found)
+        for name in "ab":
+            expected = load_file(stored / f"{name}.safetensors")[name].bfloat16()
+            assert torch.equal(found[name], expected)
+
+
+def test_a_strided_tensor_of_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"transposed": torch.randn(100, 200).t()}, path)
+    source = open_weights(tmp_path).modules["model"]
+    os.truncate(path, 40_000)
+    with pytest.raises(CheckpointUnusable, match=r"pytorch_model\.bin"):
+        read_tree(
+            source.root,
+            Tree("", dict(source.tensors), {}),
+            {"transposed": torch.empty(200, 100)},
+        )
+
+
+def test_the_only_element_of_a_strided_tensor_is_read_in_place(tmp_path: Path) -> None:
+    save_file({"one": torch.tensor([7.5])}, tmp_path / "a.safetensors")
+    source = open_weights(tmp_path).modules["model"]
+    target = torch.zeros(3)
+    read_tree(source.root, Tree("", dict(source.tensors), {}), {"one": target[1::3]})
+    assert target.tolist() == [0, 7.5, 0]

@@ -1,0 +1,363 @@
+"""MANIFEST.json: what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.checkpoint.files.bounded_json import FREE_BYTES
+from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of, record_of_ranges
+from automodel_ckpt.checkpoint.files.json_values import MAX_INTEGER, sizes_of
+from automodel_ckpt.checkpoint.jobs.rank_manifest import (
+    RankManifest,
+    RankTree,
+    finalize,
+    merge_tree,
+)
+from automodel_ckpt.checkpoint.parts import manifest as manifest_module
+from automodel_ckpt.checkpoint.parts import manifest_file
+from automodel_ckpt.checkpoint.parts.commit import reserve
+from automodel_ckpt.checkpoint.parts.manifest import (
+    NOT_SAVED,
+    Blob,
+    Manifest,
+    StateRecord,
+    Summary,
+    Tree,
+)
+from automodel_ckpt.checkpoint.parts.manifest_consistency import is_in_file
+from automodel_ckpt.checkpoint.parts.slices import MAX_DIMENSIONS, Slice, Tensor
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+
+WHERE = Path("MANIFEST.json")
+
+
+def example() -> Manifest:
+    piece = Slice("w", "F32", (0, 0), (2, 2), "model/a", 8, 16, "xxh3_128:00")
+    return Manifest(
+        step=20,
+        epoch=0,
+        created=1.5,
+        world_size=2,
+        dp_size=2,
+        progress={"consumed_samples": 5},
+        losses={"val_loss": None},
+        validated=True,
+        environment={},
+        lineage={},
+        state={
+            "model": StateRecord("module", "replicated", "model/"),
+            "rng": StateRecord("object", "rank_rng", "rng", ("rng/r.pt",), ("other",)),
+        },
+        trees={
+            "model": Tree(
+                "safetensors",
+                {"w": Tensor("w", "F32", (2, 2), (piece,))},
+                {"x": Blob("x", "model/a", 0, 8, "xxh3_128:11")},
+                {"tied": "w"},
+            )
+        },
+        files={"model/a": FileRecord(24, "xxh3_128:22"), "rng/r.pt": FileRecord(0, "xxh3_128:33")},
+    )
+
+
+def test_what_is_written_is_read_again() -> None:
+    manifest = example()
+    read = Manifest.parse(manifest.to_bytes(), WHERE)
+    assert replace(read, digest="") == manifest
+    assert json.loads(manifest.to_bytes())["digest"] == read.digest
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    data = example().to_bytes()
+    for index in range(len(data)):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[index] ^= 1 << bit
+            with pytest.raises(CheckpointUnusable):
+                Manifest.parse(bytes(damaged), WHERE)
+
+
+@pytest.mark.parametrize("length", [0, 1, 40, -1, -30])
+def test_a_truncated_manifest_is_noticed(length: int) -> None:
+    with pytest.raises(CheckpointUnusable, match="damaged"):
+        Manifest.parse(example().to_bytes()[:length], WHERE)
+
+
+def resealed(text: bytes) -> bytes:
+    """The manifest as an attacker writes it: any content, a fitting digest."""
+    head = text[: text.rindex(b'"digest": ')]
+    return head + b'"digest": "' + digest_of(head).encode() + b'"\n}\n'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"model/a":{"size":24', b'"../a":{"size":24', "empty, '.' or '..'"),
+        (b'"model/a":{"size":24', b'"/etc/passwd":{"size":24', "not a relative path"),
+        (b'"size":24', b'"size":20', "is not in 'model/a'"),
+        (b'"size":24', b'"size":-24', "is not a count"),
+        (b'"sizes":[2,2]', b'"sizes":[1,2]', "elements are not in any slice"),
+        (b'"dtype":"F32"', b'"dtype":"F99"', "unknown dtype"),
+        (b'"tied":"w"', b'"tied":"v"', "which is not stored"),
+        (b'"files":["rng/r.pt"]', b'"files":["rng/s.pt"]', "not among the files"),
+        (b'"step":20', b'"step":"20"', "'20' is not a count"),
+        (b'"step":20', b'"step":[20]', "a value of type list is not a count"),
+        (b'"sizes":[2,2]', b'"sizes":[' + b"1," * 64 + b"1]", "65 dimensions"),
+        (b'"format_version":1', b'"format_version":4', "newer format"),
+        (b'"step":20,', b"", "the manifest is malformed"),
+        (b'"created":1.5', b'"created":-1', "is not a time"),
+        (b'"validated":true', b'"validated":1', "neither true nor false"),
+        (b'"format":"automodel_ckpt"', b'"format":"another"', "not a manifest of this format"),
+        (b'"kind":"module"', b'"kind":7', "is not text"),
+        (b'"losses":{', b'"losses":[{', "the manifest"),
+        (b'"progress":{"consumed_samples":5}', b'"progress":[5]', "is not a mapping"),
+        (b'"consumed_samples":5', b'"consumed_samples":9223372036854775808', "more than 64 bits"),
+        (b'"consumed_samples":5', b'"x":' + b"[" * 8 + b"]" * 8, "nested more than 8 levels"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused_whatever_its_digest(
+    old: bytes, new: bytes, message: str
+) -> None:
+    data = example().to_bytes()
+    assert old in data
+    with pytest.raises(CheckpointUnusable, match=message):
+        Manifest.parse(resealed(data.replace(old, new, 1)), WHERE)
+
+
+def test_byte_ranges_of_a_file_are_compared_with_its_digest() -> None:
+    record = record_of_ranges([(16, "xxh3_128:44"), (8, "xxh3_128:55")])
+    manifest = replace(example(), files={**example().files, "model/a": record})
+    data = manifest.to_bytes()
+    read = Manifest.parse(data, WHERE)
+    assert replace(read, digest="", format_version=1) == manifest and read.format_version == 3
+    for old, new, message in (
+        (b'[16,"xxh3_128:44"]', b'[16,"xxh3_128:66"]', "byte ranges are not those of its digest"),
+        (b"[16,", b"[17,", "byte ranges are not those"),
+        (b"[16,", b"[-16,", "not a count"),
+        (b'[16,"xxh3_128:44"],', b"16,", "malformed"),
+        (b'"size":24', b'"size":23', "byte ranges are not those"),
+        (b'"ranges":[[16,"xxh3_128:44"],[8,"xxh3_128:55"]]', b'"ranges":[]', "lists none"),
+    ):
+        assert old in data
+        with pytest.raises(CheckpointUnusable, match=message):
+            Manifest.parse(resealed(data.replace(old, new, 1)), WHERE)
+
+
+def test_numbers_and_levels_up_to_the_limits_are_accepted() -> None:
+    levels = b'"x":' + b"[" * 7 + b"]" * 7
+    for value in (b'"x":9223372036854775807', b'"x":-9223372036854775807', levels):
+        data = example().to_bytes().replace(b'"consumed_samples":5', value)
+        assert [*Manifest.parse(resealed(data), WHERE).progress] == ["x"]
+    step = b'"step":9223372036854775807'
+    data = resealed(example().to_bytes().replace(b'"step":20', step, 1))
+    assert Manifest.parse(data, WHERE).step == 2**63 - 1
+    with pytest.raises(CheckpointUnusable, match="is not a count"):
+        Manifest.parse(resealed(data.replace(step, b'"step":9223372036854775808')), WHERE)
+
+
+def test_deeply_nested_json_is_refused_without_a_crash() -> None:
+    with pytest.raises(CheckpointUnusable, match="cannot be parsed"):
+        Manifest.parse(resealed(b'{"a":' + b"[" * 200_000 + b',\n"digest": "'), WHERE)
+
+
+def test_a_pipe_in_place_of_the_manifest_does_not_block(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "MANIFEST.json")
+    with pytest.raises(CheckpointUnusable, match="regular file"):
+        Manifest.read(tmp_path)
+
+
+def test_a_link_in_place_of_the_manifest_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.json").write_bytes(example().to_bytes())
+    (tmp_path / "MANIFEST.json").symlink_to("elsewhere.json")
+    with pytest.raises(CheckpointUnusable, match="cannot be read"):
+        Manifest.read(tmp_path)
+
+
+def of_tensors(names: Iterable[str]) -> Manifest:
+    """A manifest of tensors of two floats each."""
+    tensors, start = {}, 0
+    for name in names:
+        piece = Slice(
+            name,
+            "F32",
+            (0,),
+            (2,),
+            "model/a",
+            start,
+            8,
+            digest_of(name.encode("utf-8", "surrogatepass")),
+        )
+        tensors[name] = Tensor(name, "F32", (2,), (piece,))
+        start += 8
+    files = {"model/a": FileRecord(start, digest_of(b""))}
+    return replace(
+        example(), state={}, trees={"model": Tree("safetensors", tensors, {})}, files=files
+    )
+
+
+def test_a_manifest_much_larger_than_the_data_is_read_again(tmp_path: Path) -> None:
+    manifest = of_tensors(f"{number:04}" * 4400 for number in range(1000))
+    data = manifest.to_bytes()
+    assert len(data) > 16 << 20 > 100 * manifest.nbytes
+    (tmp_path / "MANIFEST.json").write_bytes(data)
+    assert len(Manifest.read(tmp_path).trees["model"].tensors) == 1000
+    assert Summary.read(tmp_path).nbytes == 1000 * 8
+
+
+@pytest.mark.parametrize("element", [b"[]", b"{}", b'"ab"', b'{"":1}', b"1e9", b"257"])
+def test_a_manifest_that_takes_many_times_its_size_once_parsed_is_rejected_unparsed(
+    element: bytes,
+) -> None:
+    head = b'{"format":"automodel_ckpt","format_version":1,"x":['
+    bomb = head + (element + b",") * (FREE_BYTES // 10 // len(element)) + b'1],\n"digest": "'
+    with pytest.raises(CheckpointUnusable, match="too much memory"):
+        Manifest.parse(resealed(bomb), WHERE)
+
+
+def test_a_checkpoint_that_a_reader_would_reject_is_never_finalized(tmp_path: Path) -> None:
+    staging = reserve(tmp_path, "epoch_0_step_20")
+    tensors = list(of_tensors(["a\ud800b"]).trees["model"].tensors.values())
+    written = RankManifest(
+        0, {"model/a": FileRecord(8, digest_of(b""))}, {"model": RankTree(tensors)}
+    )
+    partial_manifest = replace(
+        example(), state={}, trees={"model": Tree("safetensors", {}, {})}, files={}
+    )
+    with pytest.raises(SaveFailed, match="not valid Unicode"):
+        finalize(staging, partial_manifest, [written])
+    assert not (staging / "MANIFEST.json").exists()
+
+
+def test_rank_manifests_are_merged_into_whole_tensors() -> None:
+    def written(rank: int) -> RankManifest:
+        piece = Slice("w", "F32", (rank, 0), (1, 2), f"model/{rank}", 0, 8, "d")
+        tensors = [Tensor("w", "F32", (2, 2), (piece,))]
+        return RankManifest.parse(
+            RankManifest(
+                rank, {f"model/{rank}": FileRecord(8, "d")}, {"model": RankTree(tensors)}
+            ).to_bytes()
+        )
+
+    tree = merge_tree("model", "safetensors", [written(0), written(1)], {})
+    assert [piece.offsets for piece in tree.tensors["w"].slices] == [(0, 0), (1, 0)]
+
+
+def placed() -> Manifest:
+    """A file that two ranks filled: columns of one tensor, rows of another, and that a second time as a copy."""
+    columns = [Slice("w", "F32", (0, at), (2, 1), "m/a", 8, 8, f"d{at}", True) for at in range(2)]
+    rows = [Slice("v", "F32", (at,), (1,), "m/a", 24 + 4 * at, 4, f"e{at}") for at in range(2)]
+    copy = [replace(piece, fqn="v2", start=piece.start + 8) for piece in rows]
+    tensors = {
+        "w": Tensor("w", "F32", (2, 2), tuple(columns)),
+        "v": Tensor("v", "F32", (2,), tuple(rows)),
+    }
+    tree = Tree("hf", tensors, {}, {"v2": "v"}, {"v2": Tensor("v2", "F32", (2,), tuple(copy))})
+    return replace(
+        example(),
+        trees={"model": tree},
+        files={
+            "m/a": FileRecord(40, "xxh3_128_parts:00"),
+            "rng/r.pt": FileRecord(0, "xxh3_128:33"),
+        },
+    )
+
+
+def test_files_that_several_ranks_filled_are_read_again_and_have_to_be_full() -> None:
+    manifest = placed()
+    assert replace(Manifest.parse(manifest.to_bytes(), WHERE), digest="") == manifest
+    tree = manifest.trees["model"]
+    first, second = tree.tensors["w"].slices
+    elsewhere = Tensor("w", "F32", (2, 2), (first, replace(second, start=12)))
+    alone = Tensor("w", "F32", (2, 2), (first, replace(second, interleaved=False)))
+    apart = {
+        "v2": replace(
+            tree.copies["v2"],
+            slices=tuple(replace(p, start=p.start + 4) for p in tree.copies["v2"].slices),
+        )
+    }
+    for changed, what in (
+        (replace(tree, tensors=tree.tensors | {"w": elsewhere}), "interleaved, in one place"),
+        (replace(tree, tensors=tree.tensors | {"w": alone}), "interleaved, in one place"),
+        (replace(tree, copies=apart), "do not fill it|is not in 'm/a'"),
+        (replace(tree, copies={}), "do not fill it"),
+        (replace(tree, objects={"x": Blob("x", "m/a", 0, 8, "f")}), "among slices"),
+        (
+            replace(
+                tree,
+                copies={
+                    "v2": replace(tree.copies["v2"], fqn="v2", slices=tree.tensors["v"].slices)
+                },
+            ),
+            "share bytes",
+        ),
+    ):
+        with pytest.raises(CheckpointUnusable, match=what):
+            Manifest.parse(replace(manifest, trees={"model": changed}).to_bytes(), WHERE)
+
+
+def test_a_shape_has_at_most_as_many_dimensions_as_readers_can_handle() -> None:
+    assert sizes_of([1] * MAX_DIMENSIONS) == (1,) * MAX_DIMENSIONS
+    with pytest.raises(ValueError, match=f"{MAX_DIMENSIONS + 1} dimensions"):
+        sizes_of([1] * (MAX_DIMENSIONS + 1))
+
+
+def test_a_count_of_more_than_64_bits_is_rejected_without_its_digits() -> None:
+    assert sizes_of([MAX_INTEGER]) == (MAX_INTEGER,)
+    for value, shown in ((MAX_INTEGER + 1, "a value of type int"), ("x" * 500, "'xxx"), (-1, "")):
+        with pytest.raises(ValueError, match="is not a count") as caught:
+            sizes_of([value])
+        assert shown in str(caught.value) and len(str(caught.value)) < 150
+
+
+def test_a_manifest_above_the_limit_is_rejected_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = example().to_bytes()
+    (tmp_path / "MANIFEST.json").write_bytes(data)
+    monkeypatch.setattr(manifest_file, "MAX_BYTES", len(data))
+    assert Manifest.read(tmp_path) == Manifest.parse(data, WHERE)
+    monkeypatch.setattr(manifest_file, "MAX_BYTES", len(data) - 1)
+    with pytest.raises(CheckpointUnusable, match="too large"):
+        Manifest.parse(data, WHERE)
+
+    def read_all_the_same(*_: object) -> None:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(manifest_module, "decode", read_all_the_same)
+    for read in (Manifest.read, Summary.read):
+        with pytest.raises(CheckpointUnusable, match="too large"):
+            read(tmp_path)
+
+
+def test_slices_and_values_have_to_be_within_their_files() -> None:
+    manifest = example()
+    (piece,) = manifest.trees["model"].tensors["w"].slices
+    files = manifest.files
+    assert is_in_file(piece, files)
+    assert is_in_file(replace(piece, start=0, nbytes=24), files)
+    assert is_in_file(replace(piece, start=24, nbytes=0), files)
+    for wrong in (
+        {"start": 9},
+        {"start": -1},
+        {"nbytes": 17},
+        {"nbytes": -1},
+        {"start": 25, "nbytes": 0},
+        {"file": "model/gone"},
+    ):
+        assert not is_in_file(replace(piece, **wrong), files), wrong
+
+
+def test_what_was_saved_and_what_was_left_out_is_known_by_every_name() -> None:
+    manifest = example()
+    assert manifest.saved == {"model", "rng", "other"} and manifest.left_out == frozenset()
+    state = {**manifest.state, "optimizer": StateRecord("optimizer", NOT_SAVED, "optim/")}
+    lacking = replace(manifest, state=state)
+    assert lacking.saved == {"model", "rng", "other"} and lacking.left_out == {"optimizer"}
+    assert manifest.nbytes == 24

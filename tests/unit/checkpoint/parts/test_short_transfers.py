@@ -1,0 +1,63 @@
+"""System calls may transfer fewer bytes than they are asked for, as on a network file system or after a signal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
+from tests.support.models import tiny
+from tests.support.models.shards import cut, write_checkpoint
+
+_MOST = 1000
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every positioned read and write transfer at most 1,000 bytes."""
+    read, write = os.preadv, os.pwrite
+
+    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        (buffer,) = buffers
+        return read(descriptor, [memoryview(buffer)[:_MOST]], offset, flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, memoryview(data)[:_MOST], at))
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    "options", [{}, {"model_save_format": "torch_save"}, {"model_layout": "hf"}]
+)
+def test_what_is_written_and_read_in_short_transfers_is_whole(
+    tmp_path: Path, options: dict[str, str]
+) -> None:
+    made = tiny.recipe(seed=1)
+    made.model.register_buffer("large", torch.arange(5000.0))
+    tiny.train(made)
+    path = tiny.save(tmp_path, made, **options).path
+    manifest = Manifest.read(path)
+    assert verify(path, manifest) == [] and verify_deep(path, manifest) == []
+    other = tiny.recipe(seed=2)
+    other.model.register_buffer("large", torch.zeros(5000))
+    assert tiny.load(tmp_path, other) is not None
+    tiny.assert_equal_state(made, other)
+
+
+@pytest.mark.usefixtures("short")
+def test_an_export_in_short_transfers_has_the_same_bytes(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(60_000.0).reshape(600, 100), "b": torch.arange(7)}
+    slices = [piece for name in tensors for piece in cut(name, tensors[name], 3)]
+    write_checkpoint(tmp_path / "c", tensors, slices)
+    output = consolidate(tmp_path / "c").output
+    (file,) = output.glob("*.safetensors")
+    found = load_file(file)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)

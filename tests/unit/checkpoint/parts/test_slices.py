@@ -1,0 +1,93 @@
+"""The geometry of slices, checked against NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from automodel_ckpt.checkpoint.parts.slices import Box, intersection, overlap
+from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
+
+
+@st.composite
+def two_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+
+    def box() -> Box:
+        offsets = tuple(draw(st.integers(0, extent)) for extent in shape)
+        sizes = tuple(
+            draw(st.integers(0, extent - o)) for extent, o in zip(shape, offsets, strict=True)
+        )
+        return Box(offsets, sizes)
+
+    return shape, box(), box()
+
+
+def part(array: np.ndarray, box: Box) -> np.ndarray:
+    index = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+    return np.ascontiguousarray(array[index]) if index else array
+
+
+@settings(max_examples=500, deadline=None)
+@given(two_boxes())
+def test_copying_the_runs_of_two_boxes_copies_exactly_what_they_share(
+    case: tuple[tuple[int, ...], Box, Box],
+) -> None:
+    shape, source, target = case
+    whole = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
+    source_bytes = part(whole, source).tobytes()
+    expected = np.full(shape, -1, np.int32)
+    common = intersection(source, target)
+    if common is not None:
+        index = tuple(slice(o, o + s) for o, s in zip(common.offsets, common.sizes, strict=True))
+        expected[index] = whole[index]
+    copied = bytearray(part(np.full(shape, -1, np.int32), target).tobytes())
+    for run in overlap(source, target, 4):
+        copied[run.target : run.target + run.nbytes] = source_bytes[
+            run.source : run.source + run.nbytes
+        ]
+    assert bytes(copied) == part(expected, target).tobytes()
+
+
+def test_runs_are_as_long_as_the_layout_allows() -> None:
+    runs = list(overlap(Box((2, 0), (2, 4)), Box((0, 0), (8, 4)), 2))
+    assert [(run.source, run.target, run.nbytes) for run in runs] == [(0, 16, 16)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(two_boxes())
+def test_two_boxes_tile_a_shape_only_if_every_element_is_in_exactly_one(
+    case: tuple[tuple[int, ...], Box, Box],
+) -> None:
+    shape, a, b = case
+    count = np.zeros(shape, np.int32)
+    for box in (a, b):
+        count[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] += 1
+    assert (tiling_fault([a, b], shape) is None) == bool((count == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("boxes", "shape", "message"),
+    [
+        ([Box((0,), (2,))], (4,), "2 of 4 elements are not in any slice"),
+        ([Box((0,), (3,)), Box((2,), (2,))], (4,), r"the slices at \[0\] and \[2\] overlap"),
+        ([Box((0,), (5,))], (4,), "exceeds the shape"),
+        ([Box((0, 0), (1, 1))], (1,), "2 dimensions, the tensor 1"),
+        ([], (), "1 of 1 elements"),
+        ([Box((), ()), Box((), ())], (), "overlap"),
+    ],
+)
+def test_a_fault_in_the_tiling_is_described(
+    boxes: list[Box], shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(tiling_fault(boxes, shape))
+
+
+def test_an_empty_tensor_needs_no_slice() -> None:
+    assert tiling_fault([], (0, 3)) is None
+    for shape in ((0, 2**62), (2**40, 0, 2**40)):
+        assert "larger than any tensor" in str(tiling_fault([Box((0,) * len(shape), shape)], shape))
+    assert tiling_fault([Box((0, 0), (0, 3))], (0, 3)) is None

@@ -1,0 +1,917 @@
+"""Checkpoints in an object store: complete or absent, whatever fails, against an S3 server on this machine."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from werkzeug.wrappers import Request, Response
+
+from automodel_ckpt.base.store_url import check_library, check_options, check_url
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.options import RemoteStorage
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.verify import verify
+from automodel_ckpt.checkpoint.remote import background, child_process, uploader
+from automodel_ckpt.checkpoint.remote.child_process import Status
+from automodel_ckpt.checkpoint.remote.pending import link, pending, unlink
+from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
+from automodel_ckpt.checkpoint.remote.push import push_checkpoint
+from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.run import policy
+from automodel_ckpt.checkpoint.store import gone_back, multipart
+from automodel_ckpt.checkpoint.store.store import Store, StoreError
+from automodel_ckpt.checkpoint.store.transfer import Throttle, UploadMemory
+from automodel_ckpt.cli.ckpt import main as ckpt
+from automodel_ckpt.config.keys.hub import HubConfig
+from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
+from automodel_ckpt.hub.background import Pushes
+from automodel_ckpt.parallel.ranks.stop import StopRequest
+from automodel_ckpt.train.saves.saves import Saves
+from tests.support import ranks
+from tests.support.models import tiny
+from tests.support.runs.stored_runs import FIRST, SECOND, URL
+from tests.support.servers.object_store import ObjectStore
+
+
+def failing_after(count: int, status: int = 400) -> Any:
+    """The first *count* requests succeed, all others fail: a store that dies, or a client that is killed."""
+    left = [count]
+
+    def fault(request: Request) -> Response | None:
+        left[0] -= 1
+        return None if left[0] >= 0 else Response("<Error><Code>Dead</Code></Error>", status)
+
+    return fault
+
+
+def is_sound(run: RemoteRun, root: Path) -> None:
+    """Each checkpoint with a manifest, and each that a pointer names, is complete and has the right bytes."""
+    named = {run.pointed(pointer) for pointer in layout.POINTERS} - {None}
+    complete = [str(name) for name in run.names() if run.manifest(str(name)) is not None]
+    assert named <= set(complete)
+    for name in complete:
+        manifest = Manifest.read(root / name)
+        assert run.manifest(name) == (root / name / layout.MANIFEST).read_bytes()
+        for file in manifest.files:
+            assert run.store.read(f"{name}/{file}") == (root / name / file).read_bytes()
+
+
+def test_a_checkpoint_comes_back_as_it_was(s3: ObjectStore, local: Path, tmp_path: Path) -> None:
+    run = RemoteRun(Store(URL))
+    for name in (FIRST, SECOND):
+        assert push_checkpoint(run, local / name, tmp_path / "memory") > 0
+        run.point("val_loss", "min")
+    # A listing shows that all files have arrived, and not a request for each.
+    assert not [path for method, path in s3.requests if method == "HEAD" and "/model/" in path]
+    assert push_checkpoint(run, local / SECOND, tmp_path / "memory") == 0
+    is_sound(run, local)
+    newest = run.newest()
+    assert newest is not None and str(newest.name) == SECOND == run.pointed("LATEST")
+    pulled = pull_checkpoint(run, SECOND, tmp_path)
+    assert verify(pulled, Manifest.read(pulled)) == []
+    assert (pulled / layout.MANIFEST).read_bytes() == (
+        local / SECOND / layout.MANIFEST
+    ).read_bytes()
+    assert run.prune(policy.KeepPolicy(last=1), "val_loss") == [FIRST]
+    assert not any(name.startswith(FIRST) for name in run.store.sizes())
+    with pytest.raises(ValueError, match="referenced"):
+        run.withdraw(SECOND)
+
+
+def test_a_download_that_is_stopped_ends_soon_and_leaves_nothing(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RemoteRun(Store(f"file://{tmp_path}/store"))
+    push_checkpoint(run, local / FIRST, tmp_path / "memory")
+    root = tmp_path / "run"
+    root.mkdir()
+    stopping, released = threading.Event(), threading.Event()
+    stream = Store.stream
+
+    def slow(store: Store, name: str, write: Any) -> None:
+        if name.endswith("MANIFEST.json"):
+            stream(store, name, write)
+            return
+        # The request of another file is in progress.
+        stopping.set()
+        released.wait(60)
+        stream(store, name, write)
+
+    monkeypatch.setattr(Store, "stream", slow)
+    try:
+        with pytest.raises(InterruptedError, match="the download was stopped"):
+            pull_checkpoint(run, FIRST, root, stopping=stopping)
+    finally:
+        released.set()
+    assert list(root.iterdir()) == []
+
+
+def test_each_question_to_the_store_is_one_request(
+    s3: ObjectStore, local: Path, tmp_path: Path
+) -> None:
+    run = RemoteRun(Store(URL))
+    run.take_over()
+    for name in (FIRST, SECOND):
+        s3.requests.clear()
+        push_checkpoint(run, local / name, tmp_path / "memory")
+        run.point("val_loss", "min")
+        run.prune(policy.KeepPolicy(last=5), "val_loss")
+    questions = [path for method, path in s3.requests if method in ("GET", "HEAD")]
+    # Reading an object asked for its size before, and one that is absent for a directory of its name after.
+    assert len(questions) <= 24, questions
+
+
+def test_a_store_that_dies_at_any_request_has_no_incomplete_checkpoint(
+    s3: ObjectStore, local: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Uploads, publishes, points, and removes, with the store dead from the Nth request on; then again without."""
+
+    def everything(url: str) -> None:
+        run = RemoteRun(Store(url))
+        run.take_over()
+        for name in (FIRST, SECOND):
+            push_checkpoint(run, local / name, tmp_path / f"memory-{name}", num_threads=1)
+            run.point("val_loss", "min")
+        run.prune(policy.KeepPolicy(last=1), "val_loss")
+
+    everything(URL)
+    num_requests = len(s3.requests)
+    points = range(4, num_requests, num_requests // 3)
+    if os.environ.get("REMOTE_POINTS"):
+        points = range(num_requests)
+    assert num_requests > 40
+    for point in points:
+        url = f"s3://bucket/runs/{point}"
+        s3.fault = failing_after(point)
+        with pytest.raises((StoreError, CheckpointUnusable, LeaseLost)):
+            everything(url)
+        s3.fault = None
+        is_sound(RemoteRun(Store(url)), local)
+        everything(url)
+        run = RemoteRun(Store(url))
+        is_sound(run, local)
+        assert run.pointed("LATEST") == SECOND
+        assert [str(name) for name in run.names()] == [SECOND]
+
+
+def test_an_interrupted_upload_continues_where_it_was(
+    s3: ObjectStore, local: Path, tmp_path: Path
+) -> None:
+    run = RemoteRun(Store(URL))
+    num_files = len(Manifest.read(local / FIRST).files)
+    s3.fault = failing_after(3 + num_files // 2)
+    with pytest.raises(StoreError):
+        push_checkpoint(run, local / FIRST, tmp_path / "memory", num_threads=1)
+    done = json.loads((tmp_path / "memory").read_text())["done"]
+    assert 0 < len(done) < num_files
+    s3.fault = None
+    s3.requests.clear()
+    push_checkpoint(run, local / FIRST, tmp_path / "memory")
+    sent = [path for method, path in s3.requests if method == "PUT"]
+    # The missing files, and the manifest.
+    assert len(sent) == num_files - len(done) + 1
+    assert not (tmp_path / "memory").exists()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_the_parts_of_a_large_file_are_sent_once_unless_the_store_lost_them(
+    s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    monkeypatch.setattr(multipart, "PART_BYTES", 5 << 20)
+    large = tmp_path / "large"
+    large.write_bytes(os.urandom(17 << 20))
+    store = Store(URL)
+    memory = UploadMemory(tmp_path / "memory", "digest", URL)
+    # HEAD, the creation of the upload, and two parts.
+    s3.fault = failing_after(4)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(StoreError):
+        multipart.upload_in_parts(store, "large", large, "xxh3", memory, Throttle(), pool)
+    s3.fault = None
+    with pytest.raises(FileNotFoundError):
+        store.size("large")
+    if is_lost:
+        multipart.abort_uploads(Store("s3://bucket"), "runs")
+    memory = UploadMemory.read(tmp_path / "memory", "digest", URL)
+    throttle = Throttle()
+    with ThreadPoolExecutor(1) as pool:
+        multipart.upload_in_parts(store, "large", large, "xxh3", memory, throttle, pool)
+    assert throttle.nbytes == (17 << 20 if is_lost else 7 << 20)
+    assert store.read("large") == large.read_bytes()
+
+
+def test_a_file_that_the_store_changed_is_found(
+    s3: ObjectStore, local: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RemoteRun(Store(URL))
+    push_checkpoint(run, local / FIRST, tmp_path / "memory")
+    (file,) = [name for name in run.store.sizes(FIRST) if name.endswith(".safetensors")]
+    good = run.store.read(f"{FIRST}/{file}")
+    run.store.write(f"{FIRST}/{file}", good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(CheckpointUnusable, match="digest differs"):
+        pull_checkpoint(run, FIRST, tmp_path)
+    assert not list(tmp_path.glob("*epoch*"))
+    assert ckpt(["verify", URL]) == 0
+    assert ckpt(["verify", "--deep", URL]) == 3
+    run.store.write(f"{FIRST}/{file}", good[:-1])
+    assert ckpt(["verify", URL]) == 3
+    assert "has another size" in capsys.readouterr().out
+
+
+def test_a_run_that_went_back_supersedes_what_it_left(
+    s3: ObjectStore, local: Path, tmp_path: Path
+) -> None:
+    run = RemoteRun(Store(URL))
+    run.take_over()
+    for name in (FIRST, SECOND):
+        push_checkpoint(run, local / name, tmp_path / "memory")
+    run.point("val_loss", "min")
+    later = RemoteRun(Store(URL))
+    later.take_over()
+    assert later.supersede_after(10, "val_loss", "min") == [SECOND]
+    assert later.pointed("LATEST") == FIRST
+    newest = later.newest()
+    assert newest is not None and str(newest.name) == FIRST
+    with pytest.raises(LeaseLost, match="another run writes"):
+        run.publish(SECOND, b"")
+    # A kill after the marks and before the pointers.
+    later.store.write("LATEST", f"{SECOND}\n".encode())
+    assert later.supersede_after(10, "val_loss", "min") == []
+    assert later.pointed("LATEST") == FIRST
+    # The new timeline reaches the step again.
+    push_checkpoint(later, local / SECOND, tmp_path / "memory")
+    later.point("val_loss", "min")
+    assert later.pointed("LATEST") == SECOND
+    is_sound(later, local)
+
+
+def test_training_goes_on_without_a_store_and_the_end_reports_it(
+    s3: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(child_process, "STALLED_SECONDS", 1.0)
+    root = tmp_path / "run"
+    options = {"remote": RemoteStorage(URL), "keep_last": 1}
+    made = tiny.recipe()
+    s3.fault = failing_after(0)
+    checkpointer = tiny.checkpointer(root, **options)
+    checkpointer.open()
+    with pytest.raises(StoreError):
+        checkpointer.load(vars(made))
+    # Without a local checkpoint, the store must answer: it may have the run.
+    s3.fault = None
+    assert checkpointer.load(vars(made)) is None
+    s3.fault = failing_after(0)
+    for step in (10, 20):
+        tiny.train(made)
+        checkpointer.save(vars(made), step=step, epoch=0)
+    deadline = time.monotonic() + 60
+    while not Status.read(root, uploader.STATUS).failures and time.monotonic() < deadline:
+        time.sleep(0.05)
+    # Both wait for the store, although only the newest is kept.
+    assert {FIRST, SECOND} <= {path.name for path in root.iterdir()}
+    with pytest.raises(SaveFailed, match="the newest checkpoint is not in the store") as failure:
+        checkpointer.finish_uploads()
+    assert f"ckpt push {root} {URL}" in str(failure.value)
+    s3.fault = None
+    checkpointer.close()
+    deadline = time.monotonic() + 60
+    while pending(root, uploader.LINK) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    run = RemoteRun(Store(URL))
+    assert run.pointed("LATEST") == SECOND == Status.read(root, uploader.STATUS).uploaded
+    is_sound(run, root)
+    shown = capfd.readouterr()
+    assert "an upload failed, and is repeated" in shown.err
+    assert "a-secret-that-no-log-has" not in shown.err + shown.out
+
+
+def test_the_end_of_a_run_waits_for_a_store_that_is_required(
+    s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "STALLED_SECONDS", 0.0)
+    root = tmp_path / "run"
+    made = tiny.recipe()
+    checkpointer = tiny.checkpointer(root, remote=RemoteStorage(URL, required=True))
+    checkpointer.open()
+    checkpointer.load(vars(made))
+    s3.fault = failing_after(0)
+    checkpointer.save(vars(made), step=10, epoch=0)
+
+    def revive() -> None:
+        while not Status.read(root, uploader.STATUS).failures:
+            time.sleep(0.05)
+        s3.fault = None
+
+    thread = threading.Thread(target=revive, daemon=True)
+    thread.start()
+    checkpointer.finish_uploads()
+    checkpointer.close()
+    thread.join(1)
+    assert RemoteRun(Store(URL)).pointed("LATEST") == FIRST
+
+
+def test_the_end_of_a_run_accepts_that_an_older_checkpoint_was_uploaded_last(
+    local: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(local, root)
+    settings = RemoteStorage(url=f"file://{tmp_path}/store")
+    uploads = background.Uploads(root, settings, "val_loss", "min")
+    # Two checkpoints are published before the process begins: it uploads the newer one first.
+    os.symlink(FIRST, root / f"{uploader.LINK}{FIRST}")
+    uploads.note_published(SECOND)
+    uploads.finish()
+    uploads.close()
+    assert Status.read(root, uploader.STATUS).uploaded == SECOND
+    is_sound(RemoteRun(Store(settings.url)), root)
+
+
+def test_the_end_of_a_run_names_what_is_missing_in_the_store(local: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(local, root)
+    url = f"file://{tmp_path}/store"
+    uploads = background.Uploads(root, RemoteStorage(url=url), "val_loss", "min")
+    commit.point(root, "LATEST", SECOND)
+
+    def failure(*missing: str) -> str:
+        for name in (FIRST, SECOND):
+            unlink(root, uploader.LINK, name)
+        for name in missing:
+            link(root, uploader.LINK, name)
+        # A process that does not upload.
+        process: Any = SimpleNamespace(finish=lambda *_, **__: None, was_killed=False)
+        uploads._process = process
+        with pytest.raises(SaveFailed) as caught:
+            uploads.finish()
+        return str(caught.value)
+
+    newest = "the newest checkpoint is not in the store"
+    older = "older checkpoints are not in the store; the newest one is"
+    assert failure(SECOND).startswith(f"{newest}; it is complete on the local disk")
+    text = failure(SECOND, FIRST)
+    assert text.startswith(f"{newest}; all are complete") and f"{SECOND}, {FIRST}" in text
+    assert f"`ckpt push {root} {url}`, `ckpt push {root / FIRST} {url}`" in text
+    for published in (None, SECOND):
+        uploads._newest = published
+        text = failure(FIRST)
+        assert text.startswith(f"{older}; it is complete") and f"ckpt push {root / FIRST} " in text
+    exports = "exports are not in the store; the checkpoints are"
+    status = {"complete": [SECOND], "error": "it failed"}
+    (root / uploader.STATUS).write_text(json.dumps(status))
+    text = failure(SECOND)
+    assert text.startswith(exports) and f"{SECOND}; it failed" in text
+    assert failure(FIRST, SECOND).startswith(older)
+    (root / uploader.STATUS).unlink()
+    unlink(root, uploader.LINK, SECOND)
+    uploads._process = None
+    uploads._launch_again = lambda step: None  # type: ignore[method-assign]
+    uploads.note_exported(SECOND)
+    assert failure(SECOND).startswith(exports)
+
+
+def test_the_status_names_a_checkpoint_of_which_only_an_export_is_missing(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(local, root)
+    link(root, uploader.LINK, FIRST)
+    job = uploader.Job(f"file://{tmp_path}/store", {}, "token", "val_loss", "min")
+    uploads = uploader.Uploader(root, job)
+    push_exports = uploader.push_exports
+    monkeypatch.setattr(
+        uploader, "push_exports", lambda *_, **__: (_ for _ in ()).throw(OSError("down"))
+    )
+    for _ in range(2):
+        with pytest.raises(OSError, match="down"):
+            uploads.catch_up()
+    assert Status.read(root, uploader.STATUS).complete == [FIRST]
+    monkeypatch.setattr(uploader, "push_exports", push_exports)
+    uploads.catch_up()
+    assert Status.read(root, uploader.STATUS).complete == []
+    assert not pending(root, uploader.LINK)
+
+
+def test_a_stop_by_signal_waits_for_the_upload(
+    local: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk may be lost with the node."""
+    caplog.set_level("INFO", logger="automodel_ckpt")
+    root = tmp_path / "run"
+    shutil.copytree(local, root)
+    settings = RemoteStorage(url=f"file://{tmp_path}/store")
+    uploads = background.Uploads(root, settings, "val_loss", "min")
+    uploads.note_published(SECOND)
+    uploads.finish_before_stop(600.0, lambda: False)
+    assert not pending(root, uploader.LINK)
+    is_sound(RemoteRun(Store(settings.url)), root)
+    assert f"waiting up to 600 s for the upload of {SECOND}" in caplog.text
+    assert "not in the store yet" not in caplog.text
+    uploads.close()
+
+
+def test_an_uploading_process_that_is_killed_is_started_again(
+    local: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """While the run trains, without another save, and as it ends."""
+    monkeypatch.setattr(child_process, "_RESTART_SECONDS", 0.0)
+    root = tmp_path / "run"
+    shutil.copytree(local, root)
+    settings = RemoteStorage(url=f"file://{tmp_path}/store")
+    uploads = background.Uploads(root, settings, "val_loss", "min")
+
+    def kill() -> None:
+        assert uploads._process is not None
+        uploads._process._process.kill()
+
+    uploads.note_published(FIRST)
+    kill()
+    end = time.monotonic() + 300
+    while pending(root, uploader.LINK):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    monkeypatch.setattr(child_process, "_RESTART_SECONDS", 1000.0)
+    monkeypatch.setattr(child_process, "_LONGEST_RESTART_SECONDS", 1000.0)
+    kill()
+    uploads.note_published(SECOND)
+    uploads.finish()
+    uploads.close()
+    is_sound(RemoteRun(Store(settings.url)), root)
+    assert [str(name) for name in RemoteRun(Store(settings.url)).names()] == [SECOND, FIRST]
+    assert caplog.text.count("ended unexpectedly; it is started again") == 2
+
+
+def test_the_uploading_process_of_another_node_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "_RESTART_SECONDS", 0.0)
+    settings = RemoteStorage(url=f"file://{tmp_path}/store")
+    uploads = background.PartUploads(tmp_path, settings, "start", 1)
+    killed = uploads._process
+    killed._process.kill()
+    end = time.monotonic() + 300
+    while uploads._process is killed:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    uploads.close()
+
+
+class KilledProcess(child_process.Child):
+    """A process that is killed immediately, as often as it is started; its start fails while *failures* are left."""
+
+    failures = 0
+    num_starts = 0
+    last = 3
+
+    def __init__(self, *_: object) -> None:
+        if KilledProcess.failures:
+            KilledProcess.failures -= 1
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        KilledProcess.num_starts += 1
+        self.number = KilledProcess.num_starts
+
+    has_ended = was_killed = True  # type: ignore[assignment]
+
+    def wait(self) -> int:
+        """The third one lives."""
+        if self.number < self.last:
+            # After the trainer has noted that it started.
+            KilledProcess.failures = 2
+            return -9
+        alive.set()
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+alive = threading.Event()
+
+
+@pytest.mark.parametrize("kind", ["store", "parts", "hub"])
+def test_a_start_that_fails_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Also of the Hub's process, without another request."""
+    monkeypatch.setattr(child_process, "_RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(background, "Child", KilledProcess)
+    monkeypatch.setattr("automodel_ckpt.hub.background.Child", KilledProcess)
+    KilledProcess.num_starts = KilledProcess.failures = 0
+    alive.clear()
+    settings = RemoteStorage(url=f"file://{tmp_path}/store")
+    if kind == "store":
+        background.Uploads(tmp_path, settings, "val_loss", "min").start(None)
+    elif kind == "parts":
+        background.PartUploads(tmp_path, settings, "start", 1)
+    else:
+        Pushes(tmp_path, HubConfig("org/name"), makes_exports=False).start(None)
+    assert alive.wait(60)
+    assert KilledProcess.num_starts == 3
+    assert caplog.text.count("could not be started") == 4
+
+
+def test_a_process_that_is_killed_again_and_again_is_started_less_and_less_often() -> None:
+    pauses = [child_process.restart_pause_seconds(count) for count in (0, 1, 2, 1000)]
+    assert pauses == [5, 10, 20, 300]
+
+
+class EndlessProcess(child_process.Child):
+    """An uploading process that does not get on."""
+
+    def __init__(self) -> None:
+        self.num_polls = 0
+
+    @property
+    def has_ended(self) -> bool:
+        self.num_polls += 1
+        return False
+
+    def _send(self, line: bytes) -> None:
+        pass
+
+    @property
+    def was_killed(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("seconds", "num_polls"), [(1000.0, 3), (0.0, 0), (-5.0, 0), (1e-9, 1)])
+def test_the_wait_after_a_signal_ends_with_the_time_or_another_signal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds: float, num_polls: int
+) -> None:
+    settings = RemoteStorage(url=f"file://{tmp_path}/store")
+    uploads = background.Uploads(tmp_path, settings, "val_loss", "min")
+    process = uploads._process = EndlessProcess()
+    (tmp_path / SECOND).mkdir()
+    (tmp_path / f"{uploader.LINK}{SECOND}").symlink_to(SECOND)
+    uploads.finish_before_stop(seconds, lambda: process.num_polls == 3)
+    assert process.num_polls == num_polls
+    assert f"not in the store yet: {SECOND}" in caplog.text
+
+
+def test_time_in_which_the_job_was_suspended_is_no_upload_without_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, pauses = [1000.0], [3600.0]
+
+    def sleep(seconds: float) -> None:
+        clock.append(clock[-1] + (pauses.pop() if pauses else seconds))
+
+    fake = SimpleNamespace(monotonic=lambda: clock[-1], sleep=sleep)
+    monkeypatch.setattr(child_process, "time", fake)
+    process = EndlessProcess()
+    process.finish(Status, waits=False)
+    assert 45 < clock[-1] - clock[1] < 55, "60 seconds without the hour, which counts as 10"
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_another_signal_ends_the_wait_at_the_end_of_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, required: bool
+) -> None:
+    """A complete run waited for its uploads without a message, and a second signal ended it without one."""
+    settings = RemoteStorage(url=f"file://{tmp_path}/store", required=required)
+    uploads = background.Uploads(tmp_path, settings, "val_loss", "min")
+    uploads._process = EndlessProcess()
+    (tmp_path / SECOND).mkdir()
+    (tmp_path / f"{uploader.LINK}{SECOND}").symlink_to(SECOND)
+    saves: Any = object.__new__(Saves)
+    saves.last_save = saves.resumed = None
+    request = StopRequest()
+
+    def signals() -> None:
+        while request._ends_wait is None:
+            time.sleep(0.01)
+        request._arrived(signal.SIGINT)
+        request._first_at -= 60
+        request._arrived(signal.SIGINT)
+
+    checkpointer: Any = SimpleNamespace(finish_uploads=uploads.finish)
+    thread = threading.Thread(target=signals)
+    thread.start()
+    with caplog.at_level(logging.INFO, "automodel_ckpt"), pytest.raises(SaveFailed, match="push"):
+        saves._finish_uploads(checkpointer, request)
+    thread.join()
+    assert f"waiting for the upload of {SECOND}" in caplog.text
+    assert "SIGINT: training is done" in caplog.text and request.on_request is None
+
+
+@pytest.mark.parametrize(
+    ("grace_seconds", "expected"), [({}, 80.0), ({"grace_seconds": 20.0}, 10.0)]
+)
+def test_the_time_for_uploads_after_a_signal_begins_with_the_signal(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    grace_seconds: dict[str, float],
+    expected: float,
+) -> None:
+    remote = RemoteStorage(f"file://{tmp_path}/store", wait_after_signal_seconds=90)
+    saver = tiny.checkpointer(tmp_path / "run", remote=remote)
+    given: list[float] = []
+    monkeypatch.setattr(
+        saver._transfers, "finish_before_stop", lambda run, seconds, must_end: given.append(seconds)
+    )
+    saver.upload_before_stop(10.0, lambda: False, **grace_seconds)
+    assert given == [expected]
+
+
+def test_an_empty_disk_gets_the_newest_checkpoint(s3: ObjectStore, tmp_path: Path) -> None:
+    options = {"remote": RemoteStorage(URL, keep_last=1)}
+    made = tiny.recipe()
+    first = tiny.checkpointer(tmp_path / "first", **options)
+    first.open()
+    assert first.load(vars(made)) is None
+    for step in (10, 20):
+        tiny.train(made)
+        first.save(vars(made), step=step, epoch=0)
+    first.finish_uploads()
+    first.close()
+    assert [str(name) for name in RemoteRun(Store(URL)).names()] == [SECOND]
+    other = tiny.recipe(seed=1)
+    second = tiny.checkpointer(tmp_path / "second", **options)
+    second.open()
+    resumed = second.load(vars(other))
+    second.finish_uploads()
+    second.close()
+    assert resumed is not None and resumed.step == 20
+    tiny.assert_equal_state(made, other)
+
+
+def test_an_interrupted_removal_is_completed(s3: ObjectStore, local: Path, tmp_path: Path) -> None:
+    run = RemoteRun(Store(URL))
+    for name in (FIRST, SECOND):
+        push_checkpoint(run, local / name, tmp_path / "memory")
+    run.point("val_loss", "min")
+    deleted: list[str] = []
+
+    def fault(request: Request) -> Response | None:
+        if request.method == "DELETE":
+            deleted.append(request.path)
+        # The manifest is deleted, and then the store dies.
+        return Response("<Error><Code>Dead</Code></Error>", 400) if len(deleted) > 1 else None
+
+    s3.fault = fault
+    with pytest.raises(StoreError):
+        run.prune(policy.KeepPolicy(last=1), "val_loss")
+    s3.fault = None
+    assert run.manifest(FIRST) is None and run.store.sizes(FIRST)
+    assert run.prune(policy.KeepPolicy(last=5), "val_loss") == [FIRST]
+    assert not run.store.sizes(FIRST)
+
+
+def test_uploads_obey_a_limit_of_the_rate() -> None:
+    now = [0.0]
+    throttle = Throttle(100.0, clock=lambda: now[0], sleep=lambda seconds: now.append(seconds))
+    for _ in range(3):
+        throttle.take(50)
+    # The first is free, the others wait for those before them.
+    assert now[1:] == [0.5, 1.0]
+    throttle.stop()
+    with pytest.raises(InterruptedError):
+        throttle.take(1)
+
+
+def test_a_process_that_ends_waits_for_no_limit_of_the_rate() -> None:
+    throttle = Throttle(0.01)
+    throttle.take(1)
+    ends = threading.Timer(0.1, throttle.stop)
+    ends.start()
+    started = time.monotonic()
+    with pytest.raises(InterruptedError):
+        throttle.take(1)
+    assert time.monotonic() - started < 90, "it has waited for the limit, 100 s"
+    ends.join()
+
+
+def test_an_upload_that_fails_on_a_disk_reports_why(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}/store")
+
+    def blocks() -> Iterator[bytes]:
+        yield b"1"
+        raise OSError("unreadable https://host/object?signature=secret-word 'quoted'")
+
+    with pytest.raises(StoreError, match="unreadable https://host/object 'quoted'") as failure:
+        store.upload("object", blocks())
+    assert "secret-word" not in str(failure.value)
+
+
+def test_an_uploader_does_not_take_a_url_back(local: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    push_checkpoint(RemoteRun(Store(url)), local / FIRST, tmp_path / "memory")
+    (tmp_path / "run").mkdir()
+    job = uploader.Job(url, {}, "first", "val_loss", "min")
+    uploading = uploader.Uploader(tmp_path / "run", job)
+    listed = uploading._run.names
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uploading._run, "names", failing_store)
+        with pytest.raises(StoreError):
+            uploading.catch_up()
+    assert uploading._run.names == listed
+    later = RemoteRun(Store(url))
+    later.take_over()
+    # The repetition after the failure.
+    with pytest.raises(LeaseLost):
+        uploading.catch_up()
+    later.check_owner()
+
+
+def failing_store() -> None:
+    raise StoreError("it does not answer", where="", value="", hint="")
+
+
+def test_the_status_has_the_bytes_of_an_unfinished_file(tmp_path: Path) -> None:
+    job = uploader.Job(f"file://{tmp_path}/store", {}, "first", "val_loss", "min")
+    uploading = uploader.Uploader(tmp_path, job)
+    uploading._throttle.take(5)
+    uploading.note_progress()
+    assert Status.read(tmp_path, uploader.STATUS).sent_bytes == 5
+
+
+class EndedProcess(child_process.Child):
+    """An uploading process that has ended."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def has_ended(self) -> bool:
+        return True
+
+    def leave(self) -> None:
+        pass
+
+    close = leave
+
+
+def test_only_checkpoints_of_the_present_run_are_uploaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[int] = []
+    settings = RemoteStorage(f"file://{tmp_path}/store")
+    uploads = background.Uploads(tmp_path, settings, "val_loss", "min")
+
+    def launch(went_back_to: int) -> None:
+        launched.append(went_back_to)
+        uploads._process = EndedProcess()
+
+    monkeypatch.setattr(uploads, "_launch", launch)
+    for name in (FIRST, SECOND):
+        (tmp_path / name).mkdir()
+    (tmp_path / f"{uploader.LINK}{SECOND}").symlink_to(SECOND)
+    # The run goes back to the first: the second, which was not uploaded yet, would become the newest there. A kill
+    # prevented the link of the first.
+    uploads.start(10, FIRST)
+    assert pending(tmp_path, uploader.LINK) == [FIRST]
+    # The process died before it had marked the second one of an earlier start, which is in the store.
+    uploads.note_published(SECOND)
+    assert launched == [10, 10]
+    # It died after that: it is started again, and does not supersede the new checkpoint.
+    gone_back.forget(tmp_path)
+    uploads.note_published(SECOND)
+    assert launched == [10, 10, 20]
+    # The run goes back while it trains.
+    uploads.roll_back(10)
+    assert launched == [10, 10, 20, 10] and pending(tmp_path, uploader.LINK) == [FIRST]
+    uploads.note_published(SECOND)
+    del launched[3:]
+    # It ended because another run took over: a link would keep the checkpoint forever.
+    (tmp_path / uploader.STATUS).write_text(json.dumps({"is_over": True}))
+    uploads.note_published("epoch_0_step_30")
+    assert launched == [10, 10, 20]
+    assert pending(tmp_path, uploader.LINK) == [SECOND, FIRST]
+
+
+@pytest.mark.parametrize(
+    ("url", "what"),
+    [
+        ("s4://bucket/run", "not the URL of a store"),
+        ("S3://key:secret-word@bucket/run", r"in lower case[\s\S]*S3://[\s\S]*use s3://bucket"),
+        ("s3://key:secret-word@bucket/run", "must not contain credentials"),
+        ("s3://bucket/run?token=secret-word", "must not contain credentials"),
+        ("s3://[secret-word", "must not contain credentials"),
+        ("s3:///run", "names no directory"),
+        ("file://", r"names no directory[\s\S]*use file:///PATH"),
+        ("file:///", "names no directory"),
+        ("s3://bucket/../other", "names no directory"),
+        ("s3://bucket/a\tb", "control character"),
+        ("gs://bucket/run", r"gs:// needs the library gcsfs[\s\S]*automodel_ckpt\[gcs\]"),
+    ],
+)
+def test_urls_that_cannot_be_used_are_errors_without_their_secrets(url: str, what: str) -> None:
+    with pytest.raises(RecipeError, match=what) as failure:
+        check_library(check_url(url, "checkpoint.remote.url"), "checkpoint.remote.url")
+    assert "secret-word" not in str(failure.value)
+    assert "checkpoint.remote.url" in str(failure.value)
+
+
+def test_secrets_among_the_options_are_errors_that_do_not_show_them() -> None:
+    options = {"endpoint_url": "http://localhost", "anon": True, "region_name": "eu-central-1"}
+    check_options({**options, "profile": "mine", "project": "a-b"}, "checkpoint.remote.options")
+    for url in ("http://user:word@localhost", "user:word@localhost"):
+        with pytest.raises(RecipeError, match="a secret must not be in a recipe"):
+            check_options({"endpoint_url": url}, "checkpoint.remote.options")
+    with pytest.raises(RecipeError, match="a secret must not be in a recipe") as failure:
+        check_options({"secret": "word"}, "checkpoint.remote.options")
+    assert "word" not in str(failure.value)
+    with pytest.raises(RecipeError, match="unknown option"):
+        check_options({"loop": 1}, "checkpoint.remote.options")
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_other_file_systems_have_the_same_protocol(
+    scheme: str, local: Path, tmp_path: Path
+) -> None:
+    run = RemoteRun(Store(f"{scheme}://{tmp_path}/store"))
+    assert run.store.create("once", b"1") and not run.store.create("once", b"2")
+    for name in (FIRST, SECOND):
+        push_checkpoint(run, local / name, tmp_path / "memory")
+        run.point("val_loss", "min")
+    is_sound(run, local)
+    run.prune(policy.KeepPolicy(last=1), "val_loss")
+    assert [str(name) for name in run.names()] == [SECOND]
+    (tmp_path / "run").mkdir()
+    assert pull_checkpoint(run, SECOND, tmp_path / "run").name == SECOND
+
+
+def test_a_repeated_upload_removes_what_a_killed_one_has_left(local: Path, tmp_path: Path) -> None:
+    run = RemoteRun(Store(f"file://{tmp_path}/store"))
+    memory_file = tmp_path / "memory"
+    push_checkpoint(run, local / FIRST, memory_file)
+    digest = Manifest.read(local / FIRST).digest
+    # It was killed after the checkpoint was complete; then one of another store was.
+    for url, is_kept in ((str(run.store), False), ("s3://bucket/other", True)):
+        UploadMemory.read(memory_file, digest, url).note_done("losses.json")
+        assert push_checkpoint(run, local / FIRST, memory_file) == 0
+        assert memory_file.exists() == is_kept
+
+
+def test_a_download_removes_what_a_killed_one_has_left(local: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    run = RemoteRun(Store(url))
+    push_checkpoint(run, local / FIRST, tmp_path / "memory")
+    root = tmp_path / "pulled"
+    root.mkdir()
+    staging = commit.reserve(root, FIRST)
+    (staging / "large").write_bytes(b"1")
+    assert ckpt(["pull", url, str(root)]) == 0
+    assert [path.name for path in root.iterdir()] == [FIRST]
+
+
+def test_the_commands_accept_urls(
+    s3: ObjectStore, local: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ckpt(["push", str(local / FIRST), URL]) == 0
+    assert ckpt(["push", str(local), URL, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["url"] == f"{URL}/{SECOND}"
+    assert ckpt(["ls", URL, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["name"], row["complete"]) for row in rows] == [(FIRST, True), (SECOND, True)]
+    s3.requests.clear()
+    assert ckpt(["show", f"{URL}/LATEST", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert ckpt(["show", str(local / SECOND), "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert shown | {"path": ""} == expected | {"path": ""}
+    assert ckpt(["pull", f"{URL}/{FIRST}", str(tmp_path / "pulled")]) == 0
+    assert ckpt(["verify", str(tmp_path / "pulled")]) == 0
+    assert ckpt(["prune", URL, "--keep-last=1", "--dry-run"]) == 0
+    assert f"would remove  {FIRST}" in capsys.readouterr().out
+    assert ckpt(["prune", URL, "--keep-last=1"]) == 0
+    assert ckpt(["ls", f"{URL}/{FIRST}"]) == 3
+    assert ckpt(["push", str(tmp_path), URL]) == 3
+
+
+def priorities_of_threads() -> set[int]:
+    """The priorities of this process's threads, of which one started before they were lowered, and one after."""
+    # Not the session of the tests, which has a priority as a whole.
+    os.setsid()
+    over = threading.Event()
+    threads = [threading.Thread(target=over.wait) for _ in range(2)]
+    threads[0].start()
+    child_process.lower_priority(7)
+    threads[1].start()
+    found = {os.getpriority(os.PRIO_PROCESS, int(each)) for each in os.listdir("/proc/self/task")}
+    over.set()
+    return found
+
+
+def test_all_threads_of_the_uploading_process_have_a_low_priority() -> None:
+    """That of the library of a store starts when the store is opened, and does most of the work."""
+    (found,) = ranks.run(priorities_of_threads, 1, init=False)
+    assert found == {os.getpriority(os.PRIO_PROCESS, 0) + 7}

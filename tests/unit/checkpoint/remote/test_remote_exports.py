@@ -1,0 +1,85 @@
+"""Exports in a store: each that a run makes is uploaded with its checkpoint, whenever it is complete."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.checkpoint.export.export_manifest import export_problems
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.remote import uploader
+from automodel_ckpt.checkpoint.remote.background import Uploads
+from automodel_ckpt.checkpoint.remote.pending import link, pending
+from automodel_ckpt.checkpoint.remote.uploader import LINK, Job, Uploader
+from tests.support import ranks
+from tests.support.runs.training import RECIPE, train, write_recipe
+
+NAMES = ["epoch_0_step_5", "epoch_1_step_10", "epoch_1_step_12"]
+EXPORT = f"model/{layout.CONSOLIDATED}"
+
+
+def run_with(place: Path, *, is_async: bool) -> Path:
+    """Train with a store to which nothing is uploaded, and write the exported checkpoints to the file ``exported``."""
+    text = f"{RECIPE}checkpoint: {{checkpoint_dir: {place}/run, save_consolidated: every, "
+    text += f"is_async: {str(is_async).lower()}, remote: {{url: 'file://{place}/store'}}}}\n"
+
+    request = Uploads.note_exported
+
+    def note(self: Uploads, name: str) -> None:
+        assert not export_problems(self.root / name / EXPORT)
+        # As if its checkpoint was uploaded already.
+        os.unlink(self.root / f"{LINK}{name}")
+        request(self, name)
+        assert name in pending(self.root, LINK)
+        with open(place / "exported", "a") as file:
+            file.write(f"{name}\n")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Uploads, "_launch", lambda self, step: None)
+        patch.setattr(Uploads, "note_exported", note)
+        ranks.run(partial(train, write_recipe(place, text)), 1, init=False)
+    return place / "run"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_with(tmp_path_factory.mktemp("exports"), is_async=False)
+
+
+def test_the_upload_of_each_export_is_requested_when_it_is_complete(
+    run: Path, tmp_path: Path
+) -> None:
+    assert (run.parent / "exported").read_text().split() == NAMES
+    run_with(tmp_path, is_async=True)
+    assert (tmp_path / "exported").read_text().split() == NAMES
+
+
+def test_an_export_that_is_made_during_the_upload_of_its_checkpoint_is_uploaded(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, _, last = NAMES
+    push_exports = uploader.push_exports
+
+    def exporting_meanwhile(*arguments: Any, **options: Any) -> int:
+        nbytes = push_exports(*arguments, **options)
+        if (run / first / "later").exists():
+            (run / first / "later").rename(run / first / EXPORT)
+        return nbytes
+
+    monkeypatch.setattr(uploader, "push_exports", exporting_meanwhile)
+    (run / first / EXPORT).rename(run / first / "later")
+    for name in pending(run, LINK):
+        os.unlink(run / f"{LINK}{name}")
+    store = tmp_path / "store"
+    uploading = Uploader(run, Job(f"file://{store}", {}, "token", "val_loss", "min"))
+    link(run, LINK, last)
+    uploading.catch_up()
+    link(run, LINK, first)
+    uploading.catch_up()
+    assert pending(run, LINK) == []
+    for name in (first, last):
+        assert not export_problems(store / name / EXPORT)

@@ -1,0 +1,331 @@
+"""What a start of a run gets from a store: which checkpoint, and how if the disk lacks the space."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from werkzeug.wrappers import Request, Response
+
+from automodel_ckpt.base.store_url import scratch_directory
+from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.digests import digest_of
+from automodel_ckpt.checkpoint.jobs import rank_manifest
+from automodel_ckpt.checkpoint.options import RemoteStorage
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.remote import background, fetch, uploader
+from automodel_ckpt.checkpoint.remote.exports import push_exports
+from automodel_ckpt.checkpoint.remote.pending import pending
+from automodel_ckpt.checkpoint.remote.push import push_checkpoint
+from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.store import gone_back
+from automodel_ckpt.checkpoint.store.store import Store, StoreError
+from automodel_ckpt.cli.ckpt import main as ckpt
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.models import tiny
+from tests.support.runs.stored_runs import FIRST, SECOND, URL, write_run
+from tests.support.servers.object_store import ObjectStore, object_store
+
+
+@pytest.fixture(autouse=True)
+def _no_uploading_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background.Uploads, "_launch", lambda self, went_back_to: None)
+
+
+def in_store(url: str, root: Path, names: tuple[str, ...] = (FIRST, SECOND)) -> RemoteRun:
+    run = RemoteRun(Store(url))
+    for name in names:
+        push_checkpoint(run, root / name, root / "memory")
+    return run
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = SimpleNamespace(total=1 << 30, used=1 << 30, free=0)
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: full)
+
+
+@pytest.mark.parametrize("has_tables", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"model_layout": "hf"}, {"model_save_format": "torch_save"}]
+)
+def test_a_disk_without_space_does_not_prevent_loading(
+    options: dict[str, Any],
+    has_tables: bool,
+    tmp_path: Path,
+    full_disk: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if has_tables:
+        monkeypatch.setattr(rank_manifest, "MIN_TABLE_ROWS", 0)
+    saved = write_run(tmp_path / "local", **options)
+    url = f"file://{tmp_path}/store"
+    run = in_store(url, tmp_path / "local")
+    run.store.write(layout.TRAINING_LOG, b"{}\n")
+    loaded = tiny.recipe(seed=1)
+    resumed = tiny.load(tmp_path / "empty", loaded, remote=RemoteStorage(url))
+    assert resumed is not None and resumed.step == 20
+    tiny.assert_equal_state(saved, loaded)
+    on_disk = {path.name for path in (tmp_path / "empty").iterdir()}
+    assert on_disk == {layout.TRAINING_LOG, gone_back.FILE}
+    assert ckpt(["verify", "--deep", url]) == 0
+
+
+@pytest.mark.parametrize("kind", ["changed", "shorter", "missing"])
+def test_a_changed_object_is_found_before_it_is_used(
+    kind: str, tmp_path: Path, full_disk: None
+) -> None:
+    write_run(tmp_path / "local")
+    url = f"file://{tmp_path}/store"
+    run = in_store(url, tmp_path / "local")
+    (file,) = {
+        piece.file
+        for tensor in Manifest.read(tmp_path / "local" / SECOND).trees["model"].tensors.values()
+        for piece in tensor.slices
+    }
+    content = bytearray(run.store.read(f"{SECOND}/{file}"))
+    content[-1] ^= 1
+    if kind == "missing":
+        run.store.delete([f"{SECOND}/{file}"])
+    else:
+        run.store.write(f"{SECOND}/{file}", bytes(content[:-1] if kind == "shorter" else content))
+    what = {
+        "changed": "its digest differs",
+        "shorter": "ended before the range",
+        "missing": "is missing",
+    }
+    with pytest.raises((CheckpointUnusable, StoreError), match=what[kind]) as failure:
+        tiny.load(tmp_path / "empty", tiny.recipe(seed=1), remote=RemoteStorage(url))
+    assert f"{url}/{SECOND}/{file}" in str(failure.value)
+    assert not (tmp_path / "empty" / fetch.DIRECTORY).exists()
+
+
+def test_a_checkpoint_of_another_run_is_loaded_by_its_url(tmp_path: Path) -> None:
+    write_run(tmp_path / "local")
+    url = f"file://{tmp_path}/store"
+    in_store(url, tmp_path / "local", (FIRST,))
+    wanted = f"{url}/{FIRST}"
+    root = tmp_path / "other"
+    made = tiny.recipe(seed=1)
+    resumed = tiny.load(root, made, restore_from=wanted)
+    assert resumed is not None and resumed.step == 10
+    # It is no checkpoint of this run.
+    assert not list(root.glob("**/epoch*"))
+    tiny.save(root, made, 30, restore_from=wanted)
+    # The request applies until the run has saved a checkpoint, so the store is not needed any more.
+    shutil.rmtree(tmp_path / "store")
+    resumed = tiny.load(root, made, restore_from=wanted)
+    assert resumed is not None and resumed.step == 30
+    with pytest.raises(CheckpointUnusable, match="checkpoint not found"):
+        tiny.load(tmp_path / "third", made, restore_from=url)
+
+
+def test_a_requeued_command_continues_from_the_store_instead_of_rewinding(tmp_path: Path) -> None:
+    root = tmp_path / "local"
+    made = write_run(root)
+    url = f"file://{tmp_path}/store"
+    in_store(url, root, (FIRST,))
+    # On another machine, the run continued from the first one, and was requeued on an empty disk.
+    tiny.train(made)
+    tiny.save(root, made, 30, restore_from=FIRST)
+    in_store(url, root, ("epoch_0_step_30",))
+    for request in (FIRST, f"{url}/{FIRST}"):
+        empty = tmp_path / request.replace("/", "-")
+        resumed = tiny.load(
+            empty, tiny.recipe(seed=1), restore_from=request, remote=RemoteStorage(url)
+        )
+        assert resumed is not None and resumed.step == 30
+
+
+def test_a_run_that_went_back_without_its_store_does_not_fetch_what_it_left(
+    tmp_path: Path,
+) -> None:
+    local = tmp_path / "local"
+    write_run(local)
+    url = f"file://{tmp_path}/store"
+    run = in_store(url, local)
+    run.take_over()
+    root = tmp_path / "run"
+    root.mkdir()
+    shutil.copytree(local / FIRST, root / FIRST)
+    # It goes back to the first checkpoint, and no process could mark the second one in the store.
+    uploads = background.Uploads(root, RemoteStorage(url), "val_loss", "min")
+    uploads.start(10, FIRST)
+    newest = resume.newest(root)
+    assert fetch.wanted(run, root, None, newest) is None
+    # It is started again, later in its timeline: the mark still begins at the first step.
+    again = background.Uploads(root, RemoteStorage(url), "val_loss", "min")
+    assert gone_back.note(root, 15, again.job.token) == 10
+    # Another machine took over the URL, so that what is there is newer.
+    other = RemoteRun(Store(url))
+    other.take_over()
+    found = fetch.wanted(run, root, None, newest)
+    assert found is not None and str(found.name) == SECOND
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_run_goes_back_to_a_checkpoint_of_its_store_where_its_disk_has_none_as_new(
+    is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"file://{tmp_path}/store"
+    local, root = tmp_path / "local", tmp_path / "run"
+    saved = write_run(local)
+    loaded = tiny.recipe(seed=1)
+    in_store(url, local)
+    root.mkdir()
+    shutil.copytree(local / FIRST, root / FIRST)
+    fetcher = fetch.Fetcher(root, RemoteStorage(url))
+    # It has the first checkpoint, which is the newest up to a step before the second.
+    for step in (9, 10, 19):
+        assert fetcher.fetch_up_to(step) is None
+        assert not (root / SECOND).exists()
+    if is_full:
+        monkeypatch.setattr(fetch, "_has_space", lambda *arguments: False)
+    checkpointer = tiny.checkpointer(root, remote=RemoteStorage(url))
+    # A directory of this name without a manifest is no checkpoint.
+    (root / "epoch_0_step_15").mkdir()
+    resumed = checkpointer.roll_back(discover(loaded), 25)
+    checkpointer.close()
+    tiny.assert_equal_state(saved, loaded)
+    assert resumed is not None and resumed.step == 20
+    # What is read from the store without a download is removed.
+    assert (root / SECOND).exists() != is_full
+    assert not (root / fetch.DIRECTORY).exists()
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "store").write_text("no directory")
+    assert fetcher.fetch_up_to(15) is None
+    assert "are not used to go back to step 15" in caplog.text
+
+
+def test_the_mark_of_going_back_ends_with_the_marks_in_the_store(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    url = f"file://{tmp_path}/store"
+    run = in_store(url, tmp_path)
+    gone_back.note(tmp_path, 10, "token")
+    job = uploader.Job(url, {}, "token", "val_loss", "min", went_back_to=10)
+    uploader.Uploader(tmp_path, job).catch_up()
+    assert run.is_superseded(SECOND)
+    assert gone_back.GoneBack.read(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"step": "x", "time": 0, "tokens": []}', b"{"])
+def test_a_damaged_mark_is_ignored(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / gone_back.FILE).write_bytes(content)
+    assert gone_back.GoneBack.read(tmp_path) is None
+
+
+def test_a_damaged_directory_of_this_name_does_not_prevent_a_download(tmp_path: Path) -> None:
+    saved = write_run(tmp_path / "local")
+    url = f"file://{tmp_path}/store"
+    in_store(url, tmp_path / "local")
+    root = tmp_path / "run"
+    (root / SECOND).mkdir(parents=True)
+    loaded = tiny.recipe(seed=1)
+    assert tiny.load(root, loaded, remote=RemoteStorage(url)) is not None
+    tiny.assert_equal_state(saved, loaded)
+    assert (root / f"{SECOND}.superseded-1").is_dir()
+
+
+def test_a_url_is_a_directory_of_a_checkpointer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/store/run"
+    options = CheckpointOptions(scratch_dir=str(tmp_path / "scratch"), keep_last=3)
+    checkpointer = Checkpointer(url, options=options)
+    local = scratch_directory(url, str(tmp_path / "scratch"))
+    assert checkpointer.directory == local and local.parent == tmp_path / "scratch"
+    made = tiny.recipe()
+    assert checkpointer.load(discover(made)) is None
+    assert checkpointer._transfers.uploads is not None
+    # The rules are those of the store; the local disk keeps the newest.
+    assert checkpointer._transfers.uploads.job.keep_last == 3
+    assert checkpointer._options.keep_last == 1
+    checkpointer.save(discover(made), step=10, epoch=0)
+    assert pending(local, uploader.LINK) == [FIRST]
+    checkpointer._transfers.uploads = None
+    checkpointer.close()
+
+
+def test_a_start_reads_no_tensor_to_choose_a_checkpoint(tmp_path: Path, full_disk: None) -> None:
+    write_run(tmp_path / "local")
+    with object_store() as s3:
+        in_store(URL, tmp_path / "local")
+        requests = ranges_of(s3)
+        s3.requests.clear()
+        found = fetch.Fetcher(tmp_path, RemoteStorage(URL)).find(None)
+        assert found is not None and found[1] == SECOND
+        assert not requests
+        assert len(s3.requests) < 20
+
+
+def ranges_of(s3: ObjectStore) -> list[str]:
+    found: list[str] = []
+
+    def note(request: Request) -> Response | None:
+        if request.method == "GET" and request.path.endswith((".safetensors", ".distcp")):
+            found.append(request.headers.get("Range", ""))
+        return None
+
+    s3.fault = note
+    return found
+
+
+def test_a_store_that_cannot_be_opened_fails_on_all_ranks_together(tmp_path: Path) -> None:
+    checkpointer = tiny.checkpointer(tmp_path, remote=RemoteStorage("memory://store"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "Store", unopened)
+        # Not in __init__, which is not collective.
+        with pytest.raises(StoreError, match="no account"):
+            checkpointer.open()
+
+
+def unopened(*arguments: Any, **options: Any) -> None:
+    raise StoreError("no account", where="", value="", hint="")
+
+
+def test_exports_are_uploaded_and_complete_with_their_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny.recipe()
+    tiny.train(made)
+    root = tmp_path / "run"
+    tiny.save(root, made, 10)
+    export = root / FIRST / "model" / layout.CONSOLIDATED
+    export.mkdir()
+    write_export(export, b"{}")
+    url = f"file://{tmp_path}/store"
+    run = in_store(url, root, (FIRST,))
+    run.take_over()
+    prefix = f"{FIRST}/model/{layout.CONSOLIDATED}"
+    with monkeypatch.context() as patch:
+        patch.setattr(run.store, "write", failing)
+        with pytest.raises(StoreError):
+            push_exports(run, root / FIRST)
+    assert layout.EXPORT_MANIFEST not in run.store.sizes(prefix)
+    assert push_exports(run, root / FIRST) == 2
+    assert push_exports(run, root / FIRST) == 0
+    assert set(run.store.sizes(prefix)) == {"config.json", layout.EXPORT_MANIFEST}
+    write_export(export, b"[]")
+    assert push_exports(run, root / FIRST) == 2
+    assert run.store.read(f"{prefix}/config.json") == b"[]"
+    write_export(export, b"{}")
+    (export / "config.json").write_bytes(b"{]")
+    with pytest.raises(CheckpointUnusable):
+        push_exports(run, root / FIRST)
+
+
+def write_export(directory: Path, content: bytes) -> None:
+    (directory / "config.json").write_bytes(content)
+    entry = {"size": len(content), "digest": digest_of(content)}
+    document = {"files": {"config.json": entry}}
+    (directory / layout.EXPORT_MANIFEST).write_text(json.dumps(document))
+
+
+def failing(*arguments: Any) -> None:
+    raise StoreError("dead", where="", value="", hint="")

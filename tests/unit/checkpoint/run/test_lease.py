@@ -1,0 +1,563 @@
+"""Two runs in one directory: the second is refused, a dead one's place is taken."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.run import lease, lock_file
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.lease import Lease, release_all
+from automodel_ckpt.checkpoint.run.policy import KeepPolicy
+from automodel_ckpt.errors import LeaseLost, RecipeError
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from automodel_ckpt.checkpoint.run.lease import Lease
+lease = Lease(Path(sys.argv[1]))
+print("held", flush=True)
+if len(sys.argv) > 2:
+    import os
+    if os.fork() == 0:
+        print("forked", flush=True)
+        time.sleep(60)
+time.sleep(60)
+"""
+
+
+def holder(root: Path, *arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(root), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def test_a_second_run_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
+    first = holder(tmp_path)
+    try:
+        with pytest.raises(RecipeError, match=f"process {first.pid} on .*, running -c") as caught:
+            Lease(tmp_path)
+        assert caught.value.exit_code == 2
+    finally:
+        end(first)
+
+
+def test_a_killed_runs_place_is_taken_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end(holder(tmp_path))
+    monkeypatch.delattr(lease, "is_beating")
+    taken = Lease(tmp_path)
+    assert taken.taken_over is not None
+    taken.release()
+
+
+@pytest.mark.parametrize(
+    ("run_id", "says"), [("job-7", False), ("none", True), (None, True)], ids=str
+)
+def test_a_takeover_is_logged_unless_the_same_launcher_restarted_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    run_id: str | None,
+    says: bool,
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if run_id is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    # "none" is the default of all launchers. The launcher of the other process is this one.
+    end(holder(tmp_path))
+    caplog.set_level("INFO", "automodel_ckpt")
+    run = RunDirectory(tmp_path, KeepPolicy(), "val_loss")
+    run.hold()
+    assert ("taking over" in caplog.text) == says
+    run.release()
+
+
+def test_a_worker_forked_by_the_holder_does_not_keep_the_lock(tmp_path: Path) -> None:
+    first = holder(tmp_path, "fork")
+    assert first.stdout is not None and first.stdout.readline() == "forked\n"
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    Lease(tmp_path).release()
+    end(first)
+
+
+@pytest.mark.parametrize("at", ["_record", "register_at_fork"])
+def test_a_process_stopped_while_it_takes_the_place_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    before = os.listdir("/proc/self/fd")
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Lease if at == "_record" else lease.os, at, stopped)
+        with pytest.raises(KeyboardInterrupt):
+            Lease(tmp_path)
+    release_all()
+    assert list(tmp_path.iterdir()) == []
+    # Descriptors of earlier tests may be closed meanwhile.
+    assert {*os.listdir("/proc/self/fd")} <= {*before}
+    Lease(tmp_path).release()
+
+
+def test_a_process_stopped_before_its_heartbeat_began_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            Lease(tmp_path)
+    assert (tmp_path / LOCK_FILE).exists()
+    release_all()
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_clean_end_leaves_no_file(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    held = Lease(tmp_path)
+    assert (tmp_path / LOCK_FILE).exists()
+    held.release()
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+    assert os.listdir("/proc/self/fd") == before
+
+
+def elsewhere(root: Path, beat: int, **fields: Any) -> None:
+    """Write the lock file as a run does whose locks are not shared with this process: another node, another mount."""
+    content = {
+        "host": "node7",
+        "boot_id": "another",
+        "pid": 1,
+        "command": "ckpt-train x.yaml",
+        "beat": beat,
+    }
+    new = root / "new"
+    new.write_text(json.dumps(content | fields).ljust(2048))
+    new.rename(
+        root / LOCK_FILE
+    )  # what a reader's open descriptor shows stays as it was, like a mount's cache
+
+
+OTHER_MOUNT = {
+    "boot_id": lease.kernel_boot_id(),
+    "pid": os.getpid(),
+    "device": 1,
+    "file_system_id": 1,
+}
+"""A run of this node that has the directory through another mount."""
+SAME_NUMBERS = {"device": 0, "file_system_id": 0}
+"""A run of another node whose file system happens to have the numbers of this one's."""
+
+
+@pytest.mark.parametrize(
+    "fields", [SAME_NUMBERS, OTHER_MOUNT], ids=["another node", "another mount"]
+)
+def test_a_run_elsewhere_whose_heart_beats_is_respected(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    if fields is SAME_NUMBERS:
+        fields = {"device": os.stat(tmp_path).st_dev, "file_system_id": os.statvfs(tmp_path).f_fsid}
+    elsewhere(tmp_path, 1, **fields)
+    beat = threading.Timer(0.2, elsewhere, (tmp_path, 2), fields)
+    beat.start()
+    with pytest.raises(RecipeError, match=r"process \d+ on node7"):
+        Lease(tmp_path, watch_seconds=5)
+    beat.join()
+
+
+def test_a_run_elsewhere_that_is_dead_is_taken_over(tmp_path: Path) -> None:
+    elsewhere(tmp_path, 1)
+    started = time.monotonic()
+    held = Lease(tmp_path, watch_seconds=0.3)
+    assert time.monotonic() - started > 0.3
+    assert held.taken_over is not None and held.taken_over.host == "node7"
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_on_another_mount_whose_process_is_gone_is_taken_over_immediately(
+    tmp_path: Path,
+) -> None:
+    ended = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
+    fields = {
+        **OTHER_MOUNT,
+        "pid": int(ended.stdout),
+        "pid_namespace": os.readlink("/proc/self/ns/pid"),
+    }
+    elsewhere(tmp_path, 1, **fields)
+    Lease(tmp_path, watch_seconds=60).release()
+
+
+def test_of_two_that_take_over_at_once_where_locks_are_not_shared_one_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(tmp_path, 1)
+    monkeypatch.setattr(
+        lease.time, "sleep", lambda _: elsewhere(tmp_path, 1, token="rival") if replaced() else None
+    )
+
+    def replaced() -> bool:
+        return "token" in json.loads((tmp_path / LOCK_FILE).read_text())
+
+    with pytest.raises(RecipeError, match="at the same time"):
+        Lease(tmp_path, watch_seconds=0.1)
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["token"] == "rival"
+
+
+def test_the_holders_heart_beats(tmp_path: Path) -> None:
+    held = Lease(tmp_path, beat_seconds=0.05)
+    before, end = json.loads((tmp_path / LOCK_FILE).read_text())["beat"], time.monotonic() + 60
+    while (
+        json.loads((tmp_path / LOCK_FILE).read_text())["beat"] == before and time.monotonic() < end
+    ):
+        time.sleep(0.01)
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["beat"] > before
+    held.check()
+    held.release()
+
+
+def test_a_run_that_lost_its_lease_says_who_has_it_and_leaves_that_ones_file_alone(
+    tmp_path: Path,
+) -> None:
+    held = Lease(tmp_path, beat_seconds=0.02)
+    held.check()
+    elsewhere(tmp_path, 1, token="theirs")
+    theirs, end = (tmp_path / LOCK_FILE).read_bytes(), time.monotonic() + 60
+    while not held.is_lost and time.monotonic() < end:
+        time.sleep(0.01)
+    with pytest.raises(LeaseLost, match="another run has taken over") as caught:
+        held.check()
+    assert caught.value.exit_code == 4 and "process 1 on node7" in str(caught.value)
+    held.release()
+    assert (tmp_path / LOCK_FILE).read_bytes() == theirs
+
+
+def test_a_run_whose_lock_file_was_removed_does_not_hold_the_directory(tmp_path: Path) -> None:
+    held = Lease(tmp_path)
+    (tmp_path / LOCK_FILE).unlink()
+    with pytest.raises(LeaseLost, match="its lock file was removed"):
+        held.check()
+    Lease(tmp_path).release()  # a run that has ended since
+    with pytest.raises(LeaseLost):
+        held.check()
+    held.release()
+
+
+def at_the_first_lock(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """Have *action* happen between the opening of the lock file and its locking."""
+    real, done = fcntl.flock, []
+
+    def lock(descriptor: int, operation: int) -> None:
+        if not done:
+            done.append(True)
+            action()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+
+
+def test_a_lock_on_a_file_that_has_lost_its_name_is_worth_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Lease(tmp_path)
+    others: list[Lease] = []
+
+    def the_next_run_comes() -> None:
+        first.release()
+        others.append(Lease(tmp_path))
+
+    at_the_first_lock(monkeypatch, the_next_run_comes)
+    with pytest.raises(RecipeError, match="this process uses this directory already"):
+        Lease(tmp_path)
+    others[0].check()
+    others[0].release()
+
+
+def test_a_run_that_starts_during_the_watch_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(tmp_path, 1)
+    others: list[Lease] = []
+
+    def the_holder_ends_and_another_starts(_: float) -> None:
+        if not others:
+            (tmp_path / LOCK_FILE).unlink()
+            others.append(Lease(tmp_path))
+
+    monkeypatch.setattr(
+        lease, "is_beating", lambda path, seconds: the_holder_ends_and_another_starts(seconds)
+    )
+    with pytest.raises(RecipeError, match="this process uses this directory already"):
+        Lease(tmp_path)
+    others[0].check()
+    others[0].release()
+
+
+@pytest.mark.parametrize("is_left_over", [False, True])
+def test_a_start_whose_temporary_file_the_owner_removes_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_left_over: bool
+) -> None:
+    """An owner that ends meanwhile has taken it for a leftover of a killed run."""
+    if is_left_over:
+        (tmp_path / LOCK_FILE).touch()
+    lock = lease.lock
+    removed: list[str] = []
+
+    def removing(descriptor: int) -> bool:
+        if not removed:
+            temporary = [path.name for path in tmp_path.iterdir() if path.name != LOCK_FILE]
+            removed.extend(temporary)
+            commit.recover(tmp_path)
+        return lock(descriptor)
+
+    monkeypatch.setattr(lease, "lock", removing)
+    held = Lease(tmp_path, watch_seconds=0.1)
+    assert len(removed) == 1 and os.listdir(tmp_path) == [LOCK_FILE]
+    held.release()
+
+
+def test_where_there_are_no_hard_links_the_lock_file_gets_its_name_by_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no links")
+
+    monkeypatch.setattr(lock_file.os, "link", unsupported)
+    held = Lease(tmp_path)
+    with pytest.raises(RecipeError, match="this process uses this directory already"):
+        Lease(tmp_path)
+    held.check()
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_there_are_no_locks_the_beat_alone_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    Lease(tmp_path, watch_seconds=0.3).release()
+    alive = Lease(tmp_path, beat_seconds=0.05)
+    with pytest.raises(RecipeError, match="this process uses this directory already"):
+        Lease(tmp_path, watch_seconds=5)
+    alive.release()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\x00 nonsense",
+        b"",
+        b"[]",
+        b'{"host": 1, "boot_id": "", "pid": 2, "command": "", "beat": 0}',
+    ],
+)
+def test_a_lock_file_of_any_other_content_is_no_obstacle(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / LOCK_FILE).write_bytes(content)
+    Lease(tmp_path).release()
+
+
+# ---------------------------------------------------------------- two mounts of one directory, as users have them
+
+HOLD_ON_A_MOUNT = """
+import os, signal, sys, time
+from pathlib import Path
+from automodel_ckpt.checkpoint.run.lease import Lease
+from automodel_ckpt.errors import LeaseLost
+root = Path(sys.argv[1])
+suspend = Path(sys.argv[1] + ".suspend")
+lease = Lease(root, beat_seconds=0.2, watch_seconds=3)
+while True:
+    try:
+        lease.check()
+    except LeaseLost as lost:
+        print(lost.problems[0].what, flush=True)
+        break
+    with open(root / "log", "a") as log:
+        log.write(f"{sys.argv[1]}\\n")
+    print("wrote", flush=True)
+    time.sleep(0.1)
+    if suspend.exists():
+        # Not between the check and a write: no check can cover a write that has begun.
+        suspend.unlink()
+        os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Two FUSE mounts of one directory, whose locks the kernel does not share."""
+    (tmp_path / "real").mkdir()
+    made = (tmp_path / "a", tmp_path / "b")
+    try:
+        for mount in made:
+            mount.mkdir()
+            subprocess.run(["bindfs", tmp_path / "real", mount], check=True, capture_output=True)
+        yield made
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no FUSE here: {error.stderr.decode().strip()}")
+    finally:
+        for mount in made:
+            subprocess.run(["umount", "-l", mount], check=False, capture_output=True)
+
+
+@pytest.mark.skipif(shutil.which("bindfs") is None, reason="bindfs is not installed")
+def test_two_mounts_of_one_directory_have_one_run_and_a_suspended_one_writes_nothing_when_it_wakes(
+    mounts: tuple[Path, Path],
+) -> None:
+    def start(mount: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HOLD_ON_A_MOUNT, str(mount)]
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def line(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        return process.stdout.readline()
+
+    first, rejected = start(mounts[0]), None
+    second = None
+    try:
+        assert line(first) == "wrote\n"
+        rejected = start(mounts[1])
+        assert "another process is using" in rejected.communicate(timeout=120)[0]
+        suspend = Path(f"{mounts[0]}.suspend")
+        suspend.touch()
+        while suspend.exists():
+            time.sleep(0.01)
+        second = start(mounts[1])
+        assert line(second) == "wrote\n"
+        before = (mounts[0].parent / "real" / "log").read_text().count(str(mounts[0]))
+        os.kill(first.pid, signal.SIGCONT)
+        assert "another run has taken over" in first.communicate(timeout=120)[0].splitlines()[-1]
+        assert (mounts[0].parent / "real" / "log").read_text().count(str(mounts[0])) == before
+        assert line(second) == "wrote\n"
+    finally:
+        for process in filter(None, (first, rejected, second)):
+            process.kill()
+            process.communicate()
+
+
+def record(**changed: Any) -> lock_file.Holder:
+    """The record of this process in a lock file of this directory's file system."""
+    descriptor = os.open(".", os.O_RDONLY)
+    device, file_system_id = lease.file_system_identity(descriptor)
+    os.close(descriptor)
+    fields: dict[str, Any] = {
+        "host": "here",
+        "boot_id": lease.kernel_boot_id(),
+        "pid": os.getpid(),
+        "command": "ckpt-train x.yaml",
+        "beat": 3,
+        "token": "mine",
+        "pid_namespace": lease.pid_namespace(),
+        "device": device,
+        "file_system_id": file_system_id,
+    }
+    return lock_file.Holder(**{**fields, **changed})
+
+
+def test_a_record_is_read_back_and_one_with_a_field_of_another_type_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+
+    def read(content: bytes) -> lock_file.Holder | None:
+        path.write_bytes(content)
+        with path.open("rb") as file:
+            return lock_file.Holder.read(file.fileno())
+
+    assert read(record().to_bytes()) == record()
+    assert len(record().to_bytes()) == lock_file._RECORD_BYTES
+    plain = json.loads(record().to_bytes())
+    old = {name: plain[name] for name in ("host", "boot_id", "pid", "command", "beat")}
+    assert read(json.dumps({**old, "unknown": 1}).encode()) == lock_file.Holder(**old)
+    for name, value in plain.items():
+        if name != "time":
+            wrong = 5 if isinstance(value, str) else str(value)
+            assert read(json.dumps({**plain, name: wrong}).encode()) is None, name
+    assert read(json.dumps({**plain, "pid": True}).encode()) is None
+    assert read(json.dumps({**plain, "pid": 1.0}).encode()) is None
+    assert read(b"[]") is None and read(b"") is None and read(b"[" * 2000) is None
+
+
+def test_locks_are_shared_on_one_boot_and_one_mounted_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = record()
+    with open("/proc/self/stat") as elsewhere, (tmp_path / "file").open("w") as file:
+        assert here.shares_locks_with(file.fileno())
+        assert not here.shares_locks_with(elsewhere.fileno())
+        assert not record(boot_id="another").shares_locks_with(file.fileno())
+        assert not record(device=here.device + 1).shares_locks_with(file.fileno())
+        assert not record(file_system_id=here.file_system_id + 1).shares_locks_with(file.fileno())
+
+
+def test_only_a_process_of_this_boot_and_namespace_is_known_to_be_dead() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert record(pid=ended.pid).is_known_to_be_dead()
+    assert not record().is_known_to_be_dead()
+    for changed in ({"boot_id": "another"}, {"pid_namespace": "pid:[1]"}, {"pid_namespace": ""}):
+        assert not record(pid=ended.pid, **changed).is_known_to_be_dead()
+
+
+def test_the_watch_is_longer_where_a_mount_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, seconds in (
+        ("fuse.sshfs", lease.CACHED_WATCH_SECONDS),
+        ("virtiofs", lease.CACHED_WATCH_SECONDS),
+        ("nfs4", lease.WATCH_SECONDS),
+        (None, lease.WATCH_SECONDS),
+    ):
+        monkeypatch.setattr(lease, "file_system_of", lambda _, kind=kind: kind)
+        assert lease._watch_seconds(Path()) == seconds
+
+
+def test_a_token_is_compared_with_the_file_and_says_who_has_it(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_FILE
+    path.write_bytes(record().to_bytes())
+    before = os.listdir("/proc/self/fd")
+    lease.check_token(path, "mine")
+    with pytest.raises(LeaseLost, match=f"process {os.getpid()} on here, running ckpt-train"):
+        lease.check_token(path, "another")
+    path.write_bytes(b"?")
+    with pytest.raises(LeaseLost, match="unknown"):
+        lease.check_token(path, "mine")
+    path.unlink()
+    with pytest.raises(LeaseLost, match="was removed"):
+        lease.check_token(path, "mine")
+    assert os.listdir("/proc/self/fd") == before

@@ -1,0 +1,494 @@
+"""Pins and users' links in a run directory: they protect their checkpoint, and go with it when it is set aside."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.checkpoint import Manifest, discover
+from automodel_ckpt.checkpoint.export.export_leftovers import leftovers_in
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.safe_open import link_on_the_way
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.run import links, maintenance, resume
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.lease import Lease
+from automodel_ckpt.checkpoint.run.policy import KeepPolicy
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.errors import LeaseLost
+from tests.support.models import tiny
+
+NAME = "epoch_0_step_20"
+ASIDE = f"{NAME}.superseded-1"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two checkpoints, and links of every kind to the second."""
+    root = tmp_path / "run"
+    for step in (10, 20):
+        (root / f"epoch_0_step_{step}" / "model").mkdir(parents=True)
+        (root / f"epoch_0_step_{step}" / layout.MANIFEST).write_text(str(step))
+    commit.point(root, layout.LATEST, NAME)
+    maintenance.pin(root, NAME)
+    (root / "paper" / "figures").mkdir(parents=True)
+    (root / "mine").symlink_to(NAME)
+    (root / "paper" / "figures" / "best").symlink_to(f"../../{NAME}/model")
+    (root / "absolute").symlink_to(root / NAME)
+    (root / "newest").symlink_to("LATEST")
+    (root / "elsewhere").symlink_to(f"/somewhere/{NAME}")
+    return root
+
+
+def texts(root: Path) -> dict[str, str]:
+    found = [*root.iterdir(), *(root / "paper" / "figures").iterdir()]
+    return {path.name: os.readlink(path) for path in found if path.is_symlink()}
+
+
+def followed(root: Path, name: str) -> dict[str, str]:
+    return {
+        "LATEST": NAME,
+        f"pin-{name}": name,
+        "mine": name,
+        "best": f"../../{name}/model",
+        "absolute": f"{root}/{name}",
+        "newest": "LATEST",
+        "elsewhere": f"/somewhere/{NAME}",
+    }
+
+
+def test_pins_and_links_follow_a_checkpoint_that_is_set_aside_and_go_on_protecting_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert links.set_aside(run, NAME) == ASIDE
+    assert texts(run) == followed(run, ASIDE)
+    (run / NAME / "model").mkdir(parents=True)  # the run gets there again
+    assert (
+        texts(run) == followed(run, ASIDE) and (run / "mine" / layout.MANIFEST).read_text() == "20"
+    )
+    assert links.pinned_names(run) == {ASIDE} and links.protected_names(run) == {NAME, ASIDE}
+    for link in (run / "mine", run / "absolute", run / "paper" / "figures" / "best"):
+        link.unlink()
+    assert main(["prune", str(run), "--superseded"]) == 0 and (run / ASIDE).is_dir()
+    assert main(["unpin", str(run / ASIDE)]) == 0
+    assert main(["prune", str(run), "--superseded"]) == 0 and not (run / ASIDE).exists()
+    assert ASIDE in capsys.readouterr().out
+
+
+def test_where_pins_are_text_files_they_follow_too(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise PermissionError(1, os.strerror(1))
+
+    (run / f"pin-{NAME}").unlink()
+    monkeypatch.setattr(os, "symlink", unsupported)
+    maintenance.pin(run, NAME)
+    links.set_aside(run, NAME)
+    assert (run / f"pin-{ASIDE}.txt").read_text() == f"{ASIDE}\n" and not (
+        run / f"pin-{NAME}.txt"
+    ).exists()
+    assert links.pinned_names(run) == {ASIDE}
+
+
+@pytest.mark.parametrize("calls", range(12))
+def test_a_run_killed_while_it_sets_a_checkpoint_aside_leaves_it_protected(
+    run: Path, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    """Before each system call in turn: no link ever leads to another checkpoint, and the next start mends them."""
+
+    class Killed(BaseException):
+        pass
+
+    made = []
+
+    def counting(real: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if len(made) == calls:
+                raise Killed
+            made.append(real)
+            return real(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for name in ("rename", "symlink", "unlink"):
+            patched.setattr(os, name, counting(getattr(os, name)))
+        try:
+            links.set_aside(run, NAME)
+        except Killed:
+            pass
+        else:
+            assert calls == 11
+            return
+    assert {NAME, ASIDE} & links.protected_names(run) and (run / NAME).exists()
+    commit.recover(run)
+    links.repair_links(run)
+    assert texts(run) == followed(run, NAME)
+
+
+def test_a_checkpoint_that_is_pinned_while_prune_waits_or_works_stays(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for link in ("mine", "absolute", f"pin-{NAME}", "LATEST", "paper/figures/best"):
+        (run / link).unlink()
+    assert maintenance.remove(run, [NAME], check_lease=lambda: maintenance.pin(run, NAME)) == []
+    maintenance.unpin(run, NAME)
+    real = commit.withdraw
+
+    def withdraw(path: Path) -> Path:
+        maintenance.pin(run, NAME)  # at the last moment
+        return real(path)
+
+    monkeypatch.setattr(commit, "withdraw", withdraw)
+    assert maintenance.remove(run, [NAME], check_lease=lambda: None) == []
+    assert (run / NAME / layout.MANIFEST).read_text() == "20" and links.pinned_names(run) == {NAME}
+
+
+def test_prune_decides_when_it_has_the_lease(tmp_path: Path) -> None:
+    made = tiny.recipe()
+    for step in (10, 20, 30):
+        tiny.save(tmp_path, made, step=step)
+    lease = Lease(tmp_path)
+    (tmp_path / layout.LOCK_FILE).rename(tmp_path / "lock")
+    content = (
+        (tmp_path / "lock")
+        .read_text()
+        .replace(f'"device": {os.stat(tmp_path).st_dev}', '"device": 1')
+    )
+    (tmp_path / layout.LOCK_FILE).write_text(content.replace(f'"pid": {os.getpid()}', '"pid": 1'))
+    pinned = threading.Timer(0.3, maintenance.pin, (tmp_path, "epoch_0_step_10"))
+    pinned.start()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("automodel_ckpt.checkpoint.run.lease.WATCH_SECONDS", 0.6)
+        assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
+    pinned.join()
+    lease.release()
+    assert [str(name) for name in resume.checkpoint_names(tmp_path)] == [
+        "epoch_0_step_30",
+        "epoch_0_step_10",
+    ]
+
+
+def test_prune_ends_when_another_run_takes_over_while_it_works(run: Path) -> None:
+    def lost() -> None:
+        raise LeaseLost("another run has taken over", where="", value="", hint="")
+
+    with pytest.raises(LeaseLost):
+        maintenance.remove(run, ["epoch_0_step_10"], check_lease=lost)
+    assert (run / "epoch_0_step_10").is_dir()
+
+
+def test_the_pin_of_a_checkpoint_that_is_gone_can_be_removed(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        maintenance.pin(run, f"epoch_0_step_{step}")
+    monkeypatch.chdir(run)
+    assert main(["unpin", "epoch_0_step_1"]) == 0
+    assert main(["unpin", str(run / "pin-epoch_0_step_2")]) == 0
+    assert links.pinned_names(run) == {"epoch_0_step_3", NAME}
+    assert main(["unpin", "epoch_0_step_1"]) == 3
+    assert main(["pin", "epoch_0_step_1"]) == 3
+    assert "unpinned epoch_0_step_1\n" in capsys.readouterr().out
+
+
+def test_prune_clears_what_a_killed_command_left(run: Path) -> None:
+    unique = "0" * 32
+    for name in (f".trash-{unique}", f".{NAME}.staging-{unique}"):
+        (run / name / "model").mkdir(parents=True)
+    for name in (f".pin-epoch_0_step_10.{unique}", f".link-{unique}", f"paper/.link-{unique}"):
+        (run / name).symlink_to("epoch_0_step_10")
+    assert (
+        main(["prune", str(run), "--keep-last", "9", "--dry-run"]) == 0
+        and (run / f".trash-{unique}").exists()
+    )
+    assert main(["prune", str(run), "--keep-last", "9"]) == 0
+    assert not [path for path in run.rglob("*") if path.name.startswith(".")]
+    assert "epoch_0_step_10" not in links.protected_names(run)
+
+
+# ---------------------------------------------------------------- a checkpoint that was moved, with a link in its place
+
+
+@pytest.fixture
+def moved(tmp_path: Path) -> Path:
+    """A run of three checkpoints whose newest is on another disk, and whose second has a second name."""
+    root, made = tmp_path / "run", tiny.recipe()
+    for step in (10, 20, 30):
+        tiny.save(root, made, step=step, losses={"val_loss": float(step)}, validated=True)
+        tiny.train(made, 1)
+    (tmp_path / "big").mkdir()
+    (root / "epoch_0_step_30").rename(tmp_path / "big" / "epoch_0_step_30")
+    (root / "epoch_0_step_30").symlink_to(tmp_path / "big" / "epoch_0_step_30")
+    (root / "epoch_0_step_40").symlink_to("epoch_0_step_20")
+    return root
+
+
+def test_a_moved_newest_checkpoint_is_resumed_listed_verified_and_kept(
+    moved: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    resumed = tiny.load(moved, tiny.recipe())
+    assert resumed is not None and resumed.step == 30
+    assert commit.pointed(moved, "LATEST") == "epoch_0_step_30" and "goes back" not in caplog.text
+    assert main(["ls", str(moved)]) == 0 and "moved to" in capsys.readouterr().out
+    for path in (moved, moved / "LATEST", moved / "epoch_0_step_30"):
+        assert main(["verify", str(path), "--deep"]) == 0
+        assert f"{moved}/epoch_0_step_30: ok" in capsys.readouterr().out
+        assert main(["show", str(path)]) == 0
+    assert main(["pin", str(moved / "LATEST")]) == 0 and links.pinned_names(moved) == {
+        "epoch_0_step_30"
+    }
+    assert main(["unpin", str(moved / "epoch_0_step_30")]) == 0
+    tiny.save(moved, tiny.recipe(), step=50)
+    assert main(["prune", str(moved), "--keep-last", "1"]) == 0
+    assert (moved / "epoch_0_step_30" / layout.MANIFEST).is_file()
+    assert os.listdir(tmp_path / "big") == ["epoch_0_step_30"]
+
+
+def test_a_moved_checkpoint_that_is_not_there_is_named_passed_over_and_set_aside(
+    moved: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "big").rename(tmp_path / "unmounted")
+    made = tiny.recipe()
+    saver = tiny.checkpointer(moved)
+    resumed = saver.load(tiny.discover(made))
+    assert resumed is not None and resumed.step == 20
+    assert (
+        "LATEST pointed to" in caplog.text
+        and "epoch_0_step_30: the checkpoint is a link to" in caplog.text
+    )
+    saver.save(tiny.discover(made), step=30, epoch=0, config_yaml="", losses={}, progress={})
+    saver.save(tiny.discover(made), step=40, epoch=0, config_yaml="", losses={}, progress={})
+    saver.close()
+    assert "epoch_0_step_40 has the name of a new checkpoint" in caplog.text
+    assert (
+        Manifest.read(moved / "epoch_0_step_30").step == 30
+        and Manifest.read(moved / "epoch_0_step_40").step == 40
+    )
+    (tmp_path / "unmounted").rename(tmp_path / "big")
+    assert Manifest.read(moved / "epoch_0_step_30.superseded-1").step == 30
+    assert os.readlink(moved / "epoch_0_step_40.superseded-1") == "epoch_0_step_20"
+
+
+def test_a_link_in_a_moved_checkpoint_still_leads_nowhere(moved: Path, tmp_path: Path) -> None:
+    shard = next((moved / "epoch_0_step_30" / "model").glob("shard-*"))
+    shard.resolve().rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    resumed = tiny.load(moved, tiny.recipe())
+    assert resumed is not None and resumed.step == 20
+
+
+def test_whatever_has_the_name_of_a_checkpoint_gives_way_and_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / NAME).write_text("mine")
+    run = RunDirectory(tmp_path / "run", KeepPolicy(), "val_loss")
+    run.hold()
+    staging = commit.reserve(run.root, NAME)
+    commit.finalize(staging, b"{}")
+    run.publish(staging, layout.CheckpointName(step=20, epoch=0), {})
+    run.release()
+    assert (tmp_path / "run" / ASIDE).read_text() == "mine" and (tmp_path / "run" / NAME).is_dir()
+
+
+def test_a_run_directory_can_be_held_again_after_its_release(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run", KeepPolicy(), "val_loss")
+    run.hold()
+    staging = commit.reserve(run.root, NAME)
+    run.release()
+    assert run.lease_token is None
+    run.hold()
+    run.check_lease()
+    assert run.lease_token is not None
+    commit.finalize(staging, b"{}")
+    run.publish(staging, layout.CheckpointName(step=20, epoch=0), {})
+    run.release()
+    assert (tmp_path / "run" / NAME).is_dir()
+
+
+def test_abandoned_checkpoints_are_set_aside_by_the_next_save_if_one_fails_to_do_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, made = tmp_path / "run", tiny.recipe()
+    for step in (20, 30, 40):
+        tiny.save(root, made, step=step)
+    run = RunDirectory(root, KeepPolicy(), "val_loss")
+    run.hold()
+    run.went_back_to = 20
+    staging = commit.reserve(run.root, "epoch_0_step_30")
+    commit.finalize(staging, b"{}")
+    real_rename = os.rename
+
+    def fails_for_the_newest(source: Any, target: Any, **options: Any) -> None:
+        if Path(source).name == "epoch_0_step_40":
+            raise OSError(errno.EIO, "disk error", str(source))
+        real_rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", fails_for_the_newest)
+    name = layout.CheckpointName(step=30, epoch=0)
+    with pytest.raises(OSError, match="disk error"):
+        run.publish(staging, name, {})
+    monkeypatch.setattr(os, "rename", real_rename)
+    run.publish(staging, name, {})
+    run.release()
+    assert sorted(path.name for path in root.glob("epoch*")) == [
+        "epoch_0_step_20",
+        "epoch_0_step_30",
+        "epoch_0_step_30.superseded-1",
+        "epoch_0_step_40.superseded-1",
+    ]
+
+
+def test_a_start_removes_what_a_killed_export_left_in_a_checkpoint(tmp_path: Path) -> None:
+    root, made = tmp_path / "run", tiny.recipe()
+    tiny.save(root, made, step=20)
+    left = root / NAME / "model" / f".consolidated.staging-{'0' * 32}"
+    left.mkdir()
+    tiny.load(root, made)
+    assert not left.exists()
+
+
+def test_a_save_after_a_return_to_an_earlier_step_sets_the_later_checkpoints_aside(
+    tmp_path: Path,
+) -> None:
+    root, made = tmp_path / "run", tiny.recipe()
+    for step in (10, 20, 30):
+        tiny.save(root, made, step=step)
+    saver = tiny.checkpointer(root, restore_from="epoch_0_step_10")
+    saver.load(discover(made))
+    saver.save(discover(made), step=15, epoch=0, config_yaml="", losses={}, progress={})
+    saver.close()
+    kept = [path.name for path in root.iterdir() if path.name.startswith("epoch_")]
+    assert sorted(kept) == [
+        "epoch_0_step_10",
+        "epoch_0_step_15",
+        "epoch_0_step_20.superseded-1",
+        "epoch_0_step_30.superseded-1",
+    ]
+
+
+def test_leftovers_of_exports_are_not_looked_for_behind_a_checkpoint_that_is_a_link(
+    tmp_path: Path,
+) -> None:
+    leftover = tmp_path / "outside" / "model" / f".consolidated.staging-{'a' * 32}"
+    leftover.mkdir(parents=True)
+    link = tmp_path / "epoch_0_step_5"
+    link.symlink_to(tmp_path / "outside")
+    assert [*leftovers_in(tmp_path / "outside")] == [leftover]
+    assert [*leftovers_in(link)] == []
+
+
+def test_the_first_linked_directory_on_the_way_to_a_file_is_found_and_the_root_may_be_a_link(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "real" / "a" / "b").mkdir(parents=True)
+    root = tmp_path / "root"
+    root.symlink_to("real")
+    assert link_on_the_way(root, "file") is None
+    assert link_on_the_way(root, "a/file") is None
+    assert link_on_the_way(root, "a/b/file") is None
+    (root / "a" / "link").symlink_to("b")
+    (root / "link").symlink_to("a")
+    assert link_on_the_way(root, "link/file") == "link"
+    assert link_on_the_way(root, "a/link/file") == "a/link"
+    assert link_on_the_way(root, "link/link/file") == "link"
+    assert link_on_the_way(root, "a/b/link") is None
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The directories that are fsynced, in order."""
+    found: list[str] = []
+    fsync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    return found
+
+
+def test_a_checkpoint_that_is_pinned_during_its_removal_gets_its_name_back_durably(
+    run: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
+) -> None:
+    name = "epoch_0_step_10"
+    withdraw = commit.withdraw
+
+    def withdrawn_and_pinned(path: Path) -> Path:
+        trash = withdraw(path)
+        (run / "mine too").symlink_to(name)
+        return trash
+
+    monkeypatch.setattr(commit, "withdraw", withdrawn_and_pinned)
+    assert links.withdraw_unprotected(run, name) is None
+    assert (run / name / layout.MANIFEST).read_text() == "10"
+    # The trash name, and then the old name again.
+    assert synced == [str(run), str(run)]
+
+
+def test_pins_and_redirected_links_are_durable(run: Path, synced: list[str]) -> None:
+    maintenance.pin(run, "epoch_0_step_10")
+    assert synced == [str(run)]
+    synced.clear()
+    links.set_aside(run, NAME)
+    assert str(run / "paper" / "figures") in synced and synced[-1] == str(run)
+
+
+def test_links_are_looked_for_in_users_directories_and_not_in_checkpoints(run: Path) -> None:
+    (run / "epoch_0_step_10" / "inner").symlink_to("../epoch_0_step_20")
+    (run / "paper" / "epoch_0_step_30").mkdir()
+    (run / "paper" / "epoch_0_step_30" / "mine").symlink_to("x")
+    found = {os.path.relpath(link, run) for link in links._links(run)}
+    assert "paper/epoch_0_step_30/mine" in found and "epoch_0_step_10/inner" not in found
+
+
+def test_a_directory_that_disappears_is_ignored_and_a_run_that_cannot_be_read_is_not(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scandir = os.scandir
+
+    def without_figures(path: Any) -> Any:
+        if os.path.basename(path) == "figures":
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", without_figures)
+    assert {os.path.basename(link) for link in links._links(run)} >= {"mine", "newest"}
+    with pytest.raises(FileNotFoundError):
+        list(links._links(run / "gone"))
+
+
+def test_a_checkpoint_without_its_optimizer_is_durable_before_the_old_files_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
+) -> None:
+    tiny.save(tmp_path, tiny.recipe(), step=10)
+    tiny.save(tmp_path, tiny.recipe(), step=20)
+    synced.clear()
+    events: list[str] = []
+    exchange, discard = commit.exchange, commit.discard
+
+    def exchanged(one: Path, other: Path) -> bool:
+        synced.clear()
+        return exchange(one, other)
+
+    def discarded(path: Path) -> None:
+        events.extend(["synced" for directory in synced if directory == str(tmp_path)])
+        events.append("discarded")
+        discard(path)
+
+    monkeypatch.setattr(commit, "exchange", exchanged)
+    monkeypatch.setattr(commit, "discard", discarded)
+    assert maintenance.drop_optimizer(tmp_path, "epoch_0_step_10") > 0
+    assert events == ["synced", "discarded"]

@@ -1,0 +1,428 @@
+"""ckpt verify, prune, pin, unpin: on real checkpoints, through the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.digests import FileRecord
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import StateRecord, Tree
+from automodel_ckpt.checkpoint.run import (
+    late_validations,
+    links,
+    maintenance,
+    policy,
+    verification_results,
+)
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.lease import Lease
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.models import tiny
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    made = tiny.recipe()
+    for step, value in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 2.5)):
+        tiny.save(tmp_path, made, step=step, losses={"val_loss": value}, validated=True)
+        tiny.train(made, 1)
+    return tmp_path
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir() if path.name.startswith("epoch"))
+
+
+def test_prune_previews_and_then_removes_the_same(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = names(run)
+    assert main(["prune", str(run), "--keep-last", "1", "--dry-run", "--json"]) == 0
+    preview = json.loads(capsys.readouterr().out)
+    assert names(run) == before
+    assert main(["prune", str(run), "--keep-last", "1", "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert preview["pruned"] == done["pruned"]
+    assert [entry["name"] for entry in done["pruned"]] == ["epoch_0_step_10", "epoch_0_step_30"]
+    assert names(run) == ["epoch_0_step_20", "epoch_0_step_40"]
+    assert [path.name for path in run.iterdir() if path.name.startswith(".")] == []
+
+
+def test_prune_of_a_misspelled_directory_does_not_prune_the_run_next_to_it(
+    run: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither ``checkpoints/`` of the current directory, nor the run that the misspelled path would be in."""
+    work = tmp_path_factory.mktemp("work")
+    (work / "checkpoints").symlink_to(run)
+    (work / "notes.txt").write_text("")
+    monkeypatch.chdir(work)
+    before = names(run)
+    for path in ("chekpoints", "notes.txt", "checkpoints/epoch_0_step_50", "checkpoints/LATESTT"):
+        assert main(["prune", path, "--keep-last", "1"]) == 3
+    assert names(run) == before
+    # A pointer without a target is still a path inside of the run.
+    (run / "LATEST").unlink()
+    (run / "LATEST").symlink_to("epoch_0_step_50")
+    assert main(["prune", "checkpoints/LATEST", "--keep-last", "1"]) == 0
+    assert len(names(run)) < len(before)
+
+
+def test_the_checkpoint_just_saved_is_not_removed_by_the_save_that_made_it(run: Path) -> None:
+    """Not even where its step is not the newest in the directory, as after a copy from another run."""
+    directory = RunDirectory(run, policy.KeepPolicy(last=1), "val_loss")
+    removed = directory.prune("epoch_0_step_10")
+    directory.wait()
+    assert removed == ("epoch_0_step_30",)
+    assert names(run) == ["epoch_0_step_10", "epoch_0_step_20", "epoch_0_step_40"]
+
+
+def test_a_pinned_checkpoint_stays_until_it_is_unpinned(run: Path) -> None:
+    assert main(["pin", str(run / "epoch_0_step_10")]) == 0
+    assert main(["prune", str(run), "--keep-last", "1"]) == 0
+    assert names(run) == ["epoch_0_step_10", "epoch_0_step_20", "epoch_0_step_40"]
+    assert links.pinned_names(run) == {"epoch_0_step_10"}
+    assert main(["unpin", str(run / "epoch_0_step_10")]) == 0
+    assert main(["prune", str(run), "--keep-last", "1"]) == 0
+    assert names(run) == ["epoch_0_step_20", "epoch_0_step_40"]
+
+
+def test_dropping_the_optimizer_keeps_weights_that_verify_and_load(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {p.name: p.read_bytes() for p in (run / "epoch_0_step_10/model").iterdir()}
+    assert main(["prune", str(run), "--keep-last", "1", "--drop-optimizer"]) == 0
+    assert names(run) == [f"epoch_0_step_{step}" for step in (10, 20, 30, 40)]
+    slim = run / "epoch_0_step_10"
+    assert not (slim / "optim").exists() and (run / "epoch_0_step_20/optim").exists()
+    assert {p.name: p.read_bytes() for p in (slim / "model").iterdir()} == weights
+    assert main(["verify", str(run), "--deep"]) == 0
+    with pytest.raises(CheckpointUnusable, match="not saved: lr_scheduler, optimizer"):
+        tiny.load(run, tiny.recipe(), restore_from="epoch_0_step_10")
+    allowed = ["optimizer", "lr_scheduler"]
+    assert tiny.load(
+        run, tiny.recipe(), restore_from="epoch_0_step_10", allow_missing_state=allowed
+    )
+    assert maintenance.drop_optimizer(run, "epoch_0_step_10") == 0
+    for words in (["--dry-run"], []):
+        assert main(["prune", str(run), "--keep-last", "1", "--drop-optimizer", *words]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == "nothing to remove"
+
+
+def test_an_export_survives_the_dropping_of_the_optimizer(run: Path) -> None:
+    export = run / "epoch_0_step_10/model/consolidated"
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+    maintenance.drop_optimizer(run, "epoch_0_step_10")
+    assert (export / "config.json").read_text() == "{}"
+
+
+def test_nothing_is_dropped_if_a_directory_of_the_checkpoint_cannot_be_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    walk = os.walk
+
+    # The tests may run as root, who can read everything. This is what os.walk() does with a directory that it cannot.
+    def denied(top: Path, *, onerror: Any = None, **options: Any) -> Any:
+        for parent, directories, files in walk(top, **options):
+            if os.path.basename(parent) == "model":
+                if onerror:
+                    onerror(PermissionError(13, "Permission denied", parent))
+                continue
+            yield parent, directories, files
+
+    before = set((run / "epoch_0_step_10").rglob("*"))
+    monkeypatch.setattr(os, "walk", denied)
+    assert main(["prune", str(run), "--keep-last", "1", "--drop-optimizer"]) == 4
+    assert "Permission denied" in capsys.readouterr().err
+    assert set((run / "epoch_0_step_10").rglob("*")) == before
+
+
+def test_where_directories_cannot_be_swapped_nothing_is_dropped(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commit, "exchange", lambda *_: False)
+    assert main(["prune", str(run), "--keep-last", "1", "--drop-optimizer"]) == 4
+    assert "cannot swap" in capsys.readouterr().err and (run / "epoch_0_step_10/optim").exists()
+    assert commit.recover(run) == []
+
+
+def test_superseded_checkpoints_go_only_when_asked_for(run: Path) -> None:
+    commit.supersede(run, "epoch_0_step_40")
+    (run / "mine").symlink_to("epoch_0_step_30")
+    # No save has written it.
+    (run / "epoch_0_step_5.superseded-1").mkdir()
+    assert main(
+        ["prune", str(run), "--keep-last", "9"]
+    ) == 0 and "epoch_0_step_40.superseded-1" in names(run)
+    assert main(["prune", str(run), "--superseded"]) == 0
+    expected = [f"epoch_0_step_{step}" for step in (10, 20, 30)]
+    assert names(run) == sorted([*expected, "epoch_0_step_5.superseded-1"])
+
+
+def test_a_live_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lease = Lease(run)
+    assert main(["prune", str(run), "--keep-last", "1"]) == 2
+    lease.release()
+    message = capsys.readouterr().err
+    assert "this process uses this directory already" in message and len(names(run)) == 4
+    # Neither a command has a recipe, nor can it be given another directory.
+    assert "run this command again" in message and "checkpoint_dir" not in message
+
+
+def test_a_link_below_the_run_directory_protects_like_one_in_it(run: Path) -> None:
+    (run / "paper" / "figures").mkdir(parents=True)
+    (run / "paper" / "figures" / "best").symlink_to("../../epoch_0_step_10/model")
+    assert main(["prune", str(run), "--keep-last", "1"]) == 0
+    assert names(run) == ["epoch_0_step_10", "epoch_0_step_20", "epoch_0_step_40"]
+
+
+def test_the_newest_that_has_all_its_files_stays(run: Path) -> None:
+    (run / "epoch_0_step_40" / "optim" / "__0_0.distcp").unlink()
+    assert main(["prune", str(run), "--keep-last", "1"]) == 0
+    assert names(run) == ["epoch_0_step_20", "epoch_0_step_30", "epoch_0_step_40"]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--keep-last=0", "--keep-every-steps=0", "--keep-best=-1", "--keep-steps=-5"]
+)
+def test_numbers_that_keep_nothing_are_refused(
+    run: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prune", str(run), "--keep-last", "1", flag]) == 2
+    assert "is less than" in capsys.readouterr().err and len(names(run)) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--keep-last=1", "--metric=val_loss"], "no effect without --keep-best"),
+        (["--keep-last=1", "--max"], "no effect without --keep-best"),
+        (["--superseded", "--keep-best=2"], "no effect without --keep-last"),
+        (["--superseded", "--keep-steps", "10"], "no effect without --keep-last"),
+        (["--keep-last=1", "--min-hours=2"], "no effect in a run directory"),
+        (
+            ["--keep-last=1", "--keep-steps", "10", "300", "7"],
+            "no complete checkpoint has this step",
+        ),
+    ],
+)
+def test_prune_removes_nothing_if_an_option_has_no_effect(
+    run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prune", str(run), *words]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and "True" not in printed and len(names(run)) == 4
+    if "7" in words:
+        assert "7, 300" in printed and "10, 20, 30, 40" in printed
+        assert main(["prune", str(run), "--keep-last=1", "--keep-steps", "10", "20"]) == 0
+        assert names(run) == ["epoch_0_step_10", "epoch_0_step_20", "epoch_0_step_40"]
+
+
+def test_a_metric_that_no_checkpoint_has_removes_nothing(
+    run: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = ["prune", "--keep-last", "1", "--keep-best", "2"]
+    assert main([*best, str(run), "--metric", "val_los", "--dry-run"]) == 2
+    assert main([*best, str(run), "--metric", "val_los"]) == 2
+    assert "use val_loss" in capsys.readouterr().err and len(names(run)) == 4
+    other = tmp_path_factory.mktemp("run")
+    for step in (1, 2):
+        tiny.save(other, tiny.recipe(), step=step, losses={"train_loss": 1.0, "val_loss": None})
+    assert main([*best, str(other), "--metric", "train_loss"]) == 2
+    assert "no checkpoint was validated" in capsys.readouterr().err and len(names(other)) == 2
+    assert main([*best, str(run)]) == 0
+    assert names(run) == ["epoch_0_step_20", "epoch_0_step_30", "epoch_0_step_40"]
+
+
+def test_prune_takes_a_pointer_or_a_checkpoint_for_its_run(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = []
+    for path in (run, run / "LATEST", run / "epoch_0_step_10", run / "epoch_0_step_10" / "model"):
+        assert main(["prune", str(path), "--keep-last", "1", "--dry-run"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert len(set(outputs)) == 1 and "epoch_0_step_30" in outputs[0]
+
+
+def test_ls_tells_when_a_checkpoint_was_verified_until_another_takes_its_place(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def listed() -> dict[str, dict[str, object]]:
+        assert main(["ls", str(run), "--json"]) == 0
+        return {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+
+    assert {row["verified"] for row in listed().values()} == {None}
+    (run / "epoch_0_step_20" / "optim" / "__0_0.distcp").write_bytes(b"x")
+    assert main(["verify", str(run)]) == 3
+    capsys.readouterr()
+    found = listed()
+    assert all(isinstance(row["verified"], float) for row in found.values())
+    assert [name for name, row in found.items() if row["damaged"]] == ["epoch_0_step_20"]
+    assert main(["ls", str(run)]) == 0
+    assert "damaged: run `ckpt verify` for details" in capsys.readouterr().out
+    assert not found["epoch_0_step_20"]["complete"]
+    (run / "epoch_0_step_20").rename(run / "epoch_0_step_20.superseded-1")
+    assert listed()["epoch_0_step_20.superseded-1"]["damaged"]
+    (run / "epoch_0_step_20.superseded-1").rename(run / "epoch_0_step_20")
+    assert main(["verify", str(run / "epoch_0_step_10")]) == 0
+    capsys.readouterr()
+    assert listed()["epoch_0_step_20"]["damaged"]
+    shutil.rmtree(run / "epoch_0_step_20")
+    shutil.copytree(run / "epoch_0_step_10", run / "epoch_0_step_20")
+    assert listed()["epoch_0_step_20"]["verified"] is None
+    (run / ".verified.json").write_text(
+        '{"epoch_0_step_10": {"time": "x"}, "../x": {}, "epoch_0_step_30": 1}'
+    )
+    assert {row["verified"] for row in listed().values()} == {None}
+
+
+def test_prune_asks_what_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prune", str(run)]) == 2
+    assert "--keep-last" in capsys.readouterr().err
+
+
+def test_verify_of_a_run_names_the_damaged_checkpoint_file_and_tensor(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(run)]) == 0
+    path = run / "epoch_0_step_20"
+    piece = Manifest.read(path).trees["model"].tensors["frozen"].slices[0]
+    with open(path / piece.file, "r+b") as file:
+        file.seek(piece.start + 3)
+        byte = file.read(1)[0]
+        file.seek(piece.start + 3)
+        file.write(bytes([byte ^ 4]))
+    capsys.readouterr()
+    assert main(["verify", str(run), "--json"]) == 3
+    results = {Path(entry["path"]).name: entry for entry in json.loads(capsys.readouterr().out)}
+    assert [name for name, entry in results.items() if not entry["ok"]] == ["epoch_0_step_20"]
+    (problem,) = results["epoch_0_step_20"]["problems"]
+    assert "tensor frozen" in problem["value"] and piece.file in problem["where"]
+
+
+@pytest.mark.parametrize("damage", ["foreign", "missing", "longer", "swapped", "fifo", "link"])
+def test_verify_finds_every_kind_of_damage(
+    run: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "epoch_0_step_30"
+    shard = path / "model/shard-00001-model-00001-of-00001.safetensors"
+    if damage == "foreign":
+        (path / "model/shard-00002-model-00001-of-00001.safetensors").write_bytes(b"x")
+    elif damage == "longer":
+        with open(shard, "ab") as file:
+            file.write(b"\0")
+    elif damage == "swapped":
+        shutil.copy(run / "epoch_0_step_40" / shard.relative_to(path), shard)
+    else:
+        shard.unlink()
+        if damage == "fifo":
+            os.mkfifo(shard)
+        elif damage == "link":
+            shard.symlink_to(run / "epoch_0_step_40" / shard.relative_to(path))
+    assert main(["verify", str(path), "--deep"]) == 3
+    assert "shard-0000" in capsys.readouterr().out
+
+
+def test_only_checkpoints_of_a_run_can_be_pinned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = tmp_path / "export"
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+    save_file({"weight": torch.ones(2)}, export / "model.safetensors")
+    assert main(["pin", str(export)]) == 3
+    assert "not a checkpoint of a run" in capsys.readouterr().err
+
+
+def test_results_of_verifications_are_kept_for_each_checkpoint(run: Path) -> None:
+    names = sorted(path.name for path in run.iterdir() if layout.is_checkpoint(path.name))
+    first, second = names[:2]
+    verification_results.remember(run, {first: True})
+    verification_results.remember(run, {second: False, "epoch_9_step_9": True})
+    found = verification_results.recall(run)
+    assert {name: note.ok for name, note in found.items()} == {first: True, second: False}
+    assert abs(found[first].time - time.time()) < 60
+    verification_results.remember(run, {second: True})
+    assert verification_results.recall(run)[second].ok
+    for content in ("5", "[]", '{"x": 5}', '{"x": {"stamp": 5, "time": 1, "ok": true}}', "{"):
+        (run / layout.VERIFIED).write_text(content)
+        assert verification_results.recall(run) == {}
+    assert verification_results.recall(run / "gone") == {}
+
+
+def test_a_late_validation_is_recalled_for_its_manifest_only(run: Path) -> None:
+    names = sorted(path.name for path in run.iterdir() if layout.is_checkpoint(path.name))
+    checkpoint = run / names[0]
+    gone = run / "epoch_9_step_9"
+    gone.mkdir()
+    late_validations.note(gone, "digest of gone", {"val_loss": 1.0})
+    gone.rmdir()
+    losses = {
+        "val_loss": 0.5,
+        "none": None,
+        "text": "n" * 100,
+        "longest": (1 << 63) - 1,
+        "least": -(1 << 63),
+    }
+    rejected = {"long": "n" * 101, "large": 1 << 63, "small": -(1 << 63) - 1, "list": [1]}
+    late_validations.note(checkpoint, "mine", {**losses, **rejected})
+    assert late_validations.recall(checkpoint, "mine") == losses
+    assert late_validations.recall(checkpoint, "another") == {}
+    assert late_validations.recall(run / names[1], "mine") == {}
+    assert late_validations.recall(gone, "digest of gone") == {}
+    late_validations.note(run / names[1], "second", {"val_loss": 2.0})
+    assert late_validations.recall(checkpoint, "mine") == losses
+    for content in ("[]", f'{{"{names[0]}": 5}}', f'{{"{names[0]}": {{"manifest": "mine"}}}}'):
+        (run / layout.LATE_VALIDATIONS).write_text(content)
+        assert late_validations.recall(checkpoint, "mine") == {}
+
+
+def test_dropping_an_optimizer_leaves_directories_with_similar_names() -> None:
+    def record(kind: str, path: str) -> StateRecord:
+        return StateRecord(kind, "replicated", path)
+
+    manifest = replace(
+        MANIFEST_WITHOUT_FILES,
+        state={
+            "optimizer": record("optimizer", "optim/"),
+            "schedule": record("lr_scheduler", "optim/"),
+            "optimizer_2": record("module", "optim_2/"),
+        },
+        files={path: FileRecord(1, "x") for path in ("optim/a", "optim_2/a", "config.yaml")},
+        trees={"optimizer": EMPTY, "optimizer_2": EMPTY},
+    )
+    found = maintenance.without_optimizer(manifest)
+    assert set(found.files) == {"optim_2/a", "config.yaml"}
+    assert set(found.trees) == {"optimizer_2"}
+    assert found.left_out == {"optimizer", "schedule"} and found.saved == {"optimizer_2"}
+
+
+EMPTY = Tree("safetensors", {}, {})
+MANIFEST_WITHOUT_FILES = Manifest(
+    step=1,
+    epoch=0,
+    created=1.0,
+    world_size=1,
+    dp_size=1,
+    progress={},
+    losses={},
+    validated=False,
+    environment={},
+    lineage={},
+    state={},
+    trees={},
+    files={},
+)

@@ -1,0 +1,205 @@
+"""What the launchers of two nodes copy to disk of the parts in their memory, when no restart follows a failure."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.memory.directory import GENERATION, MemoryRecord
+from automodel_ckpt.checkpoint.memory.requests import NodeFailed
+from automodel_ckpt.checkpoint.memory.rescue import copy_to_disk
+from automodel_ckpt.checkpoint.memory.save_files import files_below, mark_save, set_aside
+from automodel_ckpt.checkpoint.memory.survey import _complete
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.verify import unlisted_files, verify
+from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.models import tiny
+
+NAME = "epoch_0_step_5"
+
+
+class Memory:
+    """The memory of two nodes, each with every second file of step 5; the first one has the manifest."""
+
+    def __init__(self, base: Path) -> None:
+        self.run = base / "run"
+        self.run.mkdir()
+        self.record = MemoryRecord.create().next("")
+        self.record.write(self.run)
+        self.nodes = [base / "first", base / "second"]
+        self.save(5)
+        whole = self.nodes[0] / NAME
+        shutil.copytree(whole, self.nodes[1] / NAME)
+        digest = Manifest.read(whole).digest
+        files = sorted(file for file in files_below(whole) if file != layout.MANIFEST)
+        assert len(files) >= 3
+        for number, node in enumerate(self.nodes):
+            mark_save(node / NAME, digest)
+            for file in files[1 - number :: 2]:
+                (node / NAME / file).unlink()
+        (self.nodes[1] / NAME / layout.MANIFEST).unlink()
+
+    def save(self, step: int) -> None:
+        """Save *step* on the first node, completely."""
+        checkpointer = tiny.checkpointer(self.nodes[0])
+        checkpointer.notes[GENERATION] = self.record.generation
+        checkpointer.save({"model": nn.Linear(2, 2)}, step=step, epoch=0)
+        checkpointer.close()
+
+    def copy(self, node: int, wait_seconds: float = 30.0) -> Path | None:
+        return copy_to_disk(self.nodes[node], self.run, wait_seconds)
+
+    @property
+    def published(self) -> list[str]:
+        return [str(name) for name in checkpoint_names(self.run)]
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Memory:
+    return Memory(tmp_path)
+
+
+def assert_whole(memory: Memory) -> None:
+    copy = memory.run / NAME
+    assert verify(copy, Manifest.read(copy)) == []
+    assert os.readlink(memory.run / layout.LATEST) == NAME
+    assert sorted(os.listdir(memory.run)) == [layout.MEMORY, layout.LATEST, NAME]
+
+
+def test_parts_of_two_nodes_become_one_checkpoint(memory: Memory) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        copies = list(pool.map(memory.copy, (0, 1)))
+    assert copies == [memory.run / NAME] * 2
+    assert_whole(memory)
+    assert memory.copy(0) is None
+
+
+def test_parts_that_a_failed_start_has_set_aside_are_copied(memory: Memory) -> None:
+    """A node was absent. The end of the start frees the memory once all is copied."""
+    for node in memory.nodes:
+        set_aside(node / NAME)
+    with pytest.raises(CheckpointUnusable, match="nodes that did not copy them"):
+        memory.copy(1, wait_seconds=0.0)
+    memory.copy(0)
+    assert_whole(memory)
+
+
+def test_a_copy_after_a_killed_one_leaves_nothing_of_that(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(_: Path) -> None:
+        raise Killed
+
+    def nothing(*_: Path, **__: Any) -> None:
+        """A killed process removes nothing."""
+
+    monkeypatch.setattr("automodel_ckpt.checkpoint.memory.rescue.fsync_file", kill)
+    monkeypatch.setattr(Path, "unlink", nothing)
+    with pytest.raises(Killed):
+        memory.copy(0)
+    monkeypatch.undo()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(memory.copy, (0, 1)))
+    copy = memory.run / NAME
+    assert unlisted_files(copy, Manifest.read(copy)) == []
+    commit.recover(memory.run)
+    assert_whole(memory)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_part_alone_is_not_published_and_a_later_copy_of_the_other_part_completes_it(
+    memory: Memory, alone: int
+) -> None:
+    with pytest.raises(CheckpointUnusable, match="nodes that did not copy them") as raised:
+        memory.copy(alone, wait_seconds=0.1)
+    assert NAME in str(raised.value.problems[0].value)
+    assert memory.published == []
+    assert memory.copy(1 - alone) == memory.run / NAME
+    assert_whole(memory)
+
+
+def test_parts_of_different_saves_of_a_step_are_not_mixed(memory: Memory) -> None:
+    # The second node was absent when the run went back and saved the step again.
+    mark_save(memory.nodes[1] / NAME, "xxh3:" + "0" * 32)
+    for node in (0, 1):
+        with pytest.raises(CheckpointUnusable):
+            memory.copy(node, wait_seconds=0.1)
+    assert memory.published == []
+
+
+def test_an_older_whole_checkpoint_is_published_if_the_newest_is_incomplete(
+    memory: Memory,
+) -> None:
+    memory.save(4)
+    assert memory.copy(0, wait_seconds=0.1) == memory.run / "epoch_0_step_4"
+    assert sorted(os.listdir(memory.run)) == [
+        layout.MEMORY,
+        layout.LATEST,
+        "epoch_0_step_4",
+    ]
+
+
+@pytest.mark.parametrize("place", ["os.rename", "commit.write_by_rename"])
+def test_a_restart_that_is_killed_while_it_reads_from_other_nodes_leaves_no_file_for_the_copy(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    memory.save(6)
+
+    def killed(*paths: Path) -> None:
+        if place != "os.rename":
+            (paths[0].with_name(f".{paths[0].name}")).touch()
+        raise KeyboardInterrupt
+
+    checkpoint, manifest = held_by_first_node(memory, "epoch_0_step_6")
+    monkeypatch.setattr(f"automodel_ckpt.checkpoint.memory.survey.{place}", killed)
+    with pytest.raises(KeyboardInterrupt):
+        _complete(checkpoint)
+    monkeypatch.undo()
+    assert set(files_below(checkpoint.path)) <= manifest.files.keys()
+
+
+def held_by_first_node(
+    memory: Memory, name: str, change: Callable[[bytes], bytes] = bytes
+) -> tuple[Any, Manifest]:
+    """A checkpoint of which the second node has no file, and its manifest. *change* is applied to what is sent."""
+    whole = memory.nodes[0] / name
+    manifest = Manifest.read(whole)
+    checkpoint = SimpleNamespace(
+        path=memory.nodes[1] / name,
+        digest=manifest.digest,
+        manifest_bytes=(whole / layout.MANIFEST).read_bytes(),
+        nodes=SimpleNamespace(own=1),
+        holders={file: [0] for file in manifest.files},
+        read_patiently=lambda file, start, end: change(
+            (memory.nodes[0] / file).read_bytes()[start:end]
+        ),
+    )
+    checkpoint.path.mkdir()
+    mark_save(checkpoint.path, manifest.digest)
+    return checkpoint, manifest
+
+
+def test_a_file_that_another_node_sends_is_verified_on_arrival(memory: Memory) -> None:
+    memory.save(6)
+    checkpoint, _ = held_by_first_node(memory, "epoch_0_step_6", lambda data: data[::-1])
+    with pytest.raises(NodeFailed, match="damaged on its way"):
+        _complete(checkpoint)
+    assert not any((checkpoint.path / file).stat().st_size for file in files_below(checkpoint.path))
+    memory.save(7)
+    checkpoint, _ = held_by_first_node(memory, "epoch_0_step_7")
+    _complete(checkpoint)
+    assert layout.MANIFEST in os.listdir(checkpoint.path)

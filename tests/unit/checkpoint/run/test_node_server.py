@@ -1,0 +1,415 @@
+"""What the server of a node's memory checkpoints refuses, and how copies and publications arrive."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.memory import node_process
+from automodel_ckpt.checkpoint.memory.hang_reports import HangReports, ReportSender
+from automodel_ckpt.checkpoint.memory.node_process import NodeProcess
+from automodel_ckpt.checkpoint.memory.node_server import NodeServer
+from automodel_ckpt.checkpoint.memory.requests import (
+    Address,
+    NodeFailed,
+    command,
+    listens,
+    read_range,
+    send_file,
+)
+from automodel_ckpt.checkpoint.memory.save_files import files_below, mark_save, save_digest
+from automodel_ckpt.checkpoint.store.transfer import Throttle
+from automodel_ckpt.cli.launch.failures import FINAL_CODES, failure_record
+from tests.support.servers.serving import serve
+
+TOKEN = "secret"
+NAME = "epoch_0_step_7"
+STAGING = layout.staging_name(NAME, "0" * 32)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NodeServer]:
+    root = tmp_path / "node"
+    (root / NAME / "model").mkdir(parents=True)
+    (root / NAME / "model" / "file").write_bytes(b"0123456789")
+    (root / STAGING).mkdir()
+    (tmp_path / "outside").write_text("private")
+    served = NodeServer(root, Address("127.0.0.1", 0), TOKEN)
+    threading.Thread(target=serve, args=(served,), daemon=True).start()
+    yield served
+    served.shutdown()
+    served.server_close()
+
+
+def address(server: NodeServer) -> Address:
+    return Address("127.0.0.1", server.server_address[1])
+
+
+def status(server: NodeServer, method: str, path: str, body: bytes = b"", **headers: str) -> int:
+    connection = http.client.HTTPConnection(*address(server), timeout=120)
+    connection.request(method, path, body, {"Authorization": f"Bearer {TOKEN}", **headers})
+    return connection.getresponse().status
+
+
+def test_byte_ranges_are_read(server: NodeServer) -> None:
+    assert read_range(address(server), TOKEN, f"{NAME}/model/file", 2, 5) == b"234"
+    assert read_range(address(server), TOKEN, f"{NAME}/model/file", 5, 5) == b""
+    with pytest.raises(FileNotFoundError):
+        read_range(address(server), TOKEN, f"{NAME}/model/other", 0, 1)
+    with pytest.raises(NodeFailed, match="Range Not Satisfiable"):
+        read_range(address(server), TOKEN, f"{NAME}/model/file", 5, 11)
+
+
+def test_who_does_not_know_the_token_is_refused(server: NodeServer) -> None:
+    with pytest.raises(NodeFailed, match="Forbidden"):
+        read_range(address(server), "guess", f"{NAME}/model/file", 0, 1)
+    with pytest.raises(NodeFailed, match="Forbidden"):
+        command(address(server), "guess", {"do": "keep", "names": [NAME]})
+    assert (server.root / NAME).is_dir()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../outside",
+        f"/{NAME}/../../outside",
+        f"/{NAME}/%2e%2e/%2e%2e/outside",
+        f"/{NAME}//etc/passwd",
+        "/owner.json",
+        "/",
+        f"/{NAME}",
+    ],
+)
+def test_only_files_of_checkpoints_can_be_named(server: NodeServer, path: str) -> None:
+    assert status(server, "GET", path, Range="bytes=0-1") == 400
+    assert status(server, "PUT", path, b"data") == 400
+
+
+def test_links_are_not_followed(server: NodeServer, tmp_path: Path) -> None:
+    (server.root / NAME / "link").symlink_to(tmp_path / "outside")
+    assert status(server, "GET", f"/{NAME}/link", Range="bytes=0-1") >= 400
+
+
+def test_published_files_cannot_be_replaced(server: NodeServer) -> None:
+    assert status(server, "PUT", f"/{NAME}/model/file", b"data") == 400
+    assert (server.root / NAME / "model" / "file").read_bytes() == b"0123456789"
+
+
+def test_a_copy_appears_complete_and_a_late_one_creates_no_directory(
+    server: NodeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    (source / STAGING / "optim").mkdir(parents=True)
+    (source / STAGING / "optim" / "big").write_bytes(b"x" * (3 << 20))
+    send_file(address(server), TOKEN, source, f"{STAGING}/optim/big", Throttle())
+    assert (server.root / STAGING / "optim" / "big").stat().st_size == 3 << 20
+    assert server.received(STAGING) == {"optim/big"}
+    assert list(files_below(server.root / STAGING)) == ["optim/big"]
+    late = layout.staging_name(NAME, "1" * 32)
+    (source / late).mkdir()
+    (source / late / "file").write_bytes(b"x")
+    monkeypatch.setattr("automodel_ckpt.checkpoint.memory.requests._READY_SECONDS", 0.1)
+    with pytest.raises(NodeFailed, match="sending"):
+        send_file(address(server), TOKEN, source, f"{late}/file", Throttle())
+    assert not (server.root / late).exists()
+
+
+def test_what_is_no_request_prints_nothing(
+    server: NodeServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The terminal is that of the run."""
+    assert status(server, "PUT", f"/{STAGING}/file", **{"Content-Length": "1" * 5000}) == 400
+    with socket.create_connection(address(server)) as connection:
+        connection.sendall(b"GET /")
+        # The connection is reset.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with pytest.raises(NodeFailed, match="Forbidden"):
+        read_range(address(server), "guess", f"{NAME}/model/file", 0, 1)
+    time.sleep(0.1)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_interrupted_copy_leaves_nothing(server: NodeServer) -> None:
+    connection = http.client.HTTPConnection(*address(server), timeout=120)
+    connection.putrequest("PUT", f"/{STAGING}/file")
+    connection.putheader("Authorization", f"Bearer {TOKEN}")
+    connection.putheader("Content-Length", "100")
+    connection.endheaders(b"only a part")
+    assert connection.sock is not None
+    connection.sock.shutdown(1)
+    connection.getresponse()
+    assert list((server.root / STAGING).iterdir()) == []
+
+
+def test_a_publication_replaces_that_of_a_failed_save_and_is_kept_alone(
+    server: NodeServer,
+) -> None:
+    (server.root / "epoch_0_step_6").mkdir()
+    mark_save(server.root / NAME, "xxh3:00")
+    (server.root / STAGING / "new").write_text("new")
+    document = {"do": "publish", "staging": STAGING, "name": NAME, "digest": "xxh3:1f"}
+    command(address(server), TOKEN, document)
+    assert sorted(path.name for path in (server.root / NAME).iterdir()) == [".save", "new"]
+    assert save_digest(server.root / NAME) == ("xxh3:1f", False)
+    command(address(server), TOKEN, {"do": "keep", "names": [NAME]})
+    assert [path.name for path in server.root.iterdir()] == [NAME]
+
+
+def test_what_no_save_has_written_stays(server: NodeServer) -> None:
+    """The directory with the name of the checkpoint that is published, and others."""
+    (server.root / "epoch_0_step_6").mkdir()
+    (server.root / "epoch_0_step_6" / "notes.txt").write_text("mine")
+    (server.root / "epoch_0_step_5").symlink_to(server.root)
+    document = {"do": "publish", "staging": STAGING, "name": NAME, "digest": "xxh3:1f"}
+    command(address(server), TOKEN, document)
+    command(address(server), TOKEN, {"do": "keep", "names": [NAME]})
+    assert list(files_below(server.root / f"{NAME}.superseded-1")) == ["model/file"]
+    assert (server.root / "epoch_0_step_6" / "notes.txt").read_text() == "mine"
+    assert (server.root / "epoch_0_step_5").is_symlink()
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"do": "publish", "staging": NAME, "name": NAME, "digest": "x"},
+        {"do": "publish", "staging": STAGING, "name": "../x", "digest": "x"},
+        {"do": "publish", "staging": STAGING, "name": NAME, "digest": "\n"},
+        {"do": "keep", "names": [".."]},
+        {"do": "keep"},
+        {"do": "remove"},
+        {"do": "publish", "staging": STAGING, "name": NAME, "digest": 5},
+        [],
+    ],
+)
+def test_other_commands_are_refused(server: NodeServer, document: object) -> None:
+    assert status(server, "POST", "/", json.dumps(document).encode()) == 400
+    assert (server.root / STAGING).is_dir() and (server.root / NAME).is_dir()
+
+
+def test_a_process_that_was_stopped_fails_its_command_and_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = NodeProcess(tmp_path, "127.0.0.1", TOKEN)
+    first, port = process.pid, process.address.port
+    commanded = {"do": "keep", "names": [NAME], "to": []}
+    with closing(process):
+        process.do(commanded, lambda: None)
+        os.kill(first, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(node_process, "STALLED_SECONDS", 0.1)
+            with pytest.raises(NodeFailed, match="does not respond"):
+                process.do(commanded, lambda: None)
+        process.do(commanded, lambda: None)
+        assert process.pid != first and process.address.port == port
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+
+
+def test_a_process_that_does_not_answer_when_it_starts_is_an_error_and_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start_stopped(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(["sleep", "600"], **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start_stopped)
+    monkeypatch.setattr(node_process, "START_SECONDS", 0.2)
+    with pytest.raises(NodeFailed, match=r"does not respond[\s\S]*nothing for 0 s"):
+        NodeProcess(tmp_path, "127.0.0.1", TOKEN)
+    (child,) = started
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_a_process_that_was_killed_is_started_again_between_saves(tmp_path: Path) -> None:
+    with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
+        first = process.pid
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: process.pid != first)
+        assert listens(process.address)
+        second = process.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(second, 0)
+
+
+def test_a_process_that_is_closed_while_it_starts_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = NodeProcess(tmp_path, "127.0.0.1", TOKEN)
+    started: list[subprocess.Popen[bytes]] = []
+    popen, set_mask = subprocess.Popen, signal.pthread_sigmask
+
+    def start(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*words, **options))
+        return started[-1]
+
+    def close_after_start(how: int, mask: Any) -> Any:
+        if how == signal.SIG_SETMASK:
+            process.close()
+        return set_mask(how, mask)
+
+    # With the lock, the thread that watches the process does not start it.
+    with process._lock, monkeypatch.context() as patch:
+        process.kill()
+        patch.setattr(subprocess, "Popen", start)
+        patch.setattr(signal, "pthread_sigmask", close_after_start)
+        with pytest.raises(ValueError, match="closed file"):
+            process.start_again()
+    (child,) = started
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_a_node_that_is_lost_while_a_restart_reads_from_it_is_a_reason_for_another_restart() -> (
+    None
+):
+    with closing(socket.create_server(("127.0.0.1", 0))) as ended:
+        gone = Address("127.0.0.1", ended.getsockname()[1])
+    with pytest.raises(NodeFailed) as failed:
+        read_range(gone, TOKEN, f"{NAME}/file", 0, 1)
+    assert failure_record(failed.value, 0).code not in FINAL_CODES
+
+
+def test_a_long_command_shows_that_the_process_lives(
+    server: NodeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other node creates the directory of the save after two signs, so that copies wait."""
+    own = tmp_path / "own"
+    late = layout.staging_name(NAME, "1" * 32)
+    (own / late).mkdir(parents=True)
+    (own / late / "file").write_bytes(b"x")
+    target = list(address(server))
+    signs: list[bytes] = []
+    read = os.read
+
+    def read_sign(descriptor: int, num_bytes: int) -> bytes:
+        signs.append(read(descriptor, num_bytes))
+        if len(signs) == 2:
+            (server.root / late).mkdir()
+        return signs[-1]
+
+    with closing(NodeProcess(own, "127.0.0.1", TOKEN)) as process:
+        monkeypatch.setattr(os, "read", read_sign)
+        process.do({"do": "copy", "staging": late, "to": [target]}, lambda: None)
+        monkeypatch.undo()
+    assert (server.root / late / "file").read_bytes() == b"x"
+
+
+def write_report(run: Path, file: str, text: str = "state") -> None:
+    path = run / layout.HANGS / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # As ranks do: no other process reads half of it.
+    path.with_name(".staged").write_text(text)
+    path.with_name(".staged").rename(path)
+
+
+def reports_in(run: Path) -> dict[str, str]:
+    root = run / layout.HANGS
+    return {str(path.relative_to(root)): path.read_text() for path in root.rglob("*.txt")}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_each_node_gets_the_reports_on_hangs_of_the_others(tmp_path: Path) -> None:
+    """Those of earlier starts are not sent. A process that was killed sends them again."""
+    roots = [tmp_path / "first", tmp_path / "second"]
+    for root in roots:
+        write_report(root, "step_1/rank_0.txt", f"earlier start of {root.name}")
+    first, second = [NodeProcess(root, "127.0.0.1", TOKEN) for root in roots]
+    with closing(first), closing(second):
+        first.send_reports([second.address])
+        second.send_reports([first.address])
+        write_report(roots[0], "step_3/rank_0.txt", "waits")
+        wait_until(lambda: "step_3/rank_0.txt" in reports_in(roots[1]))
+        write_report(roots[1], "step_3/rank_1.txt", "is late")
+        write_report(roots[1], "step_3/stacks_of_rank_2.txt", "is suspended")
+        wait_until(lambda: len(reports_in(roots[0])) == 4)
+        first.kill()
+        first.do({"do": "keep", "names": [NAME], "to": []}, lambda: None)
+        write_report(roots[0], "step_3/report.txt", "rank 1 did not arrive")
+        wait_until(lambda: "step_3/report.txt" in reports_in(roots[1]))
+    expected = {
+        "step_3/rank_0.txt": "waits",
+        "step_3/rank_1.txt": "is late",
+        "step_3/stacks_of_rank_2.txt": "is suspended",
+        "step_3/report.txt": "rank 1 did not arrive",
+    }
+    for root in roots:
+        earlier = {"step_1/rank_0.txt": f"earlier start of {root.name}"}
+        assert reports_in(root) == expected | earlier
+
+
+@pytest.mark.parametrize(
+    "file", ["step_3/other.txt", "rank_0.txt", "../rank_0.txt", "step_3/../rank_0.txt", ""]
+)
+def test_only_reports_are_accepted_as_reports(server: NodeServer, file: str) -> None:
+    assert status(server, "PUT", f"/{layout.HANGS}/{file}", b"state") == 400
+    assert status(server, "GET", f"/{layout.HANGS}/step_3/rank_0.txt", Range="bytes=0-1") == 400
+    assert not (server.root / layout.HANGS).exists()
+
+
+@pytest.mark.parametrize("link", [layout.HANGS, f"{layout.HANGS}/step_3"])
+def test_reports_are_not_written_through_links(tmp_path: Path, link: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    run = tmp_path / "run"
+    (run / link).parent.mkdir(parents=True)
+    (run / link).symlink_to(outside)
+    with pytest.raises(NotADirectoryError, match="symbolic link"):
+        HangReports(run).receive("step_3/rank_0.txt", b"state")
+    assert list(outside.iterdir()) == []
+
+
+def test_reports_are_sent_once_and_not_to_where_they_came_from(tmp_path: Path) -> None:
+    """A node that does not respond gets them later, and delays no other node."""
+    reports = HangReports(tmp_path)
+    responding, gone = Address("127.0.0.1", 1), Address("127.0.0.1", 2)
+    is_gone = True
+    blocked = threading.Event()
+    sent: list[tuple[int, str, bytes]] = []
+
+    def send(target: Address, file: str, data: bytes) -> None:
+        if target == gone and is_gone:
+            blocked.wait(60)
+            raise NodeFailed("gone", where=str(target), value="", hint="")
+        sent.append((target.port, file, data))
+
+    sender = ReportSender(reports, send)
+    sender._targets = [gone, responding]
+    reports.receive("step_3/rank_9.txt", b"of another node")
+    for number, text in enumerate(("before", "after")):
+        write_report(tmp_path, "step_3/rank_0.txt", text)
+
+        def has_sent(count: int = number + 1) -> bool:
+            sender.poll()
+            return len(sent) == count
+
+        wait_until(has_sent)
+    expected = [(1, "step_3/rank_0.txt", b"before"), (1, "step_3/rank_0.txt", b"after")]
+    assert sent == expected
+    is_gone = False
+    blocked.set()
+    wait_until(lambda: sender.poll() is None and len(sent) == 3)
+    assert sent == [*expected, (2, "step_3/rank_0.txt", b"after")]
+    sender.poll()
+    assert len(sent) == 3

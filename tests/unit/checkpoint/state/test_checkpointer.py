@@ -1,0 +1,1188 @@
+"""Saving and loading on one process: what is on disk, what comes back, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import os
+import pickle
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from automodel_ckpt.checkpoint import Checkpointer, Manifest, discover
+from automodel_ckpt.checkpoint import checkpointer as checkpointer_module
+from automodel_ckpt.checkpoint.export.export_manifest import export_problems as verify_export
+from automodel_ckpt.checkpoint.files import durable_file, layout
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.discovery import classify
+from automodel_ckpt.checkpoint.parts.verify import unlisted_files, verify
+from automodel_ckpt.checkpoint.run import late_validations, links, verification_results
+from automodel_ckpt.checkpoint.run.lease import LOCK_FILE
+from automodel_ckpt.checkpoint.saving import forecast
+from automodel_ckpt.checkpoint.saving.forecast import forecast_manifest_bytes
+from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
+from automodel_ckpt.checkpoint.state.mismatch import first_lines
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.cli.common.checkpoint_rows import rows_of
+from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
+from automodel_ckpt.optim.combined_optimizer import CombinedOptimizer
+from tests.support.models import tiny
+from tests.unit.checkpoint.jobs.test_background import AdapterFiles
+
+FORMATS = ["safetensors", "torch_save"]
+
+
+def tree(root: Path) -> list[str]:
+    return sorted(
+        p.relative_to(root).as_posix() for p in root.rglob("*") if not p.is_dir() or p.is_symlink()
+    )
+
+
+@pytest.mark.parametrize("model_save_format", FORMATS)
+def test_everything_comes_back_bit_for_bit(tmp_path: Path, model_save_format: Any) -> None:
+    made = tiny.recipe(seed=1, tracker=tiny.Counter({"best": 1.5, "seen": [1, 2]}))
+    tiny.train(made)
+    tiny.save(tmp_path, made, model_save_format=model_save_format)
+    other = tiny.recipe(seed=2, tracker=tiny.Counter())
+    resumed = tiny.load(tmp_path, other)
+    assert resumed is not None and (resumed.step, resumed.epoch, resumed.path.name) == (
+        20,
+        0,
+        "epoch_0_step_20",
+    )
+    tiny.assert_equal_state(made, other)
+    assert other.tracker.value == {"best": 1.5, "seen": [1, 2]}
+    assert other.model.head is other.model.embed
+    tiny.train(made), tiny.train(other)
+    tiny.assert_equal_state(made, other)
+
+
+def test_the_tree_is_that_of_the_contract(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe(tracker=tiny.Counter()))
+    assert tree(tmp_path) == sorted(
+        ["LATEST"]
+        + [
+            f"epoch_0_step_20/{name}"
+            for name in (
+                "MANIFEST.json",
+                "config.yaml",
+                "losses.json",
+                "model/shard-00001-model-00001-of-00001.safetensors",
+                "optim/.metadata",
+                "optim/__0_0.distcp",
+                "tracker.pt",
+            )
+        ]
+    )
+    assert os.readlink(tmp_path / "LATEST") == "epoch_0_step_20"
+    assert json.loads((tmp_path / "LATEST/losses.json").read_text()) == {
+        "step": 20,
+        "val_loss": None,
+    }
+
+
+def test_every_file_has_the_mode_that_the_umask_leaves(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        tiny.save(tmp_path, tiny.recipe())
+    finally:
+        os.umask(before)
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*") if p.is_file()}
+    assert set(modes.values()) == {0o640}, modes
+
+
+def test_a_shard_is_known_by_its_header_and_its_slices(tmp_path: Path) -> None:
+    """An export checks the header against the manifest, and the slices while it copies them."""
+    path = tiny.save(tmp_path, tiny.recipe()).path
+    shard = "model/shard-00001-model-00001-of-00001.safetensors"
+    manifest = Manifest.read(path)
+    assert files_covered_by_slices(path, manifest) == {shard}
+    whole = (path / shard).read_bytes()
+    for at in (0, 9, 100, 4000):
+        (path / shard).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert files_covered_by_slices(path, manifest) == set()
+    (path / shard).unlink()
+    assert files_covered_by_slices(path, manifest) == set()
+
+
+def test_the_manifest_names_every_file_and_fits_it(tmp_path: Path) -> None:
+    path = tiny.save(tmp_path, tiny.recipe(tracker=tiny.Counter())).path
+    manifest = Manifest.read(path)
+    assert unlisted_files(path, manifest) == [] and verify(path, manifest) == []
+    assert manifest.files.keys() | {"MANIFEST.json"} == set(tree(path))
+    assert manifest.trees["model"].tied == {"head": "embed"}
+    assert manifest.progress == {"consumed_samples": 20}
+
+
+@pytest.mark.parametrize("model_save_format", FORMATS)
+def test_the_slices_of_the_manifest_point_at_the_raw_bytes(
+    tmp_path: Path, model_save_format: Any
+) -> None:
+    made = tiny.recipe(seed=3)
+    path = tiny.save(tmp_path, made, model_save_format=model_save_format).path
+    for fqn, tensor in Manifest.read(path).trees["model"].tensors.items():
+        (piece,) = tensor.slices
+        raw = (path / piece.file).read_bytes()[piece.start : piece.start + piece.nbytes]
+        value = made.model.state_dict()[fqn]
+        assert raw == value.reshape(-1).view(torch.uint8).numpy().tobytes(), fqn
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_pytorchs_own_readers_read_our_files(tmp_path: Path) -> None:
+    made = tiny.recipe(seed=4)
+    tiny.train(made)
+    path = tiny.save(tmp_path, made).path
+    wanted = {k: v for k, v in made.model.state_dict().items() if k != "head"}
+    assert (
+        load_file(path / "model/shard-00001-model-00001-of-00001.safetensors").keys()
+        == wanted.keys()
+    )
+    read = {name: torch.zeros_like(value) for name, value in wanted.items()}
+    dcp.load(read, storage_reader=HuggingFaceStorageReader(str(path / "model")), no_dist=True)
+    assert all(torch.equal(read[name], wanted[name]) for name in wanted)
+    moments = made.optimizer.state[made.model.embed]["exp_avg"]
+    state = {"optimizer.state.model.embed.exp_avg": torch.zeros_like(moments)}
+    dcp.load(state, checkpoint_id=path / "optim", no_dist=True)
+    assert torch.equal(state["optimizer.state.model.embed.exp_avg"], moments)
+
+
+def test_a_value_head_under_the_same_optimizer_is_saved_like_the_model(tmp_path: Path) -> None:
+    def make(seed: int) -> Any:
+        made = tiny.recipe(seed)
+        made.value_head = torch.nn.Linear(4, 1)
+        made.optimizer.add_param_group({"params": list(made.value_head.parameters()), "lr": 0.5})
+        made.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(made.optimizer)
+        return made
+
+    made, other = make(1), make(2)
+    for _ in range(2):
+        (made.model(torch.ones(2, 4)) + made.value_head(torch.ones(4)).sum()).backward()
+        made.optimizer.step()
+    path = tiny.save(tmp_path, made).path
+    assert (path / "value_head/shard-00001-model-00001-of-00001.safetensors").is_file()
+    tiny.load(tmp_path, other)
+    tiny.assert_equal_state(made, other)
+    assert torch.equal(made.value_head.weight, other.value_head.weight)
+    assert [group["lr"] for group in other.optimizer.param_groups] == [
+        group["lr"] for group in made.optimizer.param_groups
+    ]
+
+
+def test_an_optimizer_over_an_unsaved_module_is_refused(tmp_path: Path) -> None:
+    made = tiny.recipe()
+    made.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    with pytest.raises(RecipeError, match="a module that is not part of the state"):
+        tiny.save(tmp_path, made)
+    assert tree(tmp_path) == []
+
+
+def test_a_modules_extra_state_is_saved_too(tmp_path: Path) -> None:
+    class WithExtra(torch.nn.Linear):
+        extra: Any = None
+
+        def get_extra_state(self) -> Any:
+            return {"calls": self.extra}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state["calls"]
+
+    for model_save_format in FORMATS:
+        made, other = tiny.recipe(), tiny.recipe()
+        made.model.part, other.model.part = WithExtra(2, 2), WithExtra(2, 2)
+        made.model.part.extra = [1, "two"]
+        report = tiny.save(tmp_path / model_save_format, made, model_save_format=model_save_format)
+        values = Manifest.read(report.path).trees["model"].objects
+        assert [*values] == ["part._extra_state"], "one value, however its content is structured"
+        tiny.load(tmp_path / model_save_format, other)
+        assert other.model.part.extra == [1, "two"]
+
+
+@pytest.mark.parametrize("change", ["shape", "missing", "extra", "dtype"])
+def test_a_changed_model_is_refused_with_a_readable_diff(tmp_path: Path, change: str) -> None:
+    tiny.save(tmp_path, tiny.recipe())
+    other = tiny.recipe()
+    if change == "shape":
+        other.model.one_row = torch.nn.Parameter(torch.zeros(2, 3))
+    elif change == "missing":
+        del other.model.one_row
+    elif change == "extra":
+        other.model.more = torch.nn.Parameter(torch.zeros(2))
+    else:
+        other.model.brief = torch.nn.Parameter(torch.zeros(3, 2))
+    expected = {
+        "shape": r"~ one_row: saved as F32 \[1, 3\], here F32 \[2, 3\]",
+        "missing": "- one_row: saved, but not here",
+        "extra": r"\+ more: here, but not saved",
+        "dtype": r"~ brief: saved as BF16 \[3, 2\], here F32 \[3, 2\]",
+    }[change]
+    with pytest.raises(CheckpointUnusable, match=expected):
+        tiny.load(tmp_path, other)
+
+
+def test_a_part_that_is_now_trained_in_another_type_is_refused_with_a_way_to_go_on(
+    tmp_path: Path,
+) -> None:
+    """A version that kept a router in bfloat16 wrote it; model.dtype is not the reason, and no recipe changes it."""
+    made, other = tiny.recipe(), tiny.recipe()
+    for each in (made, other):
+        each.model.low = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    path = tiny.save(tmp_path, made).path
+    other.model.brief = torch.nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(
+        CheckpointUnusable, match=r"~ brief: saved as BF16 \[3, 2\], here F32"
+    ) as error:
+        tiny.load(tmp_path, other)
+    assert "versions of this program and of transformers that wrote it" in str(error.value)
+    assert f"--init_from.path {path} and another" in str(error.value)
+
+
+def test_state_on_one_side_only_stops_the_run_unless_allowed_by_name(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe(old=tiny.Counter(1)))
+    with pytest.raises(CheckpointUnusable) as caught:
+        tiny.load(tmp_path, tiny.recipe(new=tiny.Counter()))
+    assert "+ new: here, but not saved" in str(
+        caught.value
+    ) and "- old: saved, but not here" in str(caught.value)
+    assert "CheckpointOptions(allow_missing_state=['new', 'old'])" in str(caught.value)
+    other = tiny.recipe(new=tiny.Counter(7))
+    assert tiny.load(tmp_path, other, allow_missing_state=["new", "old"]) is not None
+    assert other.new.value == 7
+
+
+def test_one_object_under_two_names_comes_back_under_both(tmp_path: Path) -> None:
+    made, other = tiny.recipe(a=tiny.Counter(5)), tiny.recipe(a=tiny.Counter())
+    made.b, other.b = made.a, other.a
+    path = tiny.save(tmp_path, made).path
+    assert (path / "a.pt").exists() and not (path / "b.pt").exists()
+    tiny.load(tmp_path, other)
+    assert other.b.value == 5
+
+
+def test_weights_only_checkpoints_say_what_they_lack(tmp_path: Path) -> None:
+    path = tiny.save(tmp_path, tiny.recipe(), save_optimizer=False).path
+    assert not (path / "optim").exists()
+    with pytest.raises(CheckpointUnusable, match="not saved: lr_scheduler, optimizer"):
+        tiny.load(tmp_path, tiny.recipe())
+    allowed = tiny.checkpointer(tmp_path, allow_missing_state=["optimizer", "lr_scheduler"])
+    assert allowed.load(discover(tiny.recipe())) is not None
+
+
+def test_unsafe_state_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot be read back safely"):
+        tiny.checkpointer(tmp_path).check(discover(tiny.recipe(bad=tiny.Counter(object()))))
+
+
+def test_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "hacked"),)
+
+    path = tiny.save(tmp_path / "run", tiny.recipe(tracker=tiny.Counter())).path
+    (path / "tracker.pt").write_bytes(pickle.dumps(Attack()))
+    unchecked = tiny.checkpointer(tmp_path / "run", verify="none")
+    with pytest.raises(CheckpointUnusable, match="not plain data"):
+        unchecked.load(discover(tiny.recipe(tracker=tiny.Counter())))
+    assert not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize(
+    "file", ["model/shard-00001-model-00001-of-00001.safetensors", "optim/__0_0.distcp"]
+)
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(
+    tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = tiny.recipe()
+    tiny.save(tmp_path, made, step=20)
+    tiny.train(made)
+    path = tiny.save(tmp_path, made, step=40).path
+    tensor = next(
+        t
+        for tree_ in Manifest.read(path).trees.values()
+        for t in tree_.tensors.values()
+        if t.slices[0].file == file and t.nbytes
+    )
+    data = bytearray((path / file).read_bytes())
+    data[tensor.slices[0].start] ^= 1
+    (path / file).write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        resumed = tiny.load(tmp_path, tiny.recipe())
+    assert resumed is not None and resumed.step == 20
+    assert file in caplog.text and f"tensor {tensor.fqn}" in caplog.text
+    assert not verification_results.recall(tmp_path)[path.name].ok  # which `ckpt ls` shows
+
+
+def test_of_a_file_that_is_all_wrong_a_few_tensors_are_named(tmp_path: Path) -> None:
+    made = tiny.recipe()
+    path = tiny.save(tmp_path, made, step=20).path
+    manifest = Manifest.read(path)
+    file = "model/shard-00001-model-00001-of-00001.safetensors"
+    (path / file).write_bytes(bytes(manifest.files[file].size))
+    (problem,) = verify(path, manifest, level="digest")
+    assert str(problem.value).count("tensor ") == 5 and " more" in str(problem.value)
+
+
+def test_when_none_is_left_or_the_named_one_is_bad_a_table_says_why(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe(), step=20)
+    path = tiny.save(tmp_path, tiny.recipe(), step=40).path
+    (path / "config.yaml").unlink()
+    with pytest.raises(CheckpointUnusable, match="to restore from cannot be used") as caught:
+        tiny.load(tmp_path, tiny.recipe(), restore_from="LATEST")
+    assert "config.yaml" in str(caught.value) and caught.value.exit_code == 3
+    (tmp_path / "epoch_0_step_20" / "MANIFEST.json").unlink()
+    with pytest.raises(CheckpointUnusable, match="no checkpoint can be used") as caught:
+        tiny.load(tmp_path, tiny.recipe())
+    assert "step_20" in str(caught.value) and "step_40" in str(caught.value)
+
+
+def test_a_fresh_directory_is_a_fresh_run(tmp_path: Path) -> None:
+    assert tiny.load(tmp_path / "new", tiny.recipe()) is None
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["LATEST", "LOWEST_VAL", "epoch_0_step_20", "{root}/epoch_0_step_20", "{root}/LATEST"]
+)
+def test_restore_from_takes_every_form_of_name(tmp_path: Path, name: str) -> None:
+    tiny.save(tmp_path, tiny.recipe(), step=20, losses={"val_loss": 1.0}, validated=True)
+    tiny.save(tmp_path, tiny.recipe(), step=40, losses={"val_loss": 2.0}, validated=True)
+    request = name.format(root=tmp_path)
+    resumed = tiny.load(tmp_path, tiny.recipe(), restore_from=request)
+    assert resumed is not None and resumed.step == (40 if "LATEST" in name else 20)
+
+
+def test_restore_from_something_absent_names_what_is_there(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe())
+    with pytest.raises(CheckpointUnusable, match="epoch_0_step_20"):
+        tiny.load(tmp_path, tiny.recipe(), restore_from="epoch_9_step_9")
+
+
+def run_from(root: Path, steps: list[int], **options: Any) -> tuple[int | None, list[str]]:
+    """Load, then save at *steps*, as one process of a run does; (step resumed from, names in the directory)."""
+    made = tiny.recipe()
+    saver = tiny.checkpointer(root, **options)
+    resumed = saver.load(discover(made))
+    for step in steps:
+        saver.save(discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={})
+    saver.close()
+    return (resumed.step if resumed else None), sorted(
+        p.name for p in root.iterdir() if p.name.startswith("epoch")
+    )
+
+
+def test_a_run_that_goes_back_sets_the_abandoned_checkpoints_aside_and_a_requeue_goes_on(
+    tmp_path: Path,
+) -> None:
+    run_from(tmp_path, [20, 40, 60])
+    step, names = run_from(tmp_path, [30, 40], restore_from="epoch_0_step_20")
+    assert step == 20
+    assert names == [
+        "epoch_0_step_20",
+        "epoch_0_step_30",
+        "epoch_0_step_40",
+        "epoch_0_step_40.superseded-1",
+        "epoch_0_step_60.superseded-1",
+    ]
+    assert run_from(tmp_path, [50], restore_from="epoch_0_step_20")[0] == 40
+    assert run_from(tmp_path, [60])[0] == 50
+
+
+def test_nothing_is_set_aside_before_the_first_new_checkpoint_stands(tmp_path: Path) -> None:
+    run_from(tmp_path, [20, 40])
+    assert run_from(tmp_path, [], restore_from="epoch_0_step_20") == (
+        20,
+        ["epoch_0_step_20", "epoch_0_step_40"],
+    )
+
+
+@pytest.mark.parametrize("values", [[3.0, 2.0, 2.0, float("nan"), 5.0, None]])
+def test_lowest_val_moves_only_to_a_strictly_better_value(
+    tmp_path: Path, values: list[float | None]
+) -> None:
+    pointed = []
+    for index, value in enumerate(values):
+        losses = {"val_loss": value}
+        tiny.save(
+            tmp_path, tiny.recipe(), step=index + 1, losses=losses, validated=value is not None
+        )
+        pointed.append(commit.pointed(tmp_path, "LOWEST_VAL"))
+    assert pointed == ["epoch_0_step_1"] + ["epoch_0_step_2"] * 5
+
+
+def test_without_validation_there_is_no_lowest_val(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe(), losses={"val_loss": 1.0}, validated=False)
+    assert commit.pointed(tmp_path, "LOWEST_VAL") is None
+
+
+def test_leftovers_of_a_killed_run_are_cleared_and_its_pointer_mended(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe(), step=20)
+    tiny.save(tmp_path, tiny.recipe(), step=40)
+    commit.point(tmp_path, "LATEST", "epoch_0_step_20")
+    staging = commit.reserve(tmp_path, "epoch_0_step_60")
+    (staging / "model").mkdir()
+    (tmp_path / ".staging-notes").write_text("the user's own")
+    names = (
+        "late_validations.json",
+        ".verified.json",
+        "training.jsonl",
+        "validation.jsonl",
+        "LATEST.txt",
+    )
+    for half in (halves := [tmp_path / f".{name}.{'0' * 32}" for name in names]):
+        half.touch()
+    tiny.load(tmp_path, tiny.recipe())
+    assert (
+        not staging.exists()
+        and not any(half.exists() for half in halves)
+        and (tmp_path / ".staging-notes").exists()
+    )
+    assert commit.pointed(tmp_path, "LATEST") == "epoch_0_step_40"
+
+
+def test_a_failed_save_leaves_the_one_before_and_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.save(tmp_path, tiny.recipe(), step=20)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+    def full(*_: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(durable_file, "write_all", full)
+    with pytest.raises(SaveFailed, match=r"ENOSPC") as caught:
+        tiny.save(tmp_path, tiny.recipe(), step=40)
+    assert caught.value.exit_code == 4 and "epoch_0_step_40" in str(caught.value)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_the_two_log_lines_are_word_for_word(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.INFO):
+        tiny.save(Path("checkpoints/"), tiny.recipe())
+        tiny.load(Path("checkpoints/"), tiny.recipe())
+    assert "Saving checkpoint to checkpoints/epoch_0_step_20" in caplog.messages
+    assert "Loading checkpoint from checkpoints/epoch_0_step_20" in caplog.messages
+
+
+def test_retention_keeps_what_the_policy_and_every_link_in_the_directory_ask_for(
+    tmp_path: Path,
+) -> None:
+    made, saver = (
+        tiny.recipe(),
+        tiny.checkpointer(tmp_path, keep_last=2, keep_best=1, keep_every_steps=4),
+    )
+    (tmp_path / "epoch_0_step_0-notes").mkdir()
+    pruned: list[str] = []
+    for step, value in enumerate([5.0, 1.0, 4.0, 3.0, 9.0, 9.0, 9.0], start=1):
+        if step == 4:
+            (tmp_path / "mine").symlink_to("epoch_0_step_3/model")
+        report = saver.save(
+            discover(made),
+            step=step,
+            epoch=0,
+            config_yaml="",
+            losses={"val_loss": value},
+            progress={},
+            validated=True,
+        )
+        pruned += report.pruned
+    saver.close()
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == [
+        "LATEST",
+        "LOWEST_VAL",
+        "epoch_0_step_0-notes",
+        "epoch_0_step_2",
+        "epoch_0_step_3",
+        "epoch_0_step_4",
+        "epoch_0_step_6",
+        "epoch_0_step_7",
+        "mine",
+    ]
+    assert pruned == ["epoch_0_step_1", "epoch_0_step_5"]
+
+
+def test_a_removal_that_fails_is_reported_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(5, os.strerror(5), str(path))
+
+    monkeypatch.setattr(commit, "withdraw", fail)
+    saver = tiny.checkpointer(tmp_path, keep_last=1)
+    for step in (1, 2):
+        saver.save(
+            discover(tiny.recipe()), step=step, epoch=0, config_yaml="", losses={}, progress={}
+        )
+    saver.close()
+    assert "could not remove epoch_0_step_1" in caplog.text and "EIO" in caplog.text
+
+
+def test_a_second_run_in_the_directory_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    first, made = tiny.checkpointer(tmp_path), tiny.recipe()
+    first.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
+    with pytest.raises(RecipeError, match="this process uses this directory already"):
+        tiny.load(tmp_path, made)
+    first.close()
+    assert tiny.load(tmp_path, made) is not None
+
+
+@pytest.mark.parametrize("model_save_format", FORMATS)
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "Adafactor"])
+def test_the_forecast_before_the_first_step_is_within_a_tenth_of_the_truth(
+    tmp_path: Path, model_save_format: Any, kind: str
+) -> None:
+    made = tiny.recipe()
+    made.model = torch.nn.Sequential(*(torch.nn.Linear(300, 200) for _ in range(6)))
+    made.optimizer = getattr(torch.optim, kind)(made.model.parameters(), lr=0.1)
+    made.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(made.optimizer)
+    saver = tiny.checkpointer(tmp_path, model_save_format=model_save_format)
+    forecast = saver.forecast(discover(made))
+    manifest_bytes = forecast_manifest_bytes(classify(discover(made)), save_optimizer=True)
+    assert not made.optimizer.state or kind == "Adagrad"
+    made.model[0](torch.ones(300)).sum().backward()
+    for layer in made.model[1:]:
+        layer(torch.ones(300)).sum().backward()
+    made.optimizer.step()
+    saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
+    saver.close()
+    path = tmp_path / "epoch_0_step_1"
+    truth = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    assert abs(forecast.nbytes - truth) < 0.1 * truth
+    assert manifest_bytes / (path / "MANIFEST.json").stat().st_size >= 1.0
+    assert manifest_bytes - 10_240 < 1.1 * (path / "MANIFEST.json").stat().st_size
+
+
+def test_a_checkpoint_that_could_not_be_read_back_is_rejected_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("automodel_ckpt.checkpoint.saving.forecast.MAX_BYTES", 12_000)
+    with pytest.raises(RecipeError, match="could not be read back"):
+        tiny.checkpointer(tmp_path).check_disk_space(discover(tiny.recipe()))
+
+
+def test_a_disk_too_small_for_one_checkpoint_is_said_before_training_and_before_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("automodel_ckpt.checkpoint.saving.disk_space.free_bytes", lambda _: 1000)
+    saver, made = tiny.checkpointer(tmp_path), tiny.recipe()
+    with pytest.raises(SaveFailed, match=r"does not fit on the disk[\s\S]*1.0 kB are free"):
+        saver.check_disk_space(discover(made))
+    with pytest.raises(SaveFailed, match="does not fit on the disk"):
+        saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
+    saver.close()
+    assert tree(tmp_path) == []
+
+
+def test_a_run_directory_deleted_under_us_fails_the_save_with_its_path(tmp_path: Path) -> None:
+    root, made = tmp_path / "run", tiny.recipe()
+    saver = tiny.checkpointer(root)
+    saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
+    shutil.rmtree(root)
+    with pytest.raises(SaveFailed, match="ENOENT") as caught:
+        saver.save(discover(made), step=2, epoch=0, config_yaml="", losses={}, progress={})
+    saver.close()
+    assert str(root) in str(caught.value)
+
+
+def test_a_file_system_that_turned_read_only_fails_the_save_and_keeps_what_there_was(
+    tmp_path: Path,
+) -> None:
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("this user cannot mount a tmpfs")
+    try:
+        saver, made = tiny.checkpointer(mount), tiny.recipe()
+        saver.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
+        saver.close()
+        subprocess.run(["mount", "-o", "remount,ro", mount], check=True)
+        with pytest.raises(RecipeError, match="EROFS"):
+            tiny.checkpointer(mount).open()
+        with pytest.raises(SaveFailed, match="EROFS"):
+            tiny.save(mount, made, step=2)
+        assert verify(mount / "epoch_0_step_1", Manifest.read(mount / "epoch_0_step_1")) == []
+    finally:
+        subprocess.run(["umount", "-l", mount], check=True)
+
+
+def validated(root: Path, **values: float) -> None:
+    """Save a checkpoint per ``s<step>=val_loss``."""
+    for name, value in values.items():
+        tiny.save(
+            root, tiny.recipe(), step=int(name[1:]), losses={"val_loss": value}, validated=True
+        )
+
+
+@pytest.mark.parametrize("wrong", ["epoch_0_step_1", "epoch_0_step_9", None])
+def test_a_start_mends_lowest_val_whatever_latest_says(tmp_path: Path, wrong: str | None) -> None:
+    validated(tmp_path, s1=3.0, s2=1.0, s3=0.5)
+    commit.unpoint(tmp_path, "LOWEST_VAL")
+    if wrong:
+        commit.point(tmp_path, "LOWEST_VAL", wrong)
+    tiny.load(tmp_path, tiny.recipe())
+    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_3"
+
+
+def test_a_checkpoint_that_is_validated_later_ranks_from_then_on_here_and_in_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, copied = tmp_path / "run", tmp_path / "copied"
+    validated(run, s10=2.0)
+    tiny.save(run, tiny.recipe(), step=20)
+    whole = {path: path.read_bytes() for path in run.glob("epoch*/**/*") if path.is_file()}
+    later(run, val_loss=1.0)
+    assert commit.pointed(run, "LOWEST_VAL") == "epoch_0_step_20"
+    assert {path: path.read_bytes() for path in run.glob("epoch*/**/*") if path.is_file()} == whole
+    validated(run, s30=1.5)
+    shutil.copytree(run, copied, ignore=shutil.ignore_patterns("L*"))
+    for root in (run, copied):
+        tiny.load(root, tiny.recipe())
+        assert commit.pointed(root, "LOWEST_VAL") == "epoch_0_step_20"
+        assert {row.step: row.val_loss for row in rows_of(root)} == {10: 2.0, 20: 1.0, 30: 1.5}
+        assert main(["show", str(root / "epoch_0_step_20"), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["losses"]["val_loss"] == 1.0
+
+
+def later(run: Path, **losses: float) -> None:
+    """The newest checkpoint's validation, made by the start after it."""
+    loader, made = tiny.checkpointer(run), tiny.recipe()
+    resumed = loader.load(discover(made))
+    assert resumed is not None
+    loader.note_validation(resumed, losses)
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{" * 9999, '{"epoch_0_step_20": 3}', '{"epoch_0_step_20": {"losses": 0}}'],
+)
+def test_a_later_validation_counts_only_for_the_very_checkpoint_and_where_it_can_be_read(
+    tmp_path: Path, content: str
+) -> None:
+    validated(tmp_path, s10=2.0)
+    tiny.save(tmp_path, tiny.recipe(), step=20)
+    later(tmp_path, val_loss=1.0)
+    shutil.rmtree(tmp_path / "epoch_0_step_20")
+    tiny.save(tmp_path, tiny.recipe(1), step=20)
+    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_10", (
+        "the name is another checkpoint's now"
+    )
+    (tmp_path / "late_validations.json").write_text(content)
+    tiny.load(tmp_path, tiny.recipe())
+    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_10"
+    later(tmp_path, val_loss=0.5)
+    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_20"
+
+
+def test_a_later_validation_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny.save(tmp_path, tiny.recipe(), step=20)
+    monkeypatch.setattr(late_validations, "replace_file", full_disk)
+    later(tmp_path, val_loss=0.5)
+    assert (
+        "could not record the validation of epoch_0_step_20" in caplog.text
+        and "No space left" in caplog.text
+    )
+
+
+def full_disk(path: Path, data: bytes) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+@pytest.mark.parametrize(
+    ("refused", "failing_steps"), [(layout.POINTERS, (2,)), (("LOWEST_VAL",), (2, 3))]
+)
+def test_a_best_checkpoint_that_could_not_be_pointed_to_is_kept_and_pointed_to_later(
+    refused: tuple[str, ...],
+    failing_steps: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = commit.point
+
+    def refuse(root: Path, pointer: str, name: str) -> None:
+        if pointer in refused and saving in failing_steps:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(root / pointer))
+        plain(root, pointer, name)
+
+    monkeypatch.setattr(commit, "point", refuse)
+    saver, made = tiny.checkpointer(tmp_path, keep_last=1), tiny.recipe()
+    for saving, value in enumerate([3.0, 1.0, 2.0], start=1):
+        losses = {"val_loss": value}
+        saver.save(
+            discover(made),
+            step=saving,
+            epoch=0,
+            config_yaml="",
+            losses=losses,
+            progress={},
+            validated=True,
+        )
+    saver.close()
+    saving = 0
+    if failing_steps[-1] < 3:
+        assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_2", "the next save that can"
+        return
+    tiny.load(tmp_path, tiny.recipe())
+    assert [commit.pointed(tmp_path, name) for name in layout.POINTERS] == [
+        "epoch_0_step_3",
+        "epoch_0_step_2",
+    ]
+
+
+def test_a_manifest_that_opens_and_cannot_be_read_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        tiny.save(tmp_path, tiny.recipe(), step=step)
+    plain = os.fdopen
+
+    def failing(descriptor: int, *arguments: Any) -> Any:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(
+            tmp_path / "epoch_0_step_2/MANIFEST.json"
+        ):
+            os.close(descriptor)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "fdopen", failing)
+    resumed = tiny.load(tmp_path, tiny.recipe())
+    assert resumed is not None and resumed.step == 1
+
+
+def test_going_back_before_the_best_points_to_the_best_of_what_is_left(tmp_path: Path) -> None:
+    validated(tmp_path, s10=2.0, s20=1.0, s30=0.5)
+    saver, made = tiny.checkpointer(tmp_path, restore_from="epoch_0_step_20"), tiny.recipe()
+    saver.load(discover(made))
+    saver.save(
+        discover(made),
+        step=30,
+        epoch=0,
+        config_yaml="",
+        losses={"val_loss": 9.0},
+        progress={},
+        validated=True,
+    )
+    saver.close()
+    assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_20"
+
+
+def test_a_write_that_fails_inside_torch_save_is_reported_with_its_file_and_errno(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = durable_file.write_all
+
+    def full_for_the_optimizer(descriptor: int, view: memoryview, start: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("__0_0.distcp"):
+            raise OSError(28, os.strerror(28))
+        real(descriptor, view, start)
+
+    monkeypatch.setattr(durable_file, "write_all", full_for_the_optimizer)
+    monkeypatch.setattr(durable_file, "_SMALL_BYTES", 1)
+    with pytest.raises(SaveFailed, match=r"__0_0\.distcp[\s\S]*ENOSPC"):
+        tiny.save(tmp_path, tiny.recipe())
+    assert tree(tmp_path) == []
+
+
+def test_a_publication_that_cannot_be_made_durable_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = commit.fsync_directory
+
+    def fails_once_the_name_stands(path: Path) -> None:
+        if path == tmp_path and (path / "epoch_0_step_20").exists():
+            raise OSError(5, os.strerror(5), str(path))
+        real(path)
+
+    monkeypatch.setattr(commit, "fsync_directory", fails_once_the_name_stands)
+    with pytest.raises(SaveFailed, match="EIO"):
+        tiny.save(tmp_path, tiny.recipe())
+    assert tree(tmp_path) == []
+
+
+def test_a_part_that_cannot_be_removed_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.unlink
+
+    def fail_for_parts(path: Any, **more: Any) -> None:
+        if ".parts" in os.fspath(path):
+            monkeypatch.undo()
+            raise OSError(5, os.strerror(5), os.fspath(path))
+        real(path, **more)
+
+    monkeypatch.setattr(os, "unlink", fail_for_parts)
+    with pytest.raises(SaveFailed, match=r"rank_00000"):
+        tiny.save(tmp_path, tiny.recipe())
+    assert tree(tmp_path) == []
+
+
+def test_a_file_whose_space_cannot_be_reserved_leaves_no_open_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=r"No space.*file"):
+        durable_file.DurableFile(tmp_path / "file", nbytes=1)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def with_unused(seed: int, **options: Any) -> Any:
+    """A recipe whose model has a parameter that takes no part in its output."""
+    made = tiny.recipe(seed=seed)
+    made.model.unused = torch.nn.Parameter(
+        torch.full((4, 3), float(seed)), requires_grad=options.get("trains", True)
+    )
+    made.optimizer.add_param_group(
+        {"params": [made.model.unused] if options.get("trains", True) else []}
+    )
+    return made
+
+
+@pytest.mark.parametrize("num_steps", [2, 0])
+def test_a_parameter_that_was_never_updated_has_no_optimizer_state_after_a_resume_either(
+    tmp_path: Path, num_steps: int
+) -> None:
+    made, other = with_unused(1), with_unused(2)
+    tiny.train(made, num_steps)
+    before = len(made.optimizer.state)
+    tiny.save(tmp_path, made)
+    assert len(made.optimizer.state) == before == (4 if num_steps else 0)  # looking makes none
+    tiny.train(other)
+    for _ in range(2):
+        tiny.load(tmp_path, other)
+        tiny.assert_equal_state(made, other)
+    tiny.train(made), tiny.train(other)
+    tiny.assert_equal_state(made, other)
+    assert made.model.unused not in made.optimizer.state
+
+
+def test_a_parameter_that_was_frozen_when_saved_is_still_refused(tmp_path: Path) -> None:
+    made = with_unused(1, trains=False)
+    tiny.train(made)
+    tiny.save(tmp_path, made)
+    with pytest.raises(
+        CheckpointUnusable, match=r"optimizer\.state\.model\.unused\.exp_avg: here, but not saved"
+    ):
+        tiny.load(tmp_path, with_unused(2))
+
+
+@pytest.mark.parametrize("layout", [{}, {"model_layout": "hf"}, {"is_async": True}], ids=str)
+def test_how_far_a_save_is_can_be_seen_from_elsewhere(tmp_path: Path, layout: Any) -> None:
+    recipe = tiny.recipe()
+    tiny.train(recipe)
+    checkpointer = tiny.checkpointer(tmp_path, save_consolidated=False, **layout)
+    seen, after = [], []
+    checkpointer.save(
+        discover(recipe),
+        step=20,
+        epoch=0,
+        config_yaml="",
+        losses={},
+        progress={},
+        before_publishing=lambda: seen.append(checkpointer.saving()),
+        on_saved=lambda _: after.append(checkpointer.saving()),
+    )
+    checkpointer.wait_for_save()
+    (saving,) = seen
+    assert after == [None], "an export may follow"
+    assert saving is not None and saving.step == 20
+    written = sum(
+        path.stat().st_size for path in (tmp_path / "epoch_0_step_20").rglob("*") if path.is_file()
+    )
+    # What the ranks tell each other is written too, and removed again.
+    assert (
+        0.3 * written < saving.written_bytes < 1.2 * written
+        and saving.total_bytes == pytest.approx(written, rel=0.7)
+    )
+    assert checkpointer.saving() is None
+    checkpointer.close()
+
+
+def test_a_caller_may_check_the_checkpoint_before_anything_is_loaded(tmp_path: Path) -> None:
+    path = tiny.save(tmp_path, tiny.recipe(1)).path
+    made = tiny.recipe(2)
+    before = tiny.tensors_of(made)
+    seen = []
+
+    def check(chosen: Path, manifest: Manifest) -> None:
+        seen.append((chosen, manifest.step))
+        raise RecipeError("not this one", where="here", value="x", hint="choose another")
+
+    loader = tiny.checkpointer(tmp_path)
+    with pytest.raises(RecipeError, match="not this one"):
+        loader.load(discover(made), before_loading=check)
+    loader.close()
+    assert seen == [(path, 20)]
+    after = tiny.tensors_of(made)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+class Recomputed(tiny.Counter):
+    """State that belongs to one number of ranks, and can be recomputed for another."""
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        return bool(state["value"] == "fits")
+
+    def derive(self, step: int) -> None:
+        self.value = f"recomputed at {step}"
+
+
+def test_state_that_does_not_fit_these_ranks_is_recomputed_and_rank_0_reports_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for value, expected in (("fits", "fits"), ("does not fit", "recomputed at 20")):
+        run = tmp_path / value
+        tiny.save(run, tiny.recipe(sampler=Recomputed(value)))
+        other = tiny.recipe(sampler=Recomputed())
+        tiny.load(run, other)
+        assert other.sampler.value == expected
+    warnings = [r.getMessage() for r in caplog.records if "recomputed" in r.getMessage()]
+    assert warnings == [
+        "The data-parallel size changed: sampler is recomputed from the seed and the step"
+    ]
+
+
+def test_a_validation_of_another_runs_checkpoint_is_recorded_in_neither_run(
+    tmp_path: Path,
+) -> None:
+    made = tiny.recipe()
+    tiny.save(tmp_path / "first", made)
+    tiny.save(tmp_path / "second", made, step=30)
+    loader = tiny.checkpointer(
+        tmp_path / "second", restore_from=str(tmp_path / "first" / "epoch_0_step_20")
+    )
+    resumed = loader.load(discover(made))
+    assert resumed is not None and resumed.path.parent == tmp_path / "first"
+    loader.note_validation(resumed, {"val_loss": 0.5})
+    loader.close()
+    assert list(tmp_path.rglob(layout.LATE_VALIDATIONS)) == []
+
+
+def test_a_run_that_is_taken_over_while_it_sets_checkpoints_aside_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_from(tmp_path, [20, 40])
+    set_aside = links.set_aside
+
+    def then_lose_the_directory(root: Path, name: str) -> str:
+        aside = set_aside(root, name)
+        (tmp_path / LOCK_FILE).unlink()
+        return aside
+
+    monkeypatch.setattr(links, "set_aside", then_lose_the_directory)
+    with pytest.raises(LeaseLost):
+        run_from(tmp_path, [30], restore_from="epoch_0_step_20")
+    assert not (tmp_path / "epoch_0_step_30").exists()
+    assert (tmp_path / "epoch_0_step_40.superseded-1").exists()
+
+
+@pytest.mark.parametrize("saved_with_schedule", [True, False])
+def test_a_learning_rate_schedule_on_one_side_only_can_be_left_out(
+    tmp_path: Path, saved_with_schedule: bool
+) -> None:
+    """A schedule adds initial_lr to the optimizer's groups, which is then on one side only too."""
+    made, other = tiny.recipe(seed=1), tiny.recipe(seed=2)
+    tiny.train(made)
+    without = other if saved_with_schedule else made
+    del without.lr_scheduler
+    for group in without.optimizer.param_groups:
+        del group["initial_lr"]
+    tiny.save(tmp_path, made)
+    with pytest.raises(CheckpointUnusable, match="lr_scheduler"):
+        tiny.load(tmp_path, other)
+    assert tiny.load(tmp_path, other, allow_missing_state=["lr_scheduler"]) is not None
+    assert torch.equal(made.model.embed, other.model.embed)
+    moments = [one.optimizer.state[one.model.embed]["exp_avg"] for one in (made, other)]
+    assert torch.equal(*moments)
+    assert ("initial_lr" in other.optimizer.param_groups[0]) is not saved_with_schedule
+
+
+def test_a_message_lists_twenty_lines_and_counts_the_others() -> None:
+    assert first_lines(["x"] * 20).count("x") == 20
+    assert "more" not in first_lines(["x"] * 20)
+    assert first_lines(["x"] * 22).endswith("... and 2 more")
+
+
+def test_only_values_that_a_run_can_have_written_are_read_back_as_late_losses(
+    tmp_path: Path,
+) -> None:
+    checkpoint = tmp_path / "epoch_0_step_1"
+    losses = {"whole": 2, "float": 0.5, "none": None, "not finite": "nan"}
+    others = {"huge": 1 << 63, "tiny": -(1 << 63) - 1, "list": [], "text": "x" * 10_000}
+    late_validations.note(checkpoint, "digest", losses | others | {"least": -(1 << 63)})
+    assert late_validations.recall(checkpoint, "digest") == losses | {"least": -(1 << 63)}
+    assert late_validations.recall(checkpoint, "another") == {}
+
+
+def test_exports_count_in_the_forecast_only_where_they_are_made(tmp_path: Path) -> None:
+    with_exports, without = (
+        tiny.checkpointer(
+            tmp_path, save_consolidated=save_consolidated, assets={"model": AdapterFiles()}
+        ).forecast(discover(tiny.recipe()))
+        for save_consolidated in ("every", False)
+    )
+    assert with_exports.export_bytes > 0 and without.export_bytes == 0
+    assert with_exports.nbytes > without.nbytes
+
+
+def test_an_export_from_memory_has_all_tensors_and_verifies(tmp_path: Path) -> None:
+    options = {"save_consolidated": "every", "assets": {"model": AdapterFiles()}}
+    made = tiny.recipe()
+    exported = tiny.save(tmp_path, made, **options).path / "model/consolidated"
+    found = load_file(exported / "adapter_model.safetensors")
+    expected = {name: value for name, value in made.model.state_dict().items() if name != "head"}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert verify_export(exported) == []
+
+
+def test_a_recipe_that_disables_its_exports_makes_none(tmp_path: Path) -> None:
+    saver = tiny.checkpointer(tmp_path, save_consolidated="every", assets={"model": AdapterFiles()})
+    saver.disable_exports()
+    made = discover(tiny.recipe())
+    path = saver.save(made, step=1, epoch=0, config_yaml="", losses={}, progress={}).path
+    saver.close()
+    assert not (path / "model/consolidated").exists()
+
+
+def save_losses(saver: Checkpointer, *losses: float) -> None:
+    """Save step 1, 2, ... with these validation losses; the last save is that of the run's end."""
+    state = discover(tiny.recipe())
+    for step, loss in enumerate(losses, start=1):
+        saver.save(
+            state,
+            step=step,
+            epoch=0,
+            config_yaml="",
+            progress={},
+            losses={"step": step, "val_loss": loss},
+            validated=True,
+            last=step == len(losses),
+        )
+
+
+def export_of(root: Path, step: int) -> Path:
+    return root / f"epoch_0_step_{step}" / "model" / "consolidated"
+
+
+def test_the_best_checkpoint_is_exported_once(tmp_path: Path) -> None:
+    saver = tiny.checkpointer(tmp_path, save_consolidated=False, assets={"model": AdapterFiles()})
+    save_losses(saver, 0.5, 1.0)
+    saver.exports.export_best()
+    export = export_of(tmp_path, 1)
+    assert (export / "adapter_model.safetensors").is_file()
+    assert not export_of(tmp_path, 2).exists()
+    inode = export.stat().st_ino
+    saver.exports.export_best()
+    assert export.stat().st_ino == inode
+    assert saver.exports.is_exported(export.parents[1])
+    assert not saver.exports.is_exported(tmp_path / "epoch_0_step_2")
+    saver.close()
+
+
+def test_a_missing_export_is_made_where_the_options_ask_for_it(tmp_path: Path) -> None:
+    saver = tiny.checkpointer(
+        tmp_path / "run", save_consolidated="final", assets={"model": AdapterFiles()}
+    )
+    save_losses(saver, 0.5, 1.0)
+    root = tmp_path / "run"
+    assert export_of(root, 2).is_dir() and not export_of(root, 1).exists()
+    shutil.rmtree(export_of(root, 2))
+    first, second = root / "epoch_0_step_1", root / "epoch_0_step_2"
+    shutil.copytree(second, tmp_path / "other" / second.name)
+    saver.exports.export_if_missing(first, last=False)
+    saver.exports.export_if_missing(tmp_path / "other" / second.name, last=True)
+    for checkpoint in (root / first.name, root / second.name, tmp_path / "other" / second.name):
+        assert not (checkpoint / "model" / "consolidated").exists()
+    saver.exports.export_if_missing(second, last=True)
+    assert export_of(root, 2).is_dir() and not export_of(root, 1).exists()
+    saver.close()
+
+
+def test_a_directory_that_does_not_outlive_the_container_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for text in ("it is lost with the container", None):
+        caplog.clear()
+        monkeypatch.setattr(checkpointer_module, "overlay_warning", lambda _, text=text: text)
+        saver = tiny.checkpointer(tmp_path)
+        saver.open()
+        warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert warnings == ([text] if text else [])
+        saver.close()
+
+
+def test_a_resume_of_an_unchanged_model_reports_no_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = tiny.recipe()
+    tiny.save(tmp_path, made)
+    caplog.set_level("INFO", "automodel_ckpt")
+    assert tiny.load(tmp_path, made) is not None
+    assert "Loading checkpoint from" in caplog.text
+    assert "config changed" not in caplog.text and "different function" not in caplog.text
+
+
+def test_a_forecast_counts_side_files_exports_and_the_objects_of_each_rank() -> None:
+    linear = torch.nn.Linear(10, 10, bias=False)
+    items = classify({"model": linear, "text": tiny.Counter("x" * 1000)})
+    (counter,) = [item for item in items if item.kind == "object"]
+
+    def bytes_of(*, shared: bool = True, world_size: int = 1, **more: int) -> int:
+        scope = "replicated" if shared else "rank"
+        others = [item for item in items if item is not counter]
+        changed = [*others, dataclasses.replace(counter, scope=scope)]
+        return forecast.forecast_bytes(changed, world_size=world_size, save_optimizer=False, **more)
+
+    alone = bytes_of()
+    assert bytes_of(side_bytes=100) - alone == 100
+    assert bytes_of(num_exports=2) - alone == 2 * 400
+    assert bytes_of(side_bytes=100, num_exports=2) - alone == 3 * 100 + 2 * 400
+    a_file = bytes_of(world_size=4, shared=False) - bytes_of(world_size=4)
+    assert a_file % 3 == 0 and 1000 < a_file // 3 < 1000 + 2 * forecast.archive_overhead()
+    shards = bytes_of(num_shards=4) - bytes_of(num_shards=1)
+    assert shards == 3 * forecast._ENTRY_BYTES["module"]
+    assert bytes_of(num_shards=20) == bytes_of(num_shards=10)
+
+
+def test_a_forecast_counts_the_state_of_each_of_several_optimizers() -> None:
+    matrix = torch.nn.Parameter(torch.zeros(64, 64))
+    bias = torch.nn.Parameter(torch.zeros(64))
+    optimizers = [torch.optim.Muon([matrix]), torch.optim.SGD([bias], momentum=0.9)]
+    (item,) = classify({"optimizer": CombinedOptimizer(optimizers)})
+    nbytes = forecast.forecast_bytes([item], world_size=1, save_optimizer=True)
+    nbytes -= forecast.forecast_bytes([], world_size=1, save_optimizer=True)
+    # The momentum of each.
+    entries = 2 * (forecast._ENTRY_BYTES["optimizer"] + forecast.archive_overhead())
+    assert nbytes == 4 * (64 * 64 + 64) + entries
+
+
+def test_a_save_reports_its_size_and_how_long_it_took(tmp_path: Path) -> None:
+    made = tiny.recipe()
+    started = time.monotonic()
+    report = tiny.save(tmp_path, made)
+    seconds = time.monotonic() - started
+    assert 0 < report.stall_seconds <= seconds and 0 < report.total_seconds <= seconds
+    assert report.nbytes == Manifest.read(report.path).nbytes
+    assert report.free_bytes is not None and report.free_bytes > 0
+    assert report.bytes_per_second == pytest.approx(report.nbytes / report.total_seconds)

@@ -1,0 +1,108 @@
+"""A program can select another default device for new tensors (``torch.set_default_device``): files are still read and
+written through memory of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from automodel_ckpt.base.rng import StatefulRNG
+from automodel_ckpt.checkpoint.formats.reading import read_tree
+from automodel_ckpt.checkpoint.jobs.tensor_bytes import gathered, page_locked
+from automodel_ckpt.checkpoint.parts.manifest import Tree
+from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
+from automodel_ckpt.checkpoint.state.quantized_tensors import dequantized_rows, find_quantized
+from automodel_ckpt.checkpoint.state.stored_rows import read_rows
+from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.parallel.ranks import agree
+from tests.support import ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """New tensors have no memory, unless a device is given."""
+    with torch.device("meta"):
+        yield
+
+
+def on_cpu(*shape: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel()), device=CPU).reshape(shape)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_values_of_another_type_are_read(tmp_path: Path) -> None:
+    save_file({"w": on_cpu(30, 8)}, tmp_path / "a.safetensors")
+    source = open_weights(tmp_path).modules["model"]
+    target = torch.zeros(30, 8, dtype=torch.bfloat16, device=CPU)
+    read_tree(source.root, Tree("", dict(source.tensors), {}), {"w": target})
+    assert torch.equal(target, on_cpu(30, 8).bfloat16())
+    rows = read_rows(source, source.tensors["w"], 3, 5)
+    assert torch.equal(rows, on_cpu(30, 8)[3:5])
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_quantized_values_are_read(tmp_path: Path) -> None:
+    values, scales = on_cpu(32, 32).to(torch.float8_e4m3fn), on_cpu(2, 2)
+    blocks = torch.full((1, 3, 2, 16), 0x21, dtype=torch.uint8, device=CPU)
+    exponents = torch.full((1, 3, 2), 127, dtype=torch.uint8, device=CPU)
+    files = {
+        "fp8": {"w": values, "w_scale_inv": scales},
+        "mxfp4": {"w_blocks": blocks, "w_scales": exponents},
+    }
+    settings = {
+        "fp8": {"quant_method": "fp8", "weight_block_size": [16, 16]},
+        "mxfp4": {"quant_method": "mxfp4"},
+    }
+    found = {}
+    for kind, tensors in files.items():
+        directory = tmp_path / kind
+        directory.mkdir()
+        save_file(tensors, directory / "model.safetensors")
+        source = open_weights(directory).modules["model"]
+        quantized = find_quantized(source.tensors, settings[kind]).tensors["w"]
+        ((_, found[kind]),) = dequantized_rows(source, quantized, 0, quantized.shape[0])
+    factors = scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    assert torch.equal(found["fp8"], values.float() * factors)
+    pairs = torch.tensor([0.5, 1.0], device=CPU).repeat(32)
+    assert torch.equal(found["mxfp4"], pairs[None, :, None].expand(1, 64, 3))
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_the_memory_of_saves_is_that_of_the_host() -> None:
+    assert page_locked(64).device == CPU
+    flat = on_cpu(100).view(torch.uint8)
+    assert bytes(gathered(flat)) == bytes(flat.numpy().data)
+    memory = HostMemory()
+    assert memory.tensor.device == CPU
+    memory.close()
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_the_state_of_random_numbers_has_values() -> None:
+    state = StatefulRNG(1).state_dict()
+    assert {
+        value.device
+        for part in state.values()
+        if isinstance(part, dict)
+        for value in part.values()
+        if isinstance(value, torch.Tensor)
+    } == {CPU}
+
+
+def test_ranks_agree() -> None:
+    def exchange() -> tuple[list[float], list[bool], list[str]]:
+        rank, world = dist.get_rank(), dist.group.WORLD
+        with torch.device("meta"):
+            total = agree.sum_over_ranks(world, rank + 1)
+            is_any = agree.on_any_rank(world, [rank == 1, False])
+            return total, is_any, agree.gather_objects(world, f"rank {rank}" * 500)
+
+    expected = ([3.0], [True, False], ["rank 0" * 500, "rank 1" * 500])
+    assert ranks.run(exchange, 2) == [expected, expected]

@@ -1,0 +1,233 @@
+"""A program that uses Checkpointer without a recipe: wrong calls are one clear error, in terms of the program."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from automodel_ckpt import Checkpointer, CheckpointOptions
+from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError
+from tests.support.models import tiny
+
+MODEL = torch.nn.Linear(2, 2)
+OPTIMIZER = torch.optim.AdamW(MODEL.parameters())
+STATE = {"model": MODEL, "optimizer": OPTIMIZER}
+
+
+class Holding:
+    """An object with any state."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+def save(run: Path, state: Any = STATE, **arguments: Any) -> None:
+    checkpointer = Checkpointer(run)
+    try:
+        checkpointer.save(state, **{"step": 1, "epoch": 0, **arguments})
+    finally:
+        checkpointer.close()
+
+
+def load(run: Path, state: Any, **options: Any) -> None:
+    checkpointer = Checkpointer(run, options=CheckpointOptions(**options))
+    try:
+        checkpointer.load(state)
+    finally:
+        checkpointer.close()
+
+
+def saved_and_loaded(run: Path, state: Any) -> None:
+    save(run)
+    load(run, state)
+
+
+def file(run: Path) -> Path:
+    run.write_text("")
+    return run
+
+
+ANY: Any = None
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no path": (lambda run: Checkpointer(ANY), "not the path of a directory"),
+    "empty path": (lambda run: Checkpointer(""), "not the path of a directory"),
+    "null": (lambda run: Checkpointer("a\0b"), "null characters"),
+    "file": (lambda run: Checkpointer(file(run)), "it is a file"),
+    "options by position": (lambda run: Checkpointer(run, CheckpointOptions()), "options by name"),  # type: ignore[arg-type]
+    "a mapping of options": (
+        lambda run: Checkpointer(run, options={"keep_last": 1}),  # type: ignore[arg-type]
+        "pass options=CheckpointOptions(",
+    ),
+    "assets": (lambda run: Checkpointer(run, assets={"model": 1}), "HFAssets.from_model"),  # type: ignore[dict-item]
+    "one name": (lambda run: load(run, STATE, allow_missing_state="optimizer"), "a list of names"),
+    "a step": (lambda run: load(run, STATE, keep_steps=5), "a list of whole numbers"),
+    "restore_from": (lambda run: load(run, STATE, restore_from=3), "use a name or a path"),
+    "no such": (lambda run: load(run, STATE, restore_from=run / "x"), "CheckpointOptions.restore"),
+    "number as name": (lambda run: save(run, {1: MODEL}), "a name in the state is not text"),
+    "slash": (lambda run: save(run, {"a/b": MODEL}), "a name in the state cannot be used"),
+    "list": (lambda run: save(run, {"m": [MODEL]}), "such as 'm.0'"),
+    "mapping": (lambda run: save(run, {"m": {"a": MODEL}}), "such as 'm.a'"),
+    "state dict": (lambda run: save(run, {"m": MODEL.state_dict()}), "the object itself"),
+    "no module": (lambda run: save(run, {"o": OPTIMIZER}), "add their module to the state"),
+    "no optimizer": (
+        lambda run: save(
+            run, {"m": MODEL, "s": torch.optim.lr_scheduler.StepLR(OPTIMIZER, 1)}
+        ),
+        "add the optimizer to the state, or leave it out",
+    ),
+    "step": (lambda run: save(run, step=10**30), "a whole number up to"),
+    "losses": (lambda run: save(run, losses=0.5), "losses must be a mapping"),
+    "a loss": (lambda run: save(run, losses={"a": object()}), "cannot be written as JSON"),
+    "config": (lambda run: save(run, config_yaml={"a": 1}), "the text of a YAML file"),
+    "code": (
+        lambda run: save(run, {"x": Holding(KeyError("mine"))}),
+        "in the code of an object of the state",
+    ),
+    "array": (lambda run: save(run, {"x": Holding(np.array(["ab"]))}), "numpy.ndarray of the type <U2"),
+    "subclass": (
+        lambda run: save(run, {"m": _with_buffer(torch.ones(2).as_subclass(_Subclass))}),
+        "state 'm', key 'part'",
+    ),
+    "other names": (
+        lambda run: saved_and_loaded(run, {"net": MODEL}),
+        "CheckpointOptions(allow_missing_state=['model', 'net', 'optimizer'])",
+    ),
+    "other shapes": (
+        lambda run: saved_and_loaded(run, {"model": torch.nn.Linear(3, 3), "optimizer": OPTIMIZER}),
+        "in another directory (CheckpointOptions.on_incompatible sibling",
+    ),
+}  # fmt: skip
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+def _with_buffer(value: torch.Tensor) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.register_buffer("part", value)
+    return module
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_an_error_without_words_of_recipes(tmp_path: Path, name: str) -> None:
+    call, expected = WRONG[name]
+    with pytest.raises(AutomodelError) as raised:
+        call(tmp_path / "run")
+    text = str(raised.value).replace(str(tmp_path), "").replace(__name__, "")
+    assert expected in text
+    for word in ("recipe", "untracked", "--checkpoint", "defect", "checkpoint_dir"):
+        assert word not in text, word
+    assert not re.search(r"(?<!\w)checkpoint\.[a-z]", text)
+
+
+def test_a_recipe_s_checkpointer_speaks_of_the_recipe(tmp_path: Path) -> None:
+    checkpointer = tiny.checkpointer(tmp_path)
+    checkpointer.is_library = False
+    with pytest.raises(RecipeError, match="an attribute of the recipe"):
+        checkpointer.save({"o": OPTIMIZER}, step=1, epoch=0)
+    checkpointer.close()
+
+
+def test_paths_of_each_kind_name_one_directory_wherever_the_program_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    checkpointer = Checkpointer("run")
+    (tmp_path / "elsewhere").mkdir()
+    os.chdir(tmp_path / "elsewhere")
+    checkpointer.save(STATE, step=1, epoch=0)
+    checkpointer.close()
+    assert not list(Path().iterdir())
+    paths: list[Any] = ["~/run", os.fsencode(tmp_path / "run"), tmp_path / "run"]
+    for step, path in enumerate(paths, start=2):
+        save(path, step=step)
+    assert sorted(each.name for each in tmp_path.glob("run/epoch_*")) == [
+        f"epoch_0_step_{step}" for step in range(1, 5)
+    ]
+
+
+def test_options_are_read_once(tmp_path: Path) -> None:
+    save(tmp_path / "run", {"model": MODEL})
+    options = CheckpointOptions(
+        keep_last=1,
+        keep_steps=(step for step in [1, 2]),
+        allow_missing_state=(name for name in ["optimizer"]),
+        restore_from=tmp_path / "run" / "epoch_0_step_1",  # type: ignore[arg-type]
+    )
+    checkpointer = Checkpointer(tmp_path / "run", options=options)
+    for _ in range(2):
+        resumed = checkpointer.load(STATE)
+        assert resumed is not None and resumed.step == 1
+    for step in (2, 3, 4):
+        checkpointer.save(STATE, step=step, epoch=0)
+    checkpointer.close()
+    names = sorted(path.name for path in (tmp_path / "run").glob("epoch_*"))
+    assert names == ["epoch_0_step_1", "epoch_0_step_2", "epoch_0_step_4"]
+
+
+def test_a_lost_checkpointer_does_not_hold_the_directory(tmp_path: Path) -> None:
+    """A cell of a notebook that creates the checkpointer runs twice."""
+    checkpointer = Checkpointer(tmp_path / "run")
+    checkpointer.save(STATE, step=1, epoch=0)
+    with pytest.raises(RecipeError, match="this process uses this directory already"):
+        Checkpointer(tmp_path / "run").open()
+    del checkpointer
+    second = Checkpointer(tmp_path / "run")
+    assert second.load(STATE) is not None
+    second.close()
+
+
+def test_a_forked_process_does_not_save_in_the_directory_of_its_parent(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "run")
+    checkpointer.save(STATE, step=1, epoch=0)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            checkpointer.save(STATE, step=2, epoch=0)
+        except LeaseLost:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    checkpointer.save(STATE, step=3, epoch=0)
+    checkpointer.close()
+    assert not (tmp_path / "run" / "epoch_0_step_2").exists()
+
+
+def test_a_backbone_that_was_saved_without_its_prefix_is_loaded(tmp_path: Path) -> None:
+    saved = torch.nn.ModuleDict({"encoder": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 1)})
+    with_prefix = torch.nn.ModuleDict(
+        {
+            "bert": torch.nn.ModuleDict({"encoder": torch.nn.Linear(2, 2)}),
+            "head": torch.nn.Linear(2, 1),
+        }
+    )
+    first = Checkpointer(tmp_path)
+    first.save({"model": saved}, step=1, epoch=0)
+    first.close()
+    second = Checkpointer(tmp_path)
+    assert second.load({"model": with_prefix}) is not None
+    second.close()
+    expected = {
+        name.replace("encoder", "bert.encoder"): each for name, each in saved.state_dict().items()
+    }
+    for name, each in with_prefix.state_dict().items():
+        assert torch.equal(each, expected[name])

@@ -1,0 +1,475 @@
+"""Whatever an optimizer keeps comes back as it was, whenever it makes it; what could not is refused by name."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.checkpoint.parts.manifest import Blob, Tree
+from automodel_ckpt.checkpoint.parts.slices import Tensor
+from automodel_ckpt.checkpoint.saving import forecast
+from automodel_ckpt.checkpoint.state.optimizer_state import forms_in, load_read_state
+from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from tests.support import ranks
+from tests.support.models import tiny
+
+Entry = dict[Any, Any]
+
+
+class Keeping(torch.optim.Optimizer):
+    """Moves against the gradient, and from the third step on keeps what *make* makes for each parameter."""
+
+    def __init__(self, params: Any, make: Callable[[torch.Tensor], Entry], **options: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **options})
+        self.make, self.steps = make, 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-group["lr"])
+                if self.steps >= 3:
+                    self.state[parameter] = self.make(parameter)
+
+
+def keeping(
+    make: Callable[[torch.Tensor], Entry], seed: int = 0, **options: Any
+) -> SimpleNamespace:
+    made = tiny.recipe(seed)
+    made.optimizer = Keeping(made.optimizer.param_groups[0]["params"], make, **options)
+    del made.lr_scheduler
+    return made
+
+
+def step(made: SimpleNamespace) -> None:
+    for parameter in made.optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, 0.25)
+    made.optimizer.step()
+
+
+def alike(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+KEPT: dict[str, Callable[[torch.Tensor], Entry]] = {
+    "late tensors": lambda p: {
+        "mean": p.detach() * 2,
+        "count": torch.tensor(7),
+        "row": torch.ones(3),
+    },
+    "wider than the parameter": lambda p: {
+        "mean": p.detach().double() / 3,
+        "seen": torch.tensor([2**40]),
+    },
+    "text and arrays": lambda p: {
+        "phase": "warm",
+        "raw": b"x",
+        "rows": np.arange(3.0),
+        "rate": np.float32(0.5),
+    },
+    "integer keys": lambda p: {0: p.detach() + 1, 1: 5, "1.5": "x"},
+    "integer keys within": lambda p: {
+        "history": {10: p.detach() + 1, 20: [p.detach() + 2, None]},
+        "name": "x",
+    },
+    "lists that grow": lambda p: {
+        "old": [p.detach(), torch.ones(2)],
+        "al": [None, torch.ones(())],
+        "none": [],
+    },
+    "empty": lambda p: {"nothing": {}, "ordered": OrderedDict(a={}), "counted": Counter(a=2)},
+    "whole": lambda p: {"pair": (torch.ones(2), {3: "x"}), "maybe": None, "flag": True},
+    "only an empty one": lambda p: {"nothing": {}},
+}
+
+
+@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
+def test_state_that_is_made_late_comes_back_as_it_was_again_and_again(
+    tmp_path: Path, make: Callable[[torch.Tensor], Entry]
+) -> None:
+    made = keeping(make)
+    made.optimizer.steps = 1
+    for number in range(2, 5):
+        step(made)
+        tiny.save(tmp_path, made, step=number)
+        again = keeping(make, seed=9)
+        tiny.load(tmp_path, again)
+        mine, theirs = (
+            [
+                one.optimizer.state[p]
+                for p in one.optimizer.param_groups[0]["params"]
+                if p in one.optimizer.state
+            ]
+            for one in (made, again)
+        )
+        assert alike(mine, theirs) and bool(mine) == (number >= 3), f"step {number}"
+        again.optimizer.steps = number
+        made = again
+
+
+def test_what_was_none_at_first_comes_back_as_the_tensor_that_it_became(tmp_path: Path) -> None:
+    made, again = (
+        keeping(lambda p: {"mean": p.detach() + 1}),
+        keeping(lambda p: {"mean": None}, seed=1),
+    )
+    made.optimizer.steps = again.optimizer.steps = 2
+    step(made)
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, again)
+    parameters = [one.optimizer.param_groups[0]["params"] for one in (made, again)]
+    assert [
+        torch.equal(made.optimizer.state[p]["mean"], again.optimizer.state[q]["mean"])
+        for p, q in zip(*parameters, strict=True)
+    ] == [True] * 4
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_recipe_with_another_momentum_goes_on_as_saved(tmp_path: Path, momentum: float) -> None:
+    def sgd(seed: int, value: float) -> SimpleNamespace:
+        made = tiny.recipe(seed)
+        made.optimizer = torch.optim.SGD(
+            made.optimizer.param_groups[0]["params"], lr=0.1, momentum=value
+        )
+        del made.lr_scheduler
+        return made
+
+    made, again = sgd(0, 0.9), sgd(1, momentum)
+    step(made)
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, again)
+    for one in (made, again):
+        step(one)
+    assert (
+        torch.equal(made.model.one_row, again.model.one_row)
+        and again.optimizer.param_groups[0]["momentum"] == 0.9
+    )
+
+
+OPTIONS = {
+    "integer keys": {10: 0.1, "20": 0.2},
+    "within": {"a": {1: [{2: "x"}]}, "b": {}},
+    "ordered": OrderedDict({3: 1}),
+    "tensors": {5: torch.ones(2), "list": [torch.zeros(1)]},
+    "array": np.arange(2),
+}
+
+
+@pytest.mark.parametrize("value", OPTIONS.values(), ids=OPTIONS)
+def test_an_option_comes_back_with_its_keys(tmp_path: Path, value: Any) -> None:
+    made, again = (
+        keeping(dict, plan=value),
+        keeping(dict, plan=type(value)() if isinstance(value, dict) else 0),
+    )
+    tiny.checkpointer(tmp_path).check(discover(made))
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, again)
+    assert alike(made.optimizer.param_groups[0]["plan"], again.optimizer.param_groups[0]["plan"])
+
+
+def test_an_optimizer_that_loads_in_its_own_way_is_given_all_of_it(tmp_path: Path) -> None:
+    class Own(Keeping):
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.given = state_dict
+
+    made, again = (
+        keeping(lambda p: {"phase": "warm", "rows": np.ones(1)}, seed) for seed in (0, 1)
+    )
+    again.optimizer.__class__ = Own
+    made.optimizer.steps = 2
+    step(made)
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, again)
+    assert alike(
+        again.optimizer.given["state"]["model.embed"], {"phase": "warm", "rows": np.ones(1)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda p: {"bag": defaultdict(list, {1: p.detach()})},
+            r"model\.embed(.|\n)*collections\.defaultdict",
+        ),
+        (
+            lambda p: {"history": {1: p.detach(), "1": 2}},
+            r"the same name(.|\n)*embed\.history\.1(.|\n)*differ as text",
+        ),
+        (lambda p: {"a": {"b.c": 1}, "a.b": {"c": 2}}, r"the same name(.|\n)*a\.b\.c"),
+    ],
+    ids=["unknown container", "keys of one text", "dots"],
+)
+def test_what_could_not_come_back_is_refused_at_the_save(
+    tmp_path: Path, make: Callable[[torch.Tensor], Entry], said: str
+) -> None:
+    made = keeping(make)
+    made.optimizer.steps = 2
+    step(made)
+    with pytest.raises(RecipeError, match=said):
+        tiny.save(tmp_path, made)
+
+
+def test_keys_of_one_text_in_an_option_are_refused_before_training(tmp_path: Path) -> None:
+    made = keeping(dict, plan={1: 0, "1": 0})
+    with pytest.raises(RecipeError, match=r"the same name(.|\n)*param_groups\.0\.plan\.1"):
+        tiny.checkpointer(tmp_path).check(discover(made))
+
+
+def with_adafactor(*, is_sharded: bool) -> SimpleNamespace:
+    made = tiny.recipe()
+    made.model = torch.nn.Linear(4, 4)
+    if is_sharded:
+        fully_shard(made.model)
+    made.optimizer = torch.optim.Adafactor(made.model.parameters(), lr=0.1)
+    del made.lr_scheduler
+    return made
+
+
+def test_state_that_cannot_be_sharded_names_the_strategy_that_shards_nothing(
+    tmp_path: Path,
+) -> None:
+    made = with_adafactor(is_sharded=False)
+    step(made)
+    tiny.save(tmp_path, made, 1)
+
+    def load() -> None:
+        expected = r"weight.row_var[\s\S]*strategy to ddp[\s\S]*Adafactor"
+        with pytest.raises(CheckpointUnusable, match=expected):
+            tiny.load(tmp_path, with_adafactor(is_sharded=True))
+
+    ranks.run(load, 1)
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    made, again = (
+        keeping(lambda p: {"mean": p.detach()}),
+        keeping(lambda p: {"other": p.detach()}, seed=1),
+    )
+    made.optimizer.steps = again.optimizer.steps = 2
+    step(made)
+    tiny.save(tmp_path, made)
+    with pytest.raises(
+        CheckpointUnusable, match=r"\+ optimizer\.state\.\*\.other: here, but not saved"
+    ):
+        tiny.load(tmp_path, again)
+
+
+@pytest.mark.parametrize("value", [None, (), (1,), ({"a": 1},), [{}]], ids=repr)
+def test_forms_of_another_kind_say_nothing(value: Any) -> None:
+    assert forms_in(value) == {}
+
+
+class Plain(torch.optim.AdamW):
+    """An optimizer whose step takes no closure, although PyTorch's calls give it one."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+
+def test_an_optimizer_keeps_its_own_step_after_a_save_and_a_load(tmp_path: Path) -> None:
+    made, other = tiny.recipe(1), tiny.recipe(2)
+    for each in (made, other):
+        each.optimizer = Plain(each.optimizer.param_groups[0]["params"], lr=0.1)
+        del each.lr_scheduler
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, other)
+    for each in (made, other):
+        assert "step" not in vars(each.optimizer)
+
+
+def test_a_group_without_parameters_comes_back_with_its_options(tmp_path: Path) -> None:
+    def with_empty_group(rate: float) -> SimpleNamespace:
+        made = tiny.recipe(1)
+        del made.lr_scheduler
+        made.optimizer.add_param_group({"params": [], "lr": rate})
+        return made
+
+    made, other = with_empty_group(0.25), with_empty_group(0.5)
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, other)
+    assert [group["lr"] for group in other.optimizer.param_groups] == [0.1, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "absent", "sources"),
+    [
+        ([["a"], []], [["a"], []], (), (0, 1)),
+        ([["a"]], [["a"], []], (), (0, None)),
+        ([["a"], ["b"]], [["a", "b"], []], (), (0, None)),
+        ([["a"], []], [["a"], ["new.x"]], ("new.",), (0, None)),
+        ([[], ["a"]], [["a"]], (), (1,)),
+    ],
+)
+def test_a_group_without_parameters_is_that_of_its_number_if_it_had_none_either(
+    saved: list[list[str]],
+    here: list[list[str]],
+    absent: tuple[str, ...],
+    sources: tuple[int | None, ...],
+) -> None:
+    tree = Tree("dcp", {}, {})
+    match = match_groups("optimizer", saved, here, tree, absent)
+    assert match.sources == sources and match.mismatched == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "names"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}, {"momentum_buffer"}),
+        (torch.optim.SGD, {"momentum": 0.0}, set()),
+        (torch.optim.Adam, {"amsgrad": True}, {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    ],
+)
+def test_the_state_that_a_forecast_counts_is_what_the_optimizer_has_after_a_step(
+    kind: Any, options: dict[str, Any], names: set[str]
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = kind([parameter], lr=0.1, **options)
+    (group,) = optimizer.param_groups
+    entries = {
+        name: numel for name, numel, _ in forecast._state_entries(optimizer, group, parameter)
+    }
+    assert entries.keys() == names and optimizer.state == {}
+    assert all(numel in (6, None) for numel in entries.values())
+
+
+def group_tree(*options: Mapping[str, str]) -> Tree:
+    """A saved optimizer whose groups have these options: their names and the digests of their values."""
+    objects = {}
+    for number, group in enumerate(options):
+        for key, digest in {**group, "params": f"list {number}"}.items():
+            name = f"optimizer.param_groups.{number}.{key}"
+            objects[name] = Blob(name, "f", 0, 1, digest)
+    return Tree("safetensors", {}, objects)
+
+
+def test_groups_are_matched_by_their_parameters_and_each_mismatch_is_named() -> None:
+    saved = [["a", "b"], ["c"], ["d"]]
+    tree = group_tree({"lr": "1"}, {"lr": "2"}, {"lr": "2"})
+
+    def matched(*here: list[str], absent: tuple[str, ...] = ()) -> GroupMatch:
+        return match_groups("optimizer", saved, here, tree, absent)
+
+    unchanged = matched(*saved)
+    assert (unchanged.sources, unchanged.mismatched) == ((0, 1, 2), ())
+    split = matched(["b"], ["d", "c"], ["a"])
+    assert (split.sources, split.mismatched) == ((0, 1, 0), ())
+    assert matched(["a", "b", "c"], ["d"]).mismatched == (
+        "~ optimizer.param_groups.0: saved as groups 0 and 1 with different options (0: a, b; 1: c)",
+    )
+    assert matched(["a", "b"], ["c"], ["d"], ["e"]).mismatched == (
+        "+ optimizer.param_groups.3: trains e, which was not trained",
+    )
+    assert matched(["a", "b"], ["c"]).mismatched == (
+        "- optimizer.param_groups.2: trained d, which is not trained here",
+    )
+    new = matched(["a", "b"], ["c"], ["d"], ["new.x"], absent=("new.",))
+    assert (new.sources, new.mismatched) == ((0, 1, 2, None), ())
+    assert new.new_groups == ("optimizer.param_groups.3.",)
+
+
+def test_groups_that_were_divided_are_described_by_patterns_for_the_recipe() -> None:
+    norms = [f"model.visual.blocks.{number}.norm1.weight" for number in range(30)]
+    saved = [[*norms, "model.visual.ln_q.weight"], ["model.norm.weight"]]
+    tree = group_tree({"weight_decay": "1"}, {"weight_decay": "2"})
+    (line,) = match_groups("optimizer", saved, [[*saved[0], *saved[1]]], tree).mismatched
+    patterns = "(0: visual.blocks.*.norm1.weight, visual.ln_q.weight; 1: norm.weight)"
+    assert line.endswith(f"with different options {patterns}")
+    # Layers with other options than other layers keep their numbers.
+    layers = [[f"model.layers.{number}.{name}" for name in ("q.w", "k.w")] for number in (0, 1)]
+    layers[0].append("model.layers.10.q.w")
+    layers.append(["model.layers.10.k.w", "model.head.w"])
+    tree = group_tree({"lr": "1"}, {"lr": "2"}, {"lr": "3"})
+    here = [name for layer in layers for name in layer]
+    (line,) = match_groups("optimizer", layers, [here], tree).mismatched
+    assert line.endswith("(0: layers.0.*, layers.10.q.w; 1: layers.1.*; 2: layers.10.k.w, head.w)")
+
+
+def test_a_frozen_parameter_without_state_need_not_be_trained_here() -> None:
+    saved = [["a", "b.x"], ["c"]]
+    names = ("a.exp_avg", "b.x.quantized.scale", "bc.exp_avg")
+    keys = [f"optimizer.state.{name}" for name in names]
+    tree = Tree("dcp", {key: Tensor(key, "F32", (1,), ()) for key in keys}, {})
+
+    def mismatched(*here: list[str], tree: Tree = tree) -> tuple[str, ...]:
+        return match_groups("optimizer", saved, here, tree).mismatched
+
+    # c is in the optimizer and has no state, as a weight that had no gradient.
+    assert mismatched(["a", "b.x"]) == ()
+    (reason,) = mismatched(["a"], ["c"])
+    assert "trained b.x, which is not trained here" in reason
+    # An optimizer without any state, such as SGD without momentum, shows nothing.
+    (reason,) = mismatched(["a", "b.x"], tree=Tree("dcp", {}, {}))
+    assert "trained c, which is not trained here" in reason
+
+
+def test_options_of_group_1_are_not_those_of_group_10() -> None:
+    options = [{"lr": str(number)} for number in range(11)]
+    saved = [[f"p{number}"] for number in range(11)]
+    tree = group_tree(*options)
+    match = match_groups("optimizer", saved, [["p10"], *saved[:10]], tree)
+    assert match.sources == (10, *range(10))
+    renumbered = match.renumbered(tree).objects
+    digests = {name: blob.digest for name, blob in renumbered.items() if name.endswith(".lr")}
+    expected = ["10", *map(str, range(10))]
+    assert digests == {
+        f"optimizer.param_groups.{number}.lr": text for number, text in enumerate(expected)
+    }
+    assert not any(name.endswith("params") for name in renumbered)
+    merged = match_groups("optimizer", saved, [[*saved[1], *saved[10]]], tree)
+    assert "groups 1 and 10" in merged.mismatched[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"capturable": True}])
+def test_steps_that_pytorch_loads_unchanged_are_not_searched(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[object] = []
+    search = torch.optim.Optimizer._process_value_according_to_param_policy
+
+    def counted(*words: Any, **named: Any) -> torch.Tensor:
+        searched.append(named.get("key", words[-1]))
+        return search(*words, **named)
+
+    monkeypatch.setattr(
+        torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(counted)
+    )
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter], **options)
+    entry = {
+        "step": torch.tensor(7.0, dtype=torch.float64),
+        "exp_avg": torch.full((2,), 0.5),
+        "exp_avg_sq": torch.full((2,), 0.25),
+    }
+    state = {
+        "state": {"w": entry},
+        "param_groups": [{**optimizer.param_groups[0], "params": ["w"]}],
+    }
+
+    def load(loadable: Mapping[str, Any]) -> None:
+        group = {**loadable["param_groups"][0], "params": [0]}
+        optimizer.load_state_dict({"state": {0: loadable["state"]["w"]}, "param_groups": [group]})
+
+    load_read_state(optimizer, state, {"w": parameter}, load)
+    loaded = optimizer.state[parameter]
+    assert searched == (["step"] if options else [])
+    # PyTorch casts the steps of capturable optimizers.
+    assert loaded["step"].dtype == (torch.float32 if options else torch.float64)
+    assert list(loaded) == list(entry) and float(loaded["step"]) == 7

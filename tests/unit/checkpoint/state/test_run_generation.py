@@ -1,0 +1,86 @@
+"""The generation of a run whose nodes have separate directories: which checkpoints of a node are abandoned."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from automodel_ckpt.base.store_url import scratch_directory
+from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.parts.manifest import Summary
+from automodel_ckpt.checkpoint.run.generation import NOTE, RunGeneration
+from tests.support.models import tiny
+
+
+def test_checkpoints_of_another_generation_are_abandoned_unless_it_is_continued(
+    tmp_path: Path,
+) -> None:
+    made = tiny.recipe()
+    before = Summary.read(tiny.save(tmp_path / "before", made).path)
+    first = RunGeneration.read(tmp_path)
+    # Without a record, nothing is abandoned.
+    assert first.is_current(before)
+    second = first.next([])
+    assert not second.is_current(before)
+    second.write(tmp_path)
+    assert RunGeneration.read(tmp_path) == second
+    saver = tiny.checkpointer(tmp_path / "run")
+    saver.notes[NOTE] = second.name
+    saver.save(discover(made), step=1, epoch=0)
+    saver.close()
+    own = Summary.read(tmp_path / "run" / "epoch_0_step_1")
+    assert second.is_current(own)
+    third = second.next([own.digest])
+    assert third.number > second.number and third.is_current(own)
+    assert not third.next([]).is_current(own)
+
+
+def test_the_latest_start_counts_also_if_its_nodes_had_no_record() -> None:
+    of_absent_nodes = RunGeneration().next([]).next([]).next([])
+    of_new_nodes = RunGeneration().next([])
+    assert of_new_nodes.number > of_absent_nodes.number
+    # The clock was behind.
+    behind = RunGeneration(of_new_nodes.number + 10**12)
+    assert behind.next([]).number == behind.number + 1
+
+
+def test_a_start_on_one_node_keeps_what_it_has_saved_when_it_goes_back(tmp_path: Path) -> None:
+    options = CheckpointOptions(scratch_dir=str(tmp_path / "scratch"))
+    url = f"file://{tmp_path}/store"
+    root = scratch_directory(url, options.scratch_dir)
+    root.mkdir(parents=True)
+    # Of an earlier start, on nodes with separate directories.
+    RunGeneration().next([]).write(root)
+    state = discover(tiny.recipe())
+    first = Checkpointer(url, options=options)
+    first.open()
+    assert first.load(state) is None
+    for step in (1, 2, 3):
+        first.save(state, step=step, epoch=0)
+        if step == 2:
+            uploaded = tmp_path / "store" / "epoch_0_step_2" / layout.MANIFEST
+            while not uploaded.exists():
+                time.sleep(0.01)
+    first.wait()
+    # The disk has what is not uploaded yet, and the newest one. The run goes back to one of the store.
+    assert not (root / "epoch_0_step_2").exists()
+    went_back = first.roll_back(state, 2)
+    assert went_back is not None and went_back.step == 2
+    first.close()
+    second = Checkpointer(url, options=options)
+    second.open()
+    resumed = second.load(state)
+    second.close()
+    assert resumed is not None and resumed.path == root / "epoch_0_step_2"
+
+
+def test_a_damaged_record_is_none(tmp_path: Path) -> None:
+    for text in (
+        "",
+        "{}",
+        '{"number": "x", "name": "", "kept": []}',
+        '{"number": 1, "kept": 3, "has_logs": false}',
+    ):
+        (tmp_path / layout.GENERATION).write_text(text)
+        assert RunGeneration.read(tmp_path) == RunGeneration()

@@ -1,0 +1,601 @@
+"""What a checkpoint takes comes back as it was; what could not is refused by attribute and key, before it is saved."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from automodel_ckpt import Checkpointer
+from automodel_ckpt.base import user_code
+from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.checkpoint.pickles import pickle_reader
+from automodel_ckpt.checkpoint.pickles.pickle_values import saved
+from automodel_ckpt.checkpoint.state import storable
+from automodel_ckpt.checkpoint.state.storable import check_safe
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
+from tests.support.models import tiny
+
+
+def with_attribute(value: Any, attribute: object) -> Any:
+    value.note = attribute
+    return value
+
+
+def in_each_other(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "key", "found"),
+    [
+        ({"deep": [1, deque([1])]}, "value.deep[1]", "collections.deque"),
+        (lambda: None, "value", "builtins.function"),
+        ({SimpleNamespace: 1}, "the key", "builtins.type"),
+        ({(1, frozenset()): 1}, "the key", "builtins.frozenset"),
+        ([np.array(["text"])], "value[0]", "numpy.ndarray"),
+        ([np.datetime64(0, "s")], "value[0]", "numpy.datetime64"),
+        (with_attribute(torch.ones(1), deque()), "value.note", "collections.deque"),
+        (with_attribute(OrderedDict(), deque()), "value.note", "collections.deque"),
+        (torch.empty(1, dtype=torch.uint4), "value", "torch.uint4"),
+        (torch.eye(2).to_sparse(), "value", "sparse"),
+        (torch.ones(1).expand(1000), "value", "share memory"),
+        (
+            [t := torch.ones(2), t.view(torch.int32)],
+            "value[1]",
+            "shares memory with a tensor of another type",
+        ),
+        (in_each_other(40), "value", "nested more than 25 levels"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
+)
+def test_state_that_could_not_be_read_back_is_refused_by_attribute_and_key(
+    value: Any, key: str, found: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check_safe("tracker", {"value": value})
+    message = str(caught.value)
+    assert "'tracker'" in message and key in message and found in message and "untracked" in message
+
+
+def test_containers_that_hold_each_other_without_end_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storable, "_MAX_REPEATED", 1000)
+    value: list[Any] = [1]
+    for _ in range(22):
+        value = [value, value]
+    with pytest.raises(RecipeError, match="more than a million times"):
+        check_safe("tracker", {"value": value})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [[0.0] * 300] * 300,
+        10**5000,
+        "a lone \ud800",
+        {(1, "x"): 1},
+        with_attribute(torch.ones(1), [1]),
+        with_attribute(torch.nn.Parameter(torch.ones(1)), "x"),
+        with_attribute(OrderedDict(a=1), 2),
+    ],
+    ids=[
+        "rows held twice",
+        "large number",
+        "surrogate",
+        "tuple key",
+        "tensor",
+        "parameter",
+        "mapping",
+    ],
+)
+def test_what_is_not_refused_comes_back_as_it_was(value: Any) -> None:
+    check_safe("tracker", value)
+    read = pickle_reader.load(bytes(saved(value)), "here")
+    assert read == value and type(read) is type(value)
+    assert getattr(read, "__dict__", None) == getattr(value, "__dict__", None)
+
+
+ARRAYS = [
+    np.arange(6.0).reshape(2, 3)[:, ::-1],
+    np.array(3),
+    np.empty((0, 2), np.float16),
+    np.array([True]),
+    np.array([1j], np.complex64),
+    np.array([2**64 - 1], np.uint64),
+]
+
+
+@pytest.mark.parametrize(
+    "value", [*ARRAYS, *(a.reshape(-1)[0] for a in ARRAYS if a.size)], ids=repr
+)
+def test_numpy_comes_back_as_numpy_and_other_readers_find_tensors(
+    value: Any, tmp_path: Path
+) -> None:
+    check_safe("tracker", {"value": value})
+    (tmp_path / "file").write_bytes(saved({"value": value}))
+    read = pickle_reader.load((tmp_path / "file").read_bytes(), "here")["value"]
+    assert (type(read), read.dtype, read.shape, read.tobytes()) == (
+        type(value),
+        value.dtype,
+        value.shape,
+        value.tobytes(),
+    )
+    elsewhere = torch.load(tmp_path / "file", weights_only=True)["value"]
+    assert type(elsewhere) is torch.Tensor and elsewhere.tolist() == value.tolist()
+
+
+def test_numpys_generators_and_keys_come_back() -> None:
+    state = {"generator": np.random.RandomState(3).get_state(), np.int64(3): 1}
+    check_safe("tracker", state)
+    read = pickle_reader.load(bytes(saved(state)), "here")
+    assert read[np.int64(3)] == 1 and [type(key) for key in read] == [str, np.int64]
+    again = np.random.RandomState(0)
+    again.set_state(read["generator"])
+    assert again.random_sample() == np.random.RandomState(3).random_sample()
+
+
+def test_the_digest_tells_values_apart() -> None:
+    state = {
+        "t": torch.ones(2),
+        "n": None,
+        "c": Counter("aab"),
+        "l": [1, 2.5, True, "x", b"y", (1,), {3}],
+    }
+    assert check_safe("x", state) == check_safe("x", {**state, "t": torch.ones(2)})
+    others: list[dict[str, Any]] = [
+        {"t": torch.zeros(2)},
+        {"t": torch.ones(2, dtype=torch.float64)},
+        {"l": [1, 2.5, 1, "x"]},
+        {"t": np.ones(2)},
+        {"t": with_attribute(torch.ones(2), 1)},
+    ]
+    assert len({check_safe("x", {**state, **changed}) for changed in [{}, *others]}) == 6
+
+
+# ---------------------------------------------------------------- what modules and optimizers hold
+
+
+class Stubborn(torch.optim.SGD):
+    """An optimizer as people write them: no closure, and a decay that asks neither gradient nor learning rate."""
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(0.5)
+                entry = self.state[parameter]
+                entry["mean"] = entry.get("mean", torch.zeros_like(parameter)) + parameter.detach()
+
+
+def stubborn(seed: int) -> SimpleNamespace:
+    made = tiny.recipe(seed)
+    made.optimizer = Stubborn(made.optimizer.param_groups[0]["params"], lr=0.1)
+    made.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+        made.optimizer, lambda step: np.cos(step / 10)
+    )
+    return made
+
+
+def test_an_optimizer_that_changes_weights_whatever_happens_resumes_exactly(tmp_path: Path) -> None:
+    made, other = stubborn(0), stubborn(1)
+    for _ in range(2):
+        made.optimizer.step()
+        made.lr_scheduler.step()
+    tiny.checkpointer(tmp_path).check(discover(made))
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, other)
+    tiny.assert_equal_state(made, other)
+    rate = other.optimizer.param_groups[0]["lr"]
+    assert type(rate) is np.float64 and "step" not in vars(Stubborn([torch.ones(1)]))
+    other.optimizer.step()
+
+
+class Failing(Stubborn):
+    def step(self) -> None:  # type: ignore[override]
+        raise ZeroDivisionError("zero gradients")
+
+
+def test_an_optimizer_whose_step_fails_with_zero_gradients_gets_the_saved_state(
+    tmp_path: Path,
+) -> None:
+    made, other = stubborn(0), stubborn(1)
+    for each in (made, other):
+        del each.lr_scheduler
+        each.optimizer = Stubborn(each.optimizer.param_groups[0]["params"], lr=0.1)
+    made.optimizer.step()
+    other.optimizer.__class__ = Failing
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, other)
+    mine, theirs = made.optimizer.state_dict(), other.optimizer.state_dict()
+    assert mine["state"] and mine["state"].keys() == theirs["state"].keys()
+    for number, entry in mine["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(
+                torch.as_tensor(value), torch.as_tensor(theirs["state"][number][key])
+            )
+    assert mine["param_groups"] == theirs["param_groups"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_optimizers_of_torch_that_make_no_state_with_zero_gradients_resume_exactly(
+    tmp_path: Path, kind: Any
+) -> None:
+    def made(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Embedding(3, 2, sparse=kind is torch.optim.SparseAdam)
+        return {"model": model, "optimizer": kind(model.parameters(), lr=0.1)}
+
+    def step(state: dict[str, Any]) -> None:
+        def loss() -> Any:
+            state["optimizer"].zero_grad()
+            value = state["model"](torch.tensor([0, 2])).square().sum()
+            value.backward()
+            return value
+
+        state["optimizer"].step(loss)
+
+    one, other = made(0), made(1)
+    step(one)
+    saver = Checkpointer(tmp_path)
+    saver.save(one, step=1, epoch=0)
+    saver.close()
+    loader = Checkpointer(tmp_path)
+    loader.load(other)
+    loader.close()
+    for state in (one, other):
+        step(state)
+    assert torch.equal(one["model"].weight, other["model"].weight)
+    assert all(parameter.grad is not None for parameter in other["model"].parameters())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waited for", "background"])
+def test_an_option_that_becomes_unsafe_is_refused_before_anything_is_written(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    made = tiny.recipe()
+    saver = tiny.checkpointer(tmp_path, is_async=asynchronous)
+    common = {"epoch": 0, "config_yaml": "", "losses": {}, "progress": {}}
+    saver.save(discover(made), step=1, **common)
+    saver.wait_for_save()
+    made.optimizer.param_groups[0]["where"] = Path("/")
+    with pytest.raises(RecipeError, match=r"'optimizer.param_groups.0.where'(.|\n)*PosixPath"):
+        saver.save(discover(made), step=2, **common)
+    saver.close()
+    assert sorted(path.name for path in tmp_path.glob("epoch*")) == ["epoch_0_step_1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda made: made.optimizer.param_groups[0].update(where=Path("/")),
+            "'param_groups.0.where'",
+        ),
+        (
+            lambda made: made.model.register_buffer("odd", torch.eye(2).to_sparse()),
+            "odd(.|\n)*sparse",
+        ),
+        (
+            lambda made: made.model.register_buffer("odd", torch.empty(2, dtype=torch.uint4)),
+            "odd(.|\n)*uint4",
+        ),
+        (
+            lambda made: made.model.register_buffer("odd", torch.ones(1).expand(9)),
+            "odd(.|\n)*share memory",
+        ),
+    ],
+    ids=["option", "sparse", "type", "expanded"],
+)
+def test_what_modules_and_optimizers_cannot_have_saved_is_refused_before_training(
+    tmp_path: Path, change: Any, said: str
+) -> None:
+    made = tiny.recipe()
+    change(made)
+    with pytest.raises(RecipeError, match=said):
+        tiny.checkpointer(tmp_path).check(discover(made))
+
+
+def test_a_conjugate_buffer_is_read_back(tmp_path: Path) -> None:
+    made, other = tiny.recipe(), tiny.recipe()
+    made.model.register_buffer("turned", torch.tensor([1 + 2j]).conj())
+    other.model.register_buffer("turned", torch.tensor([0j]).conj())
+    tiny.save(tmp_path, made)
+    tiny.load(tmp_path, other)
+    assert other.model.turned.tolist() == [1 - 2j]
+
+
+# ---------------------------------------------------------------- attributes that come and go
+
+
+def with_head(
+    seed: int = 0, *, own_group: bool = False, name: str = "value_head"
+) -> SimpleNamespace:
+    made = tiny.recipe(seed)
+    head = torch.nn.Linear(2, 1)
+    setattr(made, name, head)
+    mine = made.optimizer.param_groups[0]["params"]
+    groups = (
+        [{"params": mine}, {"params": head.parameters(), "lr": 0.5}]
+        if own_group
+        else [*mine, *head.parameters()]
+    )
+    made.optimizer = torch.optim.AdamW(groups, lr=0.1)
+    del made.lr_scheduler
+    return made
+
+
+def step(made: SimpleNamespace) -> SimpleNamespace:
+    for group in made.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    made.optimizer.step()
+    return made
+
+
+def without_schedule(seed: int = 0) -> SimpleNamespace:
+    made = tiny.recipe(seed)
+    made.optimizer = torch.optim.AdamW(made.optimizer.param_groups[0]["params"], lr=0.1)
+    del made.lr_scheduler
+    return made
+
+
+@pytest.mark.parametrize(
+    "own_group", [False, True], ids=["in a group with others", "in a separate group"]
+)
+def test_a_module_that_is_new_with_leave_is_new_to_its_optimizer_too(
+    tmp_path: Path, own_group: bool
+) -> None:
+    tiny.save(tmp_path, saved_one := step(without_schedule()))
+    made = with_head(1, own_group=own_group)
+    fresh = made.value_head.weight.clone()
+    with pytest.raises(CheckpointUnusable, match=r"\+ value_head: here, but not saved"):
+        tiny.load(tmp_path, made)
+    tiny.load(tmp_path, made, allow_missing_state=["value_head"])
+    assert (
+        torch.equal(made.value_head.weight, fresh)
+        and made.value_head.weight not in made.optimizer.state
+    )
+    assert torch.equal(
+        made.optimizer.state[made.model.one_row]["exp_avg"],
+        saved_one.optimizer.state[saved_one.model.one_row]["exp_avg"],
+    )
+    assert [group["lr"] for group in made.optimizer.param_groups] == (
+        [0.1, 0.5] if own_group else [0.1]
+    )
+    step(made)
+    assert made.optimizer.state[made.value_head.weight]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    "own_group", [False, True], ids=["in a group with others", "in a separate group"]
+)
+def test_a_module_that_is_gone_or_renamed_with_leave_takes_its_state_along(
+    tmp_path: Path, own_group: bool
+) -> None:
+    tiny.save(tmp_path, step(with_head(own_group=own_group)))
+    for made in (without_schedule(1), with_head(1, own_group=own_group, name="head")):
+        tiny.load(tmp_path, made, allow_missing_state=["value_head", "head"])
+        assert made.optimizer.state[made.model.one_row]["step"] == 1
+        step(made)
+
+
+def test_groups_that_were_cut_otherwise_are_refused_and_those_in_another_order_are_not(
+    tmp_path: Path,
+) -> None:
+    def grouped(*groups: list[int]) -> SimpleNamespace:
+        made = without_schedule()
+        every = made.optimizer.param_groups[0]["params"]
+        made.optimizer = torch.optim.AdamW(
+            [{"params": [every[i] for i in group], "lr": 0.1 + group[0]} for group in groups]
+        )
+        return made
+
+    tiny.save(tmp_path, step(grouped([0, 1], [2, 3])))
+    with pytest.raises(
+        CheckpointUnusable, match=r"param_groups\.1: saved as groups 0 and 1 with different options"
+    ):
+        tiny.load(tmp_path, grouped([0], [1, 2, 3]))
+    with pytest.raises(
+        CheckpointUnusable,
+        match=r"- optimizer\.param_groups\.1: trained model\.brief, which is not",
+    ):
+        tiny.load(tmp_path, grouped([0, 1], [2]))
+    for groups, rates in (
+        (([3, 2], [1, 0]), [2.1, 0.1]),
+        (([1], [3], [2], [0]), [0.1, 2.1, 2.1, 0.1]),
+    ):
+        made = grouped(*groups)
+        tiny.load(tmp_path, made)
+        assert [group["lr"] for group in made.optimizer.param_groups] == rates
+
+
+def test_a_schedules_rates_follow_the_groups_of_their_parameters(tmp_path: Path) -> None:
+    def grouped(*groups: list[int]) -> SimpleNamespace:
+        made = tiny.recipe()
+        every = made.optimizer.param_groups[0]["params"]
+        made.optimizer = torch.optim.AdamW(
+            [{"params": [every[i] for i in g], "lr": 1 + g[0]} for g in groups]
+        )
+        schedules = [
+            torch.optim.lr_scheduler.ConstantLR(made.optimizer, 0.5, total_iters=9)
+            for _ in range(2)
+        ]
+        made.lr_scheduler = torch.optim.lr_scheduler.SequentialLR(made.optimizer, schedules, [2])
+        return made
+
+    saved = grouped([0, 1], [2, 3])
+    tiny.train(saved, 3)
+    tiny.save(tmp_path, saved)
+    made = grouped([2], [3], [1, 0])
+    tiny.load(tmp_path, made)
+    inner = made.lr_scheduler._schedulers[0]
+    assert inner.base_lrs == [3, 3, 1] and made.lr_scheduler._last_lr == [
+        g["lr"] for g in made.optimizer.param_groups
+    ]
+    tiny.train(saved), tiny.train(made)
+    rates = [g["lr"] for g in saved.optimizer.param_groups]
+    assert [g["lr"] for g in made.optimizer.param_groups] == [rates[1], rates[1], rates[0]]
+
+
+def test_a_schedule_comes_and_goes_with_leave(tmp_path: Path) -> None:
+    made = without_schedule()
+    tiny.save(tmp_path / "a", made)
+    other = tiny.recipe(1)
+    with pytest.raises(CheckpointUnusable, match="lr_scheduler: here"):
+        tiny.load(tmp_path / "a", other)
+    tiny.load(tmp_path / "a", other, allow_missing_state=["lr_scheduler"])
+    tiny.train(other)
+    tiny.save(tmp_path / "b", other)
+    tiny.load(tmp_path / "b", made, allow_missing_state=["lr_scheduler"])
+    assert made.optimizer.param_groups[0]["lr"] == other.optimizer.param_groups[0]["lr"]
+
+
+def test_an_attribute_that_became_something_else_is_named(tmp_path: Path) -> None:
+    tiny.save(tmp_path, tiny.recipe(thing=tiny.Counter()))
+    made = tiny.recipe(thing=torch.nn.Linear(1, 1))
+    with pytest.raises(
+        CheckpointUnusable, match=r"~ thing: saved as object, here module(.|\n)*allow_missing_state"
+    ):
+        tiny.load(tmp_path, made)
+    tiny.load(tmp_path, made, allow_missing_state=["thing"])
+
+
+class Own(tiny.Counter):
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("mine")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("mine")
+
+
+def test_a_mistake_in_the_recipes_own_code_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_code, "_user_modules", {__name__})
+    with pytest.raises(
+        SaveFailed,
+        match=r"in the code of an object of the state(.|\n)*test_storable.py:\d+ in state_dict",
+    ):
+        tiny.save(tmp_path, tiny.recipe(thing=Own()))
+    tiny.save(tmp_path, tiny.recipe(thing=tiny.Counter()))
+    with pytest.raises(
+        CheckpointUnusable, match=r"could not load(.|\n)*test_storable.py:\d+ in load_state_dict"
+    ):
+        tiny.load(tmp_path, tiny.recipe(thing=Own()))
+
+
+def wrapped(value: Any, levels: int, make: Any = list) -> Any:
+    for _ in range(levels):
+        value = make([value])
+    return value
+
+
+@pytest.mark.parametrize("make", [list, tuple])
+def test_containers_of_25_levels_are_accepted_and_of_26_are_not(make: Any) -> None:
+    deepest = wrapped(1, storable._MAX_DEPTH, make)
+    assert check_safe("x", {"k": wrapped(1, storable._MAX_DEPTH - 1, make)})
+    assert check_safe("x", deepest)
+    with pytest.raises(RecipeError, match="nested more than 25 levels"):
+        check_safe("x", make([deepest]))
+    with_attribute = torch.zeros(1)
+    with_attribute.note = wrapped(1, storable._MAX_DEPTH)  # type: ignore[attr-defined]
+    with pytest.raises(RecipeError, match="nested more than 25 levels"):
+        check_safe("x", with_attribute)
+
+
+def test_values_may_be_referenced_again_a_limited_number_of_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storable, "_MAX_REPEATED", 20)
+    shared = list(range(10))
+    assert check_safe("x", [shared, shared, shared])
+    with pytest.raises(RecipeError, match="more than a million times") as caught:
+        check_safe("x", [object(), shared, shared, shared, shared])
+    assert "builtins.object" not in str(caught.value)
+    # What is referenced once does not count, however large it is.
+    assert check_safe("x", [list(range(100)), list(range(100))])
+    inner = [1]
+    outer = [inner] * 5
+    assert check_safe("x", [outer, outer])
+    with pytest.raises(RecipeError, match="more than a million times"):
+        check_safe("x", [outer, outer, outer])
+
+
+def test_equal_sets_have_one_digest_and_different_values_do_not() -> None:
+    assert check_safe("x", {"b", "a", "c"}) == check_safe("x", {"c", "b", "a"})
+    ordered = OrderedDict(a=1)
+    annotated = OrderedDict(a=1)
+    annotated.note = 2  # type: ignore[attr-defined]
+    tensor, noted = torch.zeros(2), torch.zeros(2)
+    noted.note = 1  # type: ignore[attr-defined]
+    values = [
+        [1, 2],
+        [2, 1],
+        (1, 2),
+        {"a": 1},
+        ordered,
+        annotated,
+        tensor,
+        noted,
+        torch.zeros(1, 2),
+        torch.zeros(2, dtype=torch.int32),
+        np.zeros(2, np.float32),
+        np.zeros((1, 2), np.float32),
+        np.zeros(2, np.int32),
+        b"x",
+        "x",
+        10,
+        "a",
+        {"a": {"b": 1}},
+        {"a": 1, "b": 1},
+    ]
+    digests = [check_safe("x", value) for value in values]
+    assert len(set(digests)) == len(values)
+
+
+def test_unsafe_keys_are_named_with_their_mapping() -> None:
+    assert check_safe("x", {"m": {(1, "a"): 1, np.int64(3): 2, 2.5: 3, None: 4}})
+    for key in (frozenset({1}), (1, object), object):
+        with pytest.raises(RecipeError, match=r"m, the key"):
+            check_safe("x", {"m": {key: 1}})
+
+
+def test_tensors_that_share_memory_are_safe_only_with_one_dtype() -> None:
+    whole = torch.zeros(4)
+    assert check_safe("x", [whole, whole[:2]])
+    with pytest.raises(RecipeError, match="shares memory with a tensor of another type"):
+        check_safe("x", [whole, whole.view(torch.int32)])
+    with pytest.raises(RecipeError, match="its elements share memory"):
+        check_safe("x", torch.zeros(1).expand(2))
+    assert check_safe("x", torch.zeros(1).expand(1))
+    with pytest.raises(RecipeError, match="without values"):
+        check_safe("x", torch.zeros(1, device="meta"))
+
+
+UNSTORABLE = {
+    "sparse": (torch.eye(2).to_sparse(), "sparse or quantized: sparse_coo"),
+    "expanded": (torch.zeros(1).expand(4), "its elements share memory"),
+    "without values": (torch.zeros(2, device="meta"), "it is without values"),
+}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", UNSTORABLE)
+def test_optimizer_state_that_could_not_be_loaded_again_is_not_saved(
+    kind: str, is_async: bool, tmp_path: Path
+) -> None:
+    value, reason = UNSTORABLE[kind]
+    made = tiny.recipe()
+    made.optimizer.state[made.model.brief]["odd"] = value
+    with pytest.raises(RecipeError, match=rf"optimizer\.state\.model\.brief\.odd\n[\s\S]*{reason}"):
+        tiny.save(tmp_path, made, is_async=is_async)
+    assert not list(tmp_path.glob("epoch*"))

@@ -1,0 +1,403 @@
+"""`ckpt average` combines checkpoints with the published formulas; float64 references in torch are written out here."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.run.lease import Lease
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.merging import average_methods
+from automodel_ckpt.convert.open import open_weights
+from tests.support.models.shards import bits, checkpoint_in, cut, write_checkpoint
+
+Capture = pytest.CaptureFixture[str]
+Tensors = dict[str, torch.Tensor]
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def weights(seed: int, scale: float = 1.0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return scale * torch.randn(*shape, generator=generator)
+
+    return {
+        "embed.weight": random(700, 501),  # more elements than a block
+        "layer.weight": random(33, 7).to(torch.bfloat16),
+        "half": random(5, 3).to(torch.float16),
+        "wide": random(4).double(),
+        "scalar": random(1).reshape(()),
+        "empty": torch.empty(0, 3),
+        "ids": torch.tensor([3, 4]),
+        "mask": torch.tensor([True, False]),
+    }
+
+
+def save(path: Path, tensors: Tensors) -> Path:
+    path.mkdir(parents=True)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "name": path.name}))
+    (path / "tokenizer.json").write_text(f'"{path.name}"')
+    return path
+
+
+def models(tmp_path: Path, count: int) -> tuple[list[str], list[Tensors], str, Tensors]:
+    """*count* models near a base model: their paths and tensors, and those of the base."""
+    base = weights(0)
+    tensors = []
+    for number in range(count):
+        moved = dict(base)
+        for name, change in weights(number + 1, 0.1).items():
+            if change.is_floating_point():
+                moved[name] = (base[name].double() + change.double()).to(change.dtype)
+        tensors.append(moved)
+    paths = [str(save(tmp_path / f"m{number}", held)) for number, held in enumerate(tensors)]
+    return paths, tensors, str(save(tmp_path / "base", base)), base
+
+
+def averaged(tmp_path: Path, *arguments: str) -> Tensors:
+    run = tmp_path / "out"
+    assert main(["average", *arguments, "-o", str(run)]) == 0
+    (checkpoint,) = run.glob("epoch_*")
+    assert main(["verify", "--deep", str(run)]) == 0
+    found: Tensors = {}
+    for path in sorted((checkpoint / "model").glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def rejected(capsys: Capture, *arguments: str) -> str:
+    assert main(["average", *arguments]) in (2, 3)
+    return capsys.readouterr().err
+
+
+def assert_close(found: Tensors, expected: Tensors) -> None:
+    """Compare with *expected* in float64, to the precision of each tensor's dtype."""
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        reference = expected[name]
+        if not tensor.is_floating_point():
+            assert torch.equal(tensor, reference)
+            continue
+        tolerance = TOLERANCE[tensor.dtype]
+        torch.testing.assert_close(
+            tensor.double(), reference.double(), rtol=tolerance, atol=tolerance, msg=name
+        )
+
+
+def combine(sources: list[Tensors], formula: Any) -> Tensors:
+    """Apply *formula* to each tensor of floats of all sources, in float64."""
+    result: Tensors = {}
+    for name, tensor in sources[0].items():
+        result[name] = tensor
+        if tensor.is_floating_point() and tensor.numel():
+            result[name] = formula(name, [held[name].double() for held in sources])
+    return result
+
+
+def test_a_weighted_average_is_the_weighted_mean_and_keeps_dtypes_and_side_files(
+    tmp_path: Path,
+) -> None:
+    paths, tensors, _, _ = models(tmp_path, 3)
+    found = averaged(tmp_path, *paths, "--weights", "2,1,1")
+    expected = combine(tensors, lambda _, x: 0.5 * x[0] + 0.25 * x[1] + 0.25 * x[2])
+    assert_close(found, expected)
+    assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in tensors[0].items()}
+    checkpoint = tmp_path / "out" / "epoch_0_step_0"
+    assert (checkpoint / "model" / "tokenizer.json").read_text() == '"m0"'
+    lineage = Manifest.read(checkpoint).lineage
+    assert [source["weight"] for source in lineage["averaged_from"]] == [0.5, 0.25, 0.25]
+    assert [source["path"] for source in lineage["averaged_from"]] == paths
+    # Other programs and a new run read the result.
+    assert open_weights(tmp_path / "out").modules["model"].tensors.keys() == found.keys()
+
+
+def test_a_source_of_another_function_is_reported(tmp_path: Path, capsys: Capture) -> None:
+    paths, _, _, _ = models(tmp_path, 2)
+    for path, theta in zip(paths, (10000.0, 500.0), strict=True):
+        Path(path, "config.json").write_text(json.dumps({"rope_theta": theta, "dtype": theta}))
+    averaged(tmp_path, *paths)
+    found = capsys.readouterr()
+    described = f"config.json of {paths[1]} describes a model that computes something else"
+    assert f"{described} than {paths[0]}" in found.out + found.err
+    assert "rope_theta: 500.0 there, 10000.0 here\n" in found.out + found.err
+
+
+def test_equal_weights_are_the_mean(tmp_path: Path) -> None:
+    paths, tensors, _, _ = models(tmp_path, 3)
+    expected = combine(tensors, lambda _, x: torch.stack(x).mean(0))
+    assert_close(averaged(tmp_path, *paths), expected)
+
+
+def test_a_result_that_cannot_be_written_is_no_failed_import(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, _, _, _ = models(tmp_path, 2)
+    averaged(tmp_path, *paths)
+    assert main(["average", *paths, "-o", str(tmp_path / "out")]) == 3
+    message = capsys.readouterr().err
+    assert "choose another run directory" in message and "import" not in message
+    (tmp_path / "file").touch()
+    assert main(["average", *paths, "-o", str(tmp_path / "file")]) == 2
+    assert "the run directory is a file" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to("gone")
+    assert main(["average", *paths, "-o", str(tmp_path / "link")]) == 2
+    message = capsys.readouterr().err
+    assert "is a link to a directory that does not exist" in message
+    lease = Lease(tmp_path / "out")
+    assert main(["average", *paths, "-o", str(tmp_path / "out"), "--step", "9"]) == 2
+    lease.release()
+    message += capsys.readouterr().err
+    assert "wait until it ends" in message and "checkpoint_dir" not in message
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(commit, "reserve", full)
+    assert main(["average", *paths, "-o", str(tmp_path / "full")]) == 4
+    printed = capsys.readouterr()
+    assert "writing epoch_0_step_0 failed" in printed.err
+    assert "to start from it" not in printed.out
+
+
+def test_a_moving_average_of_the_last_checkpoints_of_a_run_is_that_of_training(
+    tmp_path: Path,
+) -> None:
+    tensors = [weights(seed) for seed in range(4)]
+    for number, held in enumerate(tensors):
+        pieces = [piece for name, tensor in held.items() for piece in cut(name, tensor, 2)]
+        path = tmp_path / "run" / f"epoch_0_step_{number + 1}"
+        write_checkpoint(path, held, pieces, step=number + 1)
+    found = averaged(tmp_path, str(tmp_path / "run"), "--last", "3", "--ema", "0.9")
+
+    def moving(_: str, x: list[torch.Tensor]) -> torch.Tensor:
+        average = x[0]
+        for value in x[1:]:
+            average = 0.9 * average + 0.1 * value
+        return average
+
+    assert_close(found, combine(tensors[1:], moving))
+    # The result has the name of the newest source.
+    assert (tmp_path / "out" / "epoch_0_step_4").is_dir()
+
+
+def test_slerp_follows_the_great_circle_of_each_tensor(tmp_path: Path) -> None:
+    paths, _, _, _ = models(tmp_path, 2)
+    other = weights(9)
+    path = str(save(tmp_path / "other", other))
+    found = averaged(tmp_path, paths[0], path, "--method", "slerp", "--weights", "0.7,0.3")
+
+    def slerp(_: str, x: list[torch.Tensor]) -> torch.Tensor:
+        cosine = (x[0] * x[1]).sum() / (x[0].norm() * x[1].norm())
+        if cosine.abs() > 0.9995:
+            return 0.7 * x[0] + 0.3 * x[1]
+        angle = torch.acos(cosine)
+        return (torch.sin(0.7 * angle) * x[0] + torch.sin(0.3 * angle) * x[1]) / torch.sin(angle)
+
+    assert_close(found, combine([load_file(f"{paths[0]}/model.safetensors"), other], slerp))
+
+
+def test_slerp_of_parallel_and_of_zero_tensors_is_linear(tmp_path: Path) -> None:
+    one = {"parallel": torch.tensor([1.0, 2.0]), "zero": torch.zeros(2)}
+    other = {"parallel": torch.tensor([3.0, 6.0]), "zero": torch.ones(2)}
+    paths = [str(save(tmp_path / "a", one)), str(save(tmp_path / "b", other))]
+    found = averaged(tmp_path, *paths, "--method", "slerp")
+    assert found["parallel"].tolist() == [2.0, 4.0] and found["zero"].tolist() == [0.5, 0.5]
+
+
+def test_ties_trims_elects_and_averages_the_differences_that_agree(tmp_path: Path) -> None:
+    paths, tensors, base_path, base = models(tmp_path, 3)
+    shares = [0.5, 0.3, 0.2]
+    found = averaged(
+        tmp_path,
+        *paths,
+        *("--method", "ties", "--base", base_path, "--density", "0.4"),
+        *("--scale", "1.5", "--weights", "5,3,2"),
+    )
+
+    def ties(name: str, x: list[torch.Tensor]) -> torch.Tensor:
+        # Differences in the precision of the program: the threshold selects elements of equal magnitude.
+        work = torch.float64 if base[name].dtype == torch.float64 else torch.float32
+        start = base[name].to(work)
+        trimmed = []
+        for value in x:
+            difference = value.to(work) - start
+            count = max(1, int(0.4 * difference.numel()))
+            magnitude = difference.abs().float()
+            threshold = magnitude.flatten().topk(count).values[-1]
+            trimmed.append(torch.where(magnitude >= threshold, difference, 0).double())
+        sign = torch.sign(sum(w * d for w, d in zip(shares, trimmed, strict=True)))
+        agrees = [(torch.sign(d) == sign) & (d != 0) for d in trimmed]
+        pairs = list(zip(shares, trimmed, agrees, strict=True))
+        total = sum(w * d * a for w, d, a in pairs)
+        count = sum(w * a.double() for w, _, a in pairs)
+        merged = torch.where(count > 0, total / count.clamp(min=1e-300), 0)
+        return base[name].double() + 1.5 * merged
+
+    assert_close(found, combine(tensors, ties))
+
+
+def test_dare_keeps_a_share_of_each_difference_without_bias_and_repeats_with_its_seed(
+    tmp_path: Path,
+) -> None:
+    paths, tensors, base_path, base = models(tmp_path, 2)
+    options = ("--method", "dare", "--base", base_path, "--density", "0.25")
+    (tmp_path / "a").mkdir()
+    found = averaged(tmp_path / "a", *paths, *options)
+    name = "embed.weight"
+    difference = found[name].double() - base[name].double()
+    both = [0.5 * (held[name].double() - base[name].double()) / 0.25 for held in tensors]
+    # Each element is one of: nothing, the first difference, the second, both.
+    candidates = torch.stack([0 * both[0], both[0], both[1], both[0] + both[1]])
+    error, which = (candidates - difference).abs().min(0)
+    assert error.max() < 1e-5
+    shares = torch.bincount(which.flatten(), minlength=4) / which.numel()
+    expected = torch.tensor([0.75**2, 0.25 * 0.75, 0.75 * 0.25, 0.25**2])
+    assert (shares - expected).abs().max() < 0.01
+    (tmp_path / "b").mkdir()
+    (tmp_path / "c").mkdir()
+    again = averaged(tmp_path / "b", *paths, *options)
+    other = averaged(tmp_path / "c", *paths, *options, "--seed", "1")
+    assert all((bits(again[key]) == bits(found[key])).all() for key in found)
+    assert not torch.equal(other[name], found[name])
+
+
+def test_the_threshold_of_ties_is_exact_for_every_rank() -> None:
+    generator = np.random.default_rng(3)
+    values = generator.standard_normal(1000).astype(np.float32)
+    values[:100] = values[0]  # ties
+    values[100:110] = [0.0, -0.0, 1e-42, -1e-42, 1e38, -1e38, np.inf, 1.0, -1.0, 1.0]
+    ordered = np.sort(np.abs(values))[::-1]
+    zero = np.zeros(500, np.float32)
+    for rank in (1, 2, 3, 50, 100, 500, 999, 1000):
+        found = average_methods._threshold(
+            lambda: iter([values[:500], values[500:]]), lambda: iter([zero, zero]), rank
+        )
+        assert np.array([found]).view(np.float32)[0] == ordered[rank - 1], rank
+
+
+@pytest.mark.parametrize("narrow_first", [True, False])
+def test_tensors_of_16_and_of_32_bits_are_averaged_in_32(
+    tmp_path: Path, narrow_first: bool
+) -> None:
+    frozen = torch.linspace(-1, 1, 6).reshape(2, 3).bfloat16()
+    trained = frozen.float() + 2**-14
+    narrow = str(save(tmp_path / "a", {"frozen": frozen, "unfrozen": frozen.clone()}))
+    wide = str(save(tmp_path / "b", {"frozen": frozen.float(), "unfrozen": trained}))
+    found = averaged(tmp_path, *((narrow, wide) if narrow_first else (wide, narrow)))
+    assert torch.equal(found["frozen"], frozen.float())
+    assert torch.equal(found["unfrozen"], (frozen.float() + trained) / 2)
+
+
+def test_sources_that_do_not_fit_are_an_error_that_names_the_difference(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    one = {"w": torch.ones(2, 3), "n": torch.tensor(1)}
+    first = str(save(tmp_path / "a", one))
+    out = ("-o", str(tmp_path / "out"))
+    shape = str(save(tmp_path / "b", {**one, "w": torch.ones(3, 2)}))
+    assert "w: F32 [3, 2], not F32 [2, 3]" in rejected(capsys, first, shape, *out)
+    dtype = str(save(tmp_path / "c", {**one, "w": torch.ones(2, 3).double()}))
+    assert "w: F64 [2, 3], not F32 [2, 3]" in rejected(capsys, first, dtype, *out)
+    more = str(save(tmp_path / "d", {**one, "extra": torch.ones(1)}))
+    assert "extra" in rejected(capsys, first, more, *out)
+    assert "extra" in rejected(capsys, more, first, *out)
+    integers = str(save(tmp_path / "e", {**one, "n": torch.tensor(2)}))
+    assert "n (I64)" in rejected(capsys, first, integers, *out)
+    assert not (tmp_path / "out").exists()
+    for option, value in (("first", 1), ("last", 2)):
+        place = tmp_path / option
+        place.mkdir()
+        found = averaged(place, first, integers, "--integers", option)
+        assert found["n"].item() == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{a}"], "at least two"),
+        (["{a}", "{a}", "--weights", "1"], "value:  1 weight\n"),
+        (["{a}", "{a}", "--weights", "1,x"], "not numbers"),
+        (["{a}", "{a}", "--weights", "1,-1"], "not negative"),
+        (["{a}", "{a}", "--weights", "nan,1"], "finite"),
+        (["{a}", "{a}", "--ema", "1"], "less than 1"),
+        (["{a}", "{a}", "--ema", "0.5", "--weights", "1,1"], "exclude"),
+        (["{a}", "{a}", "{a}", "--method", "slerp"], "exactly two"),
+        (["{a}", "{a}", "--method", "ties"], "--base"),
+        (["{a}", "{a}", "--base", "{a}"], "does not use"),
+        (["{a}", "{a}", "--method", "slerp", "--scale", "2"], "slerp does not use"),
+        (["{a}", "--method", "ties", "--base", "{a}", "--seed", "2"], "ties does not use"),
+        (["{a}", "--method", "dare", "--base", "{a}", "--density", "0"], "density"),
+        (["{a}", "{a}", "--last", "2"], "one run directory"),
+        (["{run}", "--last", "5"], "fewer than 5"),
+    ],
+)
+def test_options_that_make_no_sense_are_an_error(
+    tmp_path: Path, capsys: Capture, arguments: list[str], message: str
+) -> None:
+    path = save(tmp_path / "a", {"w": torch.ones(2)})
+    checkpoint_in(tmp_path / "run", 1)
+    words = [word.format(a=path, run=tmp_path / "run") for word in arguments]
+    assert message in rejected(capsys, *words, "-o", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_damage_in_a_source_is_found_and_nothing_is_published(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    first = checkpoint_in(tmp_path / "run", 1)
+    second = checkpoint_in(tmp_path / "run", 2)
+    for number, shard in enumerate(sorted((second / "model").glob("*.safetensors"))):
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+        out = tmp_path / f"out{number}"
+        message = rejected(capsys, str(first), str(second), "-o", str(out))
+        assert "damaged: its digest differs" in message and str(second) in message
+        assert not list(out.glob("epoch*")) and not list(out.glob(".epoch*"))
+
+
+def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
+    tensors = {"w": torch.ones(4096, 4096)}
+    paths = [str(save(tmp_path / name, tensors)) for name in "ab"]
+    tracemalloc.start()
+    try:
+        averaged(tmp_path, *paths)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < math.prod((4096, 4096)) * 4 / 2
+
+
+def test_adapters_are_averaged_as_adapters_if_their_options_agree(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    paths = []
+    for number, alpha in enumerate((16, 16, 32)):
+        path = tmp_path / f"adapter{number}"
+        path.mkdir()
+        key = "base_model.model.layer.lora_A.weight"
+        save_file({key: torch.full((2, 4), float(number))}, path / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": alpha}
+        (path / "adapter_config.json").write_text(json.dumps(config))
+        paths.append(str(path))
+    assert "differ in lora_alpha" in rejected(capsys, *paths, "-o", str(tmp_path / "out"))
+    found = averaged(tmp_path, *paths[:2])
+    assert all((tensor == 0.5).all() for tensor in found.values())
+    model = tmp_path / "out" / "epoch_0_step_0" / "model"
+    assert sorted(path.name for path in model.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]

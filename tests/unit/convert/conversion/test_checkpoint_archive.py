@@ -1,0 +1,242 @@
+"""`ckpt archive` and `ckpt unarchive` restore checkpoints bit for bit, or report what is wrong and publish nothing."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.formats.nemo.tar_writing import TarWriter
+from tests.support.models import tiny
+
+pytest.importorskip("zstandard", reason="the extra [archive] is not installed")
+
+Capture = pytest.CaptureFixture[str]
+OPTIONS: list[dict[str, Any]] = [
+    {"incremental": True},
+    {"model_layout": "hf"},
+    {"model_save_format": "torch_save"},
+]
+
+
+def run_of(root: Path, **options: Any) -> Path:
+    """A run directory with three checkpoints and a log."""
+    made = tiny.recipe()
+    saver = tiny.checkpointer(root, **options)
+    for step in (1, 2, 3):
+        tiny.train(made, 1)
+        saver.save(
+            discover(made),
+            step=step,
+            epoch=0,
+            losses={"step": step, "val_loss": 1.0 / step},
+            validated=True,
+        )
+    saver.close()
+    (root / "training.jsonl").write_text('{"step": 1}\n')
+    (root / "log.txt").write_text("step 1: loss 1.5\n")
+    return root
+
+
+def contents(checkpoint: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(checkpoint).as_posix(): path.read_bytes()
+        for path in checkpoint.rglob("*")
+        if path.is_file()
+    }
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    names = [path.name for path in sorted(one.glob("epoch*"))]
+    assert names and names == [path.name for path in sorted(other.glob("epoch*"))]
+    for name in names:
+        assert contents(one / name) == contents(other / name)
+    for pointer in ("LATEST", "LOWEST_VAL"):
+        assert commit.pointed(one, pointer) == commit.pointed(other, pointer)
+
+
+@pytest.mark.parametrize("delta", [(), ("--delta",)], ids=["complete", "delta"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["shards", "hf", "dcp"])
+def test_a_run_comes_back_bit_for_bit(
+    tmp_path: Path, capsys: Capture, options: dict[str, Any], delta: tuple[str, ...]
+) -> None:
+    run = run_of(tmp_path / "run", **options)
+    file = tmp_path / "run.tar.zst"
+    assert main(["archive", str(run), "-o", str(file), "--json", *delta]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["checkpoints"]) == 3 and document["archive_bytes"] == file.stat().st_size
+    assert main(["unarchive", str(file), "-o", str(tmp_path / "back")]) == 0
+    assert_equal_runs(run, tmp_path / "back")
+    for name in ("training.jsonl", "log.txt"):
+        assert (tmp_path / "back" / name).read_bytes() == (run / name).read_bytes()
+    assert main(["verify", "--deep", str(tmp_path / "back")]) == 0
+    # Again, over what exists: nothing changes.
+    assert main(["unarchive", str(file), "-o", str(tmp_path / "back")]) == 0
+    assert_equal_runs(run, tmp_path / "back")
+
+
+def test_a_delta_of_one_checkpoint_needs_the_one_before(tmp_path: Path, capsys: Capture) -> None:
+    run = run_of(tmp_path / "run")
+    first, second = tmp_path / "first.tar.zst", tmp_path / "second.tar.zst"
+    assert main(["archive", str(run / "epoch_0_step_2"), "-o", str(first)]) == 0
+    assert main(["archive", str(run / "LATEST"), "-o", str(second), "--delta"]) == 0
+    back = tmp_path / "back"
+    assert main(["unarchive", str(second), "-o", str(back)]) == 3
+    assert "extract the archive of epoch_0_step_2" in capsys.readouterr().err
+    assert not back.exists() or not list(back.glob("*epoch*"))
+    assert main(["unarchive", str(first), "-o", str(back)]) == 0
+    assert main(["unarchive", str(second), "-o", str(back)]) == 0
+    for name in ("epoch_0_step_2", "epoch_0_step_3"):
+        assert contents(back / name) == contents(run / name)
+    assert main(["archive", str(run / "epoch_0_step_1"), "-o", str(first), "--delta"]) == 4
+    assert (
+        main(["archive", str(run / "epoch_0_step_1"), "--delta", "--force", "-o", str(first)]) == 3
+    )
+    assert "no earlier checkpoint" in capsys.readouterr().err
+
+
+def test_damage_before_or_after_archiving_is_found(tmp_path: Path, capsys: Capture) -> None:
+    run = run_of(tmp_path / "run")
+    file = tmp_path / "run.tar.zst"
+    assert main(["archive", str(run), "-o", str(file)]) == 0
+    content = file.read_bytes()
+    for position in range(50, len(content), max(1, len(content) // 12)):
+        damaged = bytearray(content)
+        damaged[position] ^= 4
+        (tmp_path / "damaged.tar.zst").write_bytes(damaged)
+        back = tmp_path / f"back{position}"
+        code = main(["unarchive", str(tmp_path / "damaged.tar.zst"), "-o", str(back)])
+        # A bit without an effect on the content is possible, for example in a frame's header.
+        if code == 0:
+            assert_equal_runs(run, back)
+        else:
+            assert code == 3 and "Traceback" not in capsys.readouterr().err
+            assert not list(back.glob(".*staging*"))
+            for path in back.glob("epoch*"):
+                assert contents(path) == contents(run / path.name)
+        shutil.rmtree(back, ignore_errors=True)
+    (tmp_path / "short.tar.zst").write_bytes(content[: len(content) // 2])
+    assert main(["unarchive", str(tmp_path / "short.tar.zst"), "-o", str(tmp_path / "b")]) == 3
+    shard = next((run / "epoch_0_step_2" / "model").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    assert main(["archive", str(run), "-o", str(tmp_path / "new.tar.zst")]) == 3
+    assert not (tmp_path / "new.tar.zst").exists()
+
+
+@pytest.mark.parametrize("name", ["x.tar.gz", "x.TGZ", "x.tar", "x.zip"])
+def test_an_archive_has_no_name_of_another_format(
+    tmp_path: Path, capsys: Capture, name: str
+) -> None:
+    run = run_of(tmp_path / "run")
+    assert main(["archive", str(run), "-o", str(tmp_path / name)]) == 2
+    assert ".tar.zst" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
+def test_another_checkpoint_of_the_same_name_is_never_replaced(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    run = run_of(tmp_path / "run")
+    file = tmp_path / "run.tar.zst"
+    assert main(["archive", str(run), "-o", str(file)]) == 0
+    other = run_of(tmp_path / "other", save_optimizer=False)
+    before = contents(other)
+    assert main(["unarchive", str(file), "-o", str(other)]) == 3
+    assert "already exists" in capsys.readouterr().err
+    after = contents(other)
+    assert {name: after[name] for name in before if name != ".run.lock"} == {
+        name: content for name, content in before.items() if name != ".run.lock"
+    }
+
+
+def test_an_archive_that_cannot_be_opened_is_named_and_no_run_directory_is_made(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    for archive in (tmp_path / "missing.tar.zst", tmp_path):
+        assert main(["unarchive", str(archive), "-o", str(tmp_path / "run")]) == 3
+        message = capsys.readouterr().err
+        assert "the archive cannot be read" in message
+        assert str(archive) in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_extracted(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from automodel_ckpt.convert.checkpoint_archive import reading
+
+    file = tmp_path / "run.tar.zst"
+    assert main(["archive", str(run_of(tmp_path / "run")), "-o", str(file)]) == 0
+    monkeypatch.setattr(reading, "_free_bytes", lambda _: 10_000)
+    assert main(["unarchive", str(file), "-o", str(tmp_path / "back")]) in (3, 4)
+    assert not list((tmp_path / "back").glob("*epoch*"))
+
+
+def test_a_link_to_a_run_directory_means_all_its_checkpoints(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    run = run_of(tmp_path / "run")
+    (tmp_path / "link").symlink_to("run")
+    file = tmp_path / "run.tar.zst"
+    assert main(["archive", str(tmp_path / "link"), "-o", str(file), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["checkpoints"]) == 3
+    assert main(["unarchive", str(file), "-o", str(tmp_path / "back")]) == 0
+    assert_equal_runs(run, tmp_path / "back")
+    file.unlink()
+    capsys.readouterr()
+    assert main(["archive", str(tmp_path / "link" / "LATEST"), "-o", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoints"] == ["epoch_0_step_3"]
+
+
+def test_an_archive_has_more_members_than_other_programs_write(tmp_path: Path) -> None:
+    # 25,000 files are those of twelve checkpoints of 512 ranks.
+    from automodel_ckpt.convert.checkpoint_archive.reading import ZstdTarReader
+
+    zstandard = importlib.import_module("zstandard")
+    file = tmp_path / "run.tar.zst"
+    names = [f"epoch_0_step_1/rng/rng_dp_rank_{rank}.pt" for rank in range(25_000)]
+    with open(file, "wb") as raw, zstandard.ZstdCompressor(level=1).stream_writer(raw) as out:
+        writer = TarWriter(out)
+        for name in names:
+            writer.add_bytes(name, b"")
+        writer.finish()
+    with ZstdTarReader(file) as reader:
+        assert [member.name for member in reader] == [".", *names]
+
+
+def test_what_exists_already_needs_no_free_space(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from automodel_ckpt.convert.checkpoint_archive import reading
+
+    run = run_of(tmp_path / "run")
+    file = tmp_path / "run.tar.zst"
+    assert main(["archive", str(run), "-o", str(file)]) == 0
+    back = tmp_path / "back"
+    shutil.copytree(run, back, symlinks=True)
+    shutil.rmtree(back / "epoch_0_step_3")
+    monkeypatch.setattr(reading, "_free_bytes", lambda _: 10)
+    assert main(["unarchive", str(file), "-o", str(back)]) == 4
+    assert "epoch_0_step_3" in capsys.readouterr().err
+    size = sum(map(len, contents(run / "epoch_0_step_3").values()))
+    monkeypatch.setattr(reading, "_free_bytes", lambda _: size)
+    assert main(["unarchive", str(file), "-o", str(back)]) == 0
+    assert_equal_runs(run, back)
+
+
+def test_files_that_did_not_change_are_stored_once(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", incremental=True)
+    file = tmp_path / "run.tar.zst"
+    assert main(["archive", str(run), "-o", str(file)]) == 0
+    back = tmp_path / "back"
+    assert main(["unarchive", str(file), "-o", str(back)]) == 0
+    frozen = [next((path / "model").glob("*frozen*")) for path in sorted(back.glob("epoch*"))]
+    assert len({os.stat(path).st_ino for path in frozen}) == 1

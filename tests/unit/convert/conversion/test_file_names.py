@@ -1,0 +1,89 @@
+"""Steps, epochs and metrics are parsed from the names of checkpoints, and rank them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from automodel_ckpt.convert.imports.file_names import NameMetadata, last_of, parse_name, rank
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "megatron_gpt--val_loss=0.432-step=1000-consumed_samples=32000.0.ckpt",
+            NameMetadata(1000, None, 32000, {"val_loss": 0.432}),
+        ),
+        (
+            "megatron_gpt--val_loss=0.432-step=1000-consumed_samples=32000.0-last.ckpt",
+            NameMetadata(1000, None, 32000, {"val_loss": 0.432}, is_last=True),
+        ),
+        (
+            "megatron_gpt--val_loss=-1.5e-05-step=10-epoch=2",
+            NameMetadata(10, 2, None, {"val_loss": -1.5e-05}),
+        ),
+        ("epoch=3-step=100.ckpt", NameMetadata(100, 3)),
+        ("epoch=3-step=100-v1.ckpt", NameMetadata(100, 3)),
+        ("step=7-val/acc=0.5.ckpt", NameMetadata(7, None, None, {"val/acc": 0.5})),
+        ("last.ckpt", NameMetadata(is_last=True)),
+        ("last-v1.ckpt", NameMetadata(is_last=True)),
+        ("checkpoint_step_10000_loss_2.3456.pt", NameMetadata(10000, None, None, {"loss": 2.3456})),
+        (
+            "model-epoch-3-val_loss-0.5.pth",
+            NameMetadata(None, 3, None, {"val_loss": 0.5}),
+        ),
+        ("checkpoint-500", NameMetadata(500)),
+        ("global_step1000", NameMetadata(1000)),
+        ("iter_0000020", NameMetadata(20)),
+        ("epoch_0_step_5", NameMetadata(5, 0)),
+        ("llama_3_8b.pt", NameMetadata()),
+        ("model-00001-of-00002.safetensors", NameMetadata()),
+        ("pytorch_model.bin", NameMetadata()),
+        ("lastname.ckpt", NameMetadata()),
+        ("step=1.5.ckpt", NameMetadata()),
+        ("step=-1.ckpt", NameMetadata()),
+        ("step=123456789012345678901.ckpt", NameMetadata()),
+        ("consumed_samples=9007199254740993.ckpt", NameMetadata(None, None, 9007199254740993)),
+    ],
+)
+def test_a_name_states_counters_and_metrics(name: str, expected: NameMetadata) -> None:
+    assert parse_name(name) == expected
+
+
+def test_a_metric_that_is_not_a_number_is_parsed() -> None:
+    (value,) = parse_name("step=1-val_loss=nan.ckpt").metrics.values()
+    assert value != value
+
+
+@given(st.text(max_size=200))
+def test_no_name_raises(name: str) -> None:
+    parse_name(name)
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ("val_loss", ["b", "a", "c"]),
+        ("accuracy", ["a", "b", "c"]),
+    ],
+)
+def test_checkpoints_are_ranked_by_their_metric(metric: str, expected: list[str]) -> None:
+    values = {"a": 0.5, "b": 0.25, "c": float("nan")}
+    metadata = {name: NameMetadata(metrics={metric: value}) for name, value in values.items()}
+    metadata["d"] = NameMetadata(step=1)
+    ranking = rank(metadata)
+    assert ranking is not None
+    assert (ranking.metric, list(ranking.names)) == (metric, expected)
+
+
+def test_a_validation_metric_is_preferred() -> None:
+    ranking = rank({"a": NameMetadata(metrics={"val_loss": 1.0, "zoo": 2.0, "train_loss": 0.0})})
+    assert ranking is not None
+    assert ranking.label == "lowest val_loss"
+
+
+def test_without_a_mark_the_highest_step_is_the_last() -> None:
+    assert last_of({"a": NameMetadata(1), "b": NameMetadata(2), "c": NameMetadata()}) == ["b"]
+    assert last_of({"a": NameMetadata(1, is_last=True), "b": NameMetadata(2)}) == ["a"]

@@ -1,0 +1,427 @@
+"""``ckpt export --merge``: base and adapter as one model, for every kind of adapter, and what cannot be merged."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+)
+
+from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
+from automodel_ckpt.checkpoint.export.hf_assets import tensor_specs
+from automodel_ckpt.checkpoint.files.durable_file import file_record
+from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
+from automodel_ckpt.checkpoint.state.module_tensors import (
+    StoredLayout,
+    module_state,
+    set_stored_layout,
+)
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.formats.hugging_face import tensors_in_file
+from automodel_ckpt.convert.merging.merged_model import Adapter, MergedModel
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.models.inspect.signature import ModelSignature, read_signature
+from automodel_ckpt.models.layers.adapter import add_adapters
+from automodel_ckpt.models.layers.lora import Lora
+from tests.support.models import tiny
+from tests.support.models.shards import cut, write_assets, write_checkpoint
+
+LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+TIED, UNTIED = (LlamaConfig(**LLAMA, tie_word_embeddings=tied) for tied in (True, False))
+GPT2 = GPT2Config(
+    vocab_size=64,
+    n_embd=16,
+    n_layer=1,
+    n_head=2,
+    n_positions=32,
+    initializer_range=0.3,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+TOKENS = torch.arange(16).reshape(1, 16)
+KINDS = {
+    "DoRA on GPT-2's transposed layers, with biases": (GPT2, Lora(use_dora=True, bias="all"), True),
+    "a head trained as a whole": (UNTIED, Lora(modules_to_save=["lm_head"]), False),
+    "DoRA on an embedding, which unties it": (
+        TIED,
+        Lora(target_modules=["embed_tokens", "q_proj"], use_dora=True, ensure_weight_tying=False),
+        False,
+    ),
+    "a tied embedding trained apart from its head": (
+        TIED,
+        Lora(modules_to_save=["embed_tokens"], ensure_weight_tying=False),
+        False,
+    ),
+    "rsLoRA on an embedding, which unties it": (
+        TIED,
+        Lora(target_modules=["embed_tokens"], use_rslora=True, ensure_weight_tying=False),
+        False,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path / "cache"))
+
+
+def make(
+    root: Path, config: Any, lora: Lora, *, num_rows: int | None = None, dtype: Any = torch.float32
+) -> Any:
+    """A base of two files in *root*, and a checkpoint of an adapter that has learnt something; the adapted model."""
+    torch.manual_seed(1)
+    config = copy.deepcopy(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(root / "base", max_shard_size="5KB")
+    num_base_rows = config.vocab_size
+    if num_rows is not None:
+        model.resize_token_embeddings(num_rows)
+    adapted = add_adapters(model, lora, task_type="CAUSAL_LM", num_base_rows=num_base_rows)
+    with torch.no_grad():
+        for parameter in adapted.model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1.1).add_(0.1 * torch.randn_like(parameter))
+    identity = identify_base(str(root / "base"), root / "base", run=root)
+    specs = tensor_specs(adapted.model)
+    checkpoint = root / "epoch_0_step_1"
+    assets = AdapterAssets(adapted.peft_config, adapted.description, tensors=specs, base=identity)
+    write_assets(assets, checkpoint / "model" / ".hf_metadata")
+    state, tied = module_state(adapted.model)
+    write_checkpoint(
+        checkpoint, state, [p for f, t in state.items() for p in cut(f, t, 2, 0)], tied=tied
+    )
+    return adapted.model.eval()
+
+
+def export(root: Path, *more: str) -> int:
+    return main(["export", "--merge", str(root / "epoch_0_step_1"), *more])
+
+
+def load(directory: Path) -> Any:
+    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def assert_equal(model: Any, adapted: Any) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(TOKENS).logits, adapted(TOKENS).logits, rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_merged_model_answers_as_base_and_adapter(kind: str, tmp_path: Path) -> None:
+    config, lora, stays_tied = KINDS[kind]
+    adapted = make(tmp_path, config, lora)
+    assert export(tmp_path) == 0
+    output = tmp_path / "epoch_0_step_1" / "model" / "merged"
+    model = load(output)
+    assert_equal(model, adapted)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == stays_tied
+    before, after = (index(place) for place in (tmp_path / "base", output))
+    assert after | before == after
+    assert after.keys() - before.keys() == (
+        {"lm_head.weight"} if config is TIED and not stays_tied else set()
+    )
+    same = (output / "config.json").read_bytes() == (tmp_path / "base" / "config.json").read_bytes()
+    assert same == (config is UNTIED or stays_tied)
+    assert main(["verify", "--deep", str(tmp_path / "epoch_0_step_1")]) == 0
+
+
+def test_a_tied_head_and_embedding_that_learned_different_changes_are_untied(
+    tmp_path: Path,
+) -> None:
+    lora = Lora(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=False)
+    adapted = make(tmp_path, TIED, lora)
+    assert export(tmp_path) == 0
+    model = load(tmp_path / "epoch_0_step_1" / "model" / "merged")
+    assert model.lm_head.weight is not model.get_input_embeddings().weight
+    assert_equal(model, adapted)
+
+
+def index(directory: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
+    return found
+
+
+def test_more_tokens_than_the_base_has_are_merged_too_and_all_may_be_cast(tmp_path: Path) -> None:
+    adapted = make(tmp_path, UNTIED, Lora(target_modules="q_proj"), num_rows=70)
+    assert export(tmp_path) == 0
+    model = load(tmp_path / "epoch_0_step_1" / "model" / "merged")
+    assert model.config.vocab_size == 70
+    assert_equal(model, adapted)
+    assert export(tmp_path, "--cast-dtype", "bf16", "-o", str(tmp_path / "half")) == 0
+    half = load(tmp_path / "half")
+    assert half.dtype == torch.bfloat16
+    assert all(
+        torch.equal(a.bfloat16(), b)
+        for a, b in zip(model.parameters(), half.parameters(), strict=True)
+    )
+
+
+def test_what_has_no_adapter_keeps_the_bases_bytes(tmp_path: Path) -> None:
+    make(tmp_path, UNTIED, Lora(target_modules="q_proj"), dtype=torch.bfloat16)
+    (tmp_path / "base" / "tokenizer_config.json").write_text("{ }")
+    assert export(tmp_path, "-o", str(tmp_path / "out")) == 0
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{ }"
+    before, after = (tensors(tmp_path / name) for name in ("base", "out"))
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        "model.layers.0.self_attn.q_proj.weight"
+    }
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    return found
+
+
+def test_a_moved_base_is_named_and_another_one_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapted = make(tmp_path, UNTIED, Lora(target_modules="q_proj"))
+    moved = (tmp_path / "base").rename(tmp_path / "moved")
+    assert export(tmp_path) == 3
+    assert "name its place with --base" in capsys.readouterr().err
+    assert export(tmp_path, "--base", str(moved), "-o", str(tmp_path / "out")) == 0
+    assert_equal(load(tmp_path / "out"), adapted)
+    assert export(tmp_path, "--base", "missing/nothing") == 2
+    assert "the base model is not on this machine" in capsys.readouterr().err
+    config = moved / "config.json"
+    config.write_text(config.read_text() + " ")
+    assert export(tmp_path, "--base", str(moved)) == 3
+    assert "not the base that the adapter was trained on" in capsys.readouterr().err
+    assert not (tmp_path / "epoch_0_step_1" / "model" / "merged").exists()
+
+
+def test_a_damaged_adapter_is_not_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path, UNTIED, Lora(target_modules="q_proj"))
+    shard = next((tmp_path / "epoch_0_step_1" / "model").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert export(tmp_path) == 3
+    assert shard.name in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_adapter_has_nothing_to_merge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"weight": torch.ones(2)}
+    write_checkpoint(tmp_path / "epoch_0_step_1", state, cut("weight", state["weight"], 1, 0))
+    assert export(tmp_path) == 3
+    message = capsys.readouterr().err
+    assert "holds no adapters" in message and "leave out --merge" in message
+
+
+def test_options_that_make_no_sense_together_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path, UNTIED, Lora(target_modules="q_proj"))
+    assert export(tmp_path, "--nproc", "2") == 2
+    assert export(tmp_path, "--to", "gguf") == 2
+    assert main(["export", str(tmp_path / "epoch_0_step_1"), "--base", "x"]) == 2
+    assert capsys.readouterr().err.count("this option has no effect with") == 3
+
+
+def test_adapters_of_another_base_or_rank_are_not_loaded(tmp_path: Path) -> None:
+    """The shapes of the other base are the same."""
+    assets: dict[str, AdapterAssets] = {}
+    models: dict[str, Any] = {}
+    for name, rank in (("saved", 2), ("other base", 2), ("other rank", 4)):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False))
+        base = tmp_path / ("base of " + ("another" if name == "other base" else "all"))
+        base.mkdir(exist_ok=True)
+        (base / "model.safetensors").write_bytes(base.name.encode())
+        adapted = add_adapters(
+            model, Lora(r=rank, target_modules="0"), task_type=None, num_base_rows=None
+        )
+        set_stored_layout(adapted.model, StoredLayout())
+        assets[name] = AdapterAssets(
+            adapted.peft_config,
+            adapted.description,
+            tensors=tensor_specs(adapted.model),
+            base=BaseIdentity(
+                str(base), None, {"model.safetensors": file_record(base / "model.safetensors")}
+            ),
+        )
+        models[name] = adapted.model
+    made = {name: SimpleNamespace(model=model) for name, model in models.items()}
+    run = tmp_path / "run"
+    layout = {"model_layout": "adapter"}
+    tiny.save(run, made["saved"], 1, assets={"model": assets["saved"]}, **layout)
+    assert tiny.load(run, made["saved"], assets={"model": assets["saved"]}, **layout) is not None
+    for name, said in (("other base", "another base model"), ("other rank", "r: saved 2, here 4")):
+        with pytest.raises(CheckpointUnusable, match=said):
+            tiny.load(run, made[name], assets={"model": assets[name]}, **layout)
+
+
+NO_NAMES = ModelSignature({}, {}, frozenset(), {})
+FITTING = {"x.lora_A.weight": (2, 3), "x.lora_B.weight": (4, 2)}
+
+
+@pytest.mark.parametrize(
+    ("base", "adapter", "said"),
+    [
+        (
+            {"x.weight": torch.ones(4, 3)},
+            {"x.lora_C.weight": (2, 3)},
+            "not one of LoRA, rsLoRA, DoRA",
+        ),
+        (
+            {"x.weight": torch.ones(4, 3)},
+            {"x.lora_A.weight": (2, 3)},
+            "lacks one of its two factors",
+        ),
+        ({"y.weight": torch.ones(4, 3)}, FITTING, "changes a tensor that the base lacks"),
+        ({"x.weight": torch.ones(4, 5)}, FITTING, "does not fit its layer"),
+        ({"x.weight": torch.ones(4, 3, dtype=torch.int8)}, FITTING, "is stored as I8"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_by_name(
+    base: dict[str, torch.Tensor], adapter: dict[str, tuple[int, ...]], said: str, tmp_path: Path
+) -> None:
+    save_file(base, tmp_path / "model.safetensors")
+    file = tmp_path / "adapter_model.safetensors"
+    save_file(
+        {f"base_model.model.{name}": torch.ones(shape) for name, shape in adapter.items()}, file
+    )
+    merge = Adapter(
+        tmp_path, tensors_in_file(file.parent, file.name, follow_links=True), {"lora_alpha": 2}
+    )
+    with pytest.raises(CheckpointUnusable, match=said):
+        MergedModel(merge, tmp_path, ModelSignature({}, {}, frozenset(), {})).value(
+            "x.weight", "F32"
+        )
+
+
+def test_an_adapter_that_learned_nothing_needs_no_tensor_of_the_base(tmp_path: Path) -> None:
+    """The pooler of an encoder takes no part in embeddings, and bases of masked language models lack it."""
+    save_file({"y.weight": torch.ones(4, 3)}, tmp_path / "model.safetensors")
+    factors = {"lora_A.weight": torch.ones(2, 3), "lora_B.weight": torch.zeros(4, 2)}
+    named = {f"base_model.model.x.{name}": value for name, value in factors.items()}
+    save_file(named, tmp_path / "adapter_model.safetensors")
+    tensors = tensors_in_file(tmp_path, "adapter_model.safetensors", follow_links=True)
+    merged = MergedModel(Adapter(tmp_path, tensors, {"lora_alpha": 2}), tmp_path, NO_NAMES)
+    assert set(merged.tensors) == {"y.weight"}
+    assert merged.notes == ["not in the base, and its adapter learned nothing: x.weight"]
+
+
+@pytest.mark.parametrize("values", [1.0, 2.0])
+def test_tied_tensors_of_a_base_that_differ_are_not_tied_in_the_merged_model(
+    values: float, tmp_path: Path
+) -> None:
+    base = {"embed.weight": torch.ones(4, 3), "head.weight": torch.full((4, 3), values)}
+    save_file(base, tmp_path / "model.safetensors")
+    naming = ModelSignature({}, {"head.weight": "embed.weight"}, frozenset(), {})
+    merged = MergedModel(Adapter(tmp_path, {}, {"lora_alpha": 2}), tmp_path, naming)
+    expected = set(base) if values == 2.0 else set()
+    assert merged.untied == expected
+    assert merged.tensors.keys() == base.keys()
+    assert [note.partition(",")[0] for note in merged.notes] == ["not tied"] * bool(expected)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_merged_classifier_has_all_of_the_backbone_and_not_the_other_head(
+    tmp_path: Path, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base's files have one tensor for each expert, and the model in memory has one for all of them."""
+    base = tmp_path / "base"
+    config = MixtralConfig(**LLAMA, num_local_experts=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    config.architectures, config.num_labels = ["MixtralForSequenceClassification"], 3
+    config.save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_config(config)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")
+    get_peft_model(model, lora).save_pretrained(tmp_path)
+    if not is_known:
+        monkeypatch.setattr(
+            "automodel_ckpt.models.inspect.signature.read_conversion", lambda model: None
+        )
+    naming = read_signature(base, tmp_path / "config.json")
+    adapter = Adapter(
+        tmp_path, tensors_in_file(tmp_path, "adapter_model.safetensors", follow_links=True), {}
+    )
+    monkeypatch.setattr(Adapter, "model_config", tmp_path / "config.json")
+    merged = MergedModel(adapter, base, naming)
+    with safe_open(base / "model.safetensors", "pt") as file:
+        assert set(merged.tensors) == {*file.keys(), "score.weight"} - {"lm_head.weight"}
+
+
+def test_alphas_of_single_modules_scale_as_in_peft(tmp_path: Path) -> None:
+    """The reference is peft's own merge of the same adapter."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential()
+    for name in ("up", "down", "out_up"):
+        model.add_module(name, torch.nn.Linear(3, 3, bias=False))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    patterns = {"up": 5, "^down": 7}
+    lora = LoraConfig(
+        r=2,
+        lora_alpha=3,
+        alpha_pattern=patterns,
+        target_modules=["up", "down", "out_up"],
+        init_lora_weights=False,
+    )
+    adapted = get_peft_model(model, lora)
+    adapted.save_pretrained(tmp_path)
+    tensors = tensors_in_file(tmp_path, "adapter_model.safetensors", follow_links=True)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    ours = MergedModel(Adapter(tmp_path, tensors, config), tmp_path, NO_NAMES)
+    for name, value in adapted.merge_and_unload().state_dict().items():
+        assert np.allclose(ours.value(name, "F32"), value.numpy(), atol=1e-6), name
+
+
+@pytest.mark.parametrize("patterns", [{"(a+)+": 5}, [5], {"x": "5"}])
+def test_an_alpha_pattern_that_cannot_be_followed_is_refused(tmp_path: Path, patterns: Any) -> None:
+    save_file({"x.weight": torch.ones(4, 3)}, tmp_path / "model.safetensors")
+    file = tmp_path / "adapter_model.safetensors"
+    factors = {f"base_model.model.{name}": torch.ones(shape) for name, shape in FITTING.items()}
+    save_file(factors, file)
+    tensors = tensors_in_file(tmp_path, file.name, follow_links=True)
+    config = {"lora_alpha": 2, "alpha_pattern": patterns}
+    with pytest.raises(CheckpointUnusable, match=r"alpha_pattern|lora_alpha"):
+        MergedModel(Adapter(tmp_path, tensors, config), tmp_path, NO_NAMES).value("x.weight", "F32")
+
+
+def test_a_base_of_pickles_or_of_another_library_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["MyLlama"]}')
+    with pytest.raises(CheckpointUnusable, match="not a model of the transformers library"):
+        read_signature(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(RecipeError, match="not in safetensors files"):
+        MergedModel(Adapter(tmp_path, {}, {}), tmp_path, ModelSignature({}, {}, frozenset(), {}))

@@ -1,0 +1,341 @@
+"""The tensors of an import have the names of the model in config.json, or the import is an error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    FalconH1Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.cli.models import import_ as import_command
+from automodel_ckpt.convert.merging.model_names import has_stated_sizes
+from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.models.inspect.model_names import list_differences
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def state_of(directory: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = LlamaForCausalLM.from_pretrained(directory).state_dict()
+    return state
+
+
+def imported(source: Path, config: Path, run: Path, *more: str) -> int:
+    return main(["import", str(source), str(run), "--config", str(config), *more])
+
+
+def test_names_that_the_model_does_not_have_are_an_error(
+    llama: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    state = {name.replace(".mlp.", ".ffn."): value for name, value in state_of(llama).items()}
+    torch.save(state, tmp_path / "model.pt")
+    assert imported(tmp_path / "model.pt", llama, tmp_path / "run") == 3
+    assert not (tmp_path / "run").exists()
+    text = capsys.readouterr().err
+    assert "6 tensors that a LlamaForCausalLM does not have: model.layers.0.ffn." in text
+    assert "6 tensors of a LlamaForCausalLM not found: model.layers.0.mlp.down_proj.weight" in text
+    assert "`model.layers.0.ffn.gate_proj.weight: model.layers.0.mlp.gate_proj.weight`" in text
+    names = tmp_path / "names.yaml"
+    lines = [
+        f"model.layers.{{i}}.ffn.{name}_proj.weight: model.layers.{{i}}.mlp.{name}_proj.weight"
+        for name in ("up", "down", "gate")
+    ]
+    names.write_text("\n".join(lines))
+    assert imported(tmp_path / "model.pt", llama, tmp_path / "run", "--names", str(names)) == 0
+
+
+def test_a_config_with_an_infinite_number_is_compared() -> None:
+    config = FalconH1Config(
+        architectures=["FalconH1ForCausalLM"],
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        mamba_d_ssm=8,
+        mamba_n_heads=2,
+        mamba_d_head=4,
+        mamba_d_state=4,
+    )
+    text = config.to_json_string()
+    assert "Infinity" in text
+    found = list_differences(json.loads(text), ["model.unknown.weight"])
+    assert found is not None
+    assert found.unknown == ("model.unknown.weight",)
+
+
+@pytest.mark.parametrize("prefix", ["net.", "model.", "base_model.model."])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_prefix_is_removed_if_the_names_are_exactly_those_of_the_model_then(
+    llama: Path, tmp_path: Path, capsys: Capture, prefix: str, is_tied: bool
+) -> None:
+    """accelerate's ``save_model`` writes the names of the module that a script trained."""
+    shutil.copy(llama / "config.json", tmp_path)
+    state = state_of(llama)
+    if is_tied:
+        # All names then begin with the prefix and the name of the backbone.
+        del state["lm_head.weight"]
+    prefixed = {f"{prefix}{name}": value.clone() for name, value in state.items()}
+    save_file(prefixed, tmp_path / "model.safetensors")
+    assert main(["import", str(tmp_path), str(tmp_path / "run")]) == 0
+    assert f"after the prefix {prefix!r}, which is removed" in capsys.readouterr().out
+    found: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "run" / "epoch_0_step_0" / "model").glob("*.safetensors"):
+        found |= load_file(file)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    # A value head, the metrics of a script.
+    torch.save({**prefixed, "v_head.weight": torch.ones(1)}, tmp_path / "more.pt")
+    assert main(["import", str(tmp_path / "more.pt"), str(tmp_path / "more")]) == 0
+    assert "1 tensor without the prefix of the model, such as v_head" in capsys.readouterr().out
+    # An average of the same model: either can be meant.
+    averaged = {f"ema.{name}": value for name, value in state.items()}
+    torch.save({**prefixed, **averaged}, tmp_path / "two.pt")
+    assert main(["import", str(tmp_path / "two.pt"), str(tmp_path / "two")]) == 3
+    assert "does not have" in capsys.readouterr().err
+    # With other names it is an error.
+    prefixed[f"{prefix}model.layers.0.other"] = prefixed.pop(f"{prefix}model.norm.weight")
+    save_file(prefixed, tmp_path / "model.safetensors")
+    assert main(["import", str(tmp_path), str(tmp_path / "other")]) == 3
+    assert f"does not have: {prefix}" in capsys.readouterr().err
+
+
+def test_a_prefix_of_a_training_state_is_removed_from_its_names_too(
+    llama: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(llama)
+    optimizer = torch.optim.AdamW(
+        [(f"policy.{name}", parameter) for name, parameter in model.named_parameters()]
+    )
+    model(input_ids=torch.arange(8)[None]).logits.sum().backward()
+    optimizer.step()
+    weights = {f"policy.{name}": value for name, value in model.state_dict().items()}
+    value = {"model": weights, "optimizer": optimizer.state_dict(), "step": 3}
+    torch.save(value, tmp_path / "state.pt")
+    run = tmp_path / "run"
+    assert imported(tmp_path / "state.pt", llama, run, "--training-state") == 0
+    tree = Manifest.read(run / "epoch_0_step_3").trees["optimizer"]
+    assert "optimizer.state.model.model.norm.weight.exp_avg" in tree.tensors
+    assert not any("policy" in name for name in tree.tensors)
+
+
+def test_more_or_fewer_tensors_than_the_model_has_are_reported(
+    llama: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    def notes(state: dict[str, torch.Tensor]) -> list[str]:
+        torch.save(state, tmp_path / "model.pt")
+        arguments = (tmp_path / "model.pt", llama, tmp_path / "run", "--dry-run", "--json")
+        assert imported(*arguments) == 0
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        names: list[str] = report["names"]
+        return names
+
+    state = state_of(llama)
+    assert notes(state) == []
+    # The names of the files: tied weights once, and those of the backbone without its prefix.
+    del state["lm_head.weight"]
+    assert notes(state) == []
+    assert notes({name.removeprefix("model."): value for name, value in state.items()}) == []
+    assert notes({**state, "extra": torch.ones(1)}) == [
+        "1 tensor that a LlamaForCausalLM does not have: extra"
+    ]
+    del state["model.norm.weight"]
+    assert notes(state) == ["1 tensor of a LlamaForCausalLM not found: model.norm.weight"]
+
+
+def with_config(source: Path, directory: Path, **changes: Any) -> Path:
+    """A *directory* with the config.json of *source* and *changes*."""
+    directory.mkdir(exist_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"hidden_size": 16}, "model.embed_tokens.weight: [16, 8], by config.json [16, 16]"),
+        ({"intermediate_size": 32}, "mlp.up_proj.weight: [8, 8], by config.json [32, 8]"),
+        ({"num_key_value_heads": 1}, "self_attn.k_proj.weight: [8, 8], by config.json [4, 8]"),
+        ({"vocab_size": 17}, "model.embed_tokens.weight: [16, 8], by config.json [17, 8]"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("has_files", [True, False], ids=["Hugging Face files", "torch.save"])
+def test_tensors_of_another_size_are_an_error(
+    llama: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    changes: dict[str, Any],
+    expected: str,
+    has_files: bool,
+) -> None:
+    source = directory = tmp_path / "source"
+    if has_files:
+        shutil.copytree(llama, directory)
+    else:
+        directory.mkdir()
+        source = directory / "model.pt"
+        torch.save(state_of(llama), source)
+    with_config(llama, directory, **changes)
+    assert main(["import", str(source), str(tmp_path / "run")]) == 3
+    text = capsys.readouterr().err
+    assert "do not have the shapes of the LlamaForCausalLM" in text and expected in text
+    assert "--config" in text and not (tmp_path / "run").exists()
+    assert imported(source, llama, tmp_path / "run") == 0
+
+
+def test_a_config_with_the_sizes_of_the_files_is_not_compared_by_building_its_model(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_command, "compare_names", None)
+    assert main(["import", str(llama), str(tmp_path / "run")]) == 0
+    content = json.loads((llama / "config.json").read_text())
+    tensors = open_weights(llama).modules["model"].tensors
+    assert has_stated_sizes(content, tensors)
+    for key in ("hidden_size", "intermediate_size", "num_key_value_heads", "vocab_size"):
+        assert not has_stated_sizes({**content, key: content[key] * 3}, tensors)
+    assert not has_stated_sizes({"model_type": "llama"}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "config"),
+    [
+        ("model.embed_tokens.weight", torch.zeros(64, 8), {}),
+        ("model.layers.0.mlp.up_proj.weight", torch.zeros(4, 8, dtype=torch.uint8), {}),
+        # bitsandbytes with bnb_4bit_quant_storage.
+        ("model.layers.0.mlp.up_proj.weight", torch.zeros(16, 1), {"quantization_config": {}}),
+    ],
+    ids=["padded vocabulary", "packed integers", "quantized"],
+)
+def test_shapes_that_a_model_can_be_stored_in_are_no_error(
+    llama: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    name: str,
+    changed: torch.Tensor,
+    config: dict[str, Any],
+) -> None:
+    torch.save({**state_of(llama), name: changed}, tmp_path / "model.pt")
+    with_config(llama, tmp_path, **config)
+    assert main(["import", str(tmp_path / "model.pt"), str(tmp_path / "run")]) == 0
+    is_padded = "embed" in name
+    assert ("has 64 rows, 16 by config.json: padding" in capsys.readouterr().out) == is_padded
+
+
+def test_the_shapes_of_separate_experts_are_known(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    stored = load_file(tmp_path / "model.safetensors")
+    assert any("experts.1.w2" in name for name in stored)
+    found = list_differences(content, stored)
+    assert found is not None
+    assert found.shapes == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+
+
+def test_names_without_a_config_are_reported_as_unchecked(tmp_path: Path, capsys: Capture) -> None:
+    torch.save({"a.b": torch.ones(1), "c": torch.ones(1)}, tmp_path / "model.pt")
+    assert main(["import", str(tmp_path / "model.pt"), str(tmp_path / "run"), "--dry-run"]) == 0
+    assert "unchecked, because there is no config.json; the first is a.b" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 10**9}, {"hidden_size": "many"}])
+def test_a_config_that_no_model_has_is_not_compared(llama: Path, changes: dict[str, Any]) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    assert list_differences(config, ["w"]) is not None
+    assert list_differences({**config, **changes}, ["w"]) is None
+
+
+def test_names_of_the_first_versions_of_bert_are_known() -> None:
+    config = BertConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    with torch.device("meta"):
+        names = list(BertForMaskedLM(config).state_dict())
+    content = {**config.to_dict(), "architectures": ["BertForMaskedLM"]}
+    old = [name.replace("LayerNorm.weight", "LayerNorm.gamma") for name in names]
+    assert old != names
+    for stored in (names, old):
+        found = list_differences(content, stored)
+        assert found is not None and (found.unknown, found.missing) == ((), ())
+
+
+def test_names_may_be_those_in_memory_or_in_files() -> None:
+    """transformers renames the tensors of LLaVA between files and memory."""
+    text = LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 4,
+        "patch_size": 2,
+    }
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision))
+    config = {**model.config.to_dict(), "architectures": ["LlavaForConditionalGeneration"]}
+    in_memory = list(model.state_dict())
+    in_files = [
+        name.replace("model.language_model.", "language_model.model.") for name in in_memory
+    ]
+    in_files = [name.replace("model.vision_tower.", "vision_tower.") for name in in_files]
+    in_files = [name.replace("model.multi_modal", "multi_modal") for name in in_files]
+    in_files = ["language_model.lm_head.weight" if n == "lm_head.weight" else n for n in in_files]
+    assert in_files != in_memory
+    for names in (in_memory, in_files):
+        found = list_differences(config, names)
+        assert found is not None
+        assert (found.unknown, found.missing) == ((), ())

@@ -1,0 +1,185 @@
+"""Exports to ONNX are staged as all exports, and compute what the class of config.json computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import (
+    BartConfig,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.targets.onnx import export_onnx
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
+from tests.support.models.llamas import llama_checkpoint
+
+Capture = pytest.CaptureFixture[str]
+
+
+def names_as_model(directory: Path, target: Path, dtype: str) -> str:
+    """Stand for torch's exporter: the names and dtypes of the weights that it would load, and the dtype."""
+    names: list[str] = []
+    stored: set[str] = set()
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            names += file.keys()
+            stored.update(file.get_slice(name).get_dtype() for name in names)
+    target.write_text(json.dumps({"names": names, "dtype": dtype, "stored": sorted(stored)}))
+    return "a note"
+
+
+def test_the_directory_has_the_model_and_its_side_files(tmp_path: Path) -> None:
+    model = llama_checkpoint(tmp_path / "c", tied=False, base=tmp_path / "base")
+    lines: list[str] = []
+    report = export_onnx(tmp_path / "c", None, names_as_model, log=lines.append)
+    assert report.output == tmp_path / "c-onnx" and report.checked
+    found = {path.name for path in report.output.iterdir()}
+    assert {"model.onnx", "config.json", "tokenizer.json"} <= found
+    assert not any(name.startswith(".") or name.endswith(".safetensors") for name in found)
+    exported = json.loads((report.output / "model.onnx").read_text())
+    assert set(exported["names"]) == set(model.state_dict()) and exported["dtype"] == "float32"
+    # Not rounded to the base's bfloat16.
+    assert exported["stored"] == ["F32"] and not any("cast" in line for line in lines)
+    assert "warning: a note" in lines
+    assert report.num_tensors == len(exported["names"])
+    assert report.nbytes == sum(path.stat().st_size for path in report.output.iterdir())
+
+
+def test_hugging_face_files_are_compared_with_their_digests(tmp_path: Path) -> None:
+    llama_checkpoint(tmp_path / "c")
+    files = consolidate(tmp_path / "c", tmp_path / "hf", log=lambda _: None).output
+    report = export_onnx(
+        files, tmp_path / "out", names_as_model, cast_dtype="fp16", log=lambda _: None
+    )
+    assert json.loads((report.output / "model.onnx").read_text())["dtype"] == "float16"
+    path = files / "model-00001-of-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointUnusable, match="digest"):
+        export_onnx(files, tmp_path / "other", names_as_model, log=lambda _: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "hf", "out"]
+
+
+def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
+    llama_checkpoint(tmp_path / "c")
+
+    def fail(directory: Path, target: Path, dtype: str) -> str:
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(target))
+
+    with pytest.raises(SaveFailed, match="ENOSPC"):
+        export_onnx(tmp_path / "c", tmp_path / "out", fail, log=lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_bytes(b"")
+    with pytest.raises(SaveFailed, match="mine"):
+        export_onnx(tmp_path / "c", tmp_path / "out", names_as_model, log=lambda _: None)
+
+
+def test_a_model_without_a_config_is_an_error(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointUnusable, match=r"config\.json"):
+        export_onnx(tmp_path / "model.pt", tmp_path / "out", names_as_model)
+    with pytest.raises(RecipeError, match="cast"):
+        export_onnx(tmp_path / "model.pt", tmp_path / "out", names_as_model, cast_dtype="int8")
+
+
+def test_without_the_packages_it_says_how_to_get_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "onnxscript", None)
+    llama_checkpoint(tmp_path / "c")
+    assert main(["export", str(tmp_path / "c"), "--to", "onnx"]) == 2
+    assert "automodel_ckpt[onnx]" in capsys.readouterr().err
+
+
+OF_BERT: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+OF_BART: dict[str, Any] = {
+    "vocab_size": 40,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+}
+OF_LLAMA: dict[str, Any] = {**OF_BERT, "num_key_value_heads": 1, "pad_token_id": 3}
+KINDS: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
+    "language model": (LlamaForCausalLM, LlamaConfig(**OF_LLAMA)),
+    "classifier": (LlamaForSequenceClassification, LlamaConfig(**OF_LLAMA, num_labels=3)),
+    "reranker of pairs": (BertForSequenceClassification, BertConfig(**OF_BERT, num_labels=1)),
+    "embedding": (LlamaModel, LlamaConfig(**OF_LLAMA)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_onnxruntime_computes_what_the_class_of_the_config_computes(
+    tmp_path: Path, capsys: Capture, kind: str
+) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model_class, config = KINDS[kind]
+    torch.manual_seed(0)
+    model: Any = model_class(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "m")
+    assert main(["export", str(tmp_path / "m"), "--to", "onnx", "-o", str(tmp_path / "out")]) == 0
+    logged = capsys.readouterr().err
+    assert f"cast {len(model.state_dict())} tensors from BF16 to F32" in logged
+    assert ("cache of keys" in logged) == (kind == "language model")
+    assert ("pooling" in logged) == (kind == "embedding")
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    ids = torch.arange(4, 34).reshape(3, 10)
+    ids[0, -2:] = 3
+    inputs = {"input_ids": ids, "attention_mask": (ids != 3).long()}
+    if kind == "reranker of pairs":
+        inputs["token_type_ids"] = (torch.arange(10) > 5).long().expand(3, 10)
+    (found,) = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    with torch.no_grad():
+        expected = model.float().eval()(**inputs)
+    name = "last_hidden_state" if kind == "embedding" else "logits"
+    assert [each.name for each in session.get_outputs()] == [name]
+    assert np.allclose(found, expected[name].numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "BertForQuestionAnswering"])
+def test_a_kind_of_model_that_is_not_exported_is_an_error(
+    tmp_path: Path, capsys: Capture, name: str
+) -> None:
+    config = BertConfig(**OF_BERT) if "Bert" in name else BartConfig(**OF_BART)
+    getattr(transformers, name)(config).save_pretrained(tmp_path / "m")
+    assert main(["export", str(tmp_path / "m"), "--to", "onnx", "-o", str(tmp_path / "out")]) == 3
+    error = capsys.readouterr().err
+    assert "this kind of model is not exported to ONNX" in error and name in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_error_of_the_exporter_has_one_line_without_colors(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("\x1b[31mno \x1b[0moperator\nStep 3")
+
+    LlamaForCausalLM(LlamaConfig(**OF_LLAMA)).save_pretrained(tmp_path / "m")
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    assert main(["export", str(tmp_path / "m"), "--to", "onnx", "-o", str(tmp_path / "out")]) == 3
+    assert "value:  ValueError: no operator\n" in capsys.readouterr().err

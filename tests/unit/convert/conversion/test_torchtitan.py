@@ -1,0 +1,249 @@
+"""Checkpoints that torchtitan wrote: converted to a Hugging Face Llama, with the optimizer, and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from automodel_ckpt.checkpoint.parts.slices import whole_tensor
+from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
+from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.cli import ckpt
+from automodel_ckpt.cli.common.model_parameters import parameters_in
+from automodel_ckpt.convert.imports.import_checkpoint import ImportOptions, prepare
+from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint
+from automodel_ckpt.convert.names.dimensions import Dimensions
+from automodel_ckpt.convert.names.torchtitan import TORCHTITAN_LLAMA
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.models.llamas import llama_checkpoint
+
+FIXTURES = Path(__file__).resolve().parents[3] / "fixtures" / "torchtitan"
+CONFIG = FIXTURES / "config"
+# The heads of the model in the fixture.
+HEADS, GROUPS, SIZE = 4, 2, 8
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("torchtitan")
+    with tarfile.open(FIXTURES / "checkpoint.tar.xz") as archive:
+        archive.extractall(directory, filter="data")
+    return directory / "step-3"
+
+
+def recorded(name: str) -> Any:
+    return json.loads((FIXTURES / name).read_text())
+
+
+def planned_import(checkpoint: Path, run: Path) -> NewCheckpoint:
+    return prepare(checkpoint, run, ImportOptions(parameters=parameters_in, config=CONFIG))
+
+
+def test_a_converted_model_has_the_logits_of_torchtitans(checkpoint: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert ckpt.main(["import", str(checkpoint), str(run), "--config", str(CONFIG)]) == 0
+    model = AutoModelForCausalLM.from_pretrained(run / "epoch_0_step_3" / "model")
+    expected = recorded("logits.json")
+    with torch.no_grad():
+        found = model.eval()(torch.tensor([expected["ids"]])).logits[0]
+    torch.testing.assert_close(found, torch.tensor(expected["logits"]), rtol=0, atol=2e-5)
+
+
+def test_fused_moments_are_divided_and_rotated_as_their_weights(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    planned = planned_import(checkpoint, tmp_path)
+    assert planned.training is not None
+    optimizer = planned.training.state.optimizer
+    assert optimizer is not None
+    assert optimizer.tensors.keys() == planned.weights.tensors.keys()
+    for entry, column in recorded("moments.json").items():
+        fused = np.array(column, np.float32).reshape(GROUPS, HEADS // GROUPS + 2, SIZE)
+        queries, keys, values = fused[:, :-2].reshape(HEADS, SIZE), fused[:, -2], fused[:, -1]
+        # torchtitan rotates neighbors, transformers elements that are half a head apart.
+        half_apart = [*range(0, SIZE, 2), *range(1, SIZE, 2)]
+        expected = {
+            "q_proj": queries[:, half_apart],
+            "k_proj": keys[:, half_apart],
+            "v_proj": values,
+        }
+        for name, rows in expected.items():
+            tensor = optimizer.tensors[f"model.layers.0.self_attn.{name}.weight"][entry]
+            assert tiling_fault([piece.box for piece in tensor.slices], tensor.shape) is None
+            found = np.array(whole(optimizer.root, tensor))[:, 0]
+            assert np.array_equal(found, rows.reshape(-1)), (entry, name)
+
+
+def test_training_continues_with_the_losses_of_torchtitan(checkpoint: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ["import", str(checkpoint), str(run), "--config", str(CONFIG), "--training-state"]
+    assert ckpt.main(arguments) == 0
+    model = AutoModelForCausalLM.from_pretrained(run / "epoch_0_step_3" / "model")
+    planned = planned_import(checkpoint, tmp_path / "other")
+    assert planned.training is not None
+    state = planned.training.state
+    assert (planned.training.step, state.optimizer is None) == (3, False)
+    assert state.optimizer is not None
+    (group,) = state.optimizer.groups
+    assert group.options["initial_lr"] == 1e-2
+    parameters = dict(model.named_parameters())
+    options = {name: group.options[name] for name in ("betas", "eps", "weight_decay")}
+    optimizer = torch.optim.AdamW(list(parameters.values()), **options)
+    for name, parameter in parameters.items():
+        entries = state.optimizer.tensors[name]
+        own = {entry: np.array(whole(state.optimizer.root, entries[entry])) for entry in entries}
+        optimizer.state[parameter] = {entry: torch.from_numpy(own[entry]) for entry in own}
+        optimizer.state[parameter]["step"] = torch.tensor(state.optimizer.values[name]["step"])
+    for step in recorded("losses.json"):
+        tokens = torch.tensor(step["tokens"])
+        logits = model(tokens[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        assert loss.item() == pytest.approx(step["loss"], rel=1e-5)
+        optimizer.param_groups[0]["lr"] = step["rate"]
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def test_without_a_config_weights_keep_their_names_and_fused_moments_are_an_error(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    source = open_source(checkpoint)
+    assert "layers.1.attention.qkv_linear.wq.weight" in source.tensors
+    with pytest.raises(CheckpointUnusable, match="fused queries, keys and values") as caught:
+        prepare(checkpoint, tmp_path, ImportOptions(parameters=parameters_in))
+    assert "--config" in str(caught.value)
+
+
+def test_both_directions_are_inverse_and_have_few_slices() -> None:
+    # One head of 128 rows, as large models have them.
+    dimensions = Dimensions(1, 2, 1, 128)
+    names = [name for rule in TORCHTITAN_LLAMA.rules for name, _ in rule.expanded(dimensions)]
+    tensors = {}
+    for name in names:
+        rows = {"wq": 256, "wk": 128, "wv": 128}.get(name.split(".")[-2], 64)
+        tensors[name] = whole_tensor(name, "BF16", (rows, 16), "file", 0)
+    converted = TORCHTITAN_LLAMA.to_hugging_face(tensors, dimensions, "here")
+    assert len(converted["model.layers.0.self_attn.q_proj.weight"].slices) == 4
+    back = TORCHTITAN_LLAMA.from_hugging_face(converted, dimensions, "here").tensors
+    query = back["layers.0.attention.qkv_linear.wq.weight"]
+    assert tiling_fault([piece.box for piece in query.slices], query.shape) is None
+    row_bytes = 32
+    for piece in query.slices:
+        for row in range(piece.sizes[0]):
+            assert piece.start + row * piece.row_bytes == (piece.offsets[0] + row) * row_bytes
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_names_of_older_versions_are_converted(
+    checkpoint: Path, tmp_path: Path, model_type: str
+) -> None:
+    """Mistral's consolidated.safetensors has the names of Meta's files, too."""
+    from safetensors.numpy import save_file
+
+    source = open_source(checkpoint)
+    older = {}
+    for name, tensor in source.tensors.items():
+        old = "output.weight" if name == "lm_head.weight" else name.replace("qkv_linear.", "")
+        older[old] = np.array(whole(source.root, tensor))
+    older["freqs_cis"] = np.zeros((2, 4), np.float32)
+    save_file(older, tmp_path / "model.safetensors")
+    expected = prepare(checkpoint, tmp_path / "run", ImportOptions(config=CONFIG)).weights
+    config = json.loads((CONFIG / "config.json").read_text()) | {"model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = prepare(
+        tmp_path / "model.safetensors", tmp_path / "run", ImportOptions(config=tmp_path)
+    ).weights
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        one, other = whole(found.root, found.tensors[name]), whole(expected.root, tensor)
+        assert np.array_equal(one, other), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_export_in_torchtitans_names_is_converted_back(tied: bool, tmp_path: Path) -> None:
+    model = llama_checkpoint(tmp_path / "c", tied=tied)
+    exported = tmp_path / "c-dcp"
+    assert ckpt.main(["export", str(tmp_path / "c"), "--to", "dcp", "--names", "torchtitan"]) == 0
+    names = open_source(exported).tensors.keys()
+    assert {"lm_head.weight", "layers.0.attention.qkv_linear.wk.weight"} <= names
+    config = tmp_path / "config"
+    model.config.save_pretrained(config)
+    back = prepare(exported, tmp_path / "run", ImportOptions(config=config)).weights
+    for name, value in model.state_dict().items():
+        found = np.array(whole(back.root, back.tensors[name]))
+        assert np.array_equal(found, value.numpy()), name
+
+
+def test_damage_is_found_before_an_export_in_torchtitans_names(tmp_path: Path) -> None:
+    llama_checkpoint(tmp_path / "c", tied=False)
+    file = next((tmp_path / "c" / "model").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    assert ckpt.main(["export", str(tmp_path / "c"), "--to", "dcp", "--names", "torchtitan"]) != 0
+    assert not (tmp_path / "c-dcp").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_attention_heads", 3, "does not have the rows|is missing or invalid"),
+        ("head_dim", 7, "does not have the rows"),
+        ("num_hidden_layers", 3, "a tensor of the model is missing"),
+        ("num_hidden_layers", 1, "no rule for tensors"),
+        ("model_type", "qwen3", "cannot be converted"),
+    ],
+)
+def test_a_config_of_another_model_is_an_error(
+    key: str, value: Any, message: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    content = json.loads((CONFIG / "config.json").read_text()) | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointUnusable, match=message):
+        prepare(checkpoint, tmp_path / "run", ImportOptions(config=tmp_path))
+
+
+def test_pickles_with_code_in_a_checkpoint_of_torchtitan_are_not_executed(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "step-3"
+    shutil.copytree(checkpoint, directory)
+    marker = tmp_path / "executed"
+    metadata = directory / ".metadata"
+    content = metadata.read_bytes()
+    call = b"cos\nsystem\n(V" + f"touch {marker}".encode() + b"\ntR0"
+    # After the opcode of the protocol and its number.
+    metadata.write_bytes(content[:2] + call + content[2:])
+    with pytest.raises(CheckpointUnusable):
+        planned_import(directory, tmp_path / "run")
+    assert not marker.exists()
+
+
+def test_a_truncated_file_of_torchtitan_is_an_error(checkpoint: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "step-3"
+    shutil.copytree(checkpoint, directory)
+    data = directory / "__0_0.distcp"
+    os.truncate(data, data.stat().st_size // 2)
+    with pytest.raises(CheckpointUnusable):
+        planned_import(directory, tmp_path / "run")
+
+
+def test_the_step_is_that_of_the_files(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "step-70")
+    arguments = ["import", str(tmp_path / "step-70"), str(tmp_path / "run"), "--dry-run", "--json"]
+    assert ckpt.main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["step"], report["position_from"]) == (3, "stated in the files")

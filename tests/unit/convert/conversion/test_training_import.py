@@ -1,0 +1,96 @@
+"""An imported optimizer keeps its class and its peak rate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.formats.torch.training_state import TrainingState
+from automodel_ckpt.convert.imports.training_import import TrainingImport, training_import
+from tests.unit.convert.formats.test_numbered_optimizer import Model, read
+
+TRAINER = Path(__file__).parents[3] / "fixtures" / "trainer" / "checkpoint-5"
+
+
+@pytest.mark.parametrize(
+    ("kind", "has", "has_not"),
+    [
+        (torch.optim.NAdam, {"mu_product", "momentum_decay"}, {"amsgrad"}),
+        (torch.optim.RAdam, {"decoupled_weight_decay"}, {"amsgrad", "fused"}),
+        (torch.optim.AdamW, {"amsgrad", "fused"}, {"mu_product"}),
+    ],
+)
+def test_the_options_and_numbers_of_other_adams_are_kept(
+    tmp_path: Path, kind: Any, has: set[str], has_not: set[str]
+) -> None:
+    weights = load_file(TRAINER / "model.safetensors")
+    parameters = {name: torch.nn.Parameter(weight) for name, weight in weights.items()}
+    optimizer = kind(parameters.items(), lr=0.1)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    # It adds options to the groups that no other schedule has.
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=3)
+    optimizer.step()
+    source = tmp_path / "state.pt"
+    torch.save({"model": weights, "optimizer": optimizer.state_dict(), "step": 1}, source)
+    command = ["import", str(source), str(tmp_path / "run"), "--training-state"]
+    assert main([*command, "--config", str(TRAINER)]) == 0
+    (checkpoint,) = (tmp_path / "run").glob("epoch_*")
+    tree = Manifest.read(checkpoint).trees["optimizer"]
+    entries = {name.rpartition(".")[2] for name in (*tree.tensors, *tree.objects)}
+    assert has <= entries and not (has_not | {"max_lr", "min_lr", "base_momentum"}) & entries
+
+
+def test_an_optimizer_without_moments_is_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = load_file(TRAINER / "model.safetensors")
+    parameters = {name: torch.nn.Parameter(weight) for name, weight in weights.items()}
+    optimizer = torch.optim.SGD(parameters.items(), lr=0.1)
+    source = tmp_path / "state.pt"
+    torch.save({"model": weights, "optimizer": optimizer.state_dict(), "step": 1}, source)
+    command = ["import", str(source), str(tmp_path / "run"), "--training-state", "--dry-run"]
+    assert main([*command, "--config", str(TRAINER)]) == 0
+    assert "training state  optimizer (without moments), step 1" in capsys.readouterr().out
+
+
+def imported(path: Path, optimizer: torch.optim.Optimizer, model: Model) -> TrainingImport:
+    state = read(path, optimizer.state_dict(), model)
+    scheduler = {"base_lrs": [group["initial_lr"] for group in optimizer.param_groups]}
+    described = TrainingState(step=3, optimizer=state, scheduler=scheduler)
+    return training_import(described, {}, {}, where=str(path), step=None, epoch=None)
+
+
+def test_the_peak_of_a_one_cycle_schedule_is_its_largest_rate(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
+    planned = imported(tmp_path / "optimizer.pt", optimizer, model)
+    # The rate of the first step is a 25th of it.
+    assert planned.schedule is not None and planned.schedule["base_lrs"] == [0.5]
+
+
+def test_a_rate_that_is_not_finite_is_no_schedule(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["initial_lr"] = float("nan")
+    planned = imported(tmp_path / "optimizer.pt", optimizer, model)
+    assert planned.schedule is None and "learning-rate schedule" in planned.absent
+
+
+def test_numbered_parameters_without_a_config_are_an_error_that_asks_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Model()
+    state = torch.optim.SGD(model.parameters(), lr=0.1).state_dict()
+    source = tmp_path / "state.pt"
+    torch.save({"model": model.state_dict(), "optimizer": state, "step": 1}, source)
+    assert main(["import", str(source), str(tmp_path / "run"), "--training-state"]) == 3
+    text = capsys.readouterr().err
+    assert "there is no config.json" in text and "--config" in text

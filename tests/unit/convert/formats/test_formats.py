@@ -1,0 +1,265 @@
+"""Every external format is one entry in a list, and the first that recognizes a path opens it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.formats.registry import DCP, FORMATS, detect, formats_in
+from automodel_ckpt.convert.open import open_source, open_weights
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.external_tensors import no_parameters
+from tests.support.models.shards import checkpoint_in, cut, write_checkpoint
+
+AUTOMODEL = Path(__file__).parents[3] / "fixtures" / "automodel"
+
+
+def saved(directory: Path, name: str, metadata: dict[str, str] | None = None) -> Path:
+    directory.mkdir(exist_ok=True)
+    save_file({"w": torch.ones(2)}, directory / name, metadata)
+    return directory
+
+
+def test_each_format_has_a_name_of_its_own() -> None:
+    names = [known.name for known in FORMATS]
+    assert len(set(names)) == len(names) and all(names)
+
+
+def test_the_first_format_in_the_list_that_recognizes_a_path_is_taken(tmp_path: Path) -> None:
+    checkpoint = AUTOMODEL / "safetensors" / "epoch_0_step_1"
+    complete = saved(tmp_path / "hf", "model.safetensors")
+    megatron = saved(tmp_path / "megatron", "x.safetensors")
+    (megatron / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    (megatron / ".metadata").touch()
+    archive = tmp_path / "archive.safetensors"
+    torch.save({"w": torch.ones(2)}, archive)
+    for path, name in (
+        (checkpoint / "model", "safetensors shards"),
+        (checkpoint / "optim", "PyTorch DCP"),
+        (complete, "Hugging Face files"),
+        (saved(tmp_path / "adapter", "adapter_model.safetensors"), "PEFT adapter"),
+        (megatron, "a distributed checkpoint of Megatron-Core"),
+        (complete / "model.safetensors", "a safetensors file"),
+        (archive, "a file of torch.save"),
+    ):
+        known = detect(path)
+        assert known is not None and known.name == name, path
+    archive.unlink()
+    assert detect(tmp_path) is None
+    (tmp_path / "ranks" / "mp_rank_00").mkdir(parents=True)
+    assert detect(tmp_path / "ranks") is not None
+    assert detect(tmp_path / "ranks", readable_only=True) is None
+
+
+def test_formats_are_found_in_a_directory_and_right_below_it(tmp_path: Path) -> None:
+    checkpoint = AUTOMODEL / "safetensors" / "epoch_0_step_1"
+    found = {name: known.name for name, known in formats_in(checkpoint).items()}
+    assert found == {"model": "safetensors shards", "optim": "PyTorch DCP"}
+    saved(tmp_path / "real", "model.safetensors")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert list(formats_in(tmp_path)) == ["real"]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch_save"])
+def test_a_model_is_described_alike_by_both_ways_to_open_it(form: str) -> None:
+    checkpoint = AUTOMODEL / form / "epoch_0_step_1"
+    source = open_source(checkpoint)
+    module = open_weights(checkpoint).modules["model"]
+    assert source.tensors == module.tensors and source.notes and not source.has_digests
+
+
+def test_an_inventory_needs_the_metadata_only() -> None:
+    optimizer = AUTOMODEL / "safetensors" / "epoch_0_step_1" / "optim"
+    assert not list(optimizer.glob("*.distcp"))
+    inventory = DCP.inventory(optimizer)
+    assert inventory.tensors and inventory.num_values > 10
+
+
+def test_data_files_without_their_metadata_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").touch()
+    for open_it in (open_source, open_weights):
+        with pytest.raises(CheckpointUnusable, match=r"no \.metadata"):
+            open_it(tmp_path)
+
+
+def test_complete_files_of_another_program_need_no_consolidation(tmp_path: Path) -> None:
+    complete = saved(tmp_path / "hf", "model.safetensors")
+    with pytest.raises(CheckpointUnusable, match="need no consolidation"):
+        consolidate(complete, tmp_path / "out", opener=open_source)
+
+
+def test_an_adapter_of_another_program_is_imported_before_it_is_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = str(saved(tmp_path / "adapter", "adapter_model.safetensors"))
+    for options in ([], ["--merge"], ["--to", "torch"]):
+        assert main(["export", adapter, "-o", str(tmp_path / "out"), *options]) == 3
+        message = capsys.readouterr().err
+        assert "adapter" in message.splitlines()[0]
+        assert "ckpt import DIR RUN" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_beside_an_adapter_is_reported_as_not_imported(tmp_path: Path) -> None:
+    """torchtune saves the merged model and the adapter in one directory."""
+    saved(tmp_path, "adapter_model.safetensors")
+    assert open_weights(tmp_path).omitted == ()
+    saved(tmp_path, "model.safetensors")
+    (text,) = open_weights(tmp_path).omitted
+    assert "model.safetensors" in text
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "weights.safetensors"])
+def test_prefixes_of_wrappers_are_removed_from_all_names(tmp_path: Path, name: str) -> None:
+    """accelerate and torch.compile save ``_orig_mod.`` before each name, DistributedDataParallel ``module.``."""
+    tensors = {f"module._orig_mod.{key}": torch.full((2,), float(key)) for key in "12"}
+    save_file(tensors, tmp_path / name)
+    for path in (tmp_path, tmp_path / name):
+        found = open_weights(path).modules["model"].tensors
+        assert sorted(found) == ["1", "2"]
+        assert [stored.fqn for stored in found["1"].slices] == ["1"]
+    # A model can have an attribute with the name of one wrapper, and none with those of PyTorch's others.
+    save_file({**tensors, "head": torch.ones(1)}, tmp_path / name)
+    found = open_weights(tmp_path / name).modules["model"].tensors
+    assert sorted(found) == ["head", "module.1", "module.2"]
+    # Both names of one tensor would be the same.
+    save_file({"_orig_mod.w": torch.ones(1), "w": torch.ones(1)}, tmp_path / name)
+    assert sorted(open_weights(tmp_path / name).modules["model"].tensors) == ["_orig_mod.w", "w"]
+
+
+Nested = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+NESTED: dict[str, Nested] = {
+    "app": lambda model, optimizer: {"app": {"model": model, "optim": optimizer}},
+    "state.model": lambda model, optimizer: {"state": {"model": model, "optimizer": optimizer}},
+    "model_state": lambda model, optimizer: {"model_state": model, "optimizer_state": optimizer},
+    "model.state_dict": lambda model, optimizer: {
+        "model": {"state_dict": model},
+        "optimizer": optimizer,
+    },
+    "net": lambda model, optimizer: {"net": model, "optimizer": optimizer, "epoch": 3},
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("layout", NESTED)
+@pytest.mark.parametrize("is_dcp", [True, False])
+def test_a_model_is_found_below_any_keys_and_between_wrappers(
+    tmp_path: Path, layout: str, is_dcp: bool
+) -> None:
+    """Layers that were compiled one by one have ``_orig_mod`` in the middle of their names."""
+    names = ["layers.0.weight", "layers.0.bias", "norm.weight"]
+    wrapped = [name.replace("0.", "0._orig_mod._checkpoint_wrapped_module.") for name in names]
+    model = {name: torch.full((2, 3), float(place)) for place, name in enumerate(wrapped)}
+    optimizer = {
+        "state": {name: {"exp_avg": torch.ones(2, 3), "step": 5} for name in wrapped},
+        "param_groups": [{"params": wrapped, "lr": 0.5}],
+    }
+    path = tmp_path / "saved"
+    state = NESTED[layout](model, optimizer)
+    if is_dcp:
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    else:
+        path = path.with_suffix(".pt")
+        torch.save(state, path)
+    module = open_weights(path).modules["model"]
+    assert list(module.tensors) == names
+    assert whole(module.root, module.tensors["norm.weight"]).tolist() == [[2.0] * 3] * 2
+    known = detect(path)
+    assert known is not None and known.has_training_state(path)
+    if is_dcp:
+        training = known.training_state(path, no_parameters)
+        assert training is not None and training.optimizer is not None
+        assert sorted(training.optimizer.tensors) == sorted(names)
+
+
+def test_a_file_that_the_numbers_of_the_others_imply_must_be_there(tmp_path: Path) -> None:
+    for number in (1, 3):
+        save_file(
+            {f"w{number}": torch.ones(1)}, tmp_path / f"model-0000{number}-of-00003.safetensors"
+        )
+    with pytest.raises(CheckpointUnusable) as caught:
+        open_weights(tmp_path)
+    text = str(caught.value)
+    assert "a file of weights is missing" in text and "model-00002-of-00003.safetensors" in text
+    save_file({"w2": torch.ones(1)}, tmp_path / "model-00002-of-00003.safetensors")
+    assert sorted(open_weights(tmp_path).modules["model"].tensors) == ["w1", "w2", "w3"]
+
+
+def test_tensors_that_only_the_index_has_are_reported(tmp_path: Path) -> None:
+    """An index may list a tied name, which has no tensor, so that this is no error."""
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(("w", "v"), "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (text,) = open_weights(tmp_path).omitted
+    assert text == "1 tensor that the index lists and no file has, such as v"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_several_models_in_a_state_keep_their_keys(tmp_path: Path) -> None:
+    parts = {
+        "encoder": {"layers.0.weight": torch.ones(2), "norm.weight": torch.ones(1)},
+        "decoder": {"layers.0.weight": torch.zeros(2)},
+    }
+    dcp.save(parts, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save(parts, tmp_path / "parts.pt")
+    for path in (tmp_path / "dcp", tmp_path / "parts.pt"):
+        assert sorted(open_weights(path).modules["model"].tensors) == [
+            "decoder.layers.0.weight",
+            "encoder.layers.0.weight",
+            "encoder.norm.weight",
+        ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("key", ["", "model"])
+def test_prefixes_of_wrappers_are_removed_from_the_names_in_a_dcp_directory(
+    tmp_path: Path, key: str
+) -> None:
+    """Scripts save ``model.state_dict()`` of a model that torch.compile or DistributedDataParallel wraps."""
+    model = torch.nn.Linear(2, 3)
+    wrapped = {f"module._orig_mod.{name}": value for name, value in model.state_dict().items()}
+    names = list(wrapped)
+    optimizer = {
+        "state": {name: {"exp_avg": torch.ones_like(wrapped[name])} for name in names},
+        "param_groups": [{"params": names, "lr": 0.5}],
+    }
+    directory = tmp_path / "saved"
+    state = {key: wrapped, "optimizer": optimizer} if key else wrapped
+    dcp.save(state, checkpoint_id=directory, no_dist=True)
+    found = open_weights(directory).modules["model"].tensors
+    assert sorted(found) == ["bias", "weight"]
+    if key:
+        training = detect(directory).training_state(directory, no_parameters)
+        assert training is not None and training.optimizer is not None
+        assert sorted(training.optimizer.tensors) == ["bias", "weight"]
+
+
+def test_an_export_of_a_model_that_wraps_another_one_keeps_its_names(tmp_path: Path) -> None:
+    """The user's model may store another one in an attribute that is called like a wrapper's."""
+    tensors = {"module.w": torch.ones(4, 3)}
+    checkpoint = tmp_path / "epoch_0_step_20"
+    write_checkpoint(checkpoint, tensors, cut("module.w", tensors["module.w"], 2), step=20)
+    consolidate(checkpoint)
+    found = open_weights(checkpoint / "model" / "consolidated").modules["model"].tensors
+    assert sorted(found) == ["module.w"]
+
+
+def test_a_checkpoint_without_its_manifest_is_opened_as_shards(tmp_path: Path) -> None:
+    checkpoint = checkpoint_in(tmp_path, 20)
+    described = open_source(checkpoint)
+    (checkpoint / "MANIFEST.json").unlink()
+    bare = open_source(checkpoint)
+    assert bare.tensors.keys() == described.tensors.keys()
+    assert described.has_digests and not bare.has_digests
+    with pytest.raises(CheckpointUnusable, match="not a checkpoint"):
+        consolidate(checkpoint)

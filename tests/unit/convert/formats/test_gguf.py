@@ -1,0 +1,513 @@
+"""GGUF files hold the keys and the tensors that llama.cpp asks for; what it would compute otherwise is refused.
+
+That llama.cpp then gives the same tokens is shown by `make clients`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.files.ownership import owned
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.formats.gguf.model import name_faults, read_model
+from automodel_ckpt.convert.formats.gguf.positions import rotary_order
+from automodel_ckpt.convert.formats.gguf.tokenizer import convert_tokenizer
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.models.llamas import LLAMA_3_ROPE, llama_checkpoint
+from tests.support.models.shards import bits
+
+Capture = pytest.CaptureFixture[str]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 12,
+    "hidden_size": 8,
+    "intermediate_size": 6,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+TOKENIZER: dict[str, Any] = {
+    "normalizer": None,
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+    "post_processor": None,
+    "added_tokens": [{"id": 3, "content": "<s>", "special": True}, {"id": 4, "content": "<u>"}],
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "<s>": 3}, "merges": [["a", "b"]]},
+}
+STRANGE = [{"SpecialToken": {"id": "<u>"}}, {"Sequence": {}}]
+SETTINGS = {"bos_token": "<s>", "eos_token": {"content": "<s>"}}
+
+
+def text(reader: Any, key: str) -> Any:
+    return reader.fields[key].contents()
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_file_holds_keys_and_tensors(tmp_path: Path, capsys: Capture, tied: bool) -> None:
+    gguf = pytest.importorskip("gguf")
+    dtype = torch.float32 if tied else torch.bfloat16
+    model = llama_checkpoint(tmp_path / "c", tied=tied, dtype=dtype, rope_parameters=LLAMA_3_ROPE)
+    assert main(["export", str(tmp_path / "c"), "--to", "gguf"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/c.gguf\n"
+    assert main(["export", str(tmp_path / "c"), "--to", "gguf"]) == 4
+    assert "--force" in capsys.readouterr().err
+    reader = gguf.GGUFReader(tmp_path / "c.gguf")
+    for key, value in {
+        "general.architecture": "llama",
+        "llama.block_count": 2,
+        "llama.attention.head_count_kv": 2,
+        "llama.rope.dimension_count": 8,
+        "llama.rope.freq_base": 500_000.0,
+        "tokenizer.ggml.pre": "gpt-2",
+        "general.file_type": 0 if tied else 32,
+        "tokenizer.ggml.eos_token_id": 2,
+        "llama.vocab_size": 304,
+    }.items():
+        assert text(reader, key) == value, key
+    tokens, types = text(reader, "tokenizer.ggml.tokens"), text(reader, "tokenizer.ggml.token_type")
+    assert (
+        len(tokens) == len(types) == 304
+        and tokens[303] == "[PAD303]"
+        and types[303] == 5
+        and types[2] == 3
+    )
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    state = model.state_dict()
+    assert found.keys() == {
+        tensor.name for tensor in read_model(model.config.to_dict(), "").tensors()
+    } | {"rope_freqs.weight"}
+    assert ("output.weight" in found) is not tied
+    assert np.array_equal(
+        found["output_norm.weight"].data, state["model.norm.weight"].float().numpy()
+    )
+    embedding = found["token_embd.weight"].data
+    assert embedding.tobytes() == bits(state["model.embed_tokens.weight"]).tobytes()
+    key = state["model.layers.1.self_attn.k_proj.weight"][rotary_order(2, 8)]
+    assert found["blk.1.attn_k.weight"].data.tobytes() == bits(key).tobytes()
+
+
+@pytest.mark.parametrize("is_copy", [True, False], ids=["copy", "other values"])
+def test_an_output_layer_that_the_config_ties_is_written_if_it_is_no_copy(
+    tmp_path: Path, is_copy: bool
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    llama_checkpoint(tmp_path / "c", tied=True, dtype=torch.float32)
+    model = tmp_path / "model"
+    assert main(["export", str(tmp_path / "c"), "--to", "hf", "--output", str(model)]) == 0
+    (model / "export_manifest.json").unlink()
+    (file,) = model.glob("*.safetensors")
+    weights = load_file(file)
+    head = weights["model.embed_tokens.weight"] * (1 if is_copy else 2)
+    former = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(weights | former | {"lm_head.weight": head.clone()}, file)
+    (model / "model.safetensors.index.json").unlink()
+    file.rename(model / "model.safetensors")
+    assert main(["export", str(model), "--to", "gguf"]) == 0
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert ("output.weight" in found) is not is_copy
+    if not is_copy:
+        assert found["output.weight"].data.tobytes() == bits(head).tobytes()
+
+
+def test_other_sources_and_a_cast_give_the_same_file(tmp_path: Path, capsys: Capture) -> None:
+    gguf = pytest.importorskip("gguf")
+    llama_checkpoint(tmp_path / "c", tied=False, dtype=torch.bfloat16)
+    whole = consolidate(tmp_path / "c", output=tmp_path / "hf", cast_dtype="fp32").output
+    for source, name, *more in (
+        ("hf", "a"),
+        ("c", "b", "--cast-dtype", "fp32"),
+        ("c/model", "b", "--force", "--json"),
+    ):
+        arguments = [
+            "export",
+            str(tmp_path / source),
+            "--to",
+            "gguf",
+            "-o",
+            str(tmp_path / name),
+            *more,
+        ]
+        assert main([*arguments, *(["--cast-dtype", "fp32"] if "--force" in more else [])]) == 0
+    report = json.loads(capsys.readouterr().out.split("\n", 2)[2])
+    assert report["checked"] is True and 0 < report["seconds"] < 60
+    one, other = (gguf.GGUFReader(tmp_path / name) for name in "ab")
+    assert [(t.name, t.data.tobytes()) for t in one.tensors] == [
+        (t.name, t.data.tobytes()) for t in other.tensors
+    ]
+    assert whole.is_dir() and sorted(tmp_path.iterdir()) == [
+        tmp_path / name for name in ("a", "a.Modelfile", "b", "b.Modelfile", "c", "hf")
+    ]
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one_and_what_is_in_use_stays(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    pytest.importorskip("gguf")
+    llama_checkpoint(tmp_path / "c", tied=True, dtype=torch.float32)
+    target = tmp_path / "out" / "m.gguf"
+    target.parent.mkdir()
+    killed, used = (target.with_name(f".m.gguf.staging-{digit * 32}") for digit in "ab")
+    other = target.with_name(f".n.gguf.staging-{'a' * 32}")
+    for path in (killed, used, other):
+        path.write_bytes(b"half")
+    with owned(used):
+        assert main(["export", str(tmp_path / "c"), "--to", "gguf", "-o", str(target)]) == 0
+    assert "left by an interrupted export" in capsys.readouterr().err
+    left = {path.name for path in target.parent.iterdir()}
+    assert left == {"m.gguf", "m.Modelfile", used.name, other.name}
+
+
+def test_an_export_ends_with_the_commands_that_serve_it(tmp_path: Path, capsys: Capture) -> None:
+    pytest.importorskip("gguf")
+    llama_checkpoint(tmp_path / "c", tied=True, dtype=torch.float32)
+    target = tmp_path / "my Model.gguf"
+    words = ["export", str(tmp_path / "c"), "--to", "gguf", "-o", str(target)]
+    assert main(words) == 0
+    modelfile = tmp_path / "my Model.Modelfile"
+    log = capsys.readouterr().err
+    assert f"llama-server -m '{target}'" in log
+    assert f"ollama create my-model -f '{modelfile}' && ollama run my-model" in log
+    assert modelfile.read_text() == "FROM ./my Model.gguf\n"
+    # What a user added to it stays.
+    modelfile.write_text("FROM ./my Model.gguf\nPARAMETER temperature 0\n")
+    assert main([*words, "--force"]) == 0
+    assert "PARAMETER" in modelfile.read_text()
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "c"), "-o", str(tmp_path / "hf")]) == 0
+    assert f"vllm serve {tmp_path / 'hf'}" in capsys.readouterr().err
+
+
+def test_a_damaged_shard_yields_no_file(tmp_path: Path, capsys: Capture) -> None:
+    pytest.importorskip("gguf")
+    llama_checkpoint(tmp_path / "c")
+    shard = next((tmp_path / "c" / "model").glob("shard-00002*"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert main(["export", str(tmp_path / "c"), "--to", "gguf"]) == 3
+    assert shard.name in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_damaged_export_yields_no_file(tmp_path: Path, capsys: Capture) -> None:
+    pytest.importorskip("gguf")
+    llama_checkpoint(tmp_path / "c")
+    export = consolidate(tmp_path / "c", output=tmp_path / "hf").output
+    for name in ("model-00001-of-00001.safetensors", "tokenizer.json"):
+        intact = (export / name).read_bytes()
+        (export / name).write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+        assert main(["export", str(export), "--to", "gguf"]) == 3
+        assert re.search("digest (differs|does not match)", capsys.readouterr().err)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "hf"]
+        (export / name).write_bytes(intact)
+    assert main(["export", str(export), "--to", "gguf", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checked"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--nproc", "2"], 2, "--nproc"),
+        (["-o", "."], 4, "a directory"),
+        (["--cast-dtype", "fp64"], 3, "F64"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    arguments: list[str],
+    code: int,
+    said: str,
+) -> None:
+    pytest.importorskip("gguf")
+    monkeypatch.chdir(tmp_path)
+    llama_checkpoint(tmp_path / "c")
+    assert main(["export", "c", "--to", "gguf", *arguments]) == code
+    assert said in capsys.readouterr().err and not (tmp_path / "c.gguf").exists()
+
+
+def test_without_the_package_it_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    (tmp_path / "c").mkdir()
+    assert main(["export", str(tmp_path / "c"), "--to", "gguf"]) == 2
+    assert "automodel_ckpt[gguf]" in capsys.readouterr().err
+
+
+def test_without_its_side_files_a_model_is_no_gguf(tmp_path: Path, capsys: Capture) -> None:
+    pytest.importorskip("gguf")
+    llama_checkpoint(tmp_path / "c")
+    whole = consolidate(tmp_path / "c", output=tmp_path / "hf").output
+    (whole / "tokenizer.json").unlink()
+    assert main(["export", str(whole), "--to", "gguf"]) == 3
+    assert "tokenizer.json" in capsys.readouterr().err
+
+
+def test_hf_is_what_consolidate_writes(tmp_path: Path, capsys: Capture) -> None:
+    llama_checkpoint(tmp_path / "c")
+    assert main(["export", str(tmp_path / "c"), "-o", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert main(["export", str(tmp_path / "c"), "--force"]) == 2
+    assert "--force" in capsys.readouterr().err
+
+
+def test_the_rotation_of_neighbours_after_reordering_is_that_of_halves() -> None:
+    heads, size = 3, 8
+    vector = torch.randn(heads * size, dtype=torch.float64)
+    cos, sin = (
+        f(torch.linspace(0, 2, size // 2, dtype=torch.float64)) for f in (torch.cos, torch.sin)
+    )
+    a, b = vector.view(heads, 2, -1).unbind(1)
+    halves = torch.cat([a * cos - b * sin, b * cos + a * sin], 1).flatten()
+    x, y = vector[rotary_order(heads, size)].view(heads, -1, 2).unbind(2)
+    neighbours = torch.stack([x * cos - y * sin, y * cos + x * sin], 2).flatten()
+    assert torch.allclose(neighbours, halves[rotary_order(heads, size)])
+
+
+def test_the_frequency_factors_are_transformers_own() -> None:
+    config = LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        max_position_embeddings=1024,
+        rope_parameters=LLAMA_3_ROPE | {"original_max_position_embeddings": 256},
+    )
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 500_000.0 ** (-torch.arange(0, 64, 2) / 64)
+    factors = torch.tensor(
+        read_model(
+            config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, ""
+        ).positions.factors(64)
+    )
+    assert torch.allclose(plain / factors, scaled, rtol=1e-5) and len(set(factors.tolist())) > 5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"architectures": ["PhiForCausalLM"]}, "PhiForCausalLM"),
+        ({"architectures": None}, "architectures"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"quantization_config": {}}, "quantization_config"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_parameters": LLAMA_3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor"),
+        ({"num_attention_heads": 3, "head_dim": 4, "num_key_value_heads": 2}, "3, 2 of 4"),
+    ],
+)
+def test_models_that_it_cannot_hold_are_refused_by_name(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointUnusable) as caught:
+        read_model(CONFIG | change, "config.json")
+    assert said in str(caught.value)
+
+
+def test_linear_scaling_is_two_keys() -> None:
+    model = read_model(CONFIG | {"rope_scaling": {"type": "linear", "factor": 4.0}}, "")
+    assert (
+        "llama.rope.scaling.factor",
+        "float32",
+        4.0,
+    ) in model.key_values() and model.positions.factors(4) == []
+
+
+def test_tensors_that_are_not_the_configs_are_named() -> None:
+    expected = {tensor.fqn: tensor.shape for tensor in read_model(CONFIG, "").tensors()}
+    shapes: dict[str, Any] = dict(expected)
+    assert name_faults(expected, shapes) is None
+    assert "model.norm.weight" in str(
+        name_faults(expected, {f: s for f, s in shapes.items() if "model.norm" not in f})
+    )
+    assert "extra" in str(name_faults(expected, shapes | {"extra": (1,)}))
+    assert "[3]" in str(name_faults(expected, shapes | {"model.norm.weight": (3,)}))
+
+
+def keys(change: Callable[[dict[str, Any]], object] = lambda _: None) -> dict[str, Any]:
+    document = json.loads(json.dumps(TOKENIZER))
+    change(document)
+    return {
+        key: value
+        for key, _, value in convert_tokenizer(
+            document, SETTINGS, 6, "tokenizer.json", "{{ x }}"
+        ).keys
+    }
+
+
+def test_a_tokenizer_becomes_keys() -> None:
+    found = keys()
+    assert found["tokenizer.ggml.tokens"] == ["a", "b", "ab", "<s>", "<u>", "[PAD5]"]
+    assert found["tokenizer.ggml.token_type"] == [1, 1, 1, 3, 4, 5] and found[
+        "tokenizer.ggml.merges"
+    ] == ["a b"]
+    assert (
+        found["tokenizer.ggml.bos_token_id"] == 3 and found["tokenizer.chat_template"] == "{{ x }}"
+    )
+    assert found["tokenizer.ggml.add_bos_token"] is False
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}],
+    }
+    found = keys(
+        lambda d: d.update(
+            post_processor={"type": "Sequence", "processors": [{"type": "ByteLevel"}, template]}
+        )
+    )
+    assert (
+        found["tokenizer.ggml.add_bos_token"] is True
+        and found["tokenizer.ggml.add_eos_token"] is False
+    )
+    assert keys(lambda d: d["model"].update(merges=["a b"]))["tokenizer.ggml.merges"] == ["a b"]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything in a JSON document but the document itself."""
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    for key, item in items:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+JUNK: list[Any] = [
+    None,
+    5,
+    -1,
+    10**30,
+    1.5,
+    True,
+    "",
+    "a\ud800",
+    [],
+    [5],
+    ["x"],
+    [[]],
+    [None],
+    {},
+    {"a": 5},
+    {"\udfff": 1},
+]
+
+
+def test_nothing_in_a_tokenizer_file_makes_a_traceback() -> None:
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}],
+    }
+    post = {"type": "Sequence", "processors": [{"type": "ByteLevel"}, template]}
+    num_refused = 0
+    for document in (
+        TOKENIZER | {"post_processor": post},
+        TOKENIZER | {"post_processor": template},
+    ):
+        for path in places(document):
+            for junk in JUNK:
+                changed = json.loads(json.dumps(document))
+                inner = changed
+                for key in path[:-1]:
+                    inner = inner[key]
+                inner[path[-1]] = junk
+                try:
+                    found = convert_tokenizer(changed, SETTINGS, 6, "tokenizer.json", None).keys
+                except CheckpointUnusable as error:
+                    num_refused += 1
+                    str(error).encode()
+                    continue
+                for _, _, value in found:
+                    str(value).encode()
+    assert num_refused > 400
+
+
+@pytest.mark.parametrize(
+    ("settings", "template"), [({"bos_token": "\ud800"}, None), ({}, "{{ \udc80 }}")]
+)
+def test_text_that_no_file_can_hold_is_refused(
+    settings: dict[str, Any], template: str | None
+) -> None:
+    with pytest.raises(CheckpointUnusable, match="not valid Unicode"):
+        convert_tokenizer(TOKENIZER, settings, 6, "tokenizer.json", template)
+
+
+def test_a_config_of_more_layers_than_there_are_is_refused_at_once(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    pytest.importorskip("gguf")
+    llama_checkpoint(tmp_path / "c")
+    whole = consolidate(tmp_path / "c", output=tmp_path / "hf").output
+    (whole / "export_manifest.json").unlink()
+    config = json.loads((whole / "config.json").read_text())
+    for number in (2**31 - 1, 1):
+        (whole / "config.json").write_text(json.dumps(config | {"num_hidden_layers": number}))
+        assert main(["export", str(whole), "--to", "gguf"]) == 3
+        assert (
+            f"num_hidden_layers: {number}, but there are tensors of 2 layers"
+            in capsys.readouterr().err
+        )
+
+
+def test_llama_3_splits_text_in_its_own_way() -> None:
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+
+    def llama_3(document: dict[str, Any]) -> None:
+        document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
+        document["model"]["ignore_merges"] = True
+
+    assert keys(llama_3)["tokenizer.ggml.pre"] == "llama-bpe"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d["model"].update(type="Unigram"), "Unigram"),
+        (lambda d: d.update(model=None), "model"),
+        (lambda d: d["model"].update(byte_fallback=True), "<0x00>"),
+        (lambda d: d.update(normalizer={"type": "Lowercase"}), "normalizer"),
+        (lambda d: d["model"].update(dropout=0.1), "dropout"),
+        (lambda d: d.update(pre_tokenizer={"type": "Whitespace"}), "Whitespace"),
+        (lambda d: d["pre_tokenizer"].update(add_prefix_space=True), "ByteLevel"),
+        (lambda d: d["model"].update(ignore_merges=True), "ignore_merges"),
+        (lambda d: d["model"]["vocab"].update(far=99), "far"),
+        (lambda d: d["model"].update(merges=["a b c"]), "a b c"),
+        (lambda d: d.update(post_processor={"type": "BertProcessing"}), "post_processor"),
+        (
+            lambda d: d.update(post_processor={"type": "TemplateProcessing", "single": STRANGE}),
+            "other tokens",
+        ),
+        (lambda d: d.update(added_tokens=["x"]), "added_tokens"),
+    ],
+)
+def test_tokenizers_that_llama_cpp_would_not_follow_are_refused(
+    change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    with pytest.raises(CheckpointUnusable) as caught:
+        keys(change)
+    assert said in str(caught.value)

@@ -1,0 +1,220 @@
+"""Models of every architecture become GGUF files with the keys, tensors and types that llama.cpp needs.
+
+That llama.cpp then gives the same tokens is shown by `make interop`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.formats.gguf.architectures import ARCHITECTURES
+from automodel_ckpt.convert.formats.gguf.model import read_model
+from automodel_ckpt.convert.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
+from automodel_ckpt.convert.formats.gguf.tokenizer import convert_tokenizer
+from automodel_ckpt.convert.targets.gguf import export_gguf
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from tools.clients.gguf_models import MODELS, TinyModel, byte_level, covers, sentencepiece_like
+
+Capture = pytest.CaptureFixture[str]
+BY_NAME = {model.name: model for model in MODELS}
+QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+
+
+def exported(name: str, directory: Path, **options: Any) -> Any:
+    """Export a model of the table; the reader of the library."""
+    gguf = pytest.importorskip("gguf")
+    source = BY_NAME[name].save(directory / "hf")
+    report = export_gguf(source, directory / "model.gguf", log=lambda _: None, **options)
+    return gguf.GGUFReader(report.output), report
+
+
+def test_every_architecture_has_a_model() -> None:
+    assert all(covers(architecture) for architecture in ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", ["Qwen 2, tied", "Qwen 3", "SmolLM 3", "Gemma 3, linear"])
+def test_the_library_reads_the_file_with_all_tensors(tmp_path: Path, name: str) -> None:
+    reader, report = exported(name, tmp_path, tensor_type="F32")
+    model = BY_NAME[name].build()
+    state = model.state_dict()
+    described = read_model(model.config.to_dict(), "")
+    found = {tensor.name: tensor.data for tensor in reader.tensors}
+    assert found.keys() == {tensor.name for tensor in described.tensors()}
+    for tensor in described.tensors():
+        values = state[tensor.fqn].float().numpy() + np.float32(tensor.offset)
+        if tensor.heads is not None:
+            # Each head's second half becomes the odd rows.
+            halves = values.reshape(tensor.heads, 2, -1, values.shape[1])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        assert np.array_equal(found[tensor.name], values), tensor.name
+    assert report.kinds == {"F32": len(found)}
+
+
+def test_gemmas_own_numbers_are_keys(tmp_path: Path) -> None:
+    reader, _ = exported("Gemma 2", tmp_path)
+    expected = {
+        "general.architecture": "gemma2",
+        "gemma2.attn_logit_softcapping": 2.0,
+        "gemma2.final_logit_softcapping": 0.5,
+        "gemma2.attention.sliding_window": 16,
+        "gemma2.attention.key_length": 64,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    for key, value in expected.items():
+        assert reader.fields[key].contents() == value, key
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_blocks_are_those_of_the_library(tmp_path: Path, kind: str) -> None:
+    reader, report = exported("Qwen 2, YaRN", tmp_path, tensor_type=kind.lower())
+    gguf = pytest.importorskip("gguf")
+    state = BY_NAME["Qwen 2, YaRN"].build().state_dict()
+    number = gguf.GGMLQuantizationType[kind]
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    values = state["model.layers.2.mlp.down_proj.weight"].numpy()
+    assert np.array_equal(found["blk.2.ffn_down.weight"].data, gguf.quants.quantize(values, number))
+    kinds = {name: tensor.tensor_type.name for name, tensor in found.items()}
+    # The output layer has more bits, and vectors have all.
+    assert kinds["token_embd.weight"] == kind and kinds["output.weight"] == "Q8_0"
+    assert kinds["blk.0.attn_norm.weight"] == kinds["blk.0.attn_q.bias"] == "F32"
+    assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType[f"MOSTLY_{kind}"]
+    assert reader.fields["general.quantization_version"].contents() == 2
+    assert sum(report.kinds.values()) == len(found)
+
+
+def test_rows_that_are_no_whole_blocks_are_half_precision(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    ragged = TinyModel("ragged", "qwen2", "bpe:gpt-2", config={"intermediate_size": 150})
+    source = ragged.save(tmp_path / "hf")
+    report = export_gguf(source, tmp_path / "m.gguf", tensor_type="Q4_0", log=lambda _: None)
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(report.output).tensors}
+    assert kinds["blk.0.ffn_down.weight"] == "F16" and kinds["blk.0.ffn_up.weight"] == "Q4_0"
+    assert any("4 tensors are written as F16" in text for text in report.warnings)
+
+
+def test_a_window_that_llama_cpp_lacks_limits_the_context(tmp_path: Path) -> None:
+    reader, report = exported("Mistral, sliding", tmp_path)
+    assert reader.fields["llama.context_length"].contents() == 128
+    assert any("128 tokens" in text for text in report.warnings)
+    assert reader.fields["tokenizer.ggml.pre"].contents() == "tekken"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("Gemma 2", {"query_pre_attn_scalar": 128}, "query_pre_attn_scalar"),
+        ("Gemma 2", {"attn_logit_softcapping": None}, "attn_logit_softcapping"),
+        ("Gemma 2", {"tie_word_embeddings": False}, "tie_word_embeddings"),
+        ("Gemma 2", {"layer_types": ["full_attention"] * 4}, "layer_types[0]"),
+        ("Gemma 3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("Gemma 3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("Gemma 3", {"rope_parameters": {"sliding_attention": 5}}, "rope_parameters"),
+        ("SmolLM 3", {"no_rope_layers": [1, 1, 1, 1]}, "no_rope_layers"),
+        ("SmolLM 3", {"no_rope_layers": 5}, "no_rope_layers"),
+        ("Qwen 3", {"attention_bias": True}, "attention_bias"),
+        ("Qwen 2, YaRN", {"rope_parameters": {"rope_type": "yarn", "factor": 0}}, "factor"),
+        (
+            "Qwen 2, YaRN",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}},
+            "attention_factor",
+        ),
+        ("Mistral, sliding", {"sliding_window": "x"}, "sliding_window"),
+    ],
+)
+def test_variants_that_llama_cpp_computes_otherwise_are_rejected(
+    name: str, change: dict[str, Any], said: str
+) -> None:
+    config = BY_NAME[name].build().config.to_dict()
+    with pytest.raises(CheckpointUnusable) as caught:
+        read_model(config | change, "config.json")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("pre", [known.name for known in PRE_TOKENIZERS])
+def test_each_way_of_splitting_text_has_llama_cpps_name(pre: str) -> None:
+    document = json.loads(byte_level(pre, 300).backend_tokenizer.to_str())
+    found = convert_tokenizer(document, {}, 320, "tokenizer.json")
+    assert ("tokenizer.ggml.pre", "string", pre) in found.keys
+
+
+def spm_keys(style: str, change: Any = lambda _: None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    document = json.loads(sentencepiece_like(style, 400).backend_tokenizer.to_str())
+    change(document)
+    found = convert_tokenizer(
+        document, {"bos_token": "<s>", "eos_token": "</s>"}, 420, "tokenizer.json"
+    )
+    return {key: value for key, _, value in found.keys}, found.warnings
+
+
+def test_merges_become_scores_of_tokens() -> None:
+    keys, warnings = spm_keys("llama")
+    tokens, scores = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.scores"]
+    types = keys["tokenizer.ggml.token_type"]
+    assert keys["tokenizer.ggml.add_space_prefix"] is True and warnings == ()
+    assert types[0] == 2 and types[tokens.index("<0x41>")] == 6 and types[1] == 3
+    # A token that is merged earlier has the higher score, and one that is not merged the lowest.
+    merged = [score for token, score in zip(tokens, scores, strict=True) if score > min(scores)]
+    assert merged == sorted(merged, reverse=True) and scores[1] == min(scores)
+    assert len(set(merged)) == len(merged) > 30
+
+
+def test_spaces_in_front_are_reported_where_llama_cpp_adds_others() -> None:
+    keys, warnings = spm_keys("mistral")
+    assert keys["tokenizer.ggml.add_space_prefix"] is True
+    assert any("begins with a space" in text for text in warnings)
+    keys, warnings = spm_keys("gemma")
+    assert keys["tokenizer.ggml.add_space_prefix"] is False and warnings == ()
+
+
+def test_merges_that_no_scores_express_are_rejected_or_reported() -> None:
+    def drop_one(document: dict[str, Any]) -> None:
+        merges = document["model"]["merges"]
+        joined = [first + second for first, second in merges]
+        twice = next(index for index, token in enumerate(joined) if joined.count(token) > 1)
+        del merges[twice]
+
+    _, warnings = spm_keys("llama", drop_one)
+    assert any("with 1 token otherwise" in text for text in warnings)
+
+    def reverse(document: dict[str, Any]) -> None:
+        document["model"]["merges"] = document["model"]["merges"][::2]
+
+    with pytest.raises(CheckpointUnusable, match="not those of scores"):
+        spm_keys("llama", reverse)
+    with pytest.raises(CheckpointUnusable, match="byte is missing"):
+        spm_keys("llama", lambda document: document["model"]["vocab"].pop("<0x41>"))
+    with pytest.raises(CheckpointUnusable, match="ignore_merges"):
+        spm_keys("llama", lambda document: document["model"].update(ignore_merges=True))
+    with pytest.raises(CheckpointUnusable, match="Metaspace"):
+        spm_keys("mistral", lambda document: document["pre_tokenizer"].update(split=True))
+
+
+def test_types_are_validated_before_anything_is_read(tmp_path: Path, capsys: Capture) -> None:
+    pytest.importorskip("gguf")
+    with pytest.raises(RecipeError, match="Q8_0, Q4_0"):
+        export_gguf(tmp_path, tensor_type="Q6_K")
+    with pytest.raises(RecipeError, match="--cast-dtype"):
+        export_gguf(tmp_path, tensor_type="F16", cast_dtype="fp32")
+    source = BY_NAME["SmolLM 2"].save(tmp_path / "hf")
+    arguments = ["export", str(source), "--type", "q8_0"]
+    assert main(arguments) == 2 and "--type" in capsys.readouterr().err
+    assert main([*arguments, "--to", "gguf", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["kinds"] == {"Q8_0": 29, "F32": 9}
+
+
+def test_a_cast_loses_nothing_before_a_model_is_quantized(tmp_path: Path) -> None:
+    reader, _ = exported("Qwen 3", tmp_path, tensor_type="F16")
+    state = BY_NAME["Qwen 3"].build().state_dict()
+    found = {tensor.name: tensor.data for tensor in reader.tensors}
+    expected = state["model.layers.0.mlp.up_proj.weight"].to(torch.float16).numpy()
+    assert np.array_equal(found["blk.0.ffn_up.weight"], expected)

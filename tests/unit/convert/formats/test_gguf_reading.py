@@ -1,0 +1,257 @@
+"""GGUF files are read as models of Hugging Face: names, order of rows, values and config.json."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert import decoded
+from automodel_ckpt.convert.formats.gguf.gguf_file import GgufFile
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.targets.gguf import export_gguf
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.models.llamas import LLAMA_3_ROPE
+from tools.clients.gguf_models import MODELS, TinyModel
+
+Capture = pytest.CaptureFixture[str]
+BY_NAME = {model.name: model for model in MODELS}
+LLAMA_3 = TinyModel("Llama 3", "llama", "bpe:llama-bpe", config={"rope_parameters": LLAMA_3_ROPE})
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(directory))
+    return directory
+
+
+def written(model: TinyModel, directory: Path, **options: Any) -> Path:
+    pytest.importorskip("gguf")
+    source = model.save(directory / "hf")
+    report = export_gguf(source, directory / "model.gguf", log=lambda _: None, **options)
+    return report.output
+
+
+def values(path: Path) -> dict[str, Any]:
+    source = open_source(path)
+    return {fqn: np.array(whole(source.root, tensor)) for fqn, tensor in source.tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [BY_NAME["Qwen 2, YaRN"], LLAMA_3, BY_NAME["SmolLM 3"], BY_NAME["Gemma 3, linear"]],
+    ids=lambda model: model.name,
+)
+def test_a_model_that_was_written_is_read_with_equal_logits(
+    tmp_path: Path, model: TinyModel
+) -> None:
+    path = written(model, tmp_path, tensor_type="F32")
+    out = tmp_path / "out"
+    assert main(["export", str(path), "-o", str(out)]) == 0
+    read = AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, attn_implementation="eager"
+    )
+    ids = torch.arange(80).reshape(2, 40) * 7 % 500
+    with torch.no_grad():
+        expected = model.build(torch.float32)(ids).logits
+        assert torch.allclose(read(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert type(read) is type(model.build())
+    config = AutoConfig.from_pretrained(out)
+    assert config.rms_norm_eps == 1e-6 and config.eos_token_id == 2
+
+
+def test_tensors_that_are_not_changed_are_slices_of_the_file(tmp_path: Path) -> None:
+    path = written(BY_NAME["SmolLM 3"], tmp_path)
+    source = open_source(path)
+    files: dict[str, set[str]] = {}
+    for fqn, tensor in source.tensors.items():
+        kind = fqn.rpartition("layers.")[2].partition(".")[2] or fqn
+        files.setdefault(kind, set()).add(Path(tensor.slices[0].file).name)
+    decoded_kinds = {kind for kind, names in files.items() if names != {"model.gguf"}}
+    assert decoded_kinds == {"self_attn.q_proj.weight", "self_attn.k_proj.weight"}
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_quantized_tensors_become_single_precision(tmp_path: Path, kind: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    path = written(BY_NAME["Llama 2"], tmp_path, tensor_type=kind)
+    found = values(path)
+    state = BY_NAME["Llama 2"].build().state_dict()
+    number = gguf.GGMLQuantizationType[kind]
+    name = "model.layers.1.self_attn.k_proj.weight"
+    # Rows are quantized one by one, so that their order makes no difference.
+    blocks = gguf.quants.quantize(state[name].numpy(), number)
+    assert np.array_equal(found[name], gguf.quants.dequantize(blocks, number))
+    assert found["model.norm.weight"].dtype == np.float32
+    assert {array.dtype.name for array in found.values()} == {"float32"}
+    worst = np.abs(found["lm_head.weight"] - state["lm_head.weight"].numpy()).max()
+    assert 0 < worst < 0.02
+
+
+def test_the_commands_accept_the_file(tmp_path: Path, capsys: Capture) -> None:
+    path = written(BY_NAME["Qwen 3"], tmp_path, tensor_type="Q8_0")
+    assert main(["show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "general.architecture: qwen3" in shown and "30 Q8_0" in shown
+    # Nothing is decoded to show it.
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert main(["import", str(path), str(tmp_path / "run")]) == 0
+    assert "not imported  the tokenizer" in capsys.readouterr().out
+    assert main(["diff", str(path), str(tmp_path / "run")]) == 0
+    config = json.loads((tmp_path / "run/epoch_0_step_0/model/config.json").read_text())
+    assert config["model_type"] == "qwen3" and config["dtype"] == "float32"
+
+
+def test_an_unknown_architecture_keeps_its_names(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "starcoder2")
+    writer.add_tensor("blk.0.attn_q.weight", np.arange(64, dtype=np.float16).reshape(2, 32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source = open_source(tmp_path / "m.gguf")
+    assert list(source.tensors) == ["blk.0.attn_q.weight"] and source.side_files is None
+    assert any("general.architecture: 'starcoder2'" in note for note in source.notes)
+    assert np.array_equal(values(tmp_path / "m.gguf")["blk.0.attn_q.weight"].ravel(), range(64))
+
+
+def test_a_model_with_other_tensors_than_its_architecture_keeps_its_names(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    numbers = {"embedding_length": 32, "block_count": 2**31 - 1, "feed_forward_length": 32}
+    for key, value in numbers.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_uint32("llama.attention.head_count", 2)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
+    writer.add_tensor("token_embd.weight", np.ones((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source = open_source(tmp_path / "m.gguf")
+    assert list(source.tensors) == ["token_embd.weight"]
+    assert any("num_hidden_layers: 2147483647" in note for note in source.notes)
+
+
+def test_without_the_library_quantized_tensors_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    path = written(BY_NAME["Qwen 3"], tmp_path, tensor_type="Q8_0")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert main(["import", str(path), str(tmp_path / "run")]) == 2
+    assert "automodel_ckpt[gguf]" in capsys.readouterr().err
+    assert GgufFile().inventory(path).tensors["lm_head.weight"].dtype == "F32"
+
+
+# ---------------------------------------------------------------- decoded values
+
+
+def test_values_are_decoded_once_and_removed_at_the_end(
+    tmp_path: Path, own_temporary_directory: Path
+) -> None:
+    """Two processes share a directory; the last one removes it, and what a killed one left."""
+    path = written(BY_NAME["Gemma 2"], tmp_path)
+    base = own_temporary_directory / f"automodel_ckpt-decoded-{os.getuid()}"
+    code = (
+        "import os, sys; from pathlib import Path; from automodel_ckpt.convert.open import open_source\n"
+        "print(open_source(Path(sys.argv[1])).side_files, flush=True)\n"
+        "sys.stdin.readline() == 'die\\n' and os.kill(os.getpid(), 9)"
+    )
+    environment = os.environ | {"TMPDIR": str(own_temporary_directory)}
+    processes = []
+    for _ in range(2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        processes.append(process)
+    lines = []
+    for process in processes:
+        assert process.stdout is not None
+        lines.append(process.stdout.readline())
+    assert lines[0] == lines[1] and Path(lines[0].strip()).is_dir()
+    assert len(list(base.iterdir())) == 2
+    processes[0].communicate("end\n")
+    assert Path(lines[0].strip()).is_dir()
+    processes[1].communicate("die\n")
+    assert len(list(base.iterdir())) == 2
+    # The next process removes what the killed one left, also of another file.
+    (tmp_path / "other").write_bytes(b"")
+    decoded.decoded_directory(tmp_path / "other", "test", lambda directory: None)
+    assert not Path(lines[0].strip()).exists() and len(list(base.iterdir())) == 2
+
+
+def test_of_two_processes_that_start_together_one_decodes_and_neither_waits_for_the_others_end(
+    tmp_path: Path, own_temporary_directory: Path
+) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"")
+    base = decoded._base()
+    name = decoded._name_of(source, "test")
+    found: list[Path] = []
+
+    def decode(directory: Path) -> None:
+        raise AssertionError("the file is decoded twice")
+
+    # As a process does that found the directory incomplete, like this one, and is the first to decode.
+    with open(base / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        other = threading.Thread(
+            target=lambda: found.append(decoded.decoded_directory(source, "test", decode)),
+            daemon=True,
+        )
+        other.start()
+        time.sleep(0.3)
+        assert found == []
+        (base / name).mkdir()
+        (base / name / "complete").touch()
+        # It keeps its shared lock until it ends.
+        other.join(120)
+        assert found == [base / name]
+
+
+def test_a_failed_decoding_leaves_nothing(tmp_path: Path, own_temporary_directory: Path) -> None:
+    (tmp_path / "source").write_bytes(b"")
+
+    def fail(directory: Path) -> None:
+        (directory / "half").write_bytes(b"x")
+        raise OSError(28, "No space left on device", str(directory / "half"))
+
+    with pytest.raises(CheckpointUnusable, match="TMPDIR"):
+        decoded.decoded_directory(tmp_path / "source", "test", fail)
+    (base,) = own_temporary_directory.iterdir()
+    assert [path.suffix for path in base.iterdir()] in ([], [".lock"])
+    calls: list[Path] = []
+    first = decoded.decoded_directory(tmp_path / "source", "test", calls.append)
+    assert decoded.decoded_directory(tmp_path / "source", "test", calls.append) == first
+    assert len(calls) == 1
+
+
+def test_a_directory_that_others_can_write_is_not_used(
+    tmp_path: Path, own_temporary_directory: Path
+) -> None:
+    (tmp_path / "source").write_bytes(b"")
+    base = own_temporary_directory / f"automodel_ckpt-decoded-{os.getuid()}"
+    base.mkdir()
+    base.chmod(0o777)
+    with pytest.raises(CheckpointUnusable, match="another user"):
+        decoded.decoded_directory(tmp_path / "source", "test", lambda directory: None)

@@ -1,0 +1,342 @@
+"""Checkpoints of PyTorch Lightning, and training states of plain scripts, are read without running their code.
+
+The files in tests/fixtures/lightning and tests/fixtures/torch_states were written by the real programs (make.py there).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.formats.registry import detect
+from automodel_ckpt.convert.formats.torch.torch_training_state import finished_epochs
+from automodel_ckpt.convert.formats.torch.training_state import ModelParameter, TrainingState
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.external_tensors import moments, no_parameters, values
+
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+LIGHTNING = FIXTURES / "lightning"
+LIGHTNING_FILE = LIGHTNING / "epoch=0-step=5.ckpt"
+DISTRIBUTED = LIGHTNING / "distributed"
+STATES = FIXTURES / "torch_states"
+(STATE_FILE,) = STATES.glob("checkpoint_*.pt")
+Capture = pytest.CaptureFixture[str]
+
+
+def model_of(directory: Path) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+
+
+def parameters_of(model: Any) -> list[ModelParameter]:
+    return [
+        ModelParameter(name, tuple(parameter.shape), parameter.dim() >= 2)
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def state_of(path: Path, directory: Path) -> TrainingState:
+    known = detect(path)
+    assert known is not None
+    state = known.training_state(path, lambda: parameters_of(model_of(directory)))
+    assert state is not None
+    return state
+
+
+def load(path: Path) -> dict[str, Any]:
+    value: dict[str, Any] = torch.load(path, weights_only=True)
+    return value
+
+
+def assert_moments(state: TrainingState, expected: dict[str, dict[str, Any]]) -> None:
+    """Compare the moments and steps with those that torch reads, bit by bit."""
+    optimizer = state.optimizer
+    assert optimizer is not None
+    assert optimizer.tensors.keys() == expected.keys()
+    found = moments(optimizer)
+    assert len(found) == 2 * len(expected)
+    for name, entry in expected.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(found[f"{name}:{key}"], entry[key]), (name, key)
+        assert optimizer.values[name] == {"step": entry["step"].item()}
+
+
+def test_the_model_of_a_lightning_file_has_the_names_of_the_model(capsys: Capture) -> None:
+    stored = load(LIGHTNING_FILE)["state_dict"]
+    found = values(LIGHTNING_FILE)
+    assert set(found) == set(model_of(LIGHTNING).state_dict())
+    for name, value in found.items():
+        assert torch.equal(value, stored[f"model.{name}"]), name
+    assert main(["show", str(LIGHTNING_FILE)]) == 0
+    assert "PyTorch Lightning checkpoint" in capsys.readouterr().out
+
+
+def test_the_training_state_of_a_lightning_file_is_that_of_the_trainer() -> None:
+    saved = load(LIGHTNING_FILE)
+    state = state_of(LIGHTNING_FILE, LIGHTNING)
+    # Saved after the last batch of the first epoch: one epoch is finished, although the file says `epoch: 0`.
+    assert (saved["epoch"], saved["global_step"]) == (0, 5)
+    assert (state.step, state.epoch, state.consumed_samples) == (5, 1, None)
+    assert state.scheduler is not None
+    assert state.scheduler["last_epoch"] == 5
+    assert set(state.omitted) == {"loops", "callbacks"}
+    (optimizer,) = saved["optimizer_states"]
+    names = [name for name, _ in model_of(LIGHTNING).named_parameters()]
+    assert_moments(state, {name: optimizer["state"][n] for n, name in enumerate(names)})
+    assert state.optimizer is not None
+    (group,) = state.optimizer.groups
+    assert group.parameters == tuple(names)
+    assert group.options["lr"] == optimizer["param_groups"][0]["lr"]
+
+
+def test_the_model_of_a_distributed_directory_has_the_names_of_the_model(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    dcp_to_torch_save(DISTRIBUTED, tmp_path / "all.pt")
+    stored = torch.load(tmp_path / "all.pt", weights_only=False)["state_dict"]
+    found = values(DISTRIBUTED)
+    assert set(found) == set(model_of(LIGHTNING).state_dict())
+    for name, value in found.items():
+        assert torch.equal(value, stored[f"model.{name}"]), name
+    assert main(["ls", str(DISTRIBUTED)]) == 0
+    assert "PyTorch Lightning distributed checkpoint" in capsys.readouterr().out
+
+
+def test_the_training_state_of_a_plain_script_is_read_in_its_groups() -> None:
+    saved = load(STATE_FILE)
+    state = state_of(STATE_FILE, STATES)
+    assert (state.step, state.epoch, state.consumed_samples) == (5, 1, None)
+    assert state.omitted == ("args",)
+    assert state.scheduler is not None
+    assert state.scheduler["last_epoch"] == 5
+    named = list(model_of(STATES).named_parameters())
+    matrices = [name for name, parameter in named if parameter.dim() >= 2]
+    vectors = [name for name, parameter in named if parameter.dim() < 2]
+    stored = saved["optimizer_state_dict"]["state"]
+    assert_moments(state, {name: stored[n] for n, name in enumerate([*matrices, *vectors])})
+    assert state.optimizer is not None
+    with_decay, without = state.optimizer.groups
+    assert with_decay.parameters == tuple(matrices)
+    assert without.parameters == tuple(vectors)
+    assert (with_decay.options["weight_decay"], without.options["weight_decay"]) == (0.01, 0.0)
+
+
+def test_the_training_state_of_composer_is_read(tmp_path: Path) -> None:
+    """``composer.Trainer`` saves the parts of its state by their classes."""
+    saved = load(STATE_FILE)
+    optimizer = saved["optimizer_state_dict"]
+    for group in optimizer["param_groups"]:
+        group |= {"initial_lr": 0.5, "weight_decay": group["weight_decay"] and 0.25}
+    model = {f"model.{name}": value for name, value in saved["model_state_dict"].items()}
+    counters = {"iteration": 0, "epoch": 2, "batch": 7, "sample": 56, "token": 0}
+    state_dict = {
+        "model": model,
+        "optimizers": {"DecoupledAdamW": optimizer},
+        "schedulers": {"CosineAnnealingWithWarmupScheduler": saved["scheduler_state_dict"]},
+        "timestamp": {"Timestamp": counters},
+        "run_name": "x",
+    }
+    path = tmp_path / "ep2-ba7-rank0.pt"
+    torch.save({"state": state_dict, "rng": []}, path)
+    state = state_of(path, STATES)
+    assert (state.step, state.epoch, state.consumed_samples) == (7, 2, 56)
+    assert state.omitted == ("run_name",) and state.scheduler is not None
+    named = list(model_of(STATES).named_parameters())
+    names = [name for name, each in named if each.dim() >= 2]
+    names += [name for name, each in named if each.dim() < 2]
+    assert_moments(state, {name: optimizer["state"][n] for n, name in enumerate(names)})
+    assert state.optimizer is not None
+    # Its weight decay is not multiplied by the peak rate.
+    assert [group.options["weight_decay"] for group in state.optimizer.groups] == [0.5, 0.0]
+
+
+def changed(path: Path, change: Any) -> Path:
+    """Save the Lightning file again with torch, after *change* was called with its content."""
+    saved = load(LIGHTNING_FILE)
+    change(saved)
+    torch.save(saved, path)
+    return path
+
+
+def test_several_optimizers_are_named_and_not_transferred(tmp_path: Path) -> None:
+    def twice(saved: dict[str, Any]) -> None:
+        saved["optimizer_states"] *= 2
+        saved["lr_schedulers"] *= 2
+
+    state = state_of(changed(tmp_path / "x.ckpt", twice), LIGHTNING)
+    assert state.optimizer is None
+    assert state.scheduler is None
+    assert any("optimizer_states (2 of them" in text for text in state.omitted)
+    assert any("lr_schedulers (2 of them" in text for text in state.omitted)
+
+
+def test_a_file_with_only_a_model_has_no_training_state(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.save({"state_dict": load(STATE_FILE)["model_state_dict"]}, path)
+    known = detect(path)
+    assert known is not None
+    assert known.training_state(path, list) is None
+
+
+def test_the_optimizer_of_another_model_is_an_error() -> None:
+    with pytest.raises(CheckpointUnusable, match="cannot be assigned"):
+        state_of(LIGHTNING_FILE, STATES)
+
+
+def test_names_of_an_optimizer_lose_the_prefix_of_the_model(tmp_path: Path) -> None:
+    def named(saved: dict[str, Any]) -> None:
+        (optimizer,) = saved["optimizer_states"]
+        names = [f"model.{name}" for name, _ in model_of(LIGHTNING).named_parameters()]
+        optimizer["state"] = {name: optimizer["state"][n] for n, name in enumerate(names)}
+        optimizer["param_groups"][0]["params"] = names
+
+    state = state_of(changed(tmp_path / "x.ckpt", named), LIGHTNING)
+    stored = load(LIGHTNING_FILE)["optimizer_states"][0]["state"]
+    names = [name for name, _ in model_of(LIGHTNING).named_parameters()]
+    assert_moments(state, {name: stored[n] for n, name in enumerate(names)})
+
+
+def test_progress_of_another_form_leaves_the_epoch_of_the_file(tmp_path: Path) -> None:
+    def bad(saved: dict[str, Any]) -> None:
+        saved["loops"] = {"fit_loop": {"epoch_progress": {"current": {"completed": "1"}}}}
+
+    assert state_of(changed(tmp_path / "x.ckpt", bad), LIGHTNING).epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("ready", "completed", "is_last_batch", "expected"),
+    [
+        (1, 0, False, 0),  # in the first epoch
+        (1, 0, True, 1),  # after its last batch
+        (2, 1, False, 1),  # in the second one
+        (1, 1, True, 1),  # the run has ended after a full epoch
+        (1, 1, False, 1),  # the run has ended in an epoch, which Lightning counts
+    ],
+)
+def test_finished_epochs_follow_from_the_progress_of_the_loops(
+    ready: int, completed: int, is_last_batch: bool, expected: int
+) -> None:
+    loops = {
+        "fit_loop": {
+            "epoch_progress": {"current": {"ready": ready, "completed": completed}},
+            "epoch_loop.batch_progress": {"is_last_batch": is_last_batch},
+        }
+    }
+    assert finished_epochs(loops, 9) == expected
+
+
+@pytest.mark.parametrize("path", [LIGHTNING_FILE, DISTRIBUTED, STATE_FILE])
+def test_weights_are_imported_and_what_is_not_is_counted(
+    tmp_path: Path, capsys: Capture, path: Path
+) -> None:
+    assert main(["import", str(path), str(tmp_path / "run"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_tensors"] == len(values(path))
+    assert report["left_out"]
+    assert main(["diff", str(path), str(tmp_path / "run")]) == 0
+
+
+def test_a_directory_of_named_checkpoints_is_listed_and_ranked(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    stem = "megatron_gpt--val_loss={}-step={}-consumed_samples={}"
+    names = {
+        stem.format("0.432", 1000, "32000.0") + ".ckpt": LIGHTNING_FILE,
+        stem.format("0.40", 2000, "64000.0") + ".ckpt": DISTRIBUTED,
+        stem.format("0.45", 3000, "96000.0") + "-last.ckpt": LIGHTNING_FILE,
+        "last.ckpt": LIGHTNING_FILE,
+    }
+    for name, source in names.items():
+        (tmp_path / name).symlink_to(source)
+    assert main(["ls", str(tmp_path), "--json"]) == 3  # links are not followed
+    capsys.readouterr()
+    for name, source in names.items():
+        (tmp_path / name).unlink()
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / name)
+        else:
+            shutil.copy(source, tmp_path / name)
+    (tmp_path / "notes step=1.txt").write_text("no checkpoint")
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert set(rows) == set(names)
+    # The step in a file counts more than that in its name, as in an import.
+    first, second, third, last = (rows[name] for name in names)
+    assert (first["step"], first["consumed_samples"], first["val_loss"]) == (5, 32000, 0.432)
+    assert second["pointers"] == ["lowest val_loss"]
+    assert third["pointers"] == last["pointers"] == ["last"]
+    # Its name does not state them.
+    assert (last["step"], last["epoch"]) == (5, 0)
+    assert "2 of 3" in first["reason"]
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "lowest val_loss" in capsys.readouterr().out
+
+
+def test_the_training_state_of_a_distributed_directory_is_that_of_the_trainer(
+    tmp_path: Path,
+) -> None:
+    dcp_to_torch_save(DISTRIBUTED, tmp_path / "all.pt")
+    saved = torch.load(tmp_path / "all.pt", weights_only=False)["optimizer_0"]
+    known = detect(DISTRIBUTED)
+    assert known is not None
+    assert known.has_training_state(DISTRIBUTED)
+    state = known.training_state(DISTRIBUTED, no_parameters)
+    assert state is not None
+    assert (state.step, state.epoch, state.consumed_samples) == (5, 1, None)
+    assert set(state.omitted) == {"loops", "callbacks"}
+    assert state.scheduler is not None
+    assert state.scheduler["last_epoch"] == 5
+    assert state.optimizer is not None
+    (group,) = state.optimizer.groups
+    (saved_group,) = saved["param_groups"]
+    assert group.parameters == tuple(name.removeprefix("model.") for name in saved_group["params"])
+    assert group.options["lr"] == saved_group["lr"]
+    expected = {name.removeprefix("model."): entry for name, entry in saved["state"].items()}
+    assert_moments(state, expected)
+
+
+def test_the_position_is_that_of_the_files_or_of_their_name(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    def position(path: Path, *options: str) -> list[Any]:
+        command = ["import", str(path), str(tmp_path / "run"), "--dry-run", "--json", *options]
+        assert main(command) == 0
+        report = json.loads(capsys.readouterr().out)
+        return [report["step"], report["epoch"], report["position_from"]]
+
+    assert position(LIGHTNING_FILE) == [5, 0, "stated in the files"]
+    assert position(STATE_FILE) == [5, 1, "stated in the files"]
+    assert position(DISTRIBUTED) == [5, 0, "stated in the files"]
+    assert position(DISTRIBUTED, "--step", "9") == [9, 0, "as given"]
+    weights = {"state_dict": load(STATE_FILE)["model_state_dict"]}
+    torch.save(weights, tmp_path / "net--val_loss=0.4-step=70-consumed_samples=280.0.ckpt")
+    assert position(next(tmp_path.glob("net*"))) == [70, 0, "stated in the name"]
+    torch.save(weights, tmp_path / "weights.pt")
+    assert position(tmp_path / "weights.pt") == [0, 0, ""]
+
+
+def test_consumed_samples_in_the_name_belong_to_the_training_state(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    name = "net--val_loss=0.4-step=5-consumed_samples=20.0.ckpt"
+    shutil.copy(LIGHTNING_FILE, tmp_path / name)
+    options = ["--training-state", "--config", str(LIGHTNING)]
+    assert main(["import", str(tmp_path / name), str(tmp_path / "run"), *options]) == 0
+    assert "20 consumed samples" in capsys.readouterr().out
+
+
+def test_without_a_config_the_error_says_how_to_name_it(tmp_path: Path, capsys: Capture) -> None:
+    path = shutil.copy(LIGHTNING_FILE, tmp_path / "x.ckpt")
+    assert main(["import", str(path), str(tmp_path / "run"), "--training-state"]) == 3
+    assert "--config" in capsys.readouterr().err
+    missing = ["--config", str(tmp_path)]
+    assert main(["import", str(path), str(tmp_path / "run"), *missing]) == 3
+    assert "there is no config.json" in capsys.readouterr().err

@@ -1,0 +1,459 @@
+"""Models of NeMo are read in place, unpacked and packed. The files in tests/fixtures/nemo were written by NeMo 3.0.
+
+``state.safetensors`` there is the model's state dict. Checkpoints of several ranks, and damage, are made here.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.cli import ckpt
+from automodel_ckpt.convert.formats.nemo.nemo import NemoDirectory
+from automodel_ckpt.convert.formats.nemo.tar_reading import tar_members
+from automodel_ckpt.convert.formats.nemo.tar_writing import TarWriter
+from automodel_ckpt.convert.formats.registry import detect
+from automodel_ckpt.convert.open import open_source, open_weights
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.external_tensors import values
+
+FIXTURES = Path(__file__).parents[3] / "fixtures" / "nemo"
+EXPECTED = load_file(FIXTURES / "state.safetensors")
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def error_of(path: Path) -> str:
+    with pytest.raises(CheckpointUnusable) as raised:
+        open_weights(path)
+    return str(raised.value)
+
+
+def tar_of(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+# ---------------------------------------------------------------- files of NeMo
+
+
+@pytest.mark.parametrize("name", ["model.nemo", "unpacked", "gzip.nemo"])
+def test_the_tensors_of_a_model_of_nemo_are_read(name: str) -> None:
+    assert_equal(values(FIXTURES / name), EXPECTED)
+
+
+def test_init_from_follows_a_link_to_a_nemo_file(tmp_path: Path) -> None:
+    (tmp_path / "link.nemo").symlink_to(FIXTURES / "model.nemo")
+    weights = open_weights(tmp_path / "link.nemo")
+    assert weights.modules["model"].tensors.keys() == EXPECTED.keys()
+
+
+def test_a_compressed_nemo_file_is_decompressed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    first = open_source(FIXTURES / "gzip.nemo")
+    assert first.root.is_relative_to(tmp_path / "temporary")
+    assert open_source(FIXTURES / "gzip.nemo").root == first.root
+    plain = gzip.decompress((FIXTURES / "gzip.nemo").read_bytes())
+    copy = (first.root / "archive.tar").read_bytes()
+    # Without the padding behind the end of the archive.
+    assert plain.startswith(copy) and not any(plain[len(copy) :])
+
+
+def test_a_damaged_compressed_nemo_file_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    content = (FIXTURES / "gzip.nemo").read_bytes()
+    path = tmp_path / "model.nemo"
+    path.write_bytes(content[:-40])
+    assert "tar archive cannot be read" in error_of(path)
+    path.write_bytes(content[:-100] + bytes(100))
+    assert "tar archive cannot be read" in error_of(path)
+    assert not list((tmp_path / "temporary").rglob("archive.tar"))
+
+
+def test_a_compressed_nemo_file_can_be_unpacked(tmp_path: Path) -> None:
+    assert ckpt.main(["unpack", str(FIXTURES / "gzip.nemo"), str(tmp_path / "model")]) == 0
+    assert_equal(values(tmp_path / "model"), EXPECTED)
+
+
+@pytest.mark.parametrize("name", ["model.nemo", "unpacked", "gzip.nemo"])
+def test_show_prints_the_config_and_the_artifacts(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ckpt.main(["show", str(FIXTURES / name), "--json"]) == 0
+    details = json.loads(capsys.readouterr().out)["trees"]["."]["details"]
+    assert "width: 4" in details["model_config.yaml"]
+    assert "_vocabulary.txt" in details["artifacts"][0]
+
+
+def test_import_lists_the_artifacts_that_it_does_not_transfer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, run = str(FIXTURES / "model.nemo"), tmp_path / "run"
+    assert ckpt.main(["import", source, str(run)]) == 0
+    assert "artifacts of NeMo" in capsys.readouterr().out
+    assert_equal(values(run / "epoch_0_step_0"), EXPECTED)
+
+
+# ---------------------------------------------------------------- unpack and pack
+
+
+def test_an_unpacked_model_can_be_edited_and_packed_again(tmp_path: Path) -> None:
+    directory, packed = tmp_path / "model", tmp_path / "edited.nemo"
+    assert ckpt.main(["unpack", str(FIXTURES / "model.nemo"), str(directory)]) == 0
+    config = directory / "model_config.yaml"
+    config.write_text(config.read_text().replace("width: 4", "width: 5"))
+    assert ckpt.main(["pack", str(directory), str(packed)]) == 0
+    assert_equal(values(packed), EXPECTED)
+    # NeMo reads archives with Python's tarfile.
+    with tarfile.open(packed, "r:") as archive:
+        names = archive.getnames()
+        content = archive.extractfile("./model_config.yaml")
+        assert content is not None and b"width: 5" in content.read()
+    assert names[:2] == [".", "./model_config.yaml"]
+
+
+def test_packing_the_same_files_gives_the_same_bytes(tmp_path: Path) -> None:
+    copies = [tmp_path / "a", tmp_path / "b"]
+    for number, copy in enumerate(copies):
+        shutil.copytree(FIXTURES / "unpacked", copy)
+        os.utime(copy / "model_config.yaml", (number, number))
+        os.chmod(copy / "model_config.yaml", 0o600 + number)
+        assert ckpt.main(["pack", str(copy), f"{copy}.nemo"]) == 0
+    assert (tmp_path / "a.nemo").read_bytes() == (tmp_path / "b.nemo").read_bytes()
+
+
+def test_pack_does_not_replace_a_file_without_force(tmp_path: Path) -> None:
+    target = tmp_path / "model.nemo"
+    target.write_bytes(b"mine")
+    assert ckpt.main(["pack", str(FIXTURES / "unpacked"), str(target)]) == 4
+    assert target.read_bytes() == b"mine"
+    assert ckpt.main(["pack", str(FIXTURES / "unpacked"), str(target), "--force"]) == 0
+    assert_equal(values(target), EXPECTED)
+
+
+def test_pack_warns_of_a_missing_artifact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = Path(shutil.copytree(FIXTURES / "unpacked", tmp_path / "model"))
+    next(directory.glob("*_vocabulary.txt")).unlink()
+    assert ckpt.main(["pack", str(directory), str(tmp_path / "model.nemo")]) == 0
+    assert "(tokenizer.vocabulary)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["extra", "directory"])
+def test_pack_rejects_links(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = Path(shutil.copytree(FIXTURES / "unpacked", tmp_path / "model"))
+    (directory / name).symlink_to("/etc/passwd" if name == "extra" else "/etc")
+    assert ckpt.main(["pack", str(directory), str(tmp_path / "model.nemo")]) == 3
+    assert os.listdir(tmp_path) == ["model"]
+    message = capsys.readouterr().err
+    assert "a symbolic link to /etc" in message and "replace it by a copy" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "hint"),
+    [
+        (["pack", "model", "model/new.nemo"], 2, "name a file outside of"),
+        (["pack", "model", "new.qnemo"], 2, "use the suffix .nemo"),
+        (["pack", "model", "there"], 4, "choose another output path, or add --force"),
+        (["pack", "there", "new.nemo"], 3, "that command unpacks an archive"),
+        (["pack", "nowhere", "new.nemo"], 3, "name a directory that `ckpt unpack` wrote"),
+        (["unpack", "model", "new"], 3, "`ckpt pack` packs a directory"),
+        (["unpack", "nowhere", "new"], 3, "name a .nemo or .qnemo file"),
+    ],
+)
+def test_pack_and_unpack_state_what_to_name_instead(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    code: int,
+    hint: str,
+) -> None:
+    shutil.copytree(FIXTURES / "unpacked", tmp_path / "model")
+    (tmp_path / "there").touch()
+    monkeypatch.chdir(tmp_path)
+    assert ckpt.main(words) == code
+    assert hint in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(os.listdir(tmp_path)) == ["model", "there"]
+
+
+def test_pack_rejects_a_directory_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = Path(shutil.copytree(FIXTURES / "unpacked", tmp_path / "model"))
+    (directory / "weights").mkdir()
+    scandir = os.scandir
+
+    # The tests may run as root, who can read everything.
+    def denied(path: Any) -> Any:
+        if os.path.basename(path) in unreadable:
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    unreadable: list[str] = []
+    monkeypatch.setattr(os, "scandir", denied)
+    for name in ("weights", "model"):
+        unreadable.append(name)
+        assert ckpt.main(["pack", str(directory), str(tmp_path / "model.nemo")]) == 3
+        message = capsys.readouterr().err
+        assert "cannot be read" in message and "Permission denied" in message
+        assert os.listdir(tmp_path) == ["model"]
+
+
+def test_unpack_needs_an_empty_directory_and_a_known_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    assert ckpt.main(["unpack", str(FIXTURES / "model.nemo"), str(tmp_path / "full")]) == 4
+    (tmp_path / "other.tar").write_bytes(tar_of({"readme.txt": b"x"}))
+    assert ckpt.main(["unpack", str(tmp_path / "other.tar"), str(tmp_path / "new")]) == 3
+    assert "readme.txt" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["full", "other.tar"]
+
+
+# ---------------------------------------------------------------- tar archives
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_members_are_found_where_tarfile_finds_them(form: int, tmp_path: Path) -> None:
+    directory = tmp_path / "files"
+    names = ["a", "sub/b", "sub/" + "n" * 90 + "/" + "m" * 90, "sub/empty"]
+    if form != tarfile.USTAR_FORMAT:
+        names += ["sub/" + "x" * 200, "sub/größe.txt"]
+    for number, name in enumerate(names):
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes([number]) * (number * 400))
+    archive = tmp_path / "archive.tar"
+    with tarfile.open(archive, "w", format=form) as file:
+        file.add(directory, arcname=".")
+    with tarfile.open(archive) as file:
+        expected = {}
+        for entry in file:
+            if entry.isfile():
+                expected[entry.name.removeprefix("./")] = (entry.offset_data, entry.size)
+    found = {}
+    for member in tar_members(archive):
+        if not member.is_directory:
+            found[member.name] = (member.start, member.nbytes)
+    assert found == expected
+    assert found.keys() == set(names)
+
+
+def test_written_archives_are_read_by_tarfile_and_by_this_program(tmp_path: Path) -> None:
+    path = tmp_path / "archive.tar"
+    contents = {"long/" + "n" * 150: b"abc", "größe": b"", "streamed": b"x" * 1000}
+    with open(path, "wb") as file:
+        writer = TarWriter(file)
+        for name, content in contents.items():
+            if name == "streamed":
+                writer.add_streamed(name, lambda file: file.write(b"x" * 1000) and None)
+            else:
+                writer.add_bytes(name, content)
+        writer.finish()
+    with tarfile.open(path, "r:") as archive:
+        for name, content in contents.items():
+            extracted = archive.extractfile(f"./{name}")
+            assert extracted is not None and extracted.read() == content
+    data = path.read_bytes()
+    for member in tar_members(path):
+        if not member.is_directory:
+            assert data[member.start : member.start + member.nbytes] == contents[member.name]
+
+
+# ---------------------------------------------------------------- several ranks
+
+WIDTH, FEATURES, VOCABULARY = 4, 6, 8
+Tensors = dict[str, torch.Tensor]
+
+
+def layer(number: int) -> Tensors:
+    prefix = f"model.decoder.layers.{number}."
+    shapes = {
+        "self_attention.linear_qkv.layer_norm_weight": (WIDTH,),
+        "self_attention.linear_qkv.weight": (3 * WIDTH, WIDTH),
+        "self_attention.linear_proj.weight": (WIDTH, WIDTH),
+        "self_attention.linear_proj.bias": (WIDTH,),
+        "mlp.linear_fc1.weight": (2 * FEATURES, WIDTH),
+        "mlp.linear_fc2.weight": (WIDTH, FEATURES),
+    }
+    return {prefix + name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def whole_model(num_layers: int) -> Tensors:
+    torch.manual_seed(1)
+    tensors = {"model.embedding.word_embeddings.weight": torch.randn(VOCABULARY, WIDTH)}
+    for number in range(num_layers):
+        tensors |= layer(number)
+    tensors["model.decoder.final_layernorm.weight"] = torch.randn(WIDTH)
+    tensors["model.output_layer.weight"] = torch.randn(VOCABULARY, WIDTH)
+    return tensors
+
+
+def part(name: str, value: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+    """Return what Megatron keeps of a tensor on one of its tensor-parallel ranks."""
+    if "linear_fc1" in name:
+        gate, up = value.chunk(2)
+        return torch.cat([gate.chunk(num_ranks)[rank], up.chunk(num_ranks)[rank]])
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return value.chunk(num_ranks, dim=1)[rank].clone()
+    if "norm" in name or name.endswith("bias"):
+        return value
+    return value.chunk(num_ranks)[rank].clone()
+
+
+def nemo_of_ranks(num_ranks: int, num_stages: int, tensors: Tensors) -> dict[str, bytes]:
+    files = {"./model_config.yaml": b"activation: fast-swiglu\nmcore_gpt: true\n"}
+    layers_per_stage = 2
+    for stage in range(num_stages):
+        for rank in range(num_ranks):
+            state = {}
+            for name, value in tensors.items():
+                parts = name.split(".")
+                own = name
+                if "layers" in parts:
+                    number = int(parts[3])
+                    if number // layers_per_stage != stage:
+                        continue
+                    parts[3] = str(number % layers_per_stage)
+                    own = ".".join(parts)
+                elif ("embedding" in name) != (stage == 0) and num_stages > 1:
+                    continue
+                state[own] = part(name, value, rank, num_ranks)
+            directory = f"mp_rank_{rank:02d}"
+            if num_stages > 1:
+                directory = f"tp_rank_{rank:02d}_pp_rank_{stage:03d}"
+            files[f"./{directory}/model_weights.ckpt"] = saved(state)
+    return files
+
+
+@pytest.mark.parametrize(("num_ranks", "num_stages"), [(2, 1), (1, 2), (2, 2)])
+def test_the_weights_of_ranks_are_merged(num_ranks: int, num_stages: int, tmp_path: Path) -> None:
+    expected = whole_model(2 * num_stages)
+    path = tmp_path / "model.nemo"
+    path.write_bytes(tar_of(nemo_of_ranks(num_ranks, num_stages, expected)))
+    assert_equal(values(path), expected)
+    assert ckpt.main(["unpack", str(path), str(tmp_path / "model")]) == 0
+    assert_equal(values(tmp_path / "model"), expected)
+
+
+def test_the_ranks_of_megatron_core_are_merged_to_the_model_of_one_rank() -> None:
+    directory = FIXTURES / "ranks"
+    source = NemoDirectory().open(directory)
+    expected = load_file(FIXTURES / "ranks.safetensors")
+    assert source.tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        content = bytearray(whole(source.root, source.tensors[name]).tobytes())
+        found = torch.frombuffer(content, dtype=value.dtype).reshape(value.shape)
+        assert torch.equal(found, value), name
+    # The config describes a Llama, so that the names are those of Hugging Face.
+    gate = values(directory)["model.layers.1.mlp.gate_proj.weight"]
+    assert torch.equal(gate, expected["model.decoder.layers.1.mlp.linear_fc1.weight"][:24])
+
+
+def test_a_missing_rank_and_an_unknown_layer_are_errors(tmp_path: Path) -> None:
+    path = tmp_path / "model.nemo"
+    files = nemo_of_ranks(2, 2, whole_model(4))
+    del files["./tp_rank_01_pp_rank_000/model_weights.ckpt"]
+    path.write_bytes(tar_of(files))
+    assert "ranks are missing" in error_of(path)
+    tensors = {"model.conv.kernel": torch.randn(4, 4)}
+    path.write_bytes(tar_of(nemo_of_ranks(2, 1, tensors)))
+    assert "no rule to merge" in error_of(path) and "model.conv.kernel" in error_of(path)
+
+
+def distributed(config: bytes) -> dict[str, bytes]:
+    """Return the members of a .nemo file with the distributed checkpoint of the megatron-core fixture."""
+    checkpoint = next((FIXTURES.parent / "megatron" / "llama").glob("iter_*"))
+    files = {"model_config.yaml": config}
+    for path in sorted(checkpoint.iterdir()):
+        files[f"model_weights/{path.name}"] = path.read_bytes()
+    return files
+
+
+def test_a_distributed_checkpoint_in_an_archive_is_read_in_place_and_unpacked(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "model.nemo"
+    path.write_bytes(tar_of(distributed((FIXTURES / "ranks" / "model_config.yaml").read_bytes())))
+    found = values(path)
+    assert "model.layers.1.mlp.gate_proj.weight" in found
+    assert ckpt.main(["unpack", str(path), str(tmp_path / "model")]) == 0
+    assert_equal(found, values(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "zarr", "metadata"])
+def test_a_damaged_distributed_checkpoint_is_an_error(damage: str, tmp_path: Path) -> None:
+    files = distributed(b"a: 1\n")
+    data = next(name for name in files if name.endswith(".distcp"))
+    if damage == "missing":
+        del files[data]
+    elif damage == "truncated":
+        files[data] = files[data][:-600]
+    elif damage == "zarr":
+        del files["model_weights/.metadata"]
+    else:
+        files["model_weights/.metadata"] = b"\x80\x02cos\nsystem\n."
+    path = tmp_path / "model.nemo"
+    path.write_bytes(tar_of(files))
+    expected = {"missing": "missing", "truncated": "truncated", "zarr": "ckpt unpack"}
+    assert expected.get(damage, "cannot be read") in error_of(path)
+
+
+def test_a_tar_archive_of_something_else_is_not_a_model_of_nemo(tmp_path: Path) -> None:
+    path = tmp_path / "model.nemo"
+    path.write_bytes(tar_of({"readme.txt": b"x"}))
+    known = detect(path)
+    assert known is not None and known.name == "a tar or gzip archive"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [b"a: &a [1]\nb: *a\n", b"[" * 100 + b"]" * 100, b"\xff", b"- 1\n", b"a: b: c\n"],
+    ids=["reference", "deep", "not UTF-8", "list", "syntax"],
+)
+def test_a_damaged_config_is_an_error(config: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.nemo"
+    path.write_bytes(tar_of({"model_config.yaml": config, "model_weights.ckpt": saved({})}))
+    assert "config" in error_of(path)
+
+
+def test_export_reads_a_nemo_file(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    assert ckpt.main(["export", str(FIXTURES / "model.nemo"), "-o", str(output)]) == 0
+    assert_equal(values(output), EXPECTED)

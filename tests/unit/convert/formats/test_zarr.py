@@ -1,0 +1,183 @@
+"""Arrays of zarr: those that the real megatron-core 0.9 wrote, and compressed ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from automodel_ckpt.checkpoint.tensors.float_cast import cast
+from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.cli import ckpt
+from automodel_ckpt.convert.names.megatron_names import plain_names
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.unit.convert.conversion.test_names import save_model
+
+FIXTURE = Path(__file__).parents[3] / "fixtures" / "megatron" / "zarr"
+CHECKPOINT = "iter_0000020"
+Capture = pytest.CaptureFixture[str]
+
+
+def test_the_arrays_of_megatron_core_are_read_without_a_library() -> None:
+    source = open_source(FIXTURE)
+    expected = json.loads((FIXTURE / "expected" / "values.json").read_text())
+    found = plain_names(source.tensors, "here")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        values = cast(whole(source.root, tensor), tensor.dtype, "F32")
+        assert np.array_equal(values, np.array(expected[name], np.float32)), name
+    assert {tensor.dtype for tensor in found.values()} == {"BF16", "F32"}
+    assert source.omitted == ("counters (iteration 20)",)
+
+
+def test_a_checkpoint_with_the_older_backend_is_imported_and_shown(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    run = tmp_path / "run"
+    assert ckpt.main(["show", str(FIXTURE)]) == 0
+    assert "decoder.layers.mlp.linear_fc1.weight" in capsys.readouterr().out
+    arguments = ["import", str(FIXTURE), str(run), "--config", str(FIXTURE / "expected")]
+    assert ckpt.main(arguments) == 0
+    # The step is the iteration in common.pt.
+    (file,) = (run / "epoch_0_step_20" / "model").glob("*.safetensors")
+    imported = load_file(file)
+    expected = json.loads((FIXTURE / "expected" / "values.json").read_text())
+    embedding = torch.tensor(expected["embedding.word_embeddings.weight"])[:9]
+    assert torch.equal(imported["model.embed_tokens.weight"].float(), embedding)
+    fused = torch.tensor(expected["decoder.layers.1.self_attention.linear_qkv.weight"])
+    grouped = fused.reshape(2, 4, 2, 8)
+    key = imported["model.layers.1.self_attn.k_proj.weight"].float()
+    assert torch.equal(key, grouped[:, 2].reshape(4, 8))
+
+
+def raw_array(directory: Path, shape: tuple[int, ...], chunks: tuple[int, ...]) -> np.ndarray:
+    """Write an uncompressed array whose last chunks are padded; returns its values."""
+    values = np.arange(np.prod(shape), dtype="<f4").reshape(shape)
+    directory.mkdir(parents=True)
+    description = {
+        "zarr_format": 2,
+        "shape": shape,
+        "chunks": chunks,
+        "dtype": "<f4",
+        "order": "C",
+        "compressor": None,
+        "filters": None,
+        "fill_value": None,
+    }
+    (directory / ".zarray").write_text(json.dumps(description))
+    grid = [range(-(-extent // size)) for extent, size in zip(shape, chunks, strict=True)]
+    for index in np.ndindex(*[len(numbers) for numbers in grid]):
+        chunk = np.full(chunks, -1, dtype="<f4")
+        region = tuple(
+            slice(at * size, min((at + 1) * size, extent))
+            for at, size, extent in zip(index, chunks, shape, strict=True)
+        )
+        part = values[region]
+        chunk[tuple(slice(0, extent) for extent in part.shape)] = part
+        (directory / (".".join(map(str, index)) or "0")).write_bytes(chunk.tobytes())
+    return values
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [((5, 3), (2, 3)), ((4, 5), (2, 2)), ((3, 4, 5), (2, 3, 2)), ((), ()), ((7,), (3,))],
+)
+def test_padding_of_the_last_chunks_is_not_read(
+    shape: tuple[int, ...], chunks: tuple[int, ...], tmp_path: Path
+) -> None:
+    expected = raw_array(tmp_path / "arrays" / "w", shape, chunks)
+    source = open_source(tmp_path / "arrays")
+    assert np.array_equal(np.array(whole(source.root, source.tensors["w"])), expected)
+
+
+def changed(checkpoint: Path, **fields: object) -> None:
+    path = checkpoint / "decoder.final_layernorm.weight" / ".zarray"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"zarr_format": 3}, "another version"),
+        ({"shape": [2**62]}, "invalid"),
+        ({"shape": [-1]}, "invalid"),
+        ({"shape": [8, 8]}, "invalid"),
+        ({"chunks": [0]}, "invalid"),
+        ({"shape": [2**50], "chunks": [1]}, "too many chunks"),
+        ({"chunks": [2**40]}, "wrong size"),
+        ({"shape": [16]}, "missing"),
+        ({"dtype": "|O"}, "not supported"),
+        ({"dtype": [["a", "<f4"]]}, "not supported"),
+        ({"order": "F"}, "unusual"),
+        ({"filters": [{"id": "pickle"}]}, "unusual"),
+        ({"dimension_separator": "../"}, "unusual"),
+    ],
+)
+def test_hostile_descriptions_are_errors(
+    fields: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    checkpoint = shutil.copytree(FIXTURE, tmp_path / "run") / CHECKPOINT
+    changed(checkpoint, **fields)
+    with pytest.raises(CheckpointUnusable, match=said):
+        open_source(tmp_path / "run")
+
+
+def test_links_missing_and_cut_chunks_are_errors(tmp_path: Path) -> None:
+    run = shutil.copytree(FIXTURE, tmp_path / "run")
+    chunk = run / CHECKPOINT / "decoder.final_layernorm.weight" / "0"
+    content = chunk.read_bytes()
+    chunk.write_bytes(content[:-1])
+    with pytest.raises(CheckpointUnusable, match="wrong size"):
+        open_source(run)
+    chunk.unlink()
+    with pytest.raises(CheckpointUnusable, match="missing"):
+        open_source(run)
+    (tmp_path / "outside").write_bytes(content)
+    chunk.symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointUnusable, match="not a regular file"):
+        open_source(run)
+
+
+def test_an_archive_is_compressed_and_read_back_bit_equal(tmp_path: Path) -> None:
+    pytest.importorskip("tensorstore")
+    source = tmp_path / "model"
+    save_model("llama", source)
+    archive = tmp_path / "archive"
+    command = ["export", str(source), "--to", "zarr", "-o", str(archive), "--cast-dtype", "bf16"]
+    assert ckpt.main(command) == 0
+    description = json.loads((archive / "model.norm.weight" / ".zarray").read_text())
+    assert description["compressor"]["id"] == "zstd"
+    assert (archive / "config.json").is_file()
+    run = tmp_path / "run"
+    assert ckpt.main(["import", str(archive), str(run)]) == 0
+    (file,) = (run / "epoch_0_step_0" / "model").glob("*.safetensors")
+    imported = load_file(file)
+    original = load_file(source / "model.safetensors")
+    assert imported.keys() == original.keys()
+    for name, tensor in original.items():
+        assert torch.equal(imported[name], tensor.to(torch.bfloat16)), name
+    chunk = archive / "lm_head.weight" / "0.0"
+    chunk.write_bytes(chunk.read_bytes()[:20])
+    with pytest.raises(CheckpointUnusable, match="cannot be decoded"):
+        open_source(archive)
+    shutil.rmtree(archive / "lm_head.weight")
+    changed_array = archive / "model.norm.weight" / ".zarray"
+    text = json.loads(changed_array.read_text())
+    changed_array.write_text(json.dumps(text | {"shape": [2**30], "chunks": [2**30]}))
+    with pytest.raises(CheckpointUnusable, match="larger than its files"):
+        open_source(archive)
+
+
+def test_a_missing_library_is_an_error_that_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tensorstore", None)
+    command = ["export", str(FIXTURE), "--to", "zarr", "-o", str(tmp_path / "out")]
+    assert ckpt.main(command) == 2
+    assert "automodel_ckpt[zarr]" in capsys.readouterr().err

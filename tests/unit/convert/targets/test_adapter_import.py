@@ -1,0 +1,460 @@
+"""Importing adapters that peft saved: every kind is either equal to what peft computes, or an error."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
+
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.merging.layer_patterns import matches_layer
+
+Capture = pytest.CaptureFixture[str]
+Error = Callable[..., str]
+TOKENS = torch.arange(3, 15).reshape(1, 12)
+FILE = "adapter_model.safetensors"
+
+
+def base_in(directory: Path, *, tied: bool = False) -> Path:
+    config = LlamaConfig(
+        vocab_size=24,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(3)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def adapter_on(base: Path, directory: Path, dtype: str = "float32", **options: Any) -> Path:
+    """Save an adapter whose values are not those of a new one."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    config = LoraConfig(r=2, lora_alpha=3, task_type="CAUSAL_LM", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = get_peft_model(model, config)
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        adapted.save_pretrained(str(directory))
+    return directory
+
+
+def logits_of(base: Path, adapter: Path, dtype: str = "float32") -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
+    with torch.no_grad():
+        logits: torch.Tensor = adapted(input_ids=TOKENS).logits
+    return logits
+
+
+@pytest.fixture
+def imported(tmp_path: Path, capsys: Capture) -> Callable[..., dict[str, Any]]:
+    """Return a function that imports an adapter, and returns the report."""
+
+    def call(adapter: Path, *more: str) -> dict[str, Any]:
+        run = tmp_path / f"run-{adapter.name}"
+        assert main(["import", str(adapter), str(run), "--json", *more]) == 0
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return report
+
+    return call
+
+
+@pytest.fixture
+def error(tmp_path: Path, capsys: Capture) -> Error:
+    """Return a function that imports an adapter that cannot be imported, and returns the message."""
+
+    def call(adapter: Path, *more: str) -> str:
+        assert main(["import", str(adapter), str(tmp_path / "run"), *more]) == 3
+        assert not (tmp_path / "run").exists()
+        return capsys.readouterr().err
+
+    return call
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "targets", [["lm_head", "q_proj"], ["embed_tokens"], ["embed_tokens", "lm_head"]]
+)
+def test_copies_of_the_base_that_peft_saves_with_an_adapter_are_left_out(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]], tied: bool, targets: list[str]
+) -> None:
+    base = base_in(tmp_path / "base", tied=tied)
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=targets)
+    num_copies = sum("base_layer" in name for name in load_file(adapter / FILE))
+    assert num_copies
+    report = imported(adapter)
+    assert any("of weights that the base or the adapter has" in text for text in report["left_out"])
+    assert report["peft"].get("ensure_weight_tying", True) != tied
+    model = Path(report["checkpoint"]) / "model"
+    assert not any("base_layer" in name for name in load_file(model / FILE))
+    assert torch.equal(logits_of(base, adapter), logits_of(base, model))
+
+
+def test_an_adapter_that_an_old_version_pickled_is_imported(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]]
+) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["q_proj"])
+    logits = logits_of(base, adapter)
+    torch.save(load_file(adapter / FILE), adapter / "adapter_model.bin")
+    (adapter / FILE).unlink()
+    model = Path(imported(adapter)["checkpoint"]) / "model"
+    assert torch.equal(logits, logits_of(base, model))
+
+
+def test_a_copy_of_the_base_may_have_the_dtype_of_training(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]]
+) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", "bfloat16", target_modules=["lm_head"])
+    copy = load_file(adapter / FILE)["base_model.model.lm_head.base_layer.weight"]
+    assert copy.dtype == torch.bfloat16
+    model = Path(imported(adapter)["checkpoint"]) / "model"
+    theirs, ours = (logits_of(base, each, "bfloat16") for each in (adapter, model))
+    assert torch.equal(theirs, ours)
+
+
+def test_embeddings_that_were_saved_unchanged_are_left_out(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]]
+) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["q_proj"])
+    weights = load_file(adapter / FILE)
+    own = load_file(base / "model.safetensors")
+    # What save_pretrained(save_embedding_layers=True) adds.
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        weights[f"base_model.model.{name}"] = own[name]
+    save_file(weights, adapter / FILE)
+    report = imported(adapter)
+    assert "2 copies of weights that the base or the adapter has" in report["left_out"]
+    assert torch.equal(
+        logits_of(base, adapter), logits_of(base, Path(report["checkpoint"]) / "model")
+    )
+
+
+def test_a_copy_that_differs_from_the_base_is_an_error(tmp_path: Path, error: Error) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["lm_head"])
+    weights = load_file(adapter / FILE)
+    name = "base_model.model.lm_head.base_layer.weight"
+    changed = weights[name].clone()
+    changed[5, 2] += 0.25
+    save_file({**weights, name: changed}, adapter / FILE)
+    text = error(adapter)
+    assert f"where:  {adapter / FILE}" in text and f"{name}: other values" in text
+    assert "merge_and_unload" in text and "--base" in text
+    # The layer of the base is read as a model of 25 tokens, whose embedding is not in the file.
+    resized = torch.cat([weights[name], weights[name][:1]])
+    save_file({**weights, name: resized}, adapter / FILE)
+    text = error(adapter)
+    assert "the vocabulary was resized" in text and "merge_and_unload" in text
+    assert "model.embed_tokens: not there, lm_head: 25" in text
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+    ],
+)
+def test_adapters_on_a_resized_vocabulary_are_imported(
+    tmp_path: Path,
+    imported: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    tied: bool,
+    options: dict[str, Any],
+) -> None:
+    base = base_in(tmp_path / "base", tied=tied)
+    load = AutoModelForCausalLM.from_pretrained
+
+    def resized(*arguments: Any, **others: Any) -> Any:
+        model = load(*arguments, **others)
+        model.resize_token_embeddings(27, mean_resizing=False)
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", resized)
+    adapter = adapter_on(base, tmp_path / "adapter", **options)
+    report = imported(adapter)
+    assert report["vocab_size"] == 27
+    model = Path(report["checkpoint"]) / "model"
+    assert not any("original_module" in name for name in load_file(model / FILE))
+    assert torch.equal(logits_of(base, adapter), logits_of(base, model))
+
+
+def test_two_different_copies_of_a_trained_module_are_an_error(
+    tmp_path: Path, error: Error
+) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(
+        base, tmp_path / "adapter", target_modules=["q_proj"], modules_to_save=["lm_head"]
+    )
+    weights = load_file(adapter / FILE)
+    name = "base_model.model.lm_head"
+    weights[f"{name}.modules_to_save.weight"] = weights[f"{name}.weight"] + 1
+    save_file(weights, adapter / FILE)
+    assert "two different copies of a module that was trained in full" in error(adapter)
+
+
+def test_tied_adapters_are_an_error_without_the_key_of_a_recipe(
+    tmp_path: Path, error: Error
+) -> None:
+    base = base_in(tmp_path / "base", tied=True)
+    adapter = adapter_on(
+        base, tmp_path / "adapter", target_modules=["embed_tokens"], ensure_weight_tying=True
+    )
+    text = error(adapter)
+    assert "adapters on an embedding and on its tied output layer" in text
+    assert "merge_and_unload" in text and "peft.ensure_weight_tying" not in text
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        {"q_proj": 4, "layers.1.self_attn.v_proj": 1},
+        {r"^model\.layers\.0\..*": 4, "nothing": 3},
+        {r".*1.self_attn.v_proj$": 4, "v_proj": 1},
+    ],
+)
+def test_ranks_and_alphas_of_single_layers_are_imported(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]], patterns: dict[str, int]
+) -> None:
+    base = base_in(tmp_path / "base")
+    alphas = {pattern: 7 * number for pattern, number in patterns.items()}
+    adapter = adapter_on(
+        base,
+        tmp_path / "adapter",
+        target_modules=["q_proj", "v_proj"],
+        rank_pattern=patterns,
+        alpha_pattern=alphas,
+        use_rslora=True,
+    )
+    report = imported(adapter)
+    model = Path(report["checkpoint"]) / "model"
+    assert torch.equal(logits_of(base, adapter), logits_of(base, model))
+    config = json.loads((model / "adapter_config.json").read_text())
+    assert config["rank_pattern"] == report["peft"]["rank_pattern"]
+
+
+def test_an_expression_that_can_take_forever_is_an_error(tmp_path: Path, error: Error) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["q_proj"])
+    path = adapter / "adapter_config.json"
+    config = json.loads(path.read_text())
+
+    def message(**changed: Any) -> str:
+        path.write_text(json.dumps({**config, **changed}))
+        return error(adapter)
+
+    text = message(alpha_pattern={"(.*.*.*)+x": 4})
+    assert "alpha_pattern: '(.*.*.*)+x'" in text and "replace it in the file" in text
+    assert "not a positive whole number" in message(rank_pattern={"q_proj": True})
+    assert "not a positive whole number" in message(lora_alpha=2.5)
+    assert "an option of the adapter is damaged" in message(rank_pattern=["q_proj"])
+    # 4.0 is read as 4.
+    text = message(lora_alpha=4.0, alpha_pattern={"q_proj": 8.0}, rank_pattern={"q_proj": 4})
+    assert "lora_A.weight: in the file [2, 8], in the model [4, 8]" in text
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["q_proj", "1.q_proj", "a.q", "^a.q_proj", "a", ".*", "^.*q_proj", r"1\.q_proj$", "a.*j", "^q"],
+)
+def test_patterns_match_what_peft_matches(pattern: str) -> None:
+    names = ["a.1.q_proj", "a.q_proj", "aXq_proj", "q_proj", "a", "b.a.1.q_proj", "a1.q_projj"]
+    theirs = [name for name in names if re.match(rf"(.*\.)?({pattern})$", name)]
+    assert [name for name in names if matches_layer(pattern, name)] == theirs
+
+
+def test_adapters_on_fused_experts_are_imported(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]]
+) -> None:
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=24,
+        hidden_size=8,
+        moe_intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        num_experts=3,
+        num_experts_per_tok=2,
+        initializer_range=0.3,
+    )
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    parameters = ["mlp.experts.gate_up_proj", "down_proj"]
+    adapter = adapter_on(
+        base, tmp_path / "adapter", target_modules=["q_proj"], target_parameters=parameters
+    )
+    report = imported(adapter)
+    assert report["peft"]["target_modules"] == ["q_proj"]
+    # peft writes them in any order.
+    assert sorted(report["peft"]["target_parameters"]) == sorted(parameters)
+    assert torch.equal(
+        logits_of(base, adapter), logits_of(base, Path(report["checkpoint"]) / "model")
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"init_lora_weights": "pissa"}, "merge it into its base with peft"),
+        ({"trainable_token_indices": [1]}, "merge it into its base with peft"),
+        ({"peft_type": "VERA"}, "merge it into its base with peft"),
+        ({"peft_type": "PREFIX_TUNING"}, "continue it with peft"),
+        ({"alora_invocation_tokens": [1]}, "continue it with peft"),
+        ({"target_parameters": ["gate.weight"]}, "merge it into its base with peft"),
+        ({"target_parameters": ["*"]}, "merge it into its base with peft"),
+        ({"target_parameters": "gate"}, "restore the file from another copy"),
+    ],
+)
+def test_the_hint_for_another_kind_of_adapter_is_possible(
+    tmp_path: Path, error: Error, changes: dict[str, Any], hint: str
+) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["q_proj"])
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    text = error(adapter)
+    assert hint in text
+    assert str(next(iter(changes))) in text or "gate.weight" in text
+
+
+def test_an_adapter_of_another_head_is_an_error_that_names_it(tmp_path: Path, error: Error) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(
+        base, tmp_path / "adapter", target_modules=["q_proj"], modules_to_save=["lm_head"]
+    )
+    path = adapter / "adapter_config.json"
+    config = json.loads(path.read_text())
+    weights = load_file(adapter / FILE)
+    weights["base_model.model.score.weight"] = weights.pop("base_model.model.lm_head.weight")
+    save_file(weights, adapter / FILE)
+    path.write_text(json.dumps({**config, "task_type": "SEQ_CLS", "modules_to_save": ["score"]}))
+    text = error(adapter)
+    assert "another head" in text and "task_type: SEQ_CLS; a LlamaForCausalLM has no score" in text
+    assert "recipe: sequence_classification" in text and "init_from.path" in text
+
+
+def test_layers_with_the_names_of_an_earlier_version_are_renamed(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    base = tmp_path / "base"
+    config = Qwen2VLConfig(
+        text_config={
+            "vocab_size": 24,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+        },
+        vision_config={"depth": 1, "embed_dim": 8, "hidden_size": 16, "num_heads": 1},
+    )
+    Qwen2VLForConditionalGeneration(config).save_pretrained(base)
+    # transformers 4.57 states the class only in the part.
+    stated = json.loads((base / "config.json").read_text())
+    stated["text_config"]["architectures"] = stated.pop("architectures")
+    (base / "config.json").write_text(json.dumps(stated))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{layer}.lora_A.weight": torch.ones(2, 16),
+        f"{layer}.lora_B.weight": torch.ones(16, 2),
+    }
+    save_file(tensors, adapter / FILE)
+    options = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": "^(?!.*visual).*q_proj",
+    }
+    options["rank_pattern"] = {"model.layers.0.self_attn.q_proj": 2}
+    (adapter / "adapter_config.json").write_text(json.dumps(options))
+    assert main(["import", str(adapter), str(tmp_path / "run"), "--base", str(base)]) == 0
+    output = capsys.readouterr().out
+    assert "1 layer renamed" in output
+    (stored,) = (tmp_path / "run").glob(f"epoch*/model/{FILE}")
+    inner = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
+    assert load_file(stored).keys() == {f"{inner}.lora_A.weight", f"{inner}.lora_B.weight"}
+
+
+def test_adapters_on_single_experts_are_an_error_that_says_so(tmp_path: Path, error: Error) -> None:
+    base = tmp_path / "base"
+    config = MixtralConfig(
+        vocab_size=24,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+    )
+    MixtralForCausalLM(config).save_pretrained(base)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    layer = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1"
+    tensors = {
+        f"{layer}.lora_A.weight": torch.ones(2, 8),
+        f"{layer}.lora_B.weight": torch.ones(8, 2),
+    }
+    save_file(tensors, adapter / FILE)
+    options = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["w1"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(options))
+    assert "a layer for each expert" in error(adapter, "--base", str(base))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp.bin", "model.safetensors"])
+def test_a_base_with_an_adapter_in_its_layers_is_an_error(
+    tmp_path: Path, error: Error, name: str
+) -> None:
+    """As accelerate saves the state of a model of peft."""
+    base = base_in(tmp_path / "base")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    shutil.copy(base / "config.json", saved)
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    state = {
+        f"{layer}.base_layer.weight": torch.ones(8, 8),
+        f"{layer}.lora_A.default.weight": torch.ones(2, 8),
+        f"{layer}.lora_B.default.weight": torch.ones(8, 2),
+    }
+    if name.endswith(".bin"):
+        torch.save(state, saved / name)
+    else:
+        save_file(state, saved / name, {"format": "pt"})
+    assert "not merged" in error(saved)

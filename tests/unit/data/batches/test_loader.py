@@ -1,0 +1,663 @@
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import time
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from automodel_ckpt.data.batches import workers
+from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
+from automodel_ckpt.data.batches.micro_batches import SampleReader
+from automodel_ckpt.data.batches.packing import PackedDataset
+from automodel_ckpt.data.collate import PadCollator
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
+from tests.unit.data.toys import Numbers, StatefulStream, Stream, StreamThatRemembersItsEnd, stack
+
+SOURCES = {
+    "map-style": Numbers,
+    "stream": Stream,
+    "stateful stream": StatefulStream,
+    "stream that remembers its end": StreamThatRemembersItsEnd,
+}
+
+
+def make(dataset: Any, **options: Any) -> GlobalBatchLoader:
+    sizes = {"global_batch_size": 4, "local_batch_size": 2, "seed": 7}
+    return GlobalBatchLoader(dataset, **{"collate_fn": stack, **sizes, **options})
+
+
+def train(loader: GlobalBatchLoader, steps: int) -> list[GlobalBatch]:
+    """Take *steps* global batches, over as many epochs as it needs."""
+    seen: list[GlobalBatch] = []
+    while len(seen) < steps:
+        for batch in loader:
+            loader.mark_consumed(batch)
+            seen.append(batch)
+            if len(seen) == steps:
+                break
+    return seen
+
+
+def contents(batches: list[GlobalBatch]) -> list[Any]:
+    """Everything a rank sees of some global batches, comparable with ==."""
+    tensors = [
+        [{k: v.tolist() for k, v in micro.items()} for micro in b.micro_batches] for b in batches
+    ]
+    return [
+        (b.epoch, b.index, b.start, b.sample_ids, b.last_of_epoch, t)
+        for b, t in zip(batches, tensors, strict=True)
+    ]
+
+
+def trained_on(batches: list[GlobalBatch]) -> list[int]:
+    """The numbers of the samples that carried labels."""
+    micros = [micro for batch in batches for micro in batch.micro_batches]
+    return [
+        number
+        for micro in micros
+        for number in micro["labels"].flatten().tolist()
+        if number != -100
+    ]
+
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "length": st.integers(1, 40),
+        "dp_size": st.integers(1, 4),
+        "local": st.integers(1, 3),
+        "accumulation": st.integers(1, 3),
+        "stop": st.integers(0, 25),
+        "source": st.sampled_from(sorted(SOURCES)),
+    }
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(SHAPES, st.booleans())
+def test_resumed_at_any_step_it_gives_what_an_uninterrupted_run_gives(
+    shape: dict[str, Any], drop_last: bool
+) -> None:
+    size = shape["local"] * shape["accumulation"] * shape["dp_size"]
+    assume(not drop_last or size <= shape["length"])
+
+    def fresh(rank: int) -> GlobalBatchLoader:
+        return make(
+            SOURCES[shape["source"]](shape["length"]),
+            global_batch_size=size,
+            local_batch_size=shape["local"],
+            dp_size=shape["dp_size"],
+            dp_rank=rank,
+            drop_last=drop_last,
+        )
+
+    for rank in range(shape["dp_size"]):
+        whole = train(fresh(rank), shape["stop"] + 5)
+        first, second = fresh(rank), fresh(rank)
+        before = train(first, shape["stop"])
+        second.load_state_dict(first.state_dict())
+        assert contents(before + train(second, 5)) == contents(whole)
+
+
+@settings(deadline=None, max_examples=50)
+@given(SHAPES, st.integers(1, 4))
+def test_another_number_of_ranks_in_mid_epoch_repeats_and_loses_nothing(
+    shape: dict[str, Any], other: int
+) -> None:
+    size = 12 * shape["accumulation"]
+    dataset = SOURCES[shape["source"]]
+
+    def loaders(dp_size: int) -> list[GlobalBatchLoader]:
+        options = {"global_batch_size": size, "local_batch_size": 1, "dp_size": dp_size}
+        return [make(dataset(shape["length"]), dp_rank=rank, **options) for rank in range(dp_size)]
+
+    reference = train(
+        make(dataset(shape["length"]), global_batch_size=size, local_batch_size=1),
+        shape["stop"] + 5,
+    )
+    first, second = loaders(shape["dp_size"]), loaders(other)
+    seen = [train(loader, shape["stop"]) for loader in first]
+    assert all(loader.state_dict() == first[0].state_dict() for loader in first)
+    for loader in second:
+        loader.load_state_dict(first[-1].state_dict())
+    rest = [train(loader, 5) for loader in second]
+
+    assert [b.sample_ids for b in seen[0] + rest[0]] == [b.sample_ids for b in reference]
+    for part, ranks in ((reference[: shape["stop"]], seen), (reference[shape["stop"] :], rest)):
+        for step, batch in enumerate(part):
+            step_of_all = [number for rank in ranks for number in trained_on([rank[step]])]
+            assert sorted(step_of_all) == sorted(trained_on([batch]))
+            assert len({len(rank[step].micro_batches) for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+@pytest.mark.parametrize("stop", [1, 3, 4, 6])
+def test_worker_processes_change_nothing_and_resume_exactly(source: str, stop: int) -> None:
+    whole = contents(train(make(SOURCES[source](13)), 7))
+    first, second = (
+        make(SOURCES[source](13), num_workers=2),
+        make(SOURCES[source](13), num_workers=2),
+    )
+    before = train(first, stop)
+    second.load_state_dict(first.state_dict())
+    assert contents(before + train(second, 7 - stop)) == whole
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_global_generators_are_left_alone(source: str, num_workers: int) -> None:
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    before = (
+        random.getstate(),
+        np.random.get_state(legacy=False)["state"]["key"].tolist(),
+        torch.get_rng_state(),
+    )
+    loader = make(SOURCES[source](13), num_workers=num_workers)
+    for batch in loader:
+        loader.mark_consumed(batch)
+        assert random.getstate() == before[0]
+        assert np.random.get_state(legacy=False)["state"]["key"].tolist() == before[1]
+        assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_what_workers_prefetched_does_not_count() -> None:
+    loader = make(Numbers(100), num_workers=2)
+    batches = iter(loader)
+    next(batches)
+    loader.mark_consumed(next(iter(loader)))
+    assert loader.state_dict()["consumed_samples"] == 4
+
+
+def test_a_batch_that_was_not_trained_on_comes_again() -> None:
+    loader = make(Numbers(20))
+    loader.mark_consumed(next(iter(loader)))
+    abandoned = next(iter(loader))
+    assert contents([next(iter(loader))]) == contents([abandoned])
+
+
+def test_batches_are_marked_once_and_in_order() -> None:
+    loader = make(Numbers(20))
+    batches = iter(loader)
+    first, second = next(batches), next(batches)
+    with pytest.raises(AutomodelError, match="in order"):
+        loader.mark_consumed(second)
+    loader.mark_consumed(first)
+    with pytest.raises(AutomodelError, match="epoch 0 sample 0, but the next is epoch 0 sample 4"):
+        loader.mark_consumed(first)
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+@pytest.mark.parametrize(
+    ("length", "drop_last", "sizes"),
+    [(10, False, [4, 4, 2]), (10, True, [4, 4]), (8, True, [4, 4]), (4, True, [4])],
+)
+def test_the_last_batch_of_an_epoch_says_so_and_drop_last_keeps_every_full_batch(
+    source: str, length: int, drop_last: bool, sizes: list[int]
+) -> None:
+    batches = list(make(SOURCES[source](length), drop_last=drop_last))
+    assert [len(batch.sample_ids) for batch in batches] == sizes
+    assert [batch.last_of_epoch for batch in batches] == [False] * (len(sizes) - 1) + [True]
+
+
+def test_the_length_is_in_global_batches() -> None:
+    assert len(make(Numbers(10))) == 3
+    assert len(make(Numbers(10), drop_last=True)) == 2
+    assert len(make(Numbers(8), drop_last=True)) == 2
+    with pytest.raises(TypeError):
+        len(make(Stream(10)))
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+def test_a_rank_without_a_part_of_the_ragged_end_runs_a_batch_without_weight(source: str) -> None:
+    ranks = [
+        list(make(SOURCES[source](9), local_batch_size=1, seed=8, dp_size=4, dp_rank=rank))
+        for rank in range(4)
+    ]
+    last = [batches[-1].micro_batches for batches in ranks]
+    assert [len(micro_batches) for micro_batches in last] == [1, 1, 1, 1]
+    assert [len(trained_on([batches[-1]])) for batches in ranks] == [1, 0, 0, 0]
+    assert all((rank[0]["labels"] == -100).all() for rank in last[1:])
+    assert ranks[0][-1].sample_ids != [0]
+    assert last[3][0]["numbers"].tolist() == last[0][0]["numbers"].tolist()
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+def test_fewer_samples_than_one_global_batch_make_one_batch_per_epoch(source: str) -> None:
+    batches = train(make(SOURCES[source](3), global_batch_size=64), 2)
+    assert [(b.epoch, len(b.sample_ids), b.last_of_epoch) for b in batches] == [
+        (0, 3, True),
+        (1, 3, True),
+    ]
+
+
+def test_an_empty_data_set_is_refused() -> None:
+    with pytest.raises(RecipeError, match="the data set is empty"):
+        make(Numbers(0))
+    with pytest.raises(RecipeError, match="epoch 0 of the iterable data set yields no sample"):
+        next(iter(make(Stream(0))))
+    with pytest.raises(RecipeError, match="drop_last drops them all"):
+        make(Numbers(3), drop_last=True)
+    for only in ("__len__", "__getitem__"):
+        with pytest.raises(RecipeError, match="neither map-style nor iterable"):
+            make(type("Half", (), {only: lambda *_: 3})())
+
+
+def test_an_iterator_that_cannot_start_over_is_named_in_the_second_epoch() -> None:
+    with pytest.raises(RecipeError, match="epoch 1 of the iterable data set yields no sample"):
+        train(make(iter(Stream(4))), 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("source", [Numbers, Stream])
+def test_a_sample_that_cannot_be_read_is_named(source: Any, num_workers: int) -> None:
+    with pytest.raises(AutomodelError) as caught:
+        list(make(source(20, broken=13), num_workers=num_workers))
+    problem = caught.value.problems[0]
+    assert "13" in problem.what
+    assert "toys.py:" in problem.where
+    assert str(problem.value) in ("KeyError: 'no such field'", "OSError: connection lost")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_of_ours_keeps_its_kind_and_gains_the_sample(num_workers: int) -> None:
+    class TooLong(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            raise RecipeError("too long", where="data.jsonl:3", value=lambda: None, hint="cut it")
+
+    with pytest.raises(RecipeError, match=r"dataset\[\d+\]: data.jsonl:3"):
+        list(make(TooLong(4), num_workers=num_workers))
+
+
+def test_a_collator_that_fails_names_the_samples() -> None:
+    def broken(samples: list[Any]) -> Any:
+        raise ValueError("ragged")
+
+    with pytest.raises(
+        AutomodelError, match=r"samples \[0, 1\] of the data set could not be collated"
+    ):
+        list(
+            GlobalBatchLoader(
+                Numbers(4),
+                global_batch_size=4,
+                local_batch_size=2,
+                collate_fn=broken,
+                shuffle=False,
+            )
+        )
+    with pytest.raises(RecipeError, match="with a key 'labels'"):
+        list(
+            GlobalBatchLoader(
+                Numbers(4), global_batch_size=4, local_batch_size=2, collate_fn=lambda samples: {}
+            )
+        )
+
+
+def look_for_the_dead_every(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (seconds,))
+
+
+def test_a_worker_that_is_killed_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deadly(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            os.kill(os.getpid(), 9)
+
+    look_for_the_dead_every(monkeypatch, 0.1)
+    with pytest.raises(
+        AutomodelError,
+        match=r"a data loading worker died(.|\n)*1; process \d+ ended with exit code -9",
+    ):
+        list(make(Deadly(4), num_workers=1))
+
+
+def test_a_worker_that_is_killed_is_no_error_of_what_the_rank_does_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    look_for_the_dead_every(monkeypatch, 0.1)
+    batches = iter(make(Numbers(200), num_workers=1))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    worker.kill()
+    worker.join()
+    time.sleep(0.05)  # torch's own way is to raise here, in a save as well
+    with pytest.raises(AutomodelError, match="a data loading worker died"):
+        list(batches)
+
+
+def test_workers_outlive_a_signal_to_the_whole_job_so_that_the_rank_can_stop_in_order() -> None:
+    loader = make(Numbers(200), num_workers=2)
+    batches = iter(loader)
+    seen = [next(batches)]
+    for worker in multiprocessing.active_children():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(worker.pid or 0, number)
+    seen += list(batches)
+    assert [b.sample_ids for b in seen] == [b.sample_ids for b in make(Numbers(200))]
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
+def test_worker_processes_end_with_the_iteration_or_its_failure(source: str) -> None:
+    abandoned = iter(make(SOURCES[source](200), num_workers=2))
+    next(abandoned)
+    assert multiprocessing.active_children()
+    abandoned.close()
+    broken = make(Numbers(20, broken=13), num_workers=2)
+    with pytest.raises(AutomodelError) as caught:
+        list(broken)
+    assert not multiprocessing.active_children(), caught
+
+
+def test_a_changed_data_set_is_refused_with_both_lengths() -> None:
+    state = make(Numbers(20)).state_dict()
+    with pytest.raises(
+        RecipeError,
+        match=r"saved with a data set of 20 samples, the recipe has a data set of 21 samples",
+    ):
+        make(Numbers(21)).load_state_dict(state)
+    with pytest.raises(RecipeError, match="the recipe has an iterable data set"):
+        make(Stream(20)).load_state_dict(state)
+
+
+def test_a_foreign_state_is_refused() -> None:
+    with pytest.raises(CheckpointUnusable, match="missing consumed_samples, "):
+        make(Numbers(20)).load_state_dict({"epoch": 1})
+    for absurd in ({"epoch": 2**63}, {"consumed_samples": -1}, {"epoch": 1.0}):
+        with pytest.raises(CheckpointUnusable, match="the saved position in the data is invalid"):
+            make(Numbers(20)).load_state_dict({**make(Numbers(20)).state_dict(), **absurd})
+
+
+def test_a_changed_seed_does_not_change_the_saved_order_and_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = make(Numbers(20), seed=1)
+    whole = train(make(Numbers(20), seed=1), 7)
+    before = train(first, 2)
+    seconds = [make(Numbers(20), seed=2, dp_size=2, dp_rank=rank) for rank in (0, 1)]
+    for second in seconds:
+        second.load_state_dict(first.state_dict())
+    assert [b.sample_ids for b in before + train(seconds[0], 5)] == [b.sample_ids for b in whole]
+    assert caplog.text.count("keeping the saved data order (seed 1)") == 1
+
+
+def test_a_changed_global_batch_size_goes_on_after_the_same_sample(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = make(Numbers(20)), make(Numbers(20), global_batch_size=6)
+    before = train(first, 2)
+    second.load_state_dict(first.state_dict())
+    after = train(second, 2)
+    assert sorted(trained_on(before + after)) == list(range(20))
+    assert "changed from 4 to 6: training continues after sample 8 of epoch 0" in caplog.text
+
+
+def test_an_epoch_without_a_further_full_batch_is_left_with_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = (
+        make(Numbers(10), drop_last=True),
+        make(Numbers(10), drop_last=True, global_batch_size=8),
+    )
+    train(first, 1)
+    second.load_state_dict(first.state_dict())
+    assert next(iter(second)).epoch == 1
+    assert "epoch 0 has no further full global batch" in caplog.text
+
+
+def test_a_stateful_stream_goes_on_without_reading_again() -> None:
+    first, source = make(StatefulStream(100)), StatefulStream(100)
+    train(first, 10)
+    second = make(source)
+    second.load_state_dict(first.state_dict())
+    next(iter(second))
+    assert source.read == 8
+
+
+def test_what_drop_last_leaves_of_a_stateful_stream_does_not_open_the_next_epoch() -> None:
+    first, second = (
+        make(StatefulStream(11), drop_last=True),
+        make(StatefulStream(11), global_batch_size=2),
+    )
+    assert [trained_on([batch]) for batch in train(first, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    second.load_state_dict(first.state_dict())
+    assert trained_on(train(second, 1)) == [1000, 1001]
+
+
+def test_a_stream_without_state_reads_and_drops_what_was_consumed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, source = make(Stream(100)), Stream(100)
+    train(first, 10)
+    second = make(source)
+    second.load_state_dict(first.state_dict())
+    assert next(iter(second)).sample_ids == [40, 41, 42, 43]
+    assert source.read == 48
+    assert "reading and discarding 40 samples" in caplog.text
+
+
+def test_a_stream_says_which_settings_do_not_apply(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    make(Stream(4), shuffle=True, num_workers=2)
+    assert "shuffle does not apply" in caplog.text
+    assert "one worker process, not 2" in caplog.text
+    caplog.clear()
+    make(Stream(4), shuffle=False, num_workers=1)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_of_the_datasets_library_resumes_exactly(shuffled: bool, num_workers: int) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def fresh() -> GlobalBatchLoader:
+        rows = datasets.Dataset.from_dict({"number": list(range(30)), "draws": [[0.0]] * 30})
+        stream = rows.to_iterable_dataset(num_shards=3)
+        return make(
+            stream.shuffle(seed=3, buffer_size=7) if shuffled else stream, num_workers=num_workers
+        )
+
+    whole = train(fresh(), 12)
+    for stop in (3, 7, 8, 9):
+        first, second = fresh(), fresh()
+        before = train(first, stop)
+        second.load_state_dict(first.state_dict())
+        assert contents(before + train(second, 12 - stop)) == contents(whole)
+
+
+class Drawing(TokenizedDataset):
+    """Derived from one that draws nothing, it may draw."""
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        sample = super().__getitem__(index)
+        return {name: [*values, int(torch.randint(9, ()))] for name, values in sample.items()}
+
+
+@pytest.mark.parametrize("kind", [TokenizedDataset, Drawing])
+def test_random_numbers_are_seeded_for_data_that_may_draw_and_left_alone_by_all(
+    kind: type[TokenizedDataset],
+) -> None:
+    samples = TokenizedDataset.of([TokenizedSample([n, n], [True, True]) for n in range(4)])
+    dataset = PackedDataset(kind(samples.tokens, samples.ends, samples.labelled, samples.counts), 3)
+    reads = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        loader = GlobalBatchLoader(
+            dataset, global_batch_size=4, local_batch_size=4, collate_fn=PadCollator(0)
+        )
+        reads.append(next(iter(loader)).micro_batches[0]["input_ids"].tolist())
+        assert torch.equal(torch.get_rng_state(), before)
+        assert SampleReader(dataset, PadCollator(0)).may_draw == (kind is Drawing)
+    assert reads[0] == reads[1]
+
+
+def test_batch_sizes_that_do_not_divide_are_rejected() -> None:
+    for sizes in ({"global_batch_size": 5}, {"global_batch_size": 6, "dp_size": 2}):
+        with pytest.raises(RecipeError, match="global_batch_size"):
+            make(Numbers(20), **sizes)
+
+
+def test_a_changed_shuffle_is_reported_only_where_the_loader_orders_the_samples(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for source in (Numbers, Stream):
+        caplog.clear()
+        first, second = make(source(20), shuffle=True), make(source(20), shuffle=False)
+        train(first, 1)
+        second.load_state_dict(first.state_dict())
+        is_reported = "keeping the saved data order (shuffle True)" in caplog.text
+        assert is_reported == (source is Numbers)
+
+
+@pytest.mark.parametrize(("before", "after"), [(Stream, StatefulStream), (StatefulStream, Stream)])
+def test_a_stream_that_has_no_state_then_or_now_is_read_again(
+    before: Any, after: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, source = make(before(100)), after(100)
+    train(first, 10)
+    second = make(source)
+    second.load_state_dict(first.state_dict())
+    assert trained_on(train(second, 1)) == [40, 41, 42, 43]
+    assert source.read >= 44 and "reading and discarding 40 samples" in caplog.text
+
+
+class Blocking(Numbers):
+    """Its fifth sample takes longer than anybody waits."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 4:
+            time.sleep(600)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_is_blocked_in_the_data_sets_code_ends_with_the_iteration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "WORKER_END_SECONDS", 0.2)
+    batches = iter(make(Blocking(20), shuffle=False, num_workers=1))
+    assert next(batches).sample_ids == [0, 1, 2, 3]
+    began = time.monotonic()
+    batches.close()  # type: ignore[attr-defined]
+    # Less than the ten minutes that the data set sleeps.
+    assert time.monotonic() - began < 300 and not multiprocessing.active_children()
+
+
+def test_a_mapping_of_data_sets_is_rejected_with_their_names() -> None:
+    with pytest.raises(RecipeError, match=r"mapping of several data sets[\s\S]*train, test"):
+        make({"train": Numbers(20), "test": Numbers(4)})
+
+
+def test_a_stream_has_no_length() -> None:
+    with pytest.raises(TypeError, match="an iterable data set has no length"):
+        len(make(Stream(4)))
+
+
+def stack_with_noise(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {**stack(samples), "noise": torch.rand(len(samples))}
+
+
+@pytest.mark.parametrize("source", [Numbers, Stream])
+def test_a_collator_that_draws_numbers_gets_the_same_ones_after_a_resume(source: Any) -> None:
+    def fresh() -> GlobalBatchLoader:
+        sizes = {"global_batch_size": 4, "local_batch_size": 2, "seed": 7}
+        return GlobalBatchLoader(source(20), collate_fn=stack_with_noise, **sizes)
+
+    whole = train(fresh(), 5)
+    first, second = fresh(), fresh()
+    before = train(first, 2)
+    second.load_state_dict(first.state_dict())
+    torch.rand(3)
+    assert contents(before + train(second, 3)) == contents(whole)
+
+
+class Identified(Numbers):
+    """Data with a text that changes with its content."""
+
+    def __init__(self, length: int, identity: str | None) -> None:
+        super().__init__(length)
+        self.identity = identity
+
+
+@pytest.mark.parametrize(
+    ("saved", "current", "is_reported"),
+    [("a", "b", True), ("a", "a", False), (None, "a", False), ("a", None, False)],
+)
+def test_changed_data_of_the_same_length_is_reported_where_both_are_known(
+    saved: str | None, current: str | None, is_reported: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = make(Identified(20, saved)), make(Identified(20, current))
+    train(first, 1)
+    second.load_state_dict(first.state_dict())
+    assert ("the data has changed since this checkpoint was saved" in caplog.text) == is_reported
+
+
+class StreamOfEpochs(Stream):
+    """A stream that gets the number of the epoch."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def prepare(self, row: dict[str, Any]) -> dict[str, Any]:
+        if row["number"] == 7:
+            raise ValueError("no such row")
+        return row
+
+
+def test_a_stream_gets_the_number_of_each_epoch() -> None:
+    source = StreamOfEpochs(4)
+    train(make(source), 3)
+    assert source.epochs == [0, 1, 2]
+
+
+def test_a_sample_of_a_stream_that_cannot_be_prepared_is_named() -> None:
+    with pytest.raises(AutomodelError, match="sample 7 of the stream could not be prepared"):
+        train(make(StreamOfEpochs(20), dp_size=2, dp_rank=1, local_batch_size=1), 3)
+
+
+@pytest.mark.parametrize("source", ["map-style", "stream"])
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_a_collator_gets_the_sample_before_each_micro_batch_whatever_the_ranks(
+    source: str, dp_size: int
+) -> None:
+    follows: dict[int, list[tuple[int, int]]] = {}
+    for rank in range(dp_size):
+        options = {"global_batch_size": 8, "dp_rank": rank, "dp_size": dp_size}
+        # 19 samples: the last global batch has three, and ranks without one of them read a filler.
+        loader = make(SOURCES[source](19), collate_fn=chain_of, with_preceding=True, **options)
+        for batch in loader:
+            for micro_batch in batch.micro_batches:
+                links = micro_batch["links"].tolist() if has_label(micro_batch) else []
+                follows.setdefault(batch.index, []).extend(map(tuple, links))
+            ids = batch.sample_ids
+            # The first sample of a global batch follows its last.
+            expected = list(zip([ids[-1], *ids], ids, strict=False))
+            if rank == dp_size - 1:
+                assert sorted(follows[batch.index]) == sorted(expected)
+    assert list(follows) == [0, 1, 2]
+
+
+def chain_of(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """The number of each sample but the first, as a label, with the number of the sample before it."""
+    numbers = stack(samples)["labels"].flatten().tolist()
+    links = list(pairwise(numbers))
+    return {"links": torch.tensor(links), "labels": torch.tensor(numbers[1:])[:, None]}
+
+
+def has_label(micro_batch: dict[str, torch.Tensor]) -> bool:
+    return bool((micro_batch["labels"] != -100).any())

@@ -1,0 +1,446 @@
+"""Audio of data sets: how files are read, what the samples are, and users' mistakes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import wave
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForMultimodalLM
+
+from automodel_ckpt.cli.checks.show_samples import _summary_lines
+from automodel_ckpt.config.callables.target_checks import check_targets
+from automodel_ckpt.config.callables.trust import Trust
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.data import tones
+from automodel_ckpt.data.batches.packing import IS_TOKEN
+from automodel_ckpt.data.conversations.messages import UnusableSample
+from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.data.media import audio_files
+from automodel_ckpt.data.media.audio_files import duration_of, open_audio
+from automodel_ckpt.data.media.audio_limit import AudioLimit
+from automodel_ckpt.data.media.transcripts import normalized
+from automodel_ckpt.data.vlm import conversations, transcripts
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.inspect.vision import image_token_ids
+from automodel_ckpt.models.layers.freezing import freeze
+from automodel_ckpt.models.measure.flop_count import count_flops
+from automodel_ckpt.parallel.model_layers import decoder_layers
+from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
+from automodel_ckpt.train.build.processors import check_processor
+from automodel_ckpt.train.sample_preview import built_data, summary
+from tests.support.models.audio import FAMILIES, RATE, tone, write_conversations, write_wav
+
+TONE = tone(440, 0.25)
+AUDIO = {"type": "audio"}
+ONE_AUDIO = ("glm_asr", "qwen3_asr", "fun_asr_nano")
+"""Families of speech recognition, whose processors take one audio for each text."""
+
+
+@pytest.fixture(scope="module")
+def processors() -> dict[str, tuple[Any, Any]]:
+    return {family: make() for family, make in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_conversations(tmp_path_factory.mktemp("data"), 10)
+
+
+def collator(made: tuple[Any, Any], samples: Any) -> ImageTextCollator:
+    config, processor = made
+    return ImageTextCollator(processor, image_token_ids(config, processor), media=samples.media)
+
+
+def labeled_texts(processor: Any, batch: dict[str, torch.Tensor]) -> list[str]:
+    return [processor.tokenizer.decode(row[row >= 0]) for row in batch["labels"]]
+
+
+def kinds_in(batch: dict[str, torch.Tensor]) -> set[str]:
+    """The kinds of media that a batch has values of."""
+    suffixes = {"input_features": "audio", "pixel_values": "image"}
+    return {kind for name in batch for end, kind in suffixes.items() if name.endswith(end)}
+
+
+def text(value: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": value}]
+
+
+def one_turn(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": text("red")}]
+
+
+def written(directory: Path, *rows: dict[str, Any]) -> str:
+    write_wav(directory / "a.wav", TONE)
+    path = directory / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_pcm_samples_of_all_widths_are_numbers_between_minus_1_and_1(
+    width: int, tmp_path: Path
+) -> None:
+    values = np.array([-1.0, -0.5, 0.0, 0.5])
+    scale = 2.0 ** (8 * width - 1)
+    numbers = (values * scale).astype(np.int64)
+    content = numbers.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width]
+    if width == 1:
+        content = (numbers + 128).astype(np.uint8).reshape(-1, 1)
+    path = tmp_path / "a.wav"
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, width, RATE, 0, "NONE", ""))
+        file.writeframes(content.tobytes())
+    assert open_audio("a.wav", tmp_path, RATE).tolist() == values.tolist()
+    assert duration_of("a.wav", tmp_path) == 4 / RATE
+
+
+def test_all_places_of_an_audio_give_the_same_samples(tmp_path: Path) -> None:
+    path = write_wav(tmp_path / "a.wav", TONE)
+    content = path.read_bytes()
+    encoded = base64.b64encode(content).decode()
+    expected = (TONE / 2**15).astype(np.float32)
+    places: list[Any] = [
+        "a.wav",
+        f"file://{path}",
+        f"data:audio/wav;base64,{encoded}",
+        content,
+        {"bytes": content, "path": None},
+        {"path": "a.wav", "bytes": None},
+        {"base64": encoded},
+        {"array": expected.tolist(), "sampling_rate": RATE},
+        {"array": [expected.tolist()], "sampling_rate": RATE},
+    ]
+    for place in places:
+        assert np.array_equal(open_audio(place, tmp_path, RATE), expected), place
+        assert duration_of(place, tmp_path) == 0.25
+
+
+def test_a_file_that_was_cut_is_an_error_and_one_from_a_pipe_is_read(tmp_path: Path) -> None:
+    content = write_wav(tmp_path / "a.wav", TONE).read_bytes()
+    with pytest.raises(UnusableSample, match="ends before its header says"):
+        open_audio(content[:-100], tmp_path, RATE)
+    # As ffmpeg writes it to standard output.
+    piped = content.replace(b"data" + (2 * len(TONE)).to_bytes(4, "little"), b"data" + b"\xff" * 4)
+    assert piped != content
+    assert np.array_equal(open_audio(piped, tmp_path, RATE), open_audio(content, tmp_path, RATE))
+    assert duration_of(piped, tmp_path) == 0.25
+
+
+def test_channels_are_averaged(tmp_path: Path) -> None:
+    stereo = np.stack([TONE, TONE // 2], axis=1)
+    write_wav(tmp_path / "a.wav", stereo)
+    expected = (stereo / 2**15).mean(axis=1).astype(np.float32)
+    np.testing.assert_allclose(open_audio("a.wav", tmp_path, RATE), expected, atol=1e-7)
+
+
+@pytest.mark.skipif(not find_spec("soxr"), reason="needs the extra audio")
+@pytest.mark.parametrize("rate", [8_000, 44_100])
+def test_other_sampling_rates_are_converted_as_by_transformers(rate: int, tmp_path: Path) -> None:
+    path = write_wav(tmp_path / "a.wav", tone(440, 0.25, rate), rate)
+    found = open_audio("a.wav", tmp_path, RATE)
+    load: Any = __import__("transformers.audio_utils").audio_utils.load_audio
+    assert np.array_equal(found, load(str(path), RATE, backend="soundfile"))
+    middle = slice(500, -500)
+    np.testing.assert_allclose(found[middle], (TONE / 2**15)[middle], atol=2e-3)
+
+
+@pytest.mark.skipif(not find_spec("soundfile"), reason="needs the extra audio")
+def test_flac_files_are_read(tmp_path: Path) -> None:
+    import soundfile
+
+    soundfile.write(tmp_path / "a.flac", TONE, RATE)
+    assert np.array_equal(open_audio("a.flac", tmp_path, RATE), (TONE / 2**15).astype(np.float32))
+    assert duration_of("a.flac", tmp_path) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("missing.wav", "cannot be read"),
+        ("empty.wav", "no samples"),
+        ("http://host/a.wav", "audios are not downloaded"),
+        (7, "neither a path nor the content"),
+        ({"array": [0.0]}, "sampling rate"),
+        ({"array": ["x"], "sampling_rate": RATE}, "not numbers"),
+        ({"array": [float("nan")], "sampling_rate": RATE}, "not numbers"),
+    ],
+)
+def test_an_audio_that_cannot_be_used_is_rejected(value: Any, message: str, tmp_path: Path) -> None:
+    write_wav(tmp_path / "empty.wav", TONE[:0])
+    with pytest.raises(UnusableSample, match=message):
+        open_audio(value, tmp_path, RATE)
+
+
+def test_without_the_extra_the_errors_name_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("soundfile", "soxr"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    write_wav(tmp_path / "a.wav", TONE, 44_100)
+    (tmp_path / "a.flac").write_bytes(b"fLaC....")
+    with pytest.raises(UnusableSample, match="16000 Hz") as caught:
+        open_audio("a.wav", tmp_path, RATE)
+    assert "44100 Hz" in str(caught.value.value) and "[audio]" in str(caught.value.hint)
+    with pytest.raises(UnusableSample, match="soundfile") as caught:
+        open_audio("a.flac", tmp_path, RATE)
+    assert "[audio]" in str(caught.value.hint)
+    assert audio_files._INSTALL.startswith("pip install")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_what_the_assistant_says_has_labels(family: str, processors: Any, data: Path) -> None:
+    config, processor = processors[family]
+    samples = conversations(processor, str(data))
+    assert samples.media == {"audio"}
+    collate = collator(processors[family], samples)
+    batch = collate([samples[number] for number in (2, 3, 4)])
+    assert labeled_texts(processor, batch) == ["It is blue</s>", "It is grey</s>", "It is red</s>"]
+    ids = torch.tensor(sorted(image_token_ids(config, processor)))
+    is_audio = torch.isin(batch["input_ids"], ids)
+    assert is_audio[:2].any(1).all() and not is_audio[2].any()
+    assert (batch["labels"][is_audio] == -100).all()
+    unknown = ImageTextCollator(processor, media=frozenset())
+    with pytest.raises(RecipeError, match="samples have audios, which the data set does not"):
+        unknown([samples[2]])
+    # A micro-batch without audio gets a blank one.
+    batch = collate([samples[4], samples[9]])
+    assert labeled_texts(processor, batch) == ["It is red</s>", "It is green</s>", ""]
+    assert kinds_in(batch) == {"audio"}
+    assert torch.equal(batch[IS_TOKEN][:2], batch["attention_mask"][:2] != 0)
+    assert not batch[IS_TOKEN][2].any()
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each not in ONE_AUDIO])
+def test_every_turn_with_an_audio_and_an_image_has_labels(
+    family: str, processors: Any, tmp_path: Path
+) -> None:
+    _, processor = processors[family]
+    has_images = hasattr(processor, "image_processor")
+    pixels = np.full((16, 16, 3), 90, dtype=np.uint8)
+    __import__("PIL.Image").Image.fromarray(pixels).save(tmp_path / "a.png")
+    image = [{"type": "image", "image": "a.png"}] if has_images else []
+    turns = [
+        turn
+        for number in range(3)
+        for turn in one_turn([{**AUDIO, "path": "a.wav"}, *image, *text(f"{number}?")])
+    ]
+    samples = conversations(processor, written(tmp_path, {"messages": turns}))
+    assert samples.media == ({"audio", "image"} if has_images else {"audio"})
+    batch = collator(processors[family], samples)([samples[0]])
+    assert labeled_texts(processor, batch) == ["red</s>" * 3]
+    # A mixture of both without either gets one row with both.
+    plain = replace(samples[0], text="<s><|assistant|>red</s>", images=[], audios=[])
+    plain = replace(plain, labeled_spans=[(16, 23)])
+    blank = collator(processors[family], samples)([plain])
+    assert len(blank["input_ids"]) == 2
+    assert kinds_in(blank) == samples.media
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{**AUDIO, "audio": "a.wav"}, *text("?")],
+        [{"type": "input_audio", "input_audio": {"data": "AUDIO", "format": "wav"}}, *text("?")],
+        [{"type": "audio_url", "audio_url": {"url": "a.wav"}}, *text("?")],
+        [{"audio": "a.wav", "type": None}, *text("?")],
+    ],
+)
+def test_entries_of_other_programs_are_the_same_sample(
+    content: Any, processors: Any, tmp_path: Path
+) -> None:
+    _, processor = processors["qwen2_audio"]
+    written(tmp_path)
+    encoded = base64.b64encode((tmp_path / "a.wav").read_bytes()).decode()
+    content = json.loads(json.dumps(content).replace("AUDIO", encoded))
+    in_field = {"messages": one_turn(text("?")), "audios": ["a.wav"]}
+    marked = {"messages": one_turn("<audio>?"), "audios": "a.wav"}
+    path = written(tmp_path, {"messages": one_turn(content)}, in_field, marked)
+    samples = conversations(processor, path, audio_marker="<audio>")
+    for number in range(3):
+        assert samples[number].text == samples[0].text
+        assert np.array_equal(samples[number].audios[0], (TONE / 2**15).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": one_turn([AUDIO, *text("?")])}, "number of audios does not match"),
+        (
+            {"messages": one_turn([AUDIO, *text("?")]), "audios": ["a.wav", "a.wav"]},
+            "number of audios does not match",
+        ),
+        ({"messages": one_turn(text("<|AUDIO|>?")), "audios": ["a.wav"]}, "placeholder"),
+        ({"messages": one_turn([{**AUDIO, "audio": "no.wav"}])}, "cannot be read"),
+        ({"messages": one_turn([{"type": "image", "image": "a.png"}])}, "not supported here"),
+        ({"messages": one_turn([{**AUDIO, "audio": "a.wav", "text": "x"}])}, "has a text"),
+    ],
+)
+def test_a_conversation_that_cannot_be_used_is_rejected_with_its_line(
+    row: dict[str, Any], message: str, processors: Any, tmp_path: Path
+) -> None:
+    _, processor = processors["qwen2_audio"]
+    with pytest.raises(RecipeError, match=message) as caught:
+        conversations(processor, written(tmp_path, row))[0]
+    assert "rows.jsonl" in str(caught.value)
+
+
+def test_audio_for_a_text_of_images_alone_is_rejected(processors: Any, tmp_path: Path) -> None:
+    _, processor = processors["qwen2_5_omni"]
+    first = {"messages": one_turn([{"type": "image", "image": "a.png"}])}
+    rows = [first] * 100 + [{"messages": one_turn([{**AUDIO, "audio": "a.wav"}])}]
+    samples = conversations(processor, written(tmp_path, *rows))
+    assert samples.media == {"image"}
+    with pytest.raises(RecipeError, match="does not announce") as caught:
+        samples[100]
+    assert "media: [image, audio]" in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni"])
+def test_audio_that_the_processor_would_cut_is_an_error_or_counted(
+    family: str, processors: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, processor = processors[family]
+    limit = processor.feature_extractor.chunk_length
+    for name, seconds in (("fits", limit), ("long", limit + 0.06)):
+        write_wav(tmp_path / f"{name}.wav", tone(300, seconds))
+    rows = [{"messages": one_turn("?"), "audios": f"{name}.wav"} for name in ("fits", "long")]
+    path = written(tmp_path, *rows)
+    samples = conversations(processor, path)
+    collate = collator(processors[family], samples)
+    assert labeled_texts(processor, collate([samples[0]])) == ["red</s>"]
+    with pytest.raises(RecipeError, match=f"cuts audio after {limit}.0 s"):
+        collate([samples[1]])
+    skipped = replace(samples[1], truncation="skip")
+    with caplog.at_level(logging.WARNING):
+        assert labeled_texts(processor, collate([samples[0], skipped])) == ["red</s>", ""]
+    assert "is skipped (1 so far)" in caplog.text
+    assert collate.num_tokens(skipped) == 0
+
+
+def test_transcripts_of_a_table_have_labels(
+    processors: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, processor = processors["qwen2_audio"]
+    texts = ["Hello, it's <COMMA> me", " ", "too short", "too long", "<NOISE>"]
+    seconds = [0.3, 0.3, 0.05, 0.9, 0.3]
+    cells = []
+    for number, each in enumerate(seconds):
+        path = write_wav(tmp_path / f"{number}.wav", tone(300, each))
+        cells.append({"bytes": path.read_bytes(), "path": None})
+    rows = datasets.Dataset.from_dict({"audio": cells, "text": texts})
+    rows = rows.cast_column("audio", datasets.Audio())
+    rows.to_parquet(tmp_path / "a.parquet")
+    options: dict[str, Any] = {"prompt": "Write.", "system_prompt": "S"}
+    with caplog.at_level(logging.INFO):
+        samples = transcripts(
+            processor,
+            str(tmp_path / "a.parquet"),
+            normalize="upper_words",
+            min_seconds=0.1,
+            max_seconds=0.5,
+            **options,
+        )
+    assert "4 rows left out: 2 without a transcript, 1 shorter than 0.1 s, 1 longer" in caplog.text
+    assert len(samples) == 1
+    batch = collator(processors["qwen2_audio"], samples)([samples[0]])
+    assert labeled_texts(processor, batch) == ["HELLO IT'S ME</s>"]
+    assert samples[0].text.startswith("<s><|system|>S</s><|user|>Write.<|audio_bos|>")
+    later = transcripts(processor, str(tmp_path / "a.parquet"), prompt="W", prompt_first=False)
+    assert "<|audio_eos|>W</s>" in later[0].text and len(later) == 4
+    with pytest.raises(RecipeError, match="no row is left"):
+        transcripts(processor, str(tmp_path / "a.parquet"), min_seconds=9)
+    with pytest.raises(RecipeError, match="a row has no transcript"):
+        transcripts(processor, str(tmp_path / "a.parquet"), skip_empty=False)[1]
+    with pytest.raises(RecipeError, match="as a text and as a column"):
+        transcripts(processor, "a", prompt="a", prompt_field="b")
+
+
+def test_transcripts_are_normalized() -> None:
+    assert normalized("don’t—stop_now <MUSIC> 3 x!") == "DON'T STOP NOW 3 X"
+
+
+def test_the_limit_of_a_processor_that_states_none_is_found() -> None:
+    calls = []
+
+    def features_of(samples: Any) -> list[Any]:
+        calls.append(len(samples))
+        return [np.add.reduceat(samples[:9000], range(0, min(len(samples), 9000), 160))]
+
+    limit = AudioLimit(features_of, 1000)
+    assert limit.uses(4000) and limit.uses(6000)
+    assert len(calls) == 2
+    assert limit.uses(9000) and not limit.uses(9050)
+    assert limit.seconds == 9.0
+
+
+def test_a_processor_that_rejects_the_probes_has_no_limit() -> None:
+    def features_of(samples: Any) -> list[Any]:
+        raise ValueError(len(samples))
+
+    assert AudioLimit(features_of, 1000, 500).uses(800)
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni"])
+def test_the_audio_tower_is_a_part_and_its_operations_are_unknown(
+    family: str, processors: Any, data: Path
+) -> None:
+    config, processor = processors[family]
+    config.get_text_config().vocab_size = len(processor.tokenizer)
+    model = AutoModelForMultimodalLM.from_config(config)
+    freeze(model, ["audio_tower"])
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {
+        name for name, _ in model.named_parameters() if "audio_tower" in name.split(".")
+    }
+    flops = count_flops(model, decoder_layers(model))
+    assert flops is not None
+    samples = conversations(processor, str(data))
+    batch = collator(processors[family], samples)([samples[0]])
+    assert flops.of(batch, 4) == 0
+    text_only = {name: batch[name] for name in ("input_ids", "labels", "attention_mask")}
+    assert flops.of(text_only, 4) > 0
+
+
+def test_the_summary_of_samples_has_the_tokens_of_audio(tmp_path: Path) -> None:
+    list(tones.write(tmp_path))
+    recipe = tmp_path / "recipe.yaml"
+    dataset = {"_target_": "automodel_ckpt.data.vlm.transcripts", "max_samples": 3}
+    content = {
+        "recipe": "vlm_finetune",
+        "model": {"from_config": {"model_type": "qwen2_audio"}},
+        "processor": {"_target_": "automodel_ckpt.data.tones.processor"},
+        "dataset": {**dataset, "path": str(tmp_path / "train.jsonl"), "prompt": "Name."},
+    }
+    recipe.write_text(json.dumps(content))
+    loaded = check_targets(load_recipe(recipe, []), Trust([]))
+    built = built_data(VLMFinetune, {"config": loaded.config, "config_yaml": ""})
+    found = summary(built)
+    # 0.8 s are 80 frames of 10 ms, and a quarter as many tokens.
+    assert (found.lengths.num_samples, found.num_audio_tokens) == (3, 3 * 20)
+    assert built.model_config is not None
+    token = built.preprocessor.audio_token_id
+    assert built.model_config.audio_token_id == token
+    lines = list(_summary_lines(found))
+    assert any(line.startswith("audio      60 tokens of these samples") for line in lines)
+
+
+def test_a_processor_that_takes_no_audio_beside_text_is_rejected() -> None:
+    class LikeVoxtral:
+        feature_extractor = tokenizer = object()
+
+        def __call__(self, text: list[str], **options: Any) -> dict[str, Any]:
+            raise AssertionError
+
+    with pytest.raises(RecipeError, match="does not take text and audio in one call") as caught:
+        check_processor(LikeVoxtral(), "model.from_pretrained")
+    assert "LikeVoxtral" in str(caught.value)

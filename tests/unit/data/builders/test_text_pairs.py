@@ -1,0 +1,161 @@
+"""Pairs of texts: their fields, prompts and negatives, truncation, and the rows that the collator makes of them."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.data import python_docs
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.rows.row_stream import RowStream
+from automodel_ckpt.data.text_pairs import PairCollator, text_pairs
+from automodel_ckpt.errors import RecipeError
+from tests.fixtures.embedding.tiny_pairs import tokenizer_of
+
+TOKENIZER = tokenizer_of("bert")
+ROWS: list[dict[str, Any]] = [
+    {"query": "ba bo", "positive": "ku", "negatives": ["la", "lo"], "negative_1": "ra"},
+    {"query": "fa", "positive": "ku sa su", "negatives": None, "negative_1": None},
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def texts_of(sample: dict[str, list[int]]) -> list[str]:
+    """The texts of a sample, with special tokens."""
+    texts: list[list[int]] = []
+    for token, label in zip(sample["input_ids"], sample["labels"], strict=True):
+        if label == IGNORE_INDEX:
+            texts.append([])
+        texts[-1].append(token)
+    return [TOKENIZER.decode(text) for text in texts]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    return write(tmp_path / "rows.jsonl", ROWS)
+
+
+def test_a_sample_has_query_document_and_negatives_with_prompts(data: str) -> None:
+    dataset: Any = text_pairs(TOKENIZER, data, query_prompt="find ", document_prompt="do ")
+    assert texts_of(dataset[0]) == [
+        "[CLS] find ba bo [SEP]",
+        "[CLS] do ku [SEP]",
+        "[CLS] do la [SEP]",
+        "[CLS] do lo [SEP]",
+        "[CLS] do ra [SEP]",
+    ]
+    assert len(texts_of(dataset[1])) == 2
+    dataset = text_pairs(TOKENIZER, data, max_negatives=1, query_field="{{ query }} {{ positive }}")
+    assert texts_of(dataset[0]) == ["[CLS] ba bo ku [SEP]", "[CLS] ku [SEP]", "[CLS] la [SEP]"]
+    dataset = text_pairs(TOKENIZER, data, negative_fields=["query"])
+    assert texts_of(dataset[1])[2:] == ["[CLS] fa [SEP]"]
+
+
+def test_a_stream_has_the_same_samples(data: str) -> None:
+    stream = text_pairs(TOKENIZER, data, streaming=True)
+    assert isinstance(stream, RowStream)
+    dataset: Any = text_pairs(TOKENIZER, data)
+    assert [stream.prepare(row) for row in stream] == [dataset[0], dataset[1]]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_each_text_is_truncated_with_its_special_tokens(
+    data: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    monkeypatch.setattr(TOKENIZER, "truncation_side", side)
+    dataset: Any = text_pairs(TOKENIZER, data, seq_length=4)
+    assert texts_of(dataset[1])[1] == "[CLS] ku sa [SEP]"
+    assert TOKENIZER.truncation_side == side, "exports contain it"
+    assert "1 of 2 samples was truncated" in caplog.text
+    # A truncated text leaves no trace in the tokenizer, whose digest is part of the state of a run.
+    before = text_pairs(TOKENIZER, data).identity
+    again: Any = text_pairs(TOKENIZER, data, seq_length=4)
+    assert again.identity == dataset.identity
+    assert text_pairs(TOKENIZER, data).identity == before
+    with pytest.raises(RecipeError, match="a text of a pair is longer than seq_length") as caught:
+        text_pairs(TOKENIZER, data, seq_length=4, truncation="error")
+    (problem,) = caught.value.problems
+    assert problem.where == f"{data}:2"
+    assert problem.value == "5 tokens, seq_length 4"
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "what"),
+    [
+        ({"positive": " "}, {}, "a text of a pair is empty"),
+        ({"negatives": ["la", ""]}, {}, "a text of a pair is empty"),
+        ({"negatives": [3]}, {}, "field negatives of a sample is not text"),
+        ({"query": None}, {}, "field query of a sample is missing"),
+        ({}, {"negative_fields": ["other"]}, "the data has no field other"),
+        ({}, {"max_negatives": -1}, "max_negatives must be at least 0"),
+        ({}, {"truncation": "skip"}, "unknown value for truncation"),
+        ({}, {"seq_length": 1}, "seq_length is too small"),
+    ],
+)
+def test_bad_rows_and_arguments_are_rejected(
+    tmp_path: Path, change: dict[str, Any], options: dict[str, Any], what: str
+) -> None:
+    path = write(tmp_path / "bad.jsonl", [ROWS[0], ROWS[0] | change])
+    with pytest.raises(RecipeError, match=what) as caught:
+        text_pairs(TOKENIZER, path, **options)
+    if change:
+        assert caught.value.problems[0].where == f"{path}:2"
+
+
+def test_rows_are_pairs_then_negatives(data: str) -> None:
+    dataset: Any = text_pairs(TOKENIZER, data)
+    batch = PairCollator(0, 4)([dataset[0], dataset[1]])
+    rows = [TOKENIZER.decode(row[row != 0]) for row in batch["input_ids"]]
+    inner = [row.removeprefix("[CLS] ").removesuffix(" [SEP]") for row in rows]
+    assert inner == ["ba bo", "ku", "fa", "ku sa su", "la", "lo", "ra"]
+    assert batch["input_ids"].shape == (7, 8)
+    assert batch["num_negatives"].tolist() == [3, 0]
+    assert (batch["labels"] == batch["input_ids"]).equal(batch["attention_mask"].bool())
+    twice = PairCollator(0)([dataset[0], dataset[0]])
+    assert twice["digests"][:2].equal(twice["digests"][2:4])
+    assert len(set(batch["digests"].tolist())) == 7
+    with pytest.raises(RecipeError, match="a sample is no pair of texts"):
+        PairCollator(0)([{"input_ids": [1, 2], "labels": [1, 2]}])
+
+
+def test_descriptions_of_functions_are_paired_with_their_signatures() -> None:
+    tokenizer = python_docs.train_tokenizer(300)
+    dataset = python_docs.description_pairs(
+        tokenizer, 64, "validation", query_prompt="q: ", max_samples=5
+    )
+    sample = dataset[0]
+    starts = [n for n, label in enumerate(sample["labels"]) if label == IGNORE_INDEX]
+    query = tokenizer.decode(sample["input_ids"][: starts[1]])
+    assert len(starts) == 2
+    assert query.startswith("q: ")
+    assert tokenizer.decode(sample["input_ids"][starts[1] :]).startswith(("def ", "class "))
+    assert len(dataset) == 5
+
+
+def test_descriptions_have_signatures_of_other_functions_as_negatives() -> None:
+    tokenizer = python_docs.train_tokenizer(600)
+    dataset = python_docs.description_pairs(
+        tokenizer, 64, "validation", max_samples=40, num_negatives=3
+    )
+    first_documents: list[str] = []
+    lists: list[list[str]] = []
+    for number in range(len(dataset)):
+        sample = dataset[number]
+        starts = [n for n, label in enumerate(sample["labels"]) if label == IGNORE_INDEX]
+        bounds = [*starts[1:], None]
+        texts = [tokenizer.decode(sample["input_ids"][slice(*each)]) for each in pairwise(bounds)]
+        lists.append(texts)
+        first_documents.append(texts[0])
+    assert {len(texts) for texts in lists} == {4}
+    # Truncated texts can be equal.
+    assert lists[0][1:] == first_documents[1:4]
+    with pytest.raises(RecipeError, match="num_negatives must be at least 0"):
+        python_docs.description_pairs(tokenizer, 64, "validation", num_negatives=-1)

@@ -1,0 +1,270 @@
+"""Rows are tokenized in parts by worker processes, with the samples, errors and files of one process."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import pty
+import signal
+import struct
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from automodel_ckpt.data.chat import messages
+from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.data.rows import preparation
+from automodel_ckpt.data.rows.preparation import prepare
+from automodel_ckpt.data.rows.row_workers import in_order
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.samples.encoder import Encoder
+from automodel_ckpt.data.samples.fast_encoding import encode_all, encode_one
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.data.text import prompt_completion, text
+from automodel_ckpt.errors import RecipeError
+from tests.support.models.stand_ins import LLAMA_CHAT, write_model
+
+NUM_ROWS = 230
+TEXTS = [
+    "",
+    " ",
+    "a",
+    "Two words",
+    "naïve café 東京 🙂",
+    "<s>",
+    "x </s>",
+    "a\n\nb\tc",
+    "a" * 500,
+    "é",
+]
+
+
+def row(number: int) -> dict[str, Any]:
+    prompt = f"What is {number} plus one? "
+    answer = f"It is {number + 1}. " + "The bell rings. " * (number % 5)
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return {"prompt": prompt, "completion": answer, "messages": turns}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("model")
+    write_model(path, {"model_type": "llama"}, LLAMA_CHAT)
+    return AutoTokenizer.from_pretrained(path)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    return write(tmp_path / "rows.jsonl", [row(number) for number in range(NUM_ROWS)])
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
+    """A function that sets the number of workers, with small parts and a new cache."""
+    monkeypatch.setattr(preparation, "ROWS_PER_PART", 20)
+    monkeypatch.setattr(preparation, "FEWEST_ROWS_FOR_WORKERS", 1)
+
+    def use(count: int) -> None:
+        monkeypatch.setattr(preparation, "usable_cores", lambda num_sharing=1: count)
+        monkeypatch.setenv("AUTOMODEL_CKPT_CACHE", str(tmp_path / f"cache{count}"))
+
+    return use
+
+
+def test_workers_write_the_same_bytes_as_one_process(
+    chat_tokenizer: Any, data: str, workers: Callable[[int], None], tmp_path: Path
+) -> None:
+    identities = []
+    for count in (1, 3):
+        workers(count)
+        identities.append(prompt_completion(chat_tokenizer, data, 256).identity)
+        for path in (tmp_path / f"cache{count}").glob("prompt_completion-*"):
+            path.rename(path.with_name("pairs"))
+        messages(chat_tokenizer, data, 60, truncation="right")
+    assert identities[0] == identities[1]
+    alone = sorted((tmp_path / "cache1").rglob("*.npy"))
+    assert len(alone) == 8
+    for path in alone:
+        other = tmp_path / "cache3" / path.relative_to(tmp_path / "cache1")
+        assert other.read_bytes() == path.read_bytes(), path
+
+
+@pytest.mark.parametrize("policy", ["error", "right", "skip"])
+def test_the_samples_are_those_of_all_rows_at_once(
+    tokenizer: Any, data: str, workers: Callable[[int], None], tmp_path: Path, policy: str
+) -> None:
+    def encode(rows: Rows) -> list[TokenizedSample]:
+        prompts, completions = rows.texts(["prompt", "completion"])
+        return Encoder(tokenizer).pairs(prompts, completions)
+
+    workers(2)
+    seq_length = 1000 if policy == "error" else 40
+    source = Source.of(data)
+    whole = Truncation(policy, seq_length).apply_to_all(encode(source), source.place)
+    expected, found = tmp_path / "expected", tmp_path / "found"
+    expected.mkdir()
+    found.mkdir()
+    whole.save(expected)
+    assert prepare(source, encode, Truncation(policy, seq_length), found) is None
+    for path in expected.iterdir():
+        assert (found / path.name).read_bytes() == path.read_bytes(), path.name
+    in_memory = prepare(source, encode, Truncation(policy, seq_length))
+    assert in_memory is not None
+    for name in ("tokens", "ends", "labelled", "counts"):
+        assert np.array_equal(getattr(in_memory, name), getattr(whole, name))
+    assert len(TokenizedDataset.load(found)) == len(whole) > 0
+
+
+def test_the_first_unusable_row_is_reported_with_its_line(
+    chat_tokenizer: Any, workers: Callable[[int], None], tmp_path: Path
+) -> None:
+    rows = [row(number) for number in range(NUM_ROWS)]
+    rows[111]["messages"] = [{"role": "user", "content": "no answer"}]
+    rows[190]["messages"] = "not a conversation"
+    rows[150]["completion"] = None
+    path = write(tmp_path / "bad.jsonl", rows)
+    workers(3)
+    with pytest.raises(RecipeError, match=f"sample 111 \\({path}:112\\)"):
+        messages(chat_tokenizer, path)
+    with pytest.raises(RecipeError, match="field completion of a sample is missing") as error:
+        prompt_completion(chat_tokenizer, path)
+    assert f"{path}:151" in str(error.value)
+
+
+def test_one_error_counts_the_long_samples_of_all_parts(
+    tokenizer: Any, workers: Callable[[int], None], tmp_path: Path
+) -> None:
+    rows = [row(number) for number in range(NUM_ROWS)]
+    for number in (3, 77, 140, 229):
+        rows[number]["completion"] = "a long answer " * 100
+    path = write(tmp_path / "long.jsonl", rows)
+    found = []
+    for count in (1, 2):
+        workers(count)
+        with pytest.raises(RecipeError, match="4 of 230 samples") as error:
+            text(tokenizer, path, 200, field="completion")
+        found.append(str(error.value))
+    assert found[0] == found[1]
+    assert f"{path}:4 (" in found[0]
+    assert "and 1 more" in found[0]
+
+
+def test_a_killed_worker_costs_no_row() -> None:
+    parent = os.getpid()
+
+    def numbers(start: int, stop: int) -> list[int]:
+        if start == 40 and os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return list(range(start, stop))
+
+    ranges = [(start, start + 10) for start in range(0, 200, 10)]
+    found: list[int] = []
+    for part in in_order(numbers, ranges, 3):
+        found += part
+    assert found == list(range(200))
+
+
+def test_workers_end_if_the_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+
+    def process(start: int, stop: int) -> int:
+        return os.getpid()
+
+    results = in_order(process, [(number, number + 1) for number in range(50)], 2)
+    worker = next(results)
+    assert worker != os.getpid()
+    results.close()  # type: ignore[attr-defined]
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+def test_messages_are_recognized_after_many_rows_without_a_value(
+    chat_tokenizer: Any, workers: Callable[[int], None], tmp_path: Path
+) -> None:
+    prompt = [{"role": "user", "content": "Hello"}]
+    answer = [{"role": "assistant", "content": "Hi"}]
+    rows: list[dict[str, Any]] = [{"prompt": prompt, "completion": answer} for _ in range(130)]
+    workers(2)
+    path = write(tmp_path / "messages.jsonl", rows)
+    assert len(prompt_completion(chat_tokenizer, path)) == 130
+
+
+@pytest.mark.parametrize("parallelism", ["true", "false"])
+def test_a_batch_has_the_ids_of_a_call(
+    tokenizer: Any, chat_tokenizer: Any, parallelism: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallelism)
+    truncating = train_tokenizer(400)
+    truncating.backend_tokenizer.enable_truncation(4)
+    truncating.backend_tokenizer.enable_padding(length=12)
+    splitting = train_tokenizer(400)
+    splitting.split_special_tokens = True
+    for each in (tokenizer, chat_tokenizer, truncating, splitting):
+        fast = encode_all(each, TEXTS)
+        single = [encode_one(each, each_text) for each_text in TEXTS]
+        expected = each(TEXTS, add_special_tokens=False, verbose=False)["input_ids"]
+        assert fast == single == expected
+
+
+def test_a_tokenizer_that_changes_texts_is_called(tokenizer: Any) -> None:
+    class Lowering(type(tokenizer)):  # type: ignore[misc]
+        def _encode_plus(self, text: Any, **options: Any) -> Any:
+            given = text.lower() if isinstance(text, str) else [each.lower() for each in text]
+            return super()._encode_plus(given, **options)
+
+    lowering = Lowering(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>")
+    upper = ["HELLO"] * 9
+    lower = tokenizer(["hello"] * 9, add_special_tokens=False)["input_ids"]
+    assert encode_all(lowering, upper) == lower
+    assert encode_one(lowering, "HELLO") == lower[0]
+
+
+def test_a_long_preparation_logs_its_progress(
+    tokenizer: Any,
+    data: str,
+    workers: Callable[[int], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers(1)
+    with caplog.at_level(logging.INFO):
+        text(tokenizer, data, field="prompt")
+    assert "rows/s" not in caplog.text
+    workers(2)
+    monkeypatch.setattr(preparation, "_LINE_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO):
+        text(tokenizer, data, field="prompt")
+    assert f"{data}: tokenized 20 of 230 rows, " in caplog.text
+    assert "tokenized 230 of" not in caplog.text
+
+
+def test_a_terminal_shows_a_bar_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, slave = pty.openpty()
+    # A new terminal has no columns, and the bar then no width (ioctl_tty(2)).
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        with preparation._progress("rows", 100) as show:
+            time.sleep(1.1)
+            show(50)
+        terminal.flush()
+        shown = os.read(master, 4000).decode()
+    os.close(master)
+    assert "tokenizing:  50%" in shown
+    assert "50/100" in shown

@@ -1,0 +1,228 @@
+"""Masks of packed rows from the positions that the host knows. The device has no values: reading one is an error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
+
+from automodel_ckpt.models.attention import host_positions
+from automodel_ckpt.models.attention.documents import documents_of
+from automodel_ckpt.models.attention.host_positions import note_positions
+
+META = "meta"
+WINDOW = 4
+KINDS: dict[str, Any] = {"causal": create_causal_mask, "window": create_sliding_window_causal_mask}
+LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=6)
+
+
+@pytest.fixture(autouse=True)
+def _known_nothing() -> Iterator[None]:
+    yield
+    host_positions._newest.clear()
+
+
+def positions_of(lengths: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+
+
+def asked_for(kind: str, positions: torch.Tensor, **more: Any) -> dict[str, Any]:
+    """With what transformers asks for the mask of rows with these *positions*."""
+    found: list[dict[str, Any]] = []
+    config = copy.deepcopy(LlamaConfig(hidden_size=16, num_attention_heads=2))
+    config._attn_implementation_internal = "noting"
+    config.sliding_window = WINDOW
+    AttentionMaskInterface.register("noting", lambda **wanted: found.append(wanted))
+    try:
+        inputs = torch.zeros(*positions.shape, 4, device=positions.device)
+        KINDS[kind](config, inputs, None, None, position_ids=positions, **more)
+    finally:
+        del AttentionMaskInterface._global_mapping["noting"]
+    return found[0]
+
+
+@given(LENGTHS, st.sampled_from([*KINDS]))
+def test_documents_are_those_that_the_device_would_find(lengths: list[int], kind: str) -> None:
+    on_host = positions_of(lengths)
+    on_device = on_host.to(META)
+    expected = documents_of(**asked_for(kind, on_host))
+    note_positions(on_device, on_host)
+    found = documents_of(**asked_for(kind, on_device))
+    assert found is not None and expected is not None
+    assert (found.runs, found.window) == (expected.runs, expected.window)
+    assert found.device == torch.device(META)
+
+
+def test_a_row_of_one_sample_has_no_documents() -> None:
+    on_host = positions_of([5])
+    on_device = on_host.to(META)
+    note_positions(on_device, on_host)
+    assert documents_of(**asked_for("causal", on_device)) is None
+
+
+def test_several_masks_of_a_forward_pass_share_the_numbers_of_samples() -> None:
+    on_host = positions_of([3, 2])
+    on_device = on_host.to(META)
+    note_positions(on_device, on_host)
+    first, second = (documents_of(**asked_for(kind, on_device)) for kind in KINDS)
+    assert first is not None and second is not None
+    assert first.runs == second.runs == ((3, 1), (2, 1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "none noted",
+        "others noted",
+        "changed",
+        "changed on the host",
+        "on the host",
+        "not on the host",
+    ],
+)
+def test_other_positions_are_read_from_the_device(change: str) -> None:
+    on_host = positions_of([3, 2])
+    on_device = on_host.to(META)
+    if change != "none noted":
+        note_positions(on_device, on_host)
+    if change == "others noted":
+        others = positions_of([1, 4])
+        note_positions(others.to(META), others)
+    if change == "changed":
+        on_device += 0
+    if change == "changed on the host":
+        on_host.zero_()
+    if change == "not on the host":
+        # A recipe may pass rows that are on the device already.
+        note_positions(on_device, on_device)
+        assert not host_positions._newest
+    if change == "on the host":
+        # The newest rows are on the host, and need no copy.
+        note_positions(on_host, on_host)
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        asked_for("causal", on_device)
+
+
+def test_a_mask_that_reads_other_tensors_is_read_from_the_device() -> None:
+    on_host = positions_of([3, 2])
+    on_device = on_host.to(META)
+    note_positions(on_device, on_host)
+    wanted = asked_for("causal", on_device)
+    seen, samples = torch.ones(5, dtype=torch.bool, device=META), wanted["mask_function"]
+
+    def and_mask(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        both: torch.Tensor = samples(batch, head, query, key) & seen[key]
+        return both
+
+    wanted["mask_function"] = and_mask
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        documents_of(**wanted)
+
+
+def test_a_mask_whose_default_arguments_have_tensors_is_read_from_the_device() -> None:
+    on_host = positions_of([3, 2])
+    on_device = on_host.to(META)
+    note_positions(on_device, on_host)
+    seen = torch.ones(5, dtype=torch.bool, device=META)
+
+    def one(query: torch.Tensor, seen: torch.Tensor = seen) -> torch.Tensor:
+        return seen[query]
+
+    def other(query: torch.Tensor, *, seen: torch.Tensor = seen) -> torch.Tensor:
+        return seen[query]
+
+    assert host_positions.on_host(one) is None
+    assert host_positions.on_host(other) is None
+
+
+def test_a_mask_that_may_create_tensors_on_the_device_is_read_from_there() -> None:
+    on_host = positions_of([3, 2])
+    on_device = on_host.to(META)
+    note_positions(on_device, on_host)
+
+    def before(query: torch.Tensor, device: str = META) -> torch.Tensor:
+        return query < torch.tensor(2, device=device)
+
+    assert host_positions.on_host(before) is None
+
+
+def test_default_arguments_without_tensors_stay() -> None:
+    on_host = positions_of([3, 2])
+    on_device = on_host.to(META)
+    note_positions(on_device, on_host)
+
+    def within(query: torch.Tensor, first: int = 1, *, last: int = 2) -> torch.Tensor:
+        return (on_device[0, query] >= first) & (on_device[0, query] <= last)
+
+    copied = host_positions.on_host(within)
+    assert copied is not None
+    assert copied(torch.arange(5)).tolist() == [False, True, True, False, True]
+
+
+def test_a_forward_pass_in_inference_mode_uses_positions_from_before_it() -> None:
+    on_host = positions_of([3, 2])
+    on_device = on_host.to(META)
+    note_positions(on_device, on_host)
+    with torch.inference_mode():
+        wanted = asked_for("causal", on_device)
+    # Their changes would not be seen later.
+    assert host_positions._newest[0].samples is None
+    assert wanted["mask_function"] is not None
+    found = documents_of(**asked_for("causal", on_device))
+    assert found is not None and found.runs == ((3, 1), (2, 1))
+
+
+def test_a_thread_that_notes_other_positions_meanwhile_does_not_change_the_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [positions_of([3, 2]), positions_of([1, 4])]
+    on_device = [row.to(META) for row in rows]
+    copy_to_device = host_positions.to_device
+
+    def interrupted(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        monkeypatch.setattr(host_positions, "to_device", copy_to_device)
+        note_positions(on_device[1], rows[1])
+        return copy_to_device(tensor, device)
+
+    monkeypatch.setattr(host_positions, "to_device", interrupted)
+    note_positions(on_device[0], rows[0])
+    asked_for("causal", on_device[0])
+    found = documents_of(**asked_for("causal", on_device[1]))
+    assert found is not None and found.runs == ((1, 1), (4, 1))
+
+
+def test_numbers_of_samples_that_a_model_changed_are_found_again() -> None:
+    on_host = positions_of([3, 2])
+    on_device = on_host.to(META)
+    note_positions(on_device, on_host)
+    asked_for("causal", on_device)
+    samples = host_positions._newest[0].samples
+    assert samples is not None
+    samples.on_device.zero_()
+    found = documents_of(**asked_for("causal", on_device))
+    assert found is not None and found.runs == ((3, 1), (2, 1))
+
+
+def test_positions_of_the_device_and_the_host_give_the_same_mask() -> None:
+    """Where no kernel computes documents, transformers reads the numbers of the samples on the device."""
+    on_host = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 0]])
+    twin = on_host.clone()
+    host_positions._install()
+    host_positions._newest.append(host_positions._Pair(twin, on_host, (0, 0)))
+    config = LlamaConfig(hidden_size=16, num_attention_heads=2)
+    config._attn_implementation = "sdpa"
+    inputs = torch.zeros(2, 4, 4)
+    known: Any = create_causal_mask(config, inputs, None, None, position_ids=twin)
+    read: Any = create_causal_mask(config, inputs, None, None, position_ids=on_host)
+    assert known is not None and torch.equal(known, read)

@@ -1,0 +1,546 @@
+"""Models from a configuration or from files, and what is refused before any weight is made."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    LlamaConfig,
+    MarianConfig,
+    MarianMTModel,
+)
+from transformers.utils.hub import cached_file
+
+from automodel_ckpt.config.keys.model import ModelConfig
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.build import (
+    _build_errors,
+    build_model,
+    restore_attention_caps,
+    with_attention_caps,
+)
+from automodel_ckpt.models.config_checks import check_context, check_vocabulary
+from automodel_ckpt.models.config_reading import load_model_config
+from automodel_ckpt.models.inspect.float32_parts import float32_names
+from automodel_ckpt.models.inspect.model_files import fetched_directory, require_local
+from automodel_ckpt.models.inspect.repository import base_directory
+from automodel_ckpt.models.layers.freezing import freeze
+from automodel_ckpt.models.quantize import cast_to, check_not_quantized
+from automodel_ckpt.parallel.model_layers import decoder_layers, untied_layers
+from automodel_ckpt.train.model.deferred_model import build_deferred
+from tests.support.servers.serving import serve
+
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "vocab_size": 40,
+}
+
+
+class Tokenizer:
+    """What the recipe asks of a tokenizer."""
+
+    bos_token_id, eos_token_id, pad_token_id = 1, 2, 0
+
+    def __len__(self) -> int:
+        return 50
+
+
+def test_a_configuration_takes_the_vocabulary_and_special_ids_from_the_tokenizer() -> None:
+    settings = {key: value for key, value in TINY.items() if key != "vocab_size"}
+    config = load_model_config(from_config=settings, tokenizer=Tokenizer())
+    assert (config.vocab_size, config.pad_token_id, config.eos_token_id) == (50, 0, 2)
+    assert "vocab_size" not in settings
+
+
+def test_what_the_configuration_says_itself_wins_over_the_tokenizer() -> None:
+    config = load_model_config(from_config={**TINY, "vocab_size": 64}, tokenizer=Tokenizer())
+    assert config.vocab_size == 64
+
+
+def test_a_path_to_a_configuration_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert load_model_config(from_config=str(path)).num_hidden_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"hidden_sise": 3}, "did you mean hidden_size"),
+        ({"model_type": "lama"}, "did you mean llama"),
+        ({"hidden_size": "wide"}, "expected int, got str"),
+        ({"hidden_size": 15}, "not a multiple of the number of attention heads"),
+    ],
+)
+def test_a_wrong_setting_is_named(change: dict[str, Any], what: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_model_config(from_config=TINY | change)
+    assert what in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "../nowhere"]
+)
+def test_a_path_without_a_directory_is_refused_without_asking_the_hub(name: str) -> None:
+    with pytest.raises(RecipeError, match="no such directory"):
+        require_local(name, "model.from_pretrained")
+
+
+def test_a_url_has_a_hint_to_the_key_that_accepts_one() -> None:
+    with pytest.raises(RecipeError, match=r"init_from\.path accepts its URL"):
+        require_local("s3://bucket/model", "model.from_pretrained")
+
+
+def test_a_hub_name_is_not_taken_for_a_path() -> None:
+    require_local("some-organisation/some-model", "model.from_pretrained")
+    require_local("gpt2", "model.from_pretrained")
+
+
+def test_a_hub_model_that_is_not_cached_is_refused_offline() -> None:
+    with pytest.raises(RecipeError, match="not in the cache"):
+        load_model_config(from_pretrained="some-organisation/some-model")
+    assert base_directory("some-organisation/some-model") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("misspelt", r"no models of this type[\s\S]*model_type lama[\s\S]*did you mean llama"),
+        ("misspelt/config.json", r"is a directory, not a file[\s\S]*such as .*/misspelt\n?"),
+    ],
+)
+def test_a_config_that_transformers_cannot_use_is_refused_with_the_reason(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    (tmp_path / "misspelt").mkdir()
+    (tmp_path / "misspelt" / "config.json").write_text('{"model_type": "lama"}')
+    with pytest.raises(RecipeError, match=said):
+        load_model_config(from_pretrained=str(tmp_path / name))
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Serves the files of a directory as the Hub serves those of one model."""
+
+    directory: Path
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.wfile.write(self.answer())
+
+    def answer(self) -> bytes:
+        file = self.directory / self.path.partition("/resolve/main/")[2].partition("?")[0]
+        content = file.read_bytes() if file.is_file() else b""
+        self.send_response(200 if file.is_file() else 404)
+        headers = {
+            "ETag": f'"{file.name}"',
+            "X-Repo-Commit": "a" * 40,
+            "Content-Length": str(len(content)),
+        }
+        for name, value in (
+            headers.items() if file.is_file() else {"X-Error-Code": "EntryNotFound"}.items()
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        return content
+
+    def log_message(self, format: str, *values: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("size", ["1KB", "1GB"], ids=["several files", "one file"])
+def test_the_weights_of_a_hub_name_are_fetched_before_they_are_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str
+) -> None:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY)).save_pretrained(
+        tmp_path / "made", max_shard_size=size
+    )
+    (tmp_path / "made/other.safetensors").write_bytes(b"that no index names")
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), type("Served", (Hub,), {"directory": tmp_path / "made"})
+    )
+    threading.Thread(target=serve, args=(server,), daemon=True).start()
+    constants = "huggingface_hub.constants"
+    monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert fetched_directory("some/model") is None, "offline"
+    monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", False)
+    template = (
+        f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    )
+    monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    # The library asks the Hub for the list of files first, which is more than is served here.
+    monkeypatch.setattr(
+        "automodel_ckpt.models.inspect.model_files.get_checkpoint_shard_files",
+        lambda name, index, revision: [
+            cached_file(name, f, revision=revision)
+            for f in json.loads(Path(index).read_text())["weight_map"].values()
+        ],
+    )
+    try:
+        load_model_config(from_pretrained="some/model")
+        assert not list((tmp_path / "cache").rglob("*.safetensors"))
+        found = fetched_directory("some/model")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert found is not None
+    there = {file.name for file in found.iterdir()}
+    made = {file.name for file in (tmp_path / "made").glob("model*")}
+    assert made <= there and "other.safetensors" not in there
+    assert (len(made) > 2) == (size == "1KB")
+
+
+def test_longer_samples_than_the_context_are_refused() -> None:
+    config = LlamaConfig(max_position_embeddings=32)
+    check_context(config, 32, "dataset.seq_length")
+    with pytest.raises(RecipeError, match="longer than the model's context"):
+        check_context(config, 33, "dataset.seq_length")
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
+    check_vocabulary(LlamaConfig(vocab_size=50), Tokenizer())
+    check_vocabulary(LlamaConfig(vocab_size=10), None)
+    with pytest.raises(RecipeError, match="more tokens than the model's vocabulary"):
+        check_vocabulary(LlamaConfig(vocab_size=49), Tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("bfloat16", torch.bfloat16), ("auto", torch.float32)]
+)
+def test_fresh_weights_follow_the_seed_and_the_dtype(dtype: str, expected: torch.dtype) -> None:
+    config = load_model_config(from_config=TINY)
+    before = config.to_dict()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(build_model(config, dtype=dtype))
+    assert config.to_dict() == before
+    assert models[0].training
+    for first, second in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert first.dtype == expected
+        assert torch.equal(first, second)
+
+
+def test_weights_are_read_from_files_in_their_own_or_another_dtype(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = load_model_config(from_config=TINY)
+    build_model(config, dtype="bfloat16").save_pretrained(tmp_path)  # type: ignore[operator]
+    read = load_model_config(from_pretrained=str(tmp_path))
+    capfd.readouterr()
+    kept = build_model(read, from_pretrained=str(tmp_path), dtype="auto")
+    cast = build_model(read, from_pretrained=str(tmp_path), dtype="float32")
+    # Neither progress bars, which a log file would have, nor warnings about tensor parallelism.
+    assert capfd.readouterr() == ("", "")
+    assert {p.dtype for p in kept.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in cast.parameters()} == {torch.float32}
+    for own, other in zip(kept.parameters(), cast.parameters(), strict=True):
+        assert torch.equal(own.float(), other)
+
+
+def test_files_without_weights_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    config = load_model_config(from_pretrained=str(tmp_path))
+    with pytest.raises(RecipeError, match="the model cannot be built"):
+        build_model(config, from_pretrained=str(tmp_path))
+
+
+GEMMA2: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 97,
+    "pad_token_id": 0,
+    "sliding_window": 4,
+}
+"""Settings of a small Gemma 2."""
+
+
+def _attention_of_layers(model: nn.Module) -> set[str]:
+    layers = [layer for layer in model.modules() if type(layer).__name__ == "Gemma2Attention"]
+    return {layer.config._attn_implementation for layer in layers}
+
+
+def test_a_model_that_caps_its_attention_scores_does_not_get_sdpa_which_has_no_cap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As in transformers 5.17.
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    capped = AutoConfig.for_model("gemma2", **GEMMA2, attn_logit_softcapping=50.0)
+    assert _attention_of_layers(build_model(capped)) == {"eager"}
+    without = AutoConfig.for_model("gemma2", **GEMMA2, attn_logit_softcapping=None)
+    assert _attention_of_layers(build_model(without)) == {"sdpa"}
+    assert _attention_of_layers(build_model(capped, attn_implementation="sdpa")) == {"sdpa"}
+    # The configuration of the caller is not changed, and what it names is kept if it has a cap.
+    assert capped._attn_implementation is None
+    for named, expected in (("sdpa", "eager"), ("flex_attention", "flex_attention")):
+        of_config = AutoConfig.for_model("gemma2", **GEMMA2, attn_implementation=named)
+        assert _attention_of_layers(build_model(of_config)) == {expected}
+    # Without memory, as recipes build most models.
+    section = ModelConfig(from_config={"model_type": "gemma2"})
+    deferred = build_deferred(
+        section, capped, base=None, auto_class=AutoModelForCausalLM, seed=0, group=None
+    )
+    assert next(deferred.model.parameters()).is_meta
+    assert _attention_of_layers(deferred.model) == {"eager"}
+
+
+@pytest.mark.parametrize("can_change", [True, False], ids=["functions", "classes of layers"])
+def test_a_finished_model_that_caps_its_attention_scores_gets_an_attention_with_a_cap(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, can_change: bool
+) -> None:
+    # As in transformers 5.17.
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    base = transformers.Gemma2PreTrainedModel
+    monkeypatch.setattr(base, "_can_set_attn_implementation", classmethod(lambda cls: can_change))
+    config = transformers.Gemma2Config(**GEMMA2, attn_logit_softcapping=0.01)
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"inner": AutoModelForCausalLM.from_config(config)}).eval()
+    inner: Any = model["inner"]
+    assert _attention_of_layers(model) == {"sdpa"}
+    restore_attention_caps(model)
+    (record,) = caplog.records
+    assert "Gemma2ForCausalLM caps its attention scores at 0.01" in record.getMessage()
+    if not can_change:
+        assert _attention_of_layers(model) == {"sdpa"}
+        assert "build it with attn_implementation: eager" in record.getMessage()
+        return
+    assert _attention_of_layers(model) == {"eager"}
+    tokens = torch.arange(8).unsqueeze(0)
+    logits = []
+    for cap in (0.01, None):
+        config = transformers.Gemma2Config(**GEMMA2, attn_logit_softcapping=cap)
+        other = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        other.load_state_dict(inner.state_dict())
+        logits.append(other(tokens).logits)
+    assert torch.equal(inner(tokens).logits, logits[0])
+    assert not torch.allclose(logits[0], logits[1], rtol=1e-3)
+    caplog.clear()
+    restore_attention_caps(model)
+    restore_attention_caps(nn.Linear(1, 1))
+    assert not caplog.records
+
+
+def test_only_the_part_of_a_model_that_caps_its_attention_scores_gets_eager_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    config = AutoConfig.for_model(
+        "paligemma",
+        text_config={**GEMMA2, "model_type": "gemma2"},
+        vision_config={**vision, "model_type": "siglip_vision_model", "projection_dim": 32},
+        projection_dim=32,
+    )
+    model: Any = build_model(config, auto_class=transformers.AutoModelForImageTextToText)
+    assert _attention_of_layers(model) == {"eager"}
+    assert model.model.vision_tower.config._attn_implementation == "sdpa"
+
+
+def test_a_configuration_whose_parts_are_no_configurations_keeps_them() -> None:
+    class Odd(transformers.Gemma2Config):
+        sub_configs: ClassVar = {
+            "vision": transformers.PreTrainedConfig,
+            "absent": transformers.PreTrainedConfig,
+        }
+
+    config = Odd(**GEMMA2)
+    config.vision = {"hidden_size": 4}
+    chosen = with_attention_caps(config)
+    assert (chosen._attn_implementation, chosen.vision) == ("eager", config.vision)
+
+
+def test_the_part_of_a_part_that_caps_its_attention_scores_gets_eager_attention() -> None:
+    text = {**GEMMA2, "attn_logit_softcapping": 50.0}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    encoder = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}
+    config = AutoConfig.for_model(
+        "t5gemma2", encoder=encoder, decoder=text, eoi_token_index=94, image_token_index=95
+    )
+    model = build_model(config, auto_class=transformers.AutoModelForSeq2SeqLM)
+    found = {
+        (type(layer).__name__, layer.config._attn_implementation)
+        for layer in model.modules()
+        if type(layer).__name__.endswith("Attention") and hasattr(layer, "config")
+    }
+    assert found == {
+        ("T5Gemma2SelfAttention", "eager"),
+        ("T5Gemma2MergedAttention", "eager"),
+        ("SiglipAttention", "sdpa"),
+    }
+
+
+def test_globs_freeze_parameters_and_one_that_matches_nothing_is_refused() -> None:
+    model = build_model(load_model_config(from_config=TINY))
+    freeze(model, ["*embed_tokens*", "model.layers.0.*"])
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert "model.embed_tokens.weight" in frozen
+    assert "model.layers.0.mlp.up_proj.weight" in frozen
+    assert not any(name.startswith("model.layers.1.") for name in frozen)
+    with pytest.raises(RecipeError, match=r"did you mean .*model\.norm\.weight"):
+        freeze(model, ["model.nrom.weight"])
+
+
+def test_patterns_of_parameters_that_a_model_may_lack_are_allowed_on_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = build_model(load_model_config(from_config=TINY))
+    with caplog.at_level(logging.INFO):
+        freeze(model, ["*embed_tokens*"], ["vision_tower", "*audio*", "model.layers.0.*"])
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert "model.embed_tokens.weight" in frozen
+    assert "model.layers.0.mlp.up_proj.weight" in frozen
+    assert "the model has no parameters vision_tower" in caplog.text
+    assert "the model has no parameters *audio*" in caplog.text
+    with pytest.raises(RecipeError, match="no parameter's name matches"):
+        freeze(model, ["vision_tower"], ["*audio*"])
+    with pytest.raises(RecipeError, match="no parameter is left to train"):
+        freeze(model, [], ["*"])
+
+
+def test_the_decoder_layers_are_found_by_class_or_as_the_longest_list() -> None:
+    model = build_model(load_model_config(from_config=TINY))
+    assert [type(layer).__name__ for layer in decoder_layers(model)] == ["LlamaDecoderLayer"] * 3
+    plain = torch.nn.ModuleDict(
+        {
+            "few": torch.nn.ModuleList([torch.nn.Linear(2, 2)]),
+            "many": torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(4)]),
+            # Cannot be called, so fsdp2 could not shard them.
+            "containers": torch.nn.ModuleList([torch.nn.ModuleDict() for _ in range(5)]),
+        }
+    )
+    assert decoder_layers(plain) == list(plain["many"])  # type: ignore[arg-type]
+    assert decoder_layers(torch.nn.Linear(2, 2)) == []
+    # A model with two parts that does not name the classes of its layers.
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2}
+    with torch.device("meta"):
+        marian = MarianMTModel(MarianConfig(**sizes, pad_token_id=0))  # type: ignore[arg-type]
+    parts = marian.get_encoder(), marian.get_decoder()
+    assert decoder_layers(marian) == [*parts[0].layers, *parts[1].layers]  # type: ignore[misc]
+
+
+def test_a_block_that_is_tied_to_what_is_outside_of_it_is_not_sharded_on_its_own() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    with torch.device("meta"):
+        model: Any = BertLMHeadModel(BertConfig(**sizes, num_hidden_layers=2, is_decoder=True))  # type: ignore[arg-type]
+    assert decoder_layers(model) == [model.bert.embeddings, *model.bert.encoder.layer]
+    assert untied_layers(model) == [*model.bert.encoder.layer]
+
+
+def write_fp8_base(directory: Path) -> dict[str, torch.Tensor]:
+    """A tiny Llama in bfloat16 whose projections are FP8 with a scale; returns their values in float32."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY), dtype=torch.bfloat16).save_pretrained(
+        directory
+    )
+    tensors, values = load_file(directory / "model.safetensors"), {}
+    for name in [name for name in tensors if "_proj" in name]:
+        scale = tensors[name].float().abs().max() / 448
+        tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale.reshape(1, 1).clone()
+        values[name] = tensors[name].float() * scale
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return values
+
+
+def test_a_base_in_fp8_is_read_in_the_type_that_the_recipe_asks_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = write_fp8_base(tmp_path)
+    # transformers 5.18 to 5.23 leave what was not quantized as it was read; others cast it too.
+    minor = int(transformers.__version__.split(".")[1])
+    casts_everything = not 18 <= minor <= 23
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        name = str(dtype).removeprefix("torch.")
+        with caplog.at_level("INFO", "automodel_ckpt"):
+            model: Any = build_model(
+                load_model_config(from_pretrained=str(tmp_path)),
+                from_pretrained=str(tmp_path),
+                dtype=name,
+            )
+        parameters = dict(model.named_parameters())
+        assert {parameter.dtype for parameter in parameters.values()} == {dtype}
+        assert all(torch.equal(parameters[key], value.to(dtype)) for key, value in values.items())
+        assert model.config.dtype == dtype and not hasattr(model.config, "quantization_config")
+    assert casts_everything or "from bfloat16 to float32 (model.dtype)" in caplog.text
+
+
+def test_a_missing_package_of_a_quantized_base_is_named_with_a_way_out() -> None:
+    with (
+        pytest.raises(
+            RecipeError, match=r"No module named 'torchao'[\s\S]*install the named package"
+        ),
+        _build_errors("base", None),
+    ):
+        raise ImportError("No module named 'torchao'")
+
+
+def test_a_base_whose_weights_stay_quantized_is_refused_for_training_as_a_whole() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    check_not_quantized(model)
+    model.is_quantized, model.config = (
+        True,
+        LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4}),
+    )
+    with pytest.raises(RecipeError, match=r"stay quantized(.|\n)*gptq(.|\n)*peft"):
+        check_not_quantized(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (torch.bfloat16, {"conv.norm.weight", "conv.norm.bias", "attn_hc.base"}),
+        (torch.float16, {"conv.norm.weight", "conv.norm.bias", "attn_hc.base", "wo.weight"}),
+        (torch.float32, set()),
+    ],
+)
+def test_patterns_with_dots_keep_parts_in_float32_as_in_transformers(
+    dtype: torch.dtype, kept: set[str]
+) -> None:
+    model: Any = nn.Module()
+    model._keep_in_fp32_modules_strict = ["conv.n*m", "attn_hc.base"]
+    model._keep_in_fp32_modules = ["wo"]
+    model.conv, model.attn_hc, model.wo = nn.Module(), nn.Module(), nn.Linear(2, 2, bias=False)
+    model.conv.norm, model.conv.up = nn.LayerNorm(2), nn.Linear(2, 2)
+    model.attn_hc.base, model.attn_hc.fn = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    assert float32_names(model, dtype) == kept
+    cast_to(model, dtype)
+    found = {name for name, each in model.named_parameters() if each.dtype == torch.float32}
+    assert dtype == torch.float32 or found == kept
+
+
+def test_names_in_adapters_are_those_of_the_base() -> None:
+    model: Any = nn.Module()
+    model._keep_in_fp32_modules_strict = ["gate.weight", "norm.weight"]
+    model.gate, model.norm = nn.Module(), nn.Module()
+    model.gate.base_layer = nn.Linear(2, 2, bias=False)
+    model.norm.original_module = nn.LayerNorm(2, bias=False)
+    model.norm.modules_to_save = nn.ModuleDict({"default": nn.LayerNorm(2, bias=False)})
+    assert float32_names(model, torch.bfloat16) == {name for name, _ in model.named_parameters()}

@@ -1,0 +1,266 @@
+"""Stages cut from a model compute, one after the other, what the whole model does, under the names of the whole."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.pipeline_stage import (
+    LocalStages,
+    keep_stages,
+    parameters_of_ranks,
+    stages_of,
+)
+from automodel_ckpt.models.stage_division import check_stages, layers_of
+from tests.support.runs.parallel import VOCABULARY, model_of
+
+SLIDING = {
+    "use_sliding_window": True,
+    "sliding_window": 2,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+}
+
+
+COMMON: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 4, "vocab_size": VOCABULARY}
+BLOOM = {"hidden_size": 32, "n_head": 4, "n_layer": 4, "vocab_size": VOCABULARY}
+FAMILIES: dict[str, dict[str, Any]] = {
+    # Learned positions, added to the embeddings.
+    "gpt2": GPT2,
+    # A norm after the embedding, and biases of attention by position.
+    "bloom": BLOOM,
+    # Embeddings are scaled, logits are capped.
+    "gemma2": {**COMMON, "head_dim": 8, "sliding_window": 2},
+    "granite": {**COMMON, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "cohere": COMMON,
+    # Other names.
+    "phi": COMMON,
+    "gpt_neox": COMMON,
+    "opt": {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": VOCABULARY,
+        "word_embed_proj_dim": 32,
+    },
+    # Layers of different kinds.
+    "lfm2": {**COMMON, "layer_types": ["conv", "full_attention"] * 2},
+    "qwen3_moe": {
+        **COMMON,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+    },
+}
+
+
+def cut(model: Any, num_ranks: int, stages_per_rank: int = 1) -> list[tuple[Any, LocalStages]]:
+    """Copies of *model* with the stages of each rank."""
+    parts = []
+    for rank in range(num_ranks):
+        part = copy.deepcopy(model)
+        stages = stages_of(rank, num_ranks, stages_per_rank)
+        parts.append((part, keep_stages(part, stages, num_ranks * stages_per_rank)))
+    return parts
+
+
+def through_stages(parts: list[tuple[Any, LocalStages]], tokens: Any, **options: Any) -> Any:
+    """The logits of *tokens* after all stages of all ranks, in their order."""
+    hidden = None
+    for number in range(len(parts[0][1].stages)):
+        for model, local in parts:
+            local.select(number)
+            given = {"input_ids": tokens}
+            if hidden is not None:
+                given = {"inputs_embeds": local.receive(hidden, tokens.shape[1])}
+            hidden = model(**given, use_cache=False, **options).logits
+    return hidden
+
+
+def test_layers_are_shared_out_in_order_as_evenly_as_can_be() -> None:
+    assert [list(layers_of(7, stage, 3)) for stage in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [len(layers_of(4, stage, 4)) for stage in range(4)] == [1] * 4
+
+
+@pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(2, 1), (3, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("llama", {}), ("qwen3", SLIDING | {"tie_word_embeddings": True})]
+)
+def test_stages_compute_together_what_the_whole_model_does(
+    kind: str, settings: dict[str, Any], num_ranks: int, stages_per_rank: int
+) -> None:
+    model: Any = model_of(kind, num_hidden_layers=4, **settings)
+    check_stages(model, num_ranks * stages_per_rank)
+    tokens = torch.randint(0, VOCABULARY, (2, 7))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)
+    whole = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    parts = cut(model, num_ranks, stages_per_rank)
+    assert torch.equal(through_stages(parts, tokens, position_ids=positions), whole)
+
+
+def test_a_stage_uses_the_hidden_states_that_it_received_once() -> None:
+    model: Any = model_of(num_hidden_layers=2)
+    tokens = torch.randint(0, VOCABULARY, (2, 7))
+    (first, before), (last, after) = cut(model, 2)
+    hidden = first(input_ids=tokens, use_cache=False).logits
+    given = after.receive(hidden, 7)
+    last(inputs_embeds=given, use_cache=False)
+    # They would be those of another micro-batch, and keep its memory.
+    with pytest.raises(AssertionError, match="without the hidden states"):
+        last(inputs_embeds=given, use_cache=False)
+    # The first stage keeps nothing of what it has returned.
+    output = before._views[0].output
+    assert output is not None and output.computed is None
+
+
+def test_a_module_that_is_replaced_between_stages_stays_replaced() -> None:
+    model: Any = model_of(num_hidden_layers=2)
+    tokens = torch.randint(0, VOCABULARY, (2, 7))
+    local = keep_stages(model, [0, 1], 2)
+    local.select(0)
+    hidden = model(input_ids=tokens, use_cache=False).logits
+    embedding = copy.deepcopy(model.model.embed_tokens)
+    head = copy.deepcopy(model.lm_head)
+    model.model.embed_tokens, model.lm_head = embedding, head
+    local.select(1)
+    model(inputs_embeds=local.receive(hidden, 7), use_cache=False)
+    assert model.lm_head is head
+    assert model.model.embed_tokens is embedding
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_any_family_with_a_list_of_layers_can_be_divided(family: str) -> None:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**FAMILIES[family]))
+    model.eval()
+    check_stages(model, 4)
+    tokens = torch.randint(0, VOCABULARY, (2, 7))
+    whole = model(input_ids=tokens, use_cache=False).logits
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = []
+    for parameters in parameters_of_ranks(model, 2, 2):
+        held.append({names[id(parameter)] for parameter in parameters})
+    parts = cut(model, 2, 2)
+    assert torch.equal(through_stages(parts, tokens), whole)
+    for (part, _), expected in zip(parts, held, strict=True):
+        assert {name for name, _ in part.named_parameters()} == expected
+    assert held[0] | held[1] == set(names.values())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_are_divided_with_the_layers_that_they_are_in() -> None:
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    model: Any = get_peft_model(model_of(num_hidden_layers=4), config).eval()
+    check_stages(model, 2)
+    tokens = torch.randint(0, VOCABULARY, (2, 7))
+    whole = model(input_ids=tokens, use_cache=False).logits
+    parts = cut(model, 2)
+    assert torch.equal(through_stages(parts, tokens), whole)
+    for number, (part, _) in enumerate(parts):
+        layers = {
+            name.split(".layers.")[1][0] for name, _ in part.named_parameters() if "lora" in name
+        }
+        assert layers == ({"0", "1"} if number == 0 else {"2", "3"})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_holds_its_own_parameters_under_their_names_in_the_whole_model(tied: bool) -> None:
+    model: Any = model_of(num_hidden_layers=3, tie_word_embeddings=tied)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    stages = [stage for stage, _ in cut(model, 2)]
+    held = [{name for name, _ in stage.named_parameters()} for stage in stages]
+    assert held == [
+        {names[id(p)] for p in parameters} for parameters in parameters_of_ranks(model, 2)
+    ]
+    assert held[0] | held[1] == set(names.values())
+    assert held[0] & held[1] == ({"model.embed_tokens.weight"} if tied else set())
+    assert "model.layers.2.mlp.up_proj.weight" in held[1]
+    if tied:
+        assert stages[1].lm_head.weight is stages[1].model.embed_tokens.weight
+
+
+def refusal(model: Any, num_stages: int = 2) -> str:
+    with pytest.raises(RecipeError) as caught:
+        check_stages(model, num_stages)
+    return str(caught.value)
+
+
+def test_models_whose_layers_cannot_run_on_separate_ranks_are_rejected() -> None:
+    bert: Any = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING["bert"](**COMMON | {"is_decoder": True})
+    )
+    assert "its input embedding is not beside its layers" in refusal(bert)
+    model: Any = model_of()
+    model.model.extra = torch.nn.Linear(2, 2)
+    assert "parameters elsewhere (model.extra)" in refusal(model)
+
+
+class Remembering(LlamaModel):
+    """Its layers get the embeddings of the tokens besides the hidden states."""
+
+    def forward(self, inputs_embeds: Any = None, **_: Any) -> Any:
+        hidden = inputs_embeds
+        for layer in self.layers:
+            hidden = layer(hidden, inputs_embeds)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+class Mixing(LlamaModel):
+    """Changes hidden states between its layers."""
+
+    def forward(self, inputs_embeds: Any = None, **_: Any) -> Any:
+        hidden = inputs_embeds
+        for layer in self.layers:
+            hidden = 0.5 * layer(hidden)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+class Doubled(LlamaModel):
+    """Its layers compute two copies of the hidden states."""
+
+    def forward(self, inputs_embeds: Any = None, **_: Any) -> Any:
+        hidden = torch.stack([inputs_embeds, inputs_embeds])
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+@pytest.mark.parametrize(
+    ("inner", "reason"),
+    [
+        (Remembering, "more than hidden states"),
+        (Mixing, "modifies hidden states"),
+        (Doubled, "hidden states of another shape"),
+    ],
+)
+def test_models_whose_layers_depend_on_more_than_the_layer_before_are_rejected(
+    inner: type, reason: str
+) -> None:
+    model: Any = model_of(num_hidden_layers=3)
+    model.model.__class__ = inner
+    assert reason in refusal(model)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    text = refusal(model_of(), 3)
+    assert "layers of the model: 2" in text
+    assert "lower pp_size" in text
+    assert "layers of the model: 1" in refusal(model_of(num_hidden_layers=1))

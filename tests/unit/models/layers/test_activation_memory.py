@@ -1,0 +1,255 @@
+"""Activations that layers keep, recompute or move to the host: the same gradients, and less memory."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.attention.by_document import attend_by_document
+from automodel_ckpt.models.layers.activation_memory import (
+    HostActivations,
+    check_offload,
+    checkpoint_activations,
+)
+from automodel_ckpt.models.layers.compiling import compile_layers
+from tests.unit.models.building.test_packing_probe import build, loss_and_gradients
+
+pytestmark = [
+    # Raised inside torch._dynamo, about its own question.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    # peft's own use.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+]
+
+CPU = torch.device("cpu")
+MODES = ["full", "selective", "offload"]
+
+
+def row() -> dict[str, torch.Tensor]:
+    """Two documents in one row."""
+    positions = torch.cat([torch.arange(20), torch.arange(12)])[None]
+    tokens = (positions * 7 + 3) % 97
+    return {"input_ids": tokens, "position_ids": positions, "labels": tokens}
+
+
+def model_with(mode: str | None, *, adapters: bool = False) -> Any:
+    model = build("llama", "sdpa")
+    if adapters:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    if mode is not None:
+        checkpoint_activations(model, mode, layers_of(model))
+    return model
+
+
+def layers_of(model: Any) -> list[Any]:
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return list(inner.model.layers)
+
+
+def offloading(mode: str | None) -> HostActivations | None:
+    return HostActivations(CPU, min_bytes=1) if mode == "offload" else None
+
+
+def trained(model: Any, mode: str | None) -> tuple[float, list[torch.Tensor]]:
+    host = offloading(mode)
+    with host.saving() if host is not None else nullcontext():
+        return loss_and_gradients(model, row())
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_has_the_gradients_of_a_plain_pass(mode: str, adapters: bool) -> None:
+    expected_loss, expected = trained(model_with(None, adapters=adapters), None)
+    loss, gradients = trained(model_with(mode, adapters=adapters), mode)
+    assert loss == expected_loss
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_selective_layers_draw_the_same_dropout_when_they_recompute() -> None:
+    losses = []
+    for mode in (None, "selective"):
+        model = model_with(mode)
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        torch.manual_seed(5)
+        losses.append(loss_and_gradients(model, row()))
+    assert losses[0][0] == losses[1][0]
+    for ours, theirs in zip(losses[0][1], losses[1][1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+class BiasInPlace(nn.Module):
+    """A layer that adds a bias to the result of its product in training, as routers add noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        product = hidden @ self.weight
+        if self.training:
+            product.add_(self.bias)
+        return product.exp().tanh()
+
+
+@pytest.mark.parametrize("is_probed", [False, True])
+def test_selective_layers_may_change_the_results_of_products(is_probed: bool) -> None:
+    hidden = torch.ones(2, 4) / 8
+    gradients = []
+    for mode in (None, "selective"):
+        model: Any = nn.Sequential(BiasInPlace(), BiasInPlace())
+        model.supports_gradient_checkpointing = True
+        if mode is not None:
+            checkpoint_activations(model, mode, list(model))
+        if is_probed:
+            with torch.no_grad():
+                model.eval()(hidden)
+                model.train()
+        # In the second pass, every layer knows what it changes.
+        for _ in range(2):
+            model(hidden).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+class LiveBytes:
+    """The bytes of all storages that a forward pass made and that still exist afterwards."""
+
+    def __init__(self) -> None:
+        self.references: dict[int, Any] = {}
+
+    def measure(self, model: Any, mode: str | None) -> int:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        made = self.references
+
+        class Noting(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                results = func(*args, **(kwargs or {}))
+                several = results if isinstance(results, (tuple, list)) else (results,)
+                for result in several:
+                    if isinstance(result, torch.Tensor):
+                        storage = result.untyped_storage()
+                        made[storage._cdata] = (weakref.ref(storage), storage.nbytes())
+                return results
+
+        own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        own |= {buffer.untyped_storage()._cdata for buffer in model.buffers()}
+        inputs = {name: each for name, each in row().items() if name != "labels"}
+        # The probes of a recipe call a model before it is trained.
+        with torch.no_grad():
+            model.model(**inputs, use_cache=False)
+        host = offloading(mode)
+        with host.saving() if host is not None else nullcontext(), Noting():
+            output = model.model(**inputs, use_cache=False).last_hidden_state
+        alive = sum(
+            size
+            for key, (reference, size) in made.items()
+            if key not in own and reference() is not None
+        )
+        del output
+        return alive
+
+
+def test_selective_keeps_less_than_no_mode_and_more_than_full() -> None:
+    kept = {
+        mode: LiveBytes().measure(model_with(mode), mode) for mode in (None, "full", "selective")
+    }
+    assert kept["full"] < kept["selective"] < kept[None]
+    # Results of attention, and four of seven matrix products of each layer.
+    inner, hidden, tokens = 48, 32, 32
+    products = (hidden + hidden // 2 + inner + hidden) * tokens * 4
+    attention = (hidden * tokens + 4 * tokens) * 4
+    assert kept["selective"] - kept["full"] == 2 * (products + attention)
+
+
+def test_offload_keeps_no_input_of_a_layer_on_the_device() -> None:
+    model = model_with("offload")
+    host = offloading("offload")
+    assert host is not None
+    references: list[Any] = []
+    for layer in layers_of(model):
+        layer.register_forward_pre_hook(lambda _, args: references.append(weakref.ref(args[0])))
+    inputs = {name: each for name, each in row().items() if name != "labels"}
+    with host.saving():
+        output = model.model(**inputs, use_cache=False).last_hidden_state
+    assert [reference() for reference in references] == [None, None]
+    output.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.model.layers.parameters())
+
+
+def test_only_large_activations_are_offloaded() -> None:
+    host = HostActivations(CPU, min_bytes=4 * 2 * 3 * 5)
+    weight = torch.ones(3, 5, requires_grad=True)
+    hidden = torch.ones(2, 4, 3) @ weight
+    assert host.is_offloaded(hidden)
+    assert not host.is_offloaded(hidden[:1])
+    assert not host.is_offloaded(weight)
+    assert not host.is_offloaded(weight.t())
+    assert not host.is_offloaded(hidden.detach())
+
+
+def test_a_copy_of_a_selective_model_computes_with_its_own_weights() -> None:
+    model = model_with("selective")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.model.layers.parameters():
+            parameter.zero_()
+    assert trained(model, None)[0] == trained(model_with(None), None)[0]
+    assert trained(other, None)[0] != trained(model, None)[0]
+
+
+@pytest.mark.parametrize(
+    "mode", ["full", *(pytest.param(mode, marks=pytest.mark.further) for mode in MODES[1:])]
+)
+def test_compiled_layers_recompute_too(mode: str) -> None:
+    expected_loss, expected = trained(model_with(None), None)
+    model = model_with(mode)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.register_backend(counter, name="counted_modes")
+    try:
+        compile_layers(layers_of(model), backend="counted_modes")
+        loss, gradients = trained(model, mode)
+    finally:
+        torch._dynamo.backends.registry._COMPILER_FNS.pop("counted_modes")
+    assert counter.frame_count >= 1
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_documents_of_a_row_are_recomputed_in_every_mode(mode: str) -> None:
+    expected_loss, expected = trained(model_with(None), None)
+    model = model_with(mode)
+    assert attend_by_document(model, {"use_cache": False})
+    loss, gradients = trained(model, mode)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_what_cannot_be_selected_or_offloaded_is_an_error() -> None:
+    with pytest.raises(RecipeError, match="no repeated layers"):
+        checkpoint_activations(build("llama"), "selective", [])
+    with pytest.raises(RecipeError, match="no GPU memory to offload activations"):
+        check_offload(CPU)
+    check_offload(torch.device("cuda"))

@@ -1,0 +1,634 @@
+"""Parts of layers with fewer kernels: the same outputs and gradients, and less memory."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from automodel_ckpt.config.keys.model import ModelConfig
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.models.layers import fused_adapters, fused_rotary
+from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
+from automodel_ckpt.models.layers.fused_adapters import _Product, fuse_adapters
+from automodel_ckpt.models.layers.fused_gates import _fused_class as _fused_gate
+from automodel_ckpt.models.layers.fused_gates import _GatedProduct, fuse_gates
+from automodel_ckpt.models.layers.fused_norms import _RmsNorm, fuse_norms
+from automodel_ckpt.models.layers.fused_rotary import (
+    _recognized,
+    _rotated,
+    fuse_rotary_embeddings,
+)
+from automodel_ckpt.train.model.sections import fuses_adapters, fuses_layers
+from tests.unit.models.building.test_packing_probe import build, loss_and_gradients
+
+pytestmark = [
+    # peft's own use.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
+]
+
+TOKENS = (torch.arange(40) * 7 + 3).view(2, 20) % 97
+ROWS = {"input_ids": TOKENS, "labels": TOKENS}
+
+
+def adapted(dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
+    """A small model with adapters that change its outputs, and norms whose weights are not one."""
+    generator = torch.Generator().manual_seed(seed)
+    model = build("llama", "sdpa").to(dtype)
+    settings = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **options}
+    model = get_peft_model(model, LoraConfig(**settings), autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.05, generator=generator)
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+    return model.train()
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Bytes that the backward pass of *model* needs, beside its parameters."""
+    parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    found: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        kept.append(model(**ROWS).loss)
+    return sum(found.values())
+
+
+# ---------------------------------------------------------------- normalizations
+
+
+@pytest.mark.parametrize(
+    ("build_norm", "is_fused"),
+    [
+        (lambda: LlamaRMSNorm(8, 1e-6), True),
+        (lambda: GptOssRMSNorm(8, 1e-5), True),
+        (lambda: T5LayerNorm(8), True),
+        (lambda: nn.RMSNorm(8, eps=1e-5), True),
+        # Its weight is an offset from one.
+        (lambda: GemmaRMSNorm(8), False),
+        # It subtracts the mean.
+        (lambda: nn.LayerNorm(8, bias=False), False),
+        (lambda: nn.LayerNorm(8), False),
+        (lambda: nn.BatchNorm1d(8), False),
+    ],
+    ids=["Llama", "GPT-OSS", "T5", "torch", "Gemma", "mean", "bias", "batch"],
+)
+def test_a_normalization_is_recognized_by_what_it_computes(
+    build_norm: Callable[[], nn.Module], is_fused: bool
+) -> None:
+    plain = build_norm()
+    fused = copy.deepcopy(plain)
+    assert fuse_norms(nn.ModuleList([fused])) == int(is_fused)
+    assert isinstance(fused, type(plain)) and type(fused).__name__ == type(plain).__name__
+    inputs = torch.randn(4, 8)
+    torch.testing.assert_close(fused(inputs), plain(inputs))
+
+
+def test_an_epsilon_that_is_added_elsewhere_is_noticed() -> None:
+    class Other(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            norm = hidden_states.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon
+            return self.weight * hidden_states / norm
+
+    assert fuse_norms(Other(8, 1e-5)) == 0
+
+
+def test_a_normalization_on_the_meta_device_is_recognized() -> None:
+    with torch.device("meta"):
+        norm = LlamaRMSNorm(8)
+    assert fuse_norms(norm) == 1
+    assert norm(torch.empty(2, 8, device="meta")).shape == (2, 8)
+
+
+class Limited(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states.clamp(-100, 100))
+
+
+class Flat(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states).flatten(0, -2)
+
+
+class Narrow(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states).bfloat16()
+
+
+@pytest.mark.parametrize("other", [Limited, Flat, Narrow])
+def test_a_limit_another_shape_and_another_dtype_are_noticed(other: type[LlamaRMSNorm]) -> None:
+    assert fuse_norms(other(8)) == 0
+
+
+def test_a_gate_and_another_dtype_are_left_to_the_module() -> None:
+    gated = Qwen3NextRMSNormGated(8)
+    plain = copy.deepcopy(gated)
+    fuse_norms(gated)
+    inputs, gate = torch.randn(4, 8), torch.randn(4, 8)
+    torch.testing.assert_close(gated(inputs, gate), plain(inputs, gate))
+    norm = LlamaRMSNorm(8)
+    fuse_norms(norm)
+    # A weight in float32 makes the result float32, as in transformers.
+    assert norm(inputs.bfloat16()).dtype == torch.float32
+
+
+def test_the_gradients_of_a_normalization_are_right() -> None:
+    inputs = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(8, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda *given: _RmsNorm.apply(*given, 1e-3), (inputs, weight))
+    weight.requires_grad_(False)
+    torch.autograd.gradcheck(lambda given: _RmsNorm.apply(given, weight, 1e-3), (inputs,))
+
+
+def test_a_deep_copy_is_fused_and_a_pickle_has_the_classes_of_transformers() -> None:
+    plain = build("llama", "sdpa")
+    fused = copy.deepcopy(plain)
+    fuse_norms(fused)
+    fuse_gates(fused)
+    copied = copy.deepcopy(fused)
+    read = pickle.loads(pickle.dumps(fused))
+    for name, module in plain.named_modules():
+        assert type(copied.get_submodule(name)) is type(fused.get_submodule(name))
+        assert type(read.get_submodule(name)) is type(module)
+    assert not {id(each) for each in copied.parameters()} & {id(e) for e in fused.parameters()}
+    for model in (copied, read):
+        assert torch.equal(
+            model(TOKENS).logits, (fused if model is copied else plain)(TOKENS).logits
+        )
+
+
+# ---------------------------------------------------------------- gated layers
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_fused"), [("llama", 2), ("qwen3", 2), ("gemma3_text", 0)]
+)
+def test_a_gated_layer_is_recognized_by_what_it_computes(model_type: str, num_fused: int) -> None:
+    plain = build(model_type, "sdpa")
+    fused = copy.deepcopy(plain)
+    assert fuse_gates(fused) == num_fused
+    torch.testing.assert_close(
+        loss_and_gradients(fused, ROWS), loss_and_gradients(plain, ROWS), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_another_activation_or_a_scaled_product_is_noticed() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, hidden_act="gelu")
+    assert fuse_gates(LlamaMLP(config)) == 0
+
+    class Scaled(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 0.5
+
+    config = LlamaConfig(**sizes)
+    assert fuse_gates(Scaled(config)) == 0 and fuse_gates(LlamaMLP(config)) == 1
+
+
+class WithOptions(LlamaMLP):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        product: torch.Tensor = super().forward(x)
+        return product if scale == 1.0 else product * scale
+
+
+class FlatMLP(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = super().forward(x)
+        return product.flatten(0, -2)
+
+
+class LimitedSiLU(nn.SiLU):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).clamp(max=20.0)
+
+
+def test_a_limited_activation_and_another_shape_are_noticed() -> None:
+    config = LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=2)
+    assert fuse_gates(FlatMLP(config)) == 0
+    limited = LlamaMLP(config)
+    limited.act_fn = LimitedSiLU()
+    assert fuse_gates(limited) == 0
+
+
+def test_other_arguments_than_one_input_reach_the_module() -> None:
+    config = LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=2)
+    norm, gated = LlamaRMSNorm(8), WithOptions(config)
+    inputs = torch.randn(4, 8)
+    expected = norm(inputs), gated(inputs), gated(inputs, 2.0)
+    assert fuse_norms(norm) == 1
+    gated.__class__ = _fused_gate(WithOptions)
+    found = norm(hidden_states=inputs), gated(x=inputs), gated(inputs, scale=2.0)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gated(inputs, 2.0), expected[2])
+
+
+def test_the_gradients_of_a_gated_product_are_right() -> None:
+    factors = [torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    torch.autograd.gradcheck(_GatedProduct.apply, factors)
+
+
+# ---------------------------------------------------------------- rotary embeddings
+
+
+@pytest.mark.parametrize(
+    ("model_type", "is_fused", "is_partial"),
+    [
+        ("llama", True, False),
+        ("glm4_moe", True, True),
+        # Pairs of neighbors, and other arguments.
+        ("cohere", False, False),
+        ("gptj", False, False),
+    ],
+)
+def test_a_rotation_is_recognized_by_what_it_computes(
+    model_type: str, is_fused: bool, is_partial: bool
+) -> None:
+    name = f"transformers.models.{model_type}.modeling_{model_type}"
+    found = _recognized(importlib.import_module(name).apply_rotary_pos_emb)
+    assert (found is not None) == is_fused
+    assert found is None or (found.is_partial == is_partial and found.has_token_dim)
+
+
+class Kernel:
+    """Stands in for the module of the kernel, which needs Triton; counts the calls."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def rotate(
+        self, heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, inverse: bool = False
+    ) -> torch.Tensor:
+        self.num_calls += 1
+        if not inverse:
+            return _rotated(heads, cosines, sines)
+        leaf = torch.zeros_like(heads).requires_grad_()
+        with torch.enable_grad():
+            [found] = torch.autograd.grad(_rotated(leaf, cosines, sines), leaf, heads)
+        return found
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """The kernel, which computes tensors on a CPU."""
+    stand_in = Kernel()
+    monkeypatch.setitem(sys.modules, "automodel_ckpt.models.layers.rotary_kernels", stand_in)
+    monkeypatch.setattr(fused_rotary, "_can_compute", lambda *tensors: True)
+    return stand_in
+
+
+def test_layers_of_one_model_rotate_by_the_kernel(kernel: Kernel) -> None:
+    plain, other = build("llama", "sdpa"), build("llama", "sdpa")
+    before = modeling_llama.apply_rotary_pos_emb
+    fused = copy.deepcopy(plain)
+    assert fuse_rotary_embeddings(fused) == 2
+    expected = loss_and_gradients(plain, ROWS)
+    assert kernel.num_calls == 0
+    for model in (fused, copy.deepcopy(fused)):
+        kernel.num_calls = 0
+        torch.testing.assert_close(loss_and_gradients(model, ROWS), expected)
+        # Queries and keys of two layers, in both directions.
+        assert kernel.num_calls == 8
+    assert modeling_llama.apply_rotary_pos_emb is before
+    attention = type(other.model.layers[0].self_attn)
+    assert type(pickle.loads(pickle.dumps(fused)).model.layers[0].self_attn) is attention
+
+
+def test_decorated_forward_passes_rotate_by_the_kernel(kernel: Kernel) -> None:
+    # As those of transformers 5.24, which accept a former name of an argument.
+    def renamed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def wrapper(*args: Any, **options: Any) -> Any:
+            options["attention_mask"] = options.pop("mask", options.get("attention_mask"))
+            return forward(*args, **options)
+
+        return wrapper
+
+    class Decorated(modeling_llama.LlamaAttention):
+        forward = renamed(renamed(inspect.unwrap(modeling_llama.LlamaAttention.forward)))
+
+    model = build("llama", "sdpa")
+    expected = loss_and_gradients(model, ROWS)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Decorated
+    assert fuse_rotary_embeddings(model) == 2
+    torch.testing.assert_close(loss_and_gradients(model, ROWS), expected)
+    assert kernel.num_calls == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rotations"), [("eager_attention_forward", 4), ("apply_rotary_pos_emb", 0)]
+)
+def test_functions_that_are_replaced_later_are_called(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, name: str, num_rotations: int
+) -> None:
+    model = build("llama", "eager")
+    assert fuse_rotary_embeddings(model) == 2
+    function = getattr(modeling_llama, name)
+    num_calls = 0
+
+    def replaced(*args: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return function(*args, **options)
+
+    monkeypatch.setattr(modeling_llama, name, replaced)
+    model(TOKENS)
+    assert (num_calls, kernel.num_calls) == (2, num_rotations)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_torch_compile_gets_the_operators_of_transformers(kernel: Kernel) -> None:
+    model = build("llama", "sdpa")
+    expected = loss_and_gradients(model, ROWS)
+    fuse_rotary_embeddings(model)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(loss_and_gradients(model, ROWS), expected)
+    assert kernel.num_calls == 0
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_the_gradients_of_a_rotation_are_right(kernel: Kernel, unsqueeze_dim: int) -> None:
+    rotation = _recognized(modeling_llama.apply_rotary_pos_emb)
+    assert rotation is not None
+    shape = (2, 3, 4, 8) if unsqueeze_dim == 1 else (2, 4, 3, 8)
+    query, key = torch.randn(2, *shape, dtype=torch.float64).requires_grad_()
+    angles = torch.randn(2, 1, 4, 8, dtype=torch.float64)
+    expected = rotation.function(query, key, *angles, unsqueeze_dim=unsqueeze_dim)
+    torch.testing.assert_close(rotation(query, key, *angles, unsqueeze_dim), expected)
+    assert kernel.num_calls == 2
+
+    def rotated(*heads: torch.Tensor) -> Any:
+        return rotation(*heads, *angles, unsqueeze_dim=unsqueeze_dim)
+
+    torch.autograd.gradcheck(
+        rotated, (query.detach().requires_grad_(), key.detach().requires_grad_())
+    )
+
+
+def test_other_calls_reach_the_function_of_transformers(kernel: Kernel) -> None:
+    llama = _recognized(modeling_llama.apply_rotary_pos_emb)
+    assert llama is not None
+    query, key = torch.randn(2, 2, 3, 4, 8)
+    angles = torch.randn(2, 1, 4, 8)
+    learned = angles.clone().requires_grad_()
+    one_head = torch.randn(2, 4, 8)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((query, key), {"cos": angles[0], "sin": angles[1]}),
+        ((query, key, *learned), {}),
+        ((one_head, one_head, *angles), {}),
+        ((query, key, *angles), {"unsqueeze_dim": -3}),
+    ]
+    for args, options in calls:
+        for found, expected in zip(
+            llama(*args, **options), llama.function(*args, **options), strict=True
+        ):
+            assert torch.equal(found, expected)
+    # Llama's function fails for cosines of fewer elements, and goes on to do so.
+    with pytest.raises(RuntimeError):
+        llama(query, key, *angles[..., :4])
+    assert kernel.num_calls == 0
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def test_the_gradients_of_an_adapted_layer_are_right() -> None:
+    def random(*shape: int, is_trained: bool = True) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=is_trained)
+
+    weight, bias = random(6, 8, is_trained=False), random(6, is_trained=False)
+    inputs, down, up = random(2, 3, 8), random(2, 8), random(6, 2)
+    for given_bias in (bias, None):
+        torch.autograd.gradcheck(
+            lambda x, a, b, given=given_bias: _Product.apply(x, weight, given, a, b, 1.7),
+            (inputs, down, up),
+        )
+    inputs.requires_grad_(False)
+    torch.autograd.gradcheck(
+        lambda a, b: _Product.apply(inputs, weight, bias, a, b, 1.7), (down, up)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "is_fused"),
+    [
+        ({}, True),
+        ({"rank_pattern": {"q_proj": 2}, "use_rslora": True}, True),
+        ({"lora_dropout": 0.5}, False),
+        ({"use_dora": True}, False),
+        ({"bias": "all"}, True),
+        ({"lora_bias": True}, False),
+    ],
+    ids=["plain", "ranks", "dropout", "DoRA", "trained bias", "bias of B"],
+)
+def test_each_kind_of_adapter_computes_what_peft_computes(
+    options: dict[str, Any], is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = adapted(**options)
+    fused = copy.deepcopy(plain)
+    names = list(fused.state_dict())
+    assert fuse_adapters(fused) == 14
+    assert list(fused.state_dict()) == names
+    num_calls = 0
+    apply = _Product.apply
+
+    def counted(*given: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return apply(*given)
+
+    monkeypatch.setattr(_Product, "apply", counted)
+    fuse_norms(fused)
+    results = []
+    for model in (plain, fused):
+        torch.manual_seed(0)
+        results.append(loss_and_gradients(model, ROWS))
+    assert num_calls == (14 if is_fused else 0)
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_layers_with_hooks_or_changed_parts_are_left_to_peft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = adapted()
+    fuse_adapters(model)
+    expected = model(**ROWS).logits
+
+    def fails(*_: Any) -> None:
+        raise AssertionError("computed together")
+
+    monkeypatch.setattr(_Product, "apply", fails)
+    called: list[int] = []
+
+    def noted(forward: Callable[..., Any], inputs: torch.Tensor) -> Any:
+        called.append(1)
+        return forward(inputs)
+
+    layers = [each for each in model.modules() if hasattr(each, "lora_A")]
+    for number, layer in enumerate(layers):
+        if number % 2:
+            layer.base_layer.register_forward_hook(lambda *_: called.append(1))
+        else:
+            layer.base_layer.forward = functools.partial(noted, layer.base_layer.forward)
+    torch.testing.assert_close(model(**ROWS).logits, expected)
+    assert len(called) == len(layers)
+
+
+def test_a_disabled_adapter_leaves_the_base() -> None:
+    model = adapted()
+    with model.disable_adapter():
+        expected = model(**ROWS).logits
+    fuse_adapters(model)
+    with model.disable_adapter():
+        assert torch.equal(model(**ROWS).logits, expected)
+    assert not torch.allclose(model(**ROWS).logits, expected)
+
+
+@pytest.fixture
+def num_calls() -> Iterator[Counter[str]]:
+    """How often the operators of compiled adapters computed something. Profiles of torch 2.14 lack some calls."""
+    counts: Counter[str] = Counter()
+    operators = {
+        fused_adapters._product: fused_adapters._product_operator,
+        fused_adapters._of_inputs: fused_adapters._of_inputs_operator,
+    }
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*arguments: Any) -> Any:
+            counts[function.__name__] += 1
+            return function(*arguments)
+
+        return compute
+
+    for function, operator in operators.items():
+        operator.register_kernel("cpu")(counted(function))
+    yield counts
+    for function, operator in operators.items():
+        operator.register_kernel("cpu")(function)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("bias", "checkpointing"),
+    [
+        ("none", False),
+        ("all", True),
+        pytest.param("none", True, marks=pytest.mark.further),
+        pytest.param("all", False, marks=pytest.mark.further),
+    ],
+)
+def test_compiled_layers_compute_what_peft_computes_and_add_in_place(
+    bias: str, checkpointing: bool, num_calls: Counter[str]
+) -> None:
+    plain = adapted(bias=bias)
+    fused = copy.deepcopy(plain)
+    fuse_adapters(fused)
+    if checkpointing:
+        checkpoint_activations(fused)
+    for layer in fused.base_model.model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    expected = loss_and_gradients(plain, ROWS)
+    short = {name: rows[:, :11] for name, rows in ROWS.items()}
+    found, shorter = loss_and_gradients(fused, ROWS), loss_and_gradients(fused, short)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(shorter, loss_and_gradients(plain, short))
+    # Of two passes in each direction. The inputs of the first three adapters may not need a gradient.
+    assert num_calls["_product"] == 2 * (2 if checkpointing else 1) * 14
+    assert num_calls["_of_inputs"] >= 2 * 11
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_may_get_no_tokens(compiled: bool) -> None:
+    # As an expert does to which no token was sent.
+    model = adapted()
+    for fuse in (fuse_norms, fuse_gates, fuse_adapters):
+        assert fuse(model) > 0
+    layer = model.get_decoder().layers[0]
+    compute = nn.Sequential(layer.input_layernorm, layer.mlp)
+    inputs = torch.zeros(0, 32, requires_grad=True)
+    if compiled:
+        compute = torch.compile(compute, backend="aot_eager", fullgraph=True)
+    compute(inputs).sum().backward()
+    assert inputs.grad is not None and inputs.grad.shape == (0, 32)
+    assert not layer.mlp.down_proj.lora_B["default"].weight.grad.any()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_layers_that_are_fused_can_be_compiled() -> None:
+    plain = adapted()
+    fused = copy.deepcopy(plain)
+    for fuse in (fuse_norms, fuse_gates, fuse_rotary_embeddings, fuse_adapters):
+        assert fuse(fused) > 0
+    for layer in fused.base_model.model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(loss_and_gradients(fused, ROWS), loss_and_gradients(plain, ROWS))
+
+
+# ---------------------------------------------------------------- models
+
+
+def gradient_of(model: nn.Module) -> torch.Tensor:
+    _, gradients = loss_and_gradients(model, ROWS)
+    return torch.cat([each.flatten().double() for each in gradients])
+
+
+def test_a_model_in_16_bits_is_no_less_exact_and_keeps_less() -> None:
+    errors = {"plain": 0.0, "fused": 0.0}
+    for seed in range(8):
+        exact = gradient_of(adapted(seed=seed).double())
+        plain = adapted(torch.bfloat16, seed=seed)
+        fused = copy.deepcopy(plain)
+        assert fuse_norms(fused) == 5 and fuse_gates(fused) == 2
+        fuse_adapters(fused)
+        errors["plain"] += float((gradient_of(plain) - exact).norm())
+        # A copy of a model is fused too.
+        errors["fused"] += float((gradient_of(copy.deepcopy(fused)) - exact).norm())
+    assert errors["fused"] < errors["plain"]
+    assert kept_bytes(fused) < 0.85 * kept_bytes(plain)
+
+
+def test_they_are_fused_on_a_gpu_unless_layers_are_compiled() -> None:
+    config = RecipeConfig(model=ModelConfig(from_config={"model_type": "llama"}))
+    model = config.model
+    assert isinstance(model, ModelConfig)
+    assert fuses_layers(config, "cuda") and not fuses_layers(config, "cpu")
+    assert fuses_adapters(config, "cuda") and not fuses_adapters(config, "cpu")
+    config.compile.enabled = True
+    assert not fuses_layers(config, "cuda") and fuses_adapters(config, "cuda")
+    model.fused_layers = True
+    assert fuses_layers(config, "cuda") and fuses_layers(config, "cpu")
+    assert fuses_adapters(config, "cuda") and fuses_adapters(config, "cpu")
+    model.activation_checkpointing = "selective"
+    assert fuses_layers(config, "cuda") and not fuses_adapters(config, "cuda")
+    model.activation_checkpointing = False
+    model.fused_layers = False
+    assert not fuses_layers(config, "cuda") and not fuses_adapters(config, "cuda")

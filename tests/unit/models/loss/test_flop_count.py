@@ -1,0 +1,241 @@
+"""The operations of a model: against a hand count, and against what torch counts while it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.data.vlm import conversations
+from automodel_ckpt.models.inspect.vision import image_token_ids
+from automodel_ckpt.models.layers.freezing import freeze
+from automodel_ckpt.models.loss.mtp import add_mtp, mtp_of
+from automodel_ckpt.models.loss.mtp_families import plan_mtp
+from automodel_ckpt.models.measure.flop_count import FlopCount, count_flops, document_lengths
+from automodel_ckpt.parallel.model_layers import decoder_layers
+from tests.support.models import mtp
+from tests.support.models.experts import SIZES
+from tests.support.models.vision import FAMILIES, write_conversations
+
+HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY, LENGTH = 32, 48, 3, 64, 12
+
+
+def llama(**changes: Any) -> nn.Module:
+    sizes = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+    }
+    config = transformers.LlamaConfig(**(sizes | changes))
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def counted(model: nn.Module) -> FlopCount:
+    found = count_flops(model, decoder_layers(model))
+    assert found is not None
+    return found
+
+
+def batch(rows: int = 2, length: int = LENGTH) -> dict[str, torch.Tensor]:
+    tokens = torch.arange(rows * length).reshape(rows, length) % 50
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def computed(model: nn.Module, inputs: dict[str, torch.Tensor]) -> int:
+    """What torch counts in a forward and backward pass over all logits, without the angles of the positions.
+
+    transformers 5.17 computes those as a product of matrices.
+    """
+    with FlopCounterMode(display=False) as counter:
+        output = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        output.logits.float().sum().backward()
+    angles = 0
+    for name, counts in counter.get_flop_counts().items():
+        if name.endswith("rotary_emb"):
+            angles += sum(counts.values())
+    return counter.get_total_flops() - angles
+
+
+def test_full_training_of_a_llama_counts_six_operations_per_weight_and_token() -> None:
+    attention = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2
+    products = LAYERS * (attention + 3 * HIDDEN * INTERMEDIATE)
+    found = counted(llama())
+    assert found.per_token == 6 * products
+    assert found.per_label == 6 * HIDDEN * VOCABULARY
+    assert found.pairs == ((12 * HIDDEN * LAYERS, None),)
+    tokens = 2 * LENGTH
+    by_hand = 6 * products * tokens + 6 * HIDDEN * VOCABULARY * tokens
+    by_hand += 12 * HIDDEN * LAYERS * 2 * LENGTH**2
+    assert found.of(batch(), tokens) == by_hand
+    assert computed(llama(), batch()) == by_hand, "torch counts the same"
+    assert counted(llama(tie_word_embeddings=True)) == found
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_frozen_weights_under_adapters_count_four_operations_and_the_adapters_six() -> None:
+    rank = 2
+    model = peft.get_peft_model(
+        llama(), peft.LoraConfig(r=rank, target_modules=["q_proj", "down_proj"])
+    )
+    frozen = LAYERS * (3 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
+    adapters = LAYERS * rank * (2 * HIDDEN + INTERMEDIATE + HIDDEN)
+    found = counted(model)
+    assert found.per_token == 4 * frozen + 6 * adapters
+    assert found.per_label == 4 * HIDDEN * VOCABULARY
+    tokens = 2 * LENGTH
+    # The input of the first layer has no gradient, and neither have its keys and values: a layer counts as a whole.
+    queries_keys_values = 2 * HIDDEN * HIDDEN + rank * HIDDEN
+    gradients_of_keys_and_values = 2 * 2 * HIDDEN * 2 * LENGTH**2
+    not_computed = 2 * queries_keys_values * tokens + gradients_of_keys_and_values
+    assert found.of(batch(), tokens) - computed(model, batch()) == not_computed
+
+
+def test_layers_for_further_tokens_count_once_per_depth_and_so_does_the_output_layer() -> None:
+    settings = mtp.FAMILIES["qwen3_5_text"] | {"layer_types": ["full_attention"] * 2}
+    config = transformers.Qwen3_5TextConfig(**settings)
+    plan = plan_mtp(config, num_depths=2, repeat_layer=True, factor=0.1, is_new=True)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    add_mtp(model, plan)
+    found = counted(model)
+    layers = mtp_of(model)
+    assert layers is not None
+    layers.install(model, model.get_output_embeddings())
+    with layers.computing():
+        assert computed(model, batch()) == found.of(batch(), 2 * LENGTH)
+
+
+def test_layers_below_the_first_trained_one_have_no_backward_pass() -> None:
+    model = llama()
+    model.requires_grad_(False)
+    layers = decoder_layers(model)
+    layers[-1].requires_grad_(True)
+    found = counted(model)
+    of_layer = 3 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE
+    assert found.per_token == (2 * (LAYERS - 1) + 6) * of_layer
+    assert found.pairs == ((4 * HIDDEN * (LAYERS - 1) + 12 * HIDDEN, None),)
+
+
+def mixture(**changes: Any) -> nn.Module:
+    config = transformers.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=8, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    # torch does not count the grouped products of the other implementations.
+    model.set_experts_implementation("eager")
+    return model
+
+
+def test_of_a_mixture_the_experts_of_a_token_count() -> None:
+    model = mixture(head_dim=8)
+    found = counted(model)
+    hidden, layers = SIZES["hidden_size"], SIZES["num_hidden_layers"]
+    experts = 2 * 3 * hidden * 8
+    router = 4 * hidden
+    assert found.per_token == 6 * layers * (4 * hidden * 16 + experts + router)
+    tokens = 2 * LENGTH
+    assert found.of(batch(), tokens) == computed(model, batch())
+
+
+def test_heads_of_other_layers_may_have_another_width() -> None:
+    config = transformers.Gemma4TextConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        global_head_dim=16,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=4,
+        vocab_size=VOCABULARY,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+    )
+    if not getattr(config, "is_heterogeneous", False):
+        pytest.skip("this version of transformers has one configuration for all layers")
+    found = counted(AutoModelForCausalLM.from_config(config))
+    assert found.pairs == ((12 * 16, 4), (12 * 32, None))
+
+
+def test_a_mixture_with_an_unknown_number_of_active_experts_is_not_counted() -> None:
+    model = mixture()
+    vars(model.config)["num_experts_per_tok"] = None
+    assert count_flops(model, decoder_layers(model)) is None
+    assert count_flops(nn.Linear(2, 2), []) is None, "no configuration of transformers"
+
+
+def test_documents_of_a_packed_row_do_not_attend_to_each_other() -> None:
+    found = counted(llama())
+    packed = {
+        "input_ids": torch.zeros(1, 10, dtype=torch.long),
+        "labels": torch.zeros(1, 10, dtype=torch.long),
+        "attention_mask": torch.tensor([[1] * 9 + [0]]),
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2, 0]]),
+    }
+    assert document_lengths(packed).tolist() == [4, 2, 3]
+    padded = {name: packed[name] for name in ("input_ids", "labels", "attention_mask")}
+    assert document_lengths(padded).tolist() == [9]
+    squares = 4**2 + 2**2 + 3**2
+    per_pair = found.pairs[0][0]
+    assert found.of(packed, 0) == 9 * found.per_token + per_pair * squares
+    assert found.of(padded, 0) - found.of(packed, 0) == per_pair * (9**2 - squares)
+
+
+def test_a_query_of_a_windowed_layer_has_at_most_as_many_keys_as_the_window() -> None:
+    config = transformers.Qwen3Config(
+        **{name: value for name, value in SIZES.items() if name != "num_experts_per_tok"},
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=4,
+        use_sliding_window=True,
+        head_dim=8,
+    )
+    found = counted(AutoModelForCausalLM.from_config(config))
+    assert found.pairs == ((12 * 16, None), (12 * 16, 4))
+    rows = batch(rows=1)
+    in_pairs = 12 * 16 * (LENGTH**2 + LENGTH * 4)
+    assert found.of(rows, 0) == found.per_token * LENGTH + in_pairs
+
+
+RATIOS = {
+    # Its features are those of the last layer but one of two, and the tower has a class token.
+    "llava": (0.99, 1.07),
+    # A third of the patches that this model computes are padding.
+    "gemma4": (0.85, 0.87),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if transformers.__version__.startswith("5.17."):
+        pytest.importorskip("torchvision", reason="some processors of this version need it")
+    return write_conversations(tmp_path_factory.mktemp("data"), 4)
+
+
+@pytest.mark.parametrize("frozen", [[], ["vision_tower"]], ids=["trained", "frozen tower"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_count_with_the_tower_and_the_projector(
+    family: str, frozen: list[str], data: Path
+) -> None:
+    config, processor = FAMILIES[family]()
+    config.get_text_config().vocab_size = len(processor.tokenizer)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    freeze(model, frozen)
+    ids = image_token_ids(config, processor)
+    images = ImageTextCollator(processor, ids)([conversations(processor, str(data))[0]])
+    found = count_flops(model, decoder_layers(model))
+    assert found is not None
+    ratio = found.of(images, images["input_ids"].numel()) / computed(model, images)
+    low, high = RATIOS.get(family, (0.998, 1.0))
+    assert low <= ratio <= high
+    text_only = {name: images[name] for name in ("input_ids", "labels", "attention_mask")}
+    assert 0 < found.of(text_only, 0) < found.of(images, 0)

@@ -1,0 +1,226 @@
+"""Errors that are stored until the backward pass, and become the weight's gradient: beside float64, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from automodel_ckpt.models.loss import fused_cross_entropy, head_gradients
+from automodel_ckpt.models.loss.fused_cross_entropy import linear_cross_entropy
+from automodel_ckpt.models.loss.head_gradients import StoredErrors, stores_errors
+from automodel_ckpt.models.loss.head_memory import HeadSizes
+from automodel_ckpt.models.loss.loss_inputs import LogitTransform, VocabularyPart
+from tests.support import ranks
+
+HIDDEN = 16
+
+
+@pytest.fixture(autouse=True)
+def _stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Store errors on the CPU, too, in several blocks of columns and chunks of rows."""
+
+    def always(*arguments: Any, trains_weight: bool) -> bool:
+        return trains_weight
+
+    monkeypatch.setattr(fused_cross_entropy, "stores_errors", always)
+    monkeypatch.setattr(fused_cross_entropy, "_FEW", 2**20)
+    monkeypatch.setattr(fused_cross_entropy, "CHUNK_ELEMENTS_STORED", 53 * 5)
+    monkeypatch.setattr(head_gradients, "BLOCK_ELEMENTS", 16 * HIDDEN)
+
+
+def leaves(num: int, vocabulary: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(num)
+    found = []
+    for shape in ((num, HIDDEN), (vocabulary, HIDDEN), (vocabulary,)):
+        found.append(torch.randn(shape, generator=generator).to(dtype).requires_grad_())
+    return found
+
+
+def labels(num: int, vocabulary: int) -> torch.Tensor:
+    found = torch.randint(vocabulary, (num,), generator=torch.Generator().manual_seed(1))
+    found[num // 2] = -100
+    return found
+
+
+@pytest.mark.parametrize("vocabulary", [7, 16, 53, 64, 131])
+@pytest.mark.parametrize("num", [1, 5, 15, 16, 17, 40])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gradients_are_those_of_float64(num: int, vocabulary: int, with_bias: bool) -> None:
+    # float32 instead of 16 bits, so that each misplaced element is seen.
+    hidden, weight, bias = leaves(num, vocabulary, torch.float32)
+    ours = [hidden, weight, bias] if with_bias else [hidden, weight]
+    others = [leaf.detach().double().requires_grad_() for leaf in ours]
+    targets = labels(num, vocabulary)
+    (linear_cross_entropy(hidden, weight, bias if with_bias else None, targets) * 0.3).backward()
+    (F.cross_entropy(F.linear(*others), targets, reduction="sum") * 0.3).backward()
+    for mine, other in zip(ours, others, strict=True):
+        assert mine.grad is not None and mine.grad.is_contiguous()
+        torch.testing.assert_close(mine.grad.double(), other.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_in_bfloat16_are_as_exact_as_sums() -> None:
+    errors = {}
+    targets = labels(24, 131)
+    for stores in (True, False):
+        hidden, weight, _ = leaves(24, 131, torch.bfloat16)
+        weight.requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+            if not stores:
+                patch.setattr(fused_cross_entropy, "stores_errors", lambda *_, **__: False)
+            (linear_cross_entropy(hidden, weight, None, targets) * 0.3).backward()
+        others = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+        (F.cross_entropy(F.linear(*others), targets, reduction="sum") * 0.3).backward()
+        for name, mine, other in zip("hw", (hidden, weight), others, strict=True):
+            assert mine.grad is not None and other.grad is not None
+            difference = (mine.grad.double() - other.grad).norm() / other.grad.norm()
+            errors[stores, name] = difference.item()
+    assert errors[True, "h"] < 1.1 * errors[False, "h"]
+    assert errors[True, "w"] < 1.1 * errors[False, "w"]
+
+
+def test_the_gradient_of_many_positions_keeps_no_more_memory_than_its_own() -> None:
+    hidden, weight, _ = leaves(40, 53, torch.float32)
+    linear_cross_entropy(hidden, weight, None, labels(40, 53)).backward()
+    assert weight.grad is not None
+    assert weight.grad.untyped_storage().nbytes() == weight.nbytes
+
+
+@pytest.mark.parametrize("num", [5, 16, 40])
+@pytest.mark.parametrize("vocabulary", [53, 64])
+def test_another_gradient_of_the_same_weight_is_added_in_place(
+    num: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As that of an embedding that is also the output layer. A new tensor would be as large as the gradient.
+    _, weight, _ = leaves(num, vocabulary, torch.float32)
+    places: list[int] = []
+    scaled = StoredErrors.scaled
+
+    def noted(self: StoredErrors, *arguments: Any) -> Any:
+        found = scaled(self, *arguments)
+        assert found[1] is not None
+        places.append(found[1].data_ptr())
+        return found
+
+    monkeypatch.setattr(StoredErrors, "scaled", noted)
+    embedded = F.embedding(torch.arange(num), weight)
+    linear_cross_entropy(embedded, weight, None, labels(num, vocabulary)).backward()
+    assert weight.grad is not None
+    assert [weight.grad.data_ptr()] == places
+
+
+@pytest.mark.parametrize("num", [1, 16, 40])
+def test_ranks_with_parts_of_the_vocabulary_store_the_errors_of_their_columns(num: int) -> None:
+    vocabulary, num_ranks = 53, 3
+
+    def on_ranks() -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        # The last rank has one row less.
+        most = -(-vocabulary // num_ranks)
+        first = most * dist.get_rank()
+        rows = slice(first, first + most)
+        hidden, weight, bias = leaves(num, vocabulary, torch.float32)
+        wide = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight, bias)]
+        targets = torch.arange(num)
+        transform = LogitTransform(0.5, 3.0)
+        local = [leaf[rows].detach().requires_grad_() for leaf in (weight, bias)]
+        part = VocabularyPart(group, first, most)
+        loss = linear_cross_entropy(hidden, *local, targets, part, transform)
+        expected = F.cross_entropy(transform(F.linear(*wide)), targets, reduction="sum")
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+        of_hidden, *found = torch.autograd.grad(loss * 0.3, [hidden, *local])
+        dist.all_reduce(of_hidden)
+        wanted = torch.autograd.grad(expected * 0.3, wide)
+        parts = [wanted[0], wanted[1][rows], wanted[2][rows]]
+        for mine, other in zip((of_hidden, *found), parts, strict=True):
+            torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-5)
+
+    ranks.run(on_ranks, num_ranks)
+
+
+def test_inputs_without_gradients_get_none() -> None:
+    hidden, weight, _ = leaves(12, 53, torch.float32)
+    (loss,) = (linear_cross_entropy(hidden.detach(), weight, None, labels(12, 53)),)
+    loss.backward()
+    assert hidden.grad is None and weight.grad is not None
+
+
+def test_a_second_backward_pass_fails_instead_of_scaling_twice() -> None:
+    hidden, weight, _ = leaves(12, 53, torch.float32)
+    loss = linear_cross_entropy(hidden, weight, None, labels(12, 53))
+    loss.backward(retain_graph=True)
+    with pytest.raises(AttributeError):
+        loss.backward()
+
+
+def test_a_graph_of_the_backward_pass_has_no_second_derivative() -> None:
+    hidden, weight, _ = leaves(12, 53, torch.float32)
+    targets = labels(12, 53)
+    inputs = [hidden, weight]
+    loss = linear_cross_entropy(hidden, weight, None, targets)
+    wanted = torch.autograd.grad(linear_cross_entropy(hidden, weight, None, targets), inputs)
+    found = torch.autograd.grad(loss, inputs, create_graph=True)
+    for mine, other in zip(found, wanted, strict=True):
+        assert torch.equal(mine, other)
+    factor = torch.ones((), requires_grad=True)
+    scaled = linear_cross_entropy(hidden, weight, None, targets) * factor
+    (found_for_weight,) = torch.autograd.grad(scaled, weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        found_for_weight.sum().backward()
+
+
+def test_hidden_states_that_change_before_the_backward_pass_are_an_error() -> None:
+    hidden, weight, _ = leaves(12, 53, torch.float32)
+    states = hidden * 1.0
+    loss = linear_cross_entropy(states, weight, None, labels(12, 53))
+    with torch.no_grad():
+        states.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_errors_are_stored_where_they_take_less_memory_than_a_sum() -> None:
+    def stores(dtype: torch.dtype, num: int, device: str = "cuda", trains: bool = True) -> bool:
+        return stores_errors(device, dtype, num, 4096, trains_weight=trains)
+
+    assert stores(torch.bfloat16, 1) and stores(torch.float16, 8192)
+    assert not stores(torch.bfloat16, 8193) and not stores(torch.bfloat16, 0)
+    assert not stores(torch.float32, 4096)
+    assert not stores(torch.bfloat16, 4096, device="cpu")
+    assert not stores(torch.bfloat16, 4096, trains=False)
+
+
+def test_blocks_have_so_many_columns_that_their_product_has_128_mebibytes() -> None:
+    assert head_gradients.BLOCK_ELEMENTS == 16 * HIDDEN
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_gradients, "BLOCK_ELEMENTS", 2**25)
+        for hidden_size, expected in ((4096, 8192), (5120, 4096), (8192, 4096), (64, 151_936)):
+            assert head_gradients.block_columns(151_936, hidden_size) == expected
+        assert head_gradients.block_columns(32_001, 64) == 32_001
+        assert head_gradients.block_columns(32_001, 2**26) == 1
+
+
+@pytest.mark.parametrize("num", [32, 64, 128])
+def test_the_forecast_of_its_memory_is_what_it_allocates(
+    num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_gradients, "BLOCK_ELEMENTS", 512 * 64)
+    monkeypatch.setattr(fused_cross_entropy, "CHUNK_ELEMENTS_STORED", 8 * 20_000)
+    weight = torch.randn(20_000, 64).requires_grad_()
+    hidden = torch.randn(num, 64, requires_grad=True)
+    targets = torch.zeros(num, dtype=torch.int64)
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        linear_cross_entropy(hidden, weight, None, targets).backward()
+    now, peak = 0, 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    forecast = HeadSizes(num, 20_000, 64, torch.float32, "cpu", trains_weight=True, stores=True)
+    returned = hidden.nbytes + weight.nbytes
+    assert peak == pytest.approx(forecast.peak_bytes + returned, rel=0.15)
+    assert forecast.kept_bytes <= forecast.peak_bytes

@@ -1,0 +1,549 @@
+"""The loss head gives the loss and gradients of full logits, and stays a plain layer for everything else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from automodel_ckpt.loss.causal import labelled_positions, next_token_loss
+from automodel_ckpt.models.layers.adapter import add_adapters
+from automodel_ckpt.models.layers.lora import Lora
+from automodel_ckpt.models.loss import fused_cross_entropy, kernel_choice
+from automodel_ckpt.models.loss.fused_cross_entropy import (
+    CHUNK_ELEMENTS,
+    chunk_rows,
+    linear_cross_entropy,
+)
+from automodel_ckpt.models.loss.head_memory import HeadSizes
+from automodel_ckpt.models.loss.loss_head import ComputesLoss, LossHead, ModuleLossHead
+from automodel_ckpt.models.loss.loss_head_probe import install_loss_head
+from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform
+from automodel_ckpt.models.loss.token_hits import TokenHits
+from automodel_ckpt.models.loss.z_loss import ZLoss
+from tests.unit.models.building import test_packing_probe
+from tests.unit.models.building.test_packing_probe import build
+
+OPTIONS = {"use_cache": False}
+
+
+@pytest.fixture(params=[1, 3, 1000], ids=lambda rows: f"chunks of {rows}")
+def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 53 * request.param)
+
+
+def inputs(
+    dtype: torch.dtype, num: int = 8
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator) for shape in ((num, 16), (53, 16), (53,))
+    )
+    targets = torch.randint(0, 53, (num,), generator=generator)
+    return *(each.to(dtype).requires_grad_() for each in (hidden, weight, bias)), targets
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float64, 1e-13)]
+)
+@pytest.mark.parametrize(
+    "needed", [(True, True, True), (True, False, False), (False, True, True), (False, True, False)]
+)
+def test_loss_and_gradients_are_those_of_the_full_logits(
+    dtype: torch.dtype, tolerance: float, needed: tuple[bool, ...]
+) -> None:
+    *leaves, targets = inputs(dtype)
+    for leaf, wanted in zip(leaves, needed, strict=True):
+        leaf.requires_grad_(wanted)
+    wide = torch.promote_types(dtype, torch.float32)
+    others = [leaf.detach().to(wide).requires_grad_(leaf.requires_grad) for leaf in leaves]
+    loss = linear_cross_entropy(*leaves, targets)
+    expected = F.cross_entropy(F.linear(*others), targets, reduction="sum")
+    (loss * 0.3).backward()
+    (expected * 0.3).backward()
+    assert loss.dtype == wide
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(leaves, others, strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None and theirs.grad is not None:
+            assert ours.grad.dtype == dtype
+            torch.testing.assert_close(
+                ours.grad.to(wide), theirs.grad, rtol=tolerance, atol=tolerance
+            )
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden, weight, bias, targets = inputs(torch.float32)
+    scaled = hidden.detach() * 1e4
+    expected = F.cross_entropy(F.linear(scaled, weight, bias), targets, reduction="sum")
+    torch.testing.assert_close(linear_cross_entropy(scaled, weight, bias, targets), expected)
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hits_are_the_labels_with_the_highest_of_all_logits(dtype: torch.dtype) -> None:
+    hidden, weight, bias, targets = (each.detach() for each in inputs(dtype))
+    targets[::2] = F.linear(hidden, weight, bias).argmax(1)[::2]
+    targets[::4] = -100
+    expected = int((F.linear(hidden, weight, bias).argmax(1) == targets).sum())
+    hits = TokenHits(hidden.device)
+    with torch.no_grad():
+        without = linear_cross_entropy(hidden, weight, bias, targets)
+        assert torch.equal(linear_cross_entropy(hidden, weight, bias, targets, hits=hits), without)
+    assert hits.read() == expected > 0
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("transform", [IDENTITY, LogitTransform(3.0, 30.0)], ids=["plain", "both"])
+def test_the_z_loss_of_chunks_is_that_of_the_full_logits(transform: LogitTransform) -> None:
+    *leaves, targets = inputs(torch.float32)
+    targets[::3] = -100
+    others = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    z_loss = ZLoss(0.05, torch.device("cpu"))
+    loss = linear_cross_entropy(*leaves, targets, transform=transform, z_loss=z_loss)
+    logits = transform(F.linear(*others))
+    squares = torch.logsumexp(logits, 1)[targets != -100].square().sum()
+    expected = F.cross_entropy(logits, targets, reduction="sum") + 0.05 * squares
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        z_loss.take().double(), 0.05 * squares.detach(), rtol=1e-5, atol=1e-5
+    )
+    assert z_loss.take() == 0
+    (loss * 0.3).backward()
+    (expected * 0.3).backward()
+    for ours, theirs in zip(leaves, others, strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_z_loss_of_a_head_is_noted_once(adapted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 97 * 4)
+    layer = nn.Linear(8, 97, bias=adapted)
+    head = ModuleLossHead.of(layer, 97) if adapted else LossHead.of(layer)
+    hidden = torch.randn(1, 12, 8, requires_grad=True)
+    targets = torch.randint(0, 97, (12,))
+    z_loss = ZLoss(0.05, torch.device("cpu"))
+    with head.computing_loss(torch.arange(12), targets, z_loss=z_loss) as loss_pass:
+        loss = loss_pass.loss_in(layer(hidden))
+    loss.backward()
+    logits = layer(hidden)[0]
+    expected = 0.05 * torch.logsumexp(logits, 1).square().sum()
+    torch.testing.assert_close(z_loss.take(), expected.detach())
+    torch.testing.assert_close(loss, F.cross_entropy(logits, targets, reduction="sum") + expected)
+
+
+def test_of_equal_logits_the_first_one_is_predicted() -> None:
+    hits = TokenHits(torch.device("cpu"))
+    hits.add(torch.tensor([[1.0, 2.0, 2.0], [2.0, 1.0, 2.0]]), torch.tensor([1, 2]))
+    assert hits.read() == 1
+
+
+def test_without_labels_the_loss_is_zero_and_so_are_the_gradients() -> None:
+    *leaves, targets = inputs(torch.float32, num=0)
+    loss = linear_cross_entropy(*leaves, targets)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in leaves)
+
+
+def test_a_second_backward_pass_fails_instead_of_scaling_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 4)
+    loss = linear_cross_entropy(*inputs(torch.float32))
+    loss.backward(retain_graph=True)
+    with pytest.raises(AttributeError):
+        loss.backward()
+
+
+def test_an_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 4)
+    monkeypatch.delattr(fused_cross_entropy.GradientSums, "add")
+    with torch.no_grad():
+        assert linear_cross_entropy(*inputs(torch.float32)) > 0
+
+
+def test_logits_outside_of_a_forward_pass_have_the_scale_and_the_cap_of_the_model() -> None:
+    hidden = torch.randn(3, 4)
+    expected = nn.Linear(4, 7)
+    transform = LogitTransform(2.0, 1.5)
+    layer = copy.deepcopy(expected)
+    for head in (LossHead.of(layer), ModuleLossHead.of(copy.deepcopy(expected), 7)):
+        head.transform = transform
+        torch.testing.assert_close(head.logits_of(hidden), transform(expected(hidden)))
+
+
+def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 4 * 1000)
+    weight = torch.randn(1000, 4, requires_grad=True)
+    hidden = torch.randn(500, 4, requires_grad=True)
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        linear_cross_entropy(hidden, weight, None, torch.zeros(500, dtype=torch.int64)).backward()
+    sizes = [event.cpu_memory_usage for event in profile.events() or []]
+    assert 0 < max(sizes) < 100_000  # the logits of all positions would be 2,000,000 bytes
+
+
+def gradients(
+    model: Any, batch: dict[str, torch.Tensor], head: ComputesLoss | None, all_up_to: int = 0
+) -> tuple[float, list[torch.Tensor]]:
+    model.zero_grad()
+    rest = {name: tensor for name, tensor in batch.items() if name != "labels"} | OPTIONS
+    if head is None:
+        loss = next_token_loss(model(**rest).logits, batch["labels"])
+    else:
+        labeled = labelled_positions(batch["labels"], all_up_to=all_up_to)
+        with head.computing_loss(*labeled) as loss_pass:
+            loss = loss_pass.loss_in(model(**rest))
+    loss.backward()
+    return loss.item(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(3, 97, (3, 9), generator=generator)
+    labels = tokens.masked_fill(torch.rand(3, 9, generator=generator) < 0.6, -100)
+    return {"input_ids": tokens, "labels": labels}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_a_model_with_a_loss_head_learns_the_same(model_type: str, frozen_head: bool) -> None:
+    model = build(model_type).eval()
+    model.get_output_embeddings().weight.requires_grad_(not frozen_head)
+    names, state = dict(model.named_parameters()).keys(), copy.deepcopy(model.state_dict())
+    expected_loss, expected = gradients(model, batch(), None)
+    head = install_loss_head(model, OPTIONS)
+    assert head is model.get_output_embeddings()
+    assert dict(model.named_parameters()).keys() == names
+    assert model.state_dict().keys() == state.keys()
+    for all_up_to in (0, head.all_up_to):
+        loss, ours = gradients(model, batch(), head, all_up_to)
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        for one, other in zip(ours, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert model(input_ids=batch()["input_ids"], **OPTIONS).logits.shape == (3, 9, 97)
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = build("gpt2")
+    head = install_loss_head(model, OPTIONS)
+    assert isinstance(head, LossHead)
+    assert head.weight is model.get_input_embeddings().weight
+
+
+class Changing(nn.Module):
+    """A model that calls *change* with its logits."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.body, self.layer = nn.Embedding(97, 4), nn.Linear(4, 97)
+        self.temperature = nn.Parameter(torch.ones(()), requires_grad=False)
+        self.change = change
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.layer
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        return SimpleNamespace(logits=self.change(self.layer(self.body(input_ids))))
+
+
+def shifted(logits: torch.Tensor) -> torch.Tensor:
+    return logits + 1e-3
+
+
+def suppressed(logits: torch.Tensor) -> torch.Tensor:
+    return logits.index_fill_(-1, torch.tensor([5]), -1e9)
+
+
+def rolled(logits: torch.Tensor) -> torch.Tensor:
+    return logits.roll(1, 1)
+
+
+def clamped(logits: torch.Tensor) -> torch.Tensor:
+    return logits.clamp(-30, 30)
+
+
+def rounded(logits: torch.Tensor) -> torch.Tensor:
+    return (logits * 0.3).bfloat16()
+
+
+@pytest.mark.parametrize("change", [shifted, suppressed, rolled, clamped, rounded])
+def test_a_model_that_does_anything_else_to_the_logits_keeps_its_layer(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    model = Changing(change)
+    del model.temperature
+    assert install_loss_head(model, {}) is None
+    assert type(model.layer) is nn.Linear
+    assert install_loss_head(nn.Linear(2, 2), {}) is None
+
+
+def without_padding(logits: torch.Tensor) -> torch.Tensor:
+    return logits[:, :, :97]
+
+
+@pytest.mark.parametrize("sizes", [None, [3, 0, 24]])
+def test_a_model_may_select_the_columns_of_its_vocabulary(sizes: list[int] | None) -> None:
+    model = Changing(without_padding)
+    head = install_loss_head(model, {})
+    assert head is not None
+    positions, targets = torch.arange(27), batch()["input_ids"].flatten()
+    with head.computing_loss(positions, targets, sizes) as loss_pass:
+        losses = loss_pass.loss_in(model(**batch()))
+    logits = model(**batch()).logits.flatten(0, 1)
+    by_position = nn.functional.cross_entropy(logits, targets, reduction="none")
+    groups = [part.sum() for part in by_position.split(sizes or [27])]
+    expected = groups[0] if sizes is None else torch.stack(groups)
+    torch.testing.assert_close(losses, expected)
+
+
+def test_a_scale_that_could_be_a_parameter_is_left_to_the_model() -> None:
+    model = Changing(lambda logits: logits * 0.25)
+    assert install_loss_head(model, {}) is None
+    del model.temperature
+    head = install_loss_head(model, {})
+    assert head is not None and head.transform == LogitTransform(0.25)
+
+
+def capped_in_two_steps(logits: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(logits * 0.7 / 15) * 15
+
+
+@pytest.mark.usefixtures("_chunks")
+def test_a_scale_and_a_cap_are_found_without_a_config() -> None:
+    model = Changing(capped_in_two_steps)
+    del model.temperature
+    with torch.no_grad():
+        model.layer.weight.mul_(30)
+    expected_loss, expected = gradients(model, batch(), None)
+    head = install_loss_head(model, OPTIONS)
+    assert head is not None
+    assert head.transform.cap == 15
+    assert head.transform.scale == pytest.approx(0.7, rel=1e-6)
+    loss, ours = gradients(model, batch(), head)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize(
+    ("model_type", "setting", "value", "transform"),
+    [
+        ("cohere", "logit_scale", 0.3, LogitTransform(0.3)),
+        ("granite", "logits_scaling", 8.0, LogitTransform(0.125)),
+        ("gemma2", "final_logit_softcapping", 0.5, LogitTransform(1.0, 0.5)),
+        ("gemma3_text", "final_logit_softcapping", 30.0, LogitTransform(1.0, 30.0)),
+    ],
+)
+def test_models_that_scale_or_cap_their_logits_learn_the_same(
+    model_type: str, setting: str, value: float, transform: LogitTransform
+) -> None:
+    sizes = {"num_key_value_heads": 2, setting: value}
+    if "gemma" in model_type:
+        sizes["head_dim"] = 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(test_packing_probe._SIZES, model_type, sizes)
+        model = build(model_type, "eager").eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(5)
+    expected_loss, expected = gradients(model, batch(), None)
+    head = install_loss_head(model, OPTIONS)
+    assert isinstance(head, LossHead)
+    assert head.transform.cap == transform.cap
+    # A scale of 1 is exact: the log would state that logits are multiplied by 1.
+    rounding = 0 if transform.scale == 1 else 1e-6
+    assert head.transform.scale == pytest.approx(transform.scale, rel=rounding)
+    for all_up_to in (0, head.all_up_to):
+        loss, ours = gradients(model, batch(), head, all_up_to)
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        for one, other in zip(ours, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    # Validation and generation still get the logits that the model computes.
+    logits = model(input_ids=batch()["input_ids"], **OPTIONS).logits
+    assert next_token_loss(logits, batch()["labels"]).item() == pytest.approx(expected_loss)
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.5, 3.0)])
+def test_ignored_rows_have_no_loss_and_no_gradient(transform: LogitTransform) -> None:
+    *leaves, targets = inputs(torch.float64)
+    targets[[0, 3]] = -100
+    others = [leaf.detach().requires_grad_() for leaf in leaves]
+    loss = linear_cross_entropy(*leaves, targets, transform=transform)
+    expected = F.cross_entropy(transform(F.linear(*others)), targets, reduction="sum")
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=1e-13)
+    for ours, theirs in zip(leaves, others, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_the_weight_of_the_loss_is_not_rounded_to_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 53)
+    loss_weight = 1.3  # 1.2969 in bfloat16
+    unweighted, *others, targets = inputs(torch.bfloat16, 512)
+    weighted = unweighted.detach().requires_grad_()
+    linear_cross_entropy(unweighted, *others, targets).backward()
+    (linear_cross_entropy(weighted, *others, targets) * loss_weight).backward()
+    assert unweighted.grad is not None and weighted.grad is not None
+    ratio = weighted.grad.double().norm() / unweighted.grad.double().norm()
+    assert ratio.item() == pytest.approx(loss_weight, abs=1e-3)
+
+
+def test_chunks_of_a_gpu_are_large_and_full_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "_has_triton", lambda device_type: False)
+    assert chunk_rows("cuda", 128_256) == 1024
+    monkeypatch.setattr(kernel_choice, "_has_triton", lambda device_type: True)
+    assert chunk_rows("cuda", 128_256) == 2048
+    assert chunk_rows("cuda", 152_064) == 1536
+    assert chunk_rows("cuda", 2**30) == 256
+    assert chunk_rows("cpu", 128_256) == 262
+    for vocabulary in (32_000, 49_152, 128_256, 256_000):
+        rows = chunk_rows("cuda", vocabulary)
+        assert rows % 256 == 0
+        assert 2**27 < rows * vocabulary <= 2**28
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels can run here")
+def test_kernels_that_fail_are_replaced_and_the_reason_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO", "automodel_ckpt"):
+        assert not kernel_choice.try_kernels.__wrapped__()
+    assert "computed without Triton, whose kernel fails here: " in caplog.text
+
+
+@pytest.mark.parametrize("trains_weight", [False, True])
+@pytest.mark.parametrize("has_triton", [True, False])
+@pytest.mark.parametrize("num_positions", [4096, 8192])
+def test_a_head_on_a_gpu_needs_a_fifth_of_the_memory_of_full_logits(
+    num_positions: int, has_triton: bool, trains_weight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_choice, "_has_triton", lambda device_type: has_triton)
+    shape = (num_positions, 128_256, 4096, torch.bfloat16, "cuda")
+    # In float32 the log-softmax and two gradients, in the backward pass.
+    full = num_positions * 128_256 * 3 * 4
+    needed = HeadSizes(*shape, trains_weight, stores=trains_weight).peak_bytes
+    if trains_weight:
+        needed += 2 * 128_256 * 4096
+    assert needed <= 0.2 * full
+    float32_sum = 4 * 128_256 * 4096
+    summed = HeadSizes(*shape, trains_weight=True, stores=False)
+    frozen = replace(summed, trains_weight=False)
+    assert summed.peak_bytes == frozen.peak_bytes + float32_sum
+
+
+@pytest.mark.parametrize("trains_weight", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_forecast_of_its_memory_is_what_it_allocates(
+    dtype: torch.dtype, trains_weight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 256 * 1000)
+    weight = torch.randn(1000, 64, dtype=dtype).requires_grad_(trains_weight)
+    hidden = torch.randn(2000, 64, dtype=dtype, requires_grad=True)
+    targets = torch.zeros(2000, dtype=torch.int64)
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        linear_cross_entropy(hidden, weight, None, targets)
+    now, peak = 0, 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    forecast = HeadSizes(2000, 1000, 64, dtype, "cpu", trains_weight, stores=False).peak_bytes
+    returned = hidden.nbytes
+    if trains_weight and dtype == torch.float32:
+        returned += weight.nbytes
+    assert peak == pytest.approx(forecast + returned, rel=0.15)
+
+
+def test_autocast_computes_in_its_type() -> None:
+    hidden, weight, bias, targets = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, bias, targets)
+        expected = F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="sum")
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+
+
+def adapted(**options: Any) -> Any:
+    torch.manual_seed(1)
+    model = add_adapters(build("llama"), Lora(r=4, **options), task_type="CAUSAL_LM").model.eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"target_modules": ["lm_head"], "use_dora": True, "bias": "all"},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+    ids=["lora", "dora", "trained as a whole"],
+)
+def test_an_output_layer_with_an_adapter_learns_the_same(options: dict[str, Any]) -> None:
+    model = adapted(**options)
+    expected_loss, expected = gradients(model, batch(), None)
+    names = dict(model.named_parameters()).keys()
+    head = install_loss_head(model, OPTIONS)
+    assert head is not None
+    assert dict(model.named_parameters()).keys() == names
+    loss, ours = gradients(model, batch(), head)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert len(ours) == len(expected)
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert model(input_ids=batch()["input_ids"], **OPTIONS).logits.shape == (3, 9, 97)
+    unlabelled = batch() | {"labels": torch.full((3, 9), -100)}
+    loss, zeros = gradients(model, unlabelled, head)
+    assert loss == 0 and not any(each.any() for each in zeros)
+
+
+def test_an_adapted_output_layer_never_gives_the_logits_of_all_positions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 3 * 97)
+    model = adapted(target_modules=["lm_head"])
+    head = install_loss_head(model, OPTIONS)
+    assert head is not None
+    lengths: list[int] = []
+    model.get_output_embeddings().base_layer.register_forward_hook(
+        lambda module, inputs, output: lengths.append(len(output))
+    )
+    gradients(model, batch(), head)
+    assert max(lengths) == 3 and len(lengths) > 4
+
+
+def test_an_output_layer_that_looks_at_other_positions_keeps_its_logits() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 9)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.inner(hidden)
+            return logits - logits.mean(-2, keepdim=True)
+
+    model: Any = nn.Module()
+    model.body, model.layer = nn.Embedding(9, 4), Centred()
+    model.get_output_embeddings = lambda: model.layer
+    model.forward = lambda input_ids: model.layer(model.body(input_ids))
+    assert install_loss_head(model, {}) is None
+    assert type(model.layer) is Centred

@@ -1,0 +1,277 @@
+"""Multi-token prediction: which models and depths are supported, the labels of each depth, and names in files."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    Qwen3_5Config,
+)
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.loss.mtp_loss import labels_of_depths
+from automodel_ckpt.models.hf_names import names_in_files
+from automodel_ckpt.models.loss.mtp import (
+    add_mtp,
+    ahead,
+    copies_in_files,
+    is_of_mtp,
+    mtp_of,
+    with_mtp_names,
+)
+from automodel_ckpt.models.loss.mtp_families import (
+    FAMILIES,
+    MtpPlan,
+    patterns_in_files,
+    plan_mtp,
+)
+from automodel_ckpt.models.meta_init import InitialValues, on_meta
+from tests.support.models import mtp
+
+NEW = {"repeat_layer": False, "factor": 0.1, "is_new": True}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 16,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 16,
+}
+
+
+def plan(config: Any, num_depths: int | None = None, **options: Any) -> MtpPlan:
+    return plan_mtp(config, num_depths=num_depths, **(NEW | options))
+
+
+def model_of(family: str, num_depths: int = 1) -> Any:
+    config = mtp.config_of(family)
+    wanted = plan(config, num_depths)
+
+    def made() -> Any:
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        add_mtp(model, wanted)
+        return model
+
+    return on_meta(made)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_computes_what_plain_pytorch_does(family: str) -> None:
+    torch.manual_seed(0)
+    config = mtp.config_of(family)
+    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    add_mtp(model, plan(config, 2, repeat_layer=True))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    reference = mtp.Reference(family, weights, num_layers=1)
+    tokens = torch.arange(3, 12)
+    sample = {"input_ids": tokens.tolist(), "labels": tokens.tolist()}
+    expected = reference.losses([sample], 2)
+    layers = mtp_of(model)
+    assert layers is not None
+    layers.install(model, model.get_output_embeddings())
+    with layers.computing():
+        logits = model(input_ids=tokens[None], use_cache=False).logits
+    for depth, rows in enumerate(logits):
+        loss = F.cross_entropy(rows[: -1 - depth], tokens[1 + depth :], reduction="sum")
+        torch.testing.assert_close(loss, expected[depth], rtol=1e-6, atol=1e-5)
+    assert len(model(input_ids=tokens[None], use_cache=False).logits) == 1
+
+
+def test_images_are_among_the_embeddings_that_the_layers_get() -> None:
+    torch.manual_seed(0)
+    ids = {"image_token_id": 300, "video_token_id": 301}
+    ids |= {"vision_start_token_id": 302, "vision_end_token_id": 303}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    text = {**mtp.FAMILIES["qwen3_5_text"], "rope_parameters": {**rope, "mrope_section": [1, 1, 0]}}
+    config = Qwen3_5Config(text_config=text, vision_config=VISION, **ids)
+    model: Any = AutoModelForImageTextToText.from_config(copy.deepcopy(config))
+    add_mtp(model, plan(config, 1))
+    layers = mtp_of(model)
+    assert layers is not None
+    layers.install(model, model.get_output_embeddings())
+    tokens = torch.tensor([[302, 300, 300, 300, 300, 303, 5, 6, 7]])
+    options = {
+        "input_ids": tokens,
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (tokens == 300).long(),
+        "use_cache": False,
+    }
+    found = []
+    with layers.computing():
+        for _ in range(2):
+            pixels = torch.randn(16, 96)
+            found.append(model(**options, pixel_values=pixels).logits)
+    # The image is before the text, and causal attention brings it there.
+    assert found[0].shape[:2] == (2, 9)
+    assert not torch.equal(found[0][1, -1], found[1][1, -1])
+    found[0][1].sum().backward()
+    assert all(parameter.grad is not None for parameter in model.model.visual.parameters())
+    assert (
+        "mtp.fc.weight" in with_mtp_names(model, names_in_files(model), frozenset()).names.values()
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_name_in_files_for_each_tensor_and_initial_values(family: str) -> None:
+    model = model_of(family)
+    found = with_mtp_names(model, names_in_files(model), frozenset())
+    files: list[str] = []
+    for name in model.state_dict(keep_vars=True):
+        if is_of_mtp(name):
+            assert (name in found.names) != (name in found.parts), name
+            files += [found.names[name]] if name in found.names else found.parts[name]
+    assert len(files) == len(set(files))
+    assert not set(files) & {n for n in model.state_dict(keep_vars=True) if not is_of_mtp(n)}
+    assert all(name.startswith(("mtp.", "model.layers.2.")) for name in files)
+    assert not any("depths" in name or "decoder" in name for name in files)
+    assert InitialValues(model, 0).are_complete()
+
+
+def test_fused_experts_of_the_base_stay_one_tensor() -> None:
+    model = model_of("qwen3_5_moe_text")
+    fused = "mtp.layers.0.mlp.experts.gate_up_proj"
+    split = with_mtp_names(model, names_in_files(model), frozenset())
+    whole = with_mtp_names(model, names_in_files(model), frozenset({fused}))
+    name = "mtp.depths.0.decoder.layers.0.mlp.experts.gate_up_proj"
+    assert "mtp.layers.0.mlp.experts.3.up_proj.weight" in split.parts[name]
+    assert whole.names[name] == fused
+    assert name not in whole.parts
+
+
+def test_copies_in_files_are_those_of_the_embedding_and_the_output_layer() -> None:
+    model = model_of("deepseek_v3", 2)
+    assert copies_in_files(model, {}) == {
+        "model.layers.2.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.2.shared_head.head.weight": "lm_head.weight",
+        "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.3.shared_head.head.weight": "lm_head.weight",
+    }
+    assert copies_in_files(model_of("qwen3_next"), {}) == {}
+
+
+def test_the_number_of_depths_is_that_of_the_config_and_exports_state_it() -> None:
+    config = mtp.config_of("deepseek_v3")
+    assert plan(config, is_new=False).num_depths == 1
+    repeated = plan(config, 3, repeat_layer=True, is_new=False)
+    assert (repeated.num_depths, repeated.num_stored) == (3, 1)
+    assert plan(config, 2).num_stored == 2
+    assert config.num_nextn_predict_layers == 2
+    assert '"num_nextn_predict_layers": 2' in config.to_json_string()
+    # The files of Qwen3-Next have one, and its config.json does not say so.
+    assert plan(mtp.config_of("qwen3_next"), is_new=False).num_depths == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "num_depths", "is_new", "message"),
+    [
+        (LlamaConfig(), 1, True, "not supported for this type of model"),
+        (mtp.config_of("qwen3_5_text"), None, False, "has no layers for multi-token prediction"),
+        (mtp.config_of("qwen3_next"), 2, True, "have the layers of fewer depths"),
+        (mtp.config_of("deepseek_v3"), 2, False, "the layers of another number of depths"),
+    ],
+)
+def test_depths_that_files_cannot_have_are_an_error(
+    config: Any, num_depths: int | None, is_new: bool, message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        plan(config, num_depths, is_new=is_new)
+
+
+@pytest.mark.parametrize("number", [-1, "many", 10**9])
+def test_a_config_with_a_senseless_number_of_depths_is_an_error(number: Any) -> None:
+    config = mtp.config_of("qwen3_5_text")
+    config.mtp_num_hidden_layers = number
+    with pytest.raises(RecipeError):
+        plan(config, is_new=False)
+    if number == 10**9:
+        # A base may have such a config, although the recipe does not ask for the layers.
+        assert len(patterns_in_files(config)) < 1000
+
+
+def test_patterns_match_the_layers_and_no_layer_of_the_model() -> None:
+    patterns = patterns_in_files(mtp.config_of("deepseek_v3"))
+    assert "model.layers.2.*" in patterns
+    assert not any(pattern.startswith("model.layers.1.") for pattern in patterns)
+    assert "mtp.fc.*" in patterns_in_files(mtp.config_of("qwen3_next"))
+    assert patterns_in_files(LlamaConfig()) == []
+
+
+def test_labels_of_a_depth_are_further_ahead_and_never_of_another_sample() -> None:
+    labels = torch.tensor([[-100, 1, 2, 3, -100, 5, 6, 7]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    found = labels_of_depths(labels, 2, positions)
+    # Position i predicts the label in column i + 1.
+    assert found.tolist() == [
+        [-100, 1, 2, 3, -100, 5, 6, 7],
+        [-100, 2, 3, -100, -100, 6, 7, -100],
+        [-100, 3, -100, -100, -100, 7, -100, -100],
+    ]
+    alone = labels_of_depths(labels, 1)
+    assert alone[1].tolist() == [-100, 2, 3, -100, 5, 6, 7, -100]
+    # Position ids of images have three rows for each sample.
+    assert labels_of_depths(labels, 1, positions.expand(3, 1, 8)).tolist() == alone.tolist()
+    short = labels_of_depths(torch.tensor([[4, 5]]), 3)
+    assert (short[1:] == -100).all()
+    assert ahead(torch.ones(1, 2, 4), 3).tolist() == torch.zeros(1, 2, 4).tolist()
+
+
+def test_new_layers_have_the_dtype_and_the_initial_values_of_the_model() -> None:
+    config = mtp.config_of("qwen3_next")
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.bfloat16)
+    add_mtp(model, plan(config, 1))
+    layers = mtp_of(model)
+    assert layers is not None
+    assert {parameter.dtype for parameter in layers.parameters()} == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
+    depth: Any = layers.depths[0]
+    # nn.Linear would have 0.1.
+    assert depth.projection.weight.float().std().item() == pytest.approx(
+        config.initializer_range, rel=0.2
+    )
+    assert depth.decoder.config.vocab_size == config.vocab_size
+
+
+def test_a_forward_pass_has_depths_once_and_only_in_the_context() -> None:
+    config = mtp.config_of("qwen3_next")
+    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    add_mtp(model, plan(config, 1))
+    layers = mtp_of(model)
+    assert layers is not None
+    head = model.get_output_embeddings()
+    layers.install(model, head)
+    tokens = torch.arange(3, 9)[None]
+    hidden = torch.zeros(1, 6, head.in_features)
+    with layers.computing():
+        assert len(model(input_ids=tokens, use_cache=False).logits) == 2
+        assert len(head(hidden)) == 1
+        # A forward pass that fails before the output layer.
+        model.get_decoder()(input_ids=tokens, use_cache=False)
+    assert len(head(hidden)) == 1
+
+
+def test_the_loss_of_a_forward_pass_is_read_once() -> None:
+    layers = mtp_of(model_of("qwen3_next"))
+    assert layers is not None
+    layers.note(torch.tensor([2.0, 4.0]))
+    assert layers.take_noted() == 3
+    with pytest.raises(RecipeError, match="requires the standard forward pass"):
+        layers.take_noted()
+
+
+def test_a_model_without_the_layers_has_none() -> None:
+    assert mtp_of(torch.nn.Linear(2, 2)) is None

@@ -1,0 +1,75 @@
+"""Losses of single positions, computed in chunks whose logits are computed again in the backward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from automodel_ckpt.models.loss import fused_cross_entropy
+from automodel_ckpt.models.loss.loss_inputs import IDENTITY, Labeled, LayerCall, LogitTransform
+from automodel_ckpt.models.loss.position_losses import PositionLosses
+from automodel_ckpt.train.forecast.step_trace import LiveBytes
+
+
+@pytest.mark.parametrize("transform", [IDENTITY, LogitTransform(0.5, 3.0)])
+@pytest.mark.parametrize("kind", ["linear", "module"])
+@pytest.mark.parametrize("num_positions", [0, 11])
+def test_losses_and_gradients_are_those_of_full_logits(
+    monkeypatch: pytest.MonkeyPatch, transform: LogitTransform, kind: str, num_positions: int
+) -> None:
+    # Four positions in a chunk.
+    monkeypatch.setitem(fused_cross_entropy.CHUNK_ELEMENTS, "cpu", 4 * 7)
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 7)
+    hidden = torch.randn(num_positions, 5, requires_grad=True)
+    labels = torch.arange(num_positions) % 7
+    weights = torch.randn(num_positions)
+    expected = F.cross_entropy(transform(layer(hidden)), labels, reduction="none")
+    inputs = [hidden, *layer.parameters()]
+    gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+    criterion = PositionLosses()
+    labeled = Labeled(hidden, labels, transform)
+    if kind == "linear":
+        found = criterion.linear(labeled, layer.weight, layer.bias)
+    else:
+        found = criterion.module(labeled, LayerCall(layer, list(layer.parameters()), 7))
+    torch.testing.assert_close(found, expected)
+    for gradient, other in zip(
+        torch.autograd.grad((found * weights).sum(), inputs), gradients, strict=True
+    ):
+        torch.testing.assert_close(gradient, other)
+
+
+def test_the_weight_of_a_position_is_not_rounded_to_bfloat16() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 7).bfloat16()
+    hidden = torch.randn(64, 5, dtype=torch.bfloat16, requires_grad=True)
+    losses = PositionLosses().linear(
+        Labeled(hidden, torch.arange(64) % 7), layer.weight, layer.bias
+    )
+    [once] = torch.autograd.grad(losses.sum(), hidden, retain_graph=True)
+    # In bfloat16, the weight is 1.2969.
+    [weighted] = torch.autograd.grad((1.3 * losses).sum(), hidden)
+    ratio = weighted.double().norm() / once.double().norm()
+    assert ratio.item() == pytest.approx(1.3, abs=1e-3)
+
+
+def test_the_memory_of_a_chunk_is_free_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fused_cross_entropy.CHUNK_ELEMENTS, "cpu", 64 * 1000)
+    layer = nn.Linear(4, 1000)
+
+    def peaks(num_chunks: int) -> tuple[int, int]:
+        hidden = torch.randn(64 * num_chunks, 4, requires_grad=True)
+        labels = torch.zeros(len(hidden), dtype=torch.long)
+        live = LiveBytes()
+        with live:
+            losses = PositionLosses().linear(Labeled(hidden, labels), layer.weight, layer.bias)
+            forward = live.peak
+            live.reset_peak()
+            losses.sum().backward()
+        return forward, live.peak
+
+    for one, several in zip(peaks(1), peaks(4), strict=True):
+        assert several < 1.1 * one

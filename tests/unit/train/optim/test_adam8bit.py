@@ -1,0 +1,393 @@
+"""AdamW with 8-bit moments: its table and its codes, the size of its state, and how close it stays to AdamW."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from automodel_ckpt.base import device_copies
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.optim import adam8bit
+from automodel_ckpt.optim.adam8bit import AdamW8bit, divided, joined
+from automodel_ckpt.optim.combined_optimizer import CombinedOptimizer
+from automodel_ckpt.optim.moment_codes import decoded, dynamic_table, lookup_of, nearest
+from automodel_ckpt.train.counters.cadence import Cadence
+from automodel_ckpt.train.counters.step_scheduler import StepScheduler
+from automodel_ckpt.train.start.resume_overrides import RecipeOptions
+from tests.support.models import tiny
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_the_table_has_fine_steps_near_one_and_seven_powers_of_ten(is_signed: bool) -> None:
+    table = dynamic_table(is_signed)
+    assert len(table) == 256 and table[-1] == 1
+    assert torch.equal(table, table.sort().values)
+    positive = table[table > 0]
+    assert len(positive) == (128 if is_signed else 255)
+    assert positive[0] == pytest.approx(5.5e-7 if is_signed else 3.25e-7)
+    # The largest error of a value between 0.1 and 1, which has 64 or 128 steps.
+    values = torch.linspace(0.1, 1, 10_001)
+    errors = (table[nearest(values, table).int()] - values).abs()
+    assert errors.max() <= 0.9 / (64 if is_signed else 128) * 0.51 + 1e-6
+
+
+def test_values_are_stored_with_the_scale_of_their_block() -> None:
+    values = torch.randn(6, 32) * torch.logspace(-9, 3, 6).unsqueeze(1)
+    scales = values.abs().amax(1, keepdim=True)
+    table = dynamic_table(True)
+    found = decoded(nearest(values / scales, table).to(torch.uint8), scales, table)
+    assert ((found - values).abs() <= 0.008 * scales).all()
+
+
+@pytest.mark.parametrize(("is_signed", "num_bits"), [(True, 15), (False, 16)])
+def test_a_lookup_table_has_the_codes_of_the_search(is_signed: bool, num_bits: int) -> None:
+    table = dynamic_table(is_signed)
+    lookup = lookup_of(table, num_bits)
+    shift = 32 - num_bits
+    middles = ((table[1:] + table[:-1]) / 2).view(torch.int32).long()
+    nearby = (middles.unsqueeze(1) + torch.arange(-3, 4)).flatten()
+    # The first and the last number of each entry.
+    starts = torch.arange(-(2**31), 2**31, 2**shift)
+    generator = torch.Generator().manual_seed(7)
+    others = torch.randint(-(2**31), 2**31, (100_000,), generator=generator)
+    nearby = torch.cat([nearby, torch.arange(4)])
+    bits = torch.cat([nearby, -nearby - 2**31, starts, starts + 2**shift - 1, others])
+    # NaN beside infinity is no result of an operation.
+    magnitude = bits & 0x7FFFFFFF
+    bits = bits[(magnitude <= 0x7F800000) | (magnitude >= 0x7FC00000)]
+    numbers = bits.int().view(torch.float32)
+    assert numbers.isnan().any() and numbers.isinf().any()
+    places = (bits ^ (bits >> 31)) & (2**shift - 1)
+    entries = lookup[(bits & 0xFFFFFFFF) >> shift]
+    assert torch.equal((entries + places) >> shift, nearest(numbers, table).long())
+    with pytest.raises(ValueError, match="do not separate"):
+        lookup_of(table, num_bits - 2)
+
+
+def test_only_a_second_moment_of_0_is_stored_as_0() -> None:
+    numbers = torch.tensor([0.0, 1e-45, 1e-30, 1e-7, 4e-7])
+    assert nearest(numbers, dynamic_table(False)).tolist() == [0, 1, 1, 1, 1]
+
+
+def test_rows_without_a_gradient_in_most_steps_change_as_with_moments_in_float32() -> None:
+    torch.manual_seed(0)
+    narrow, wide = (nn.Parameter(torch.zeros(64, 256)) for _ in range(2))
+    optimizers = [
+        AdamW8bit([narrow], lr=1e-4, weight_decay=0),
+        torch.optim.AdamW([wide], lr=1e-4, weight_decay=0),
+    ]
+    largest = torch.zeros(2)
+    for step in range(4):
+        # The values of a row differ by up to four powers of ten.
+        gradient = torch.randn(64, 256) * torch.logspace(-4, 0, 256) * 1e-3
+        gradient[torch.arange(64) % 2 == step % 2] = 0
+        for number, (parameter, optimizer) in enumerate(
+            zip((narrow, wide), optimizers, strict=True)
+        ):
+            before = parameter.detach().clone()
+            parameter.grad = gradient.clone()
+            optimizer.step()
+            change = (parameter.detach() - before).abs().max()
+            largest[number] = torch.maximum(largest[number], change)
+    # A second moment that is rounded to 0 gives 40 times as much.
+    assert largest[0] < 1.5 * largest[1]
+
+
+def test_settings_reach_a_gpu_where_the_system_locks_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    monkeypatch.setattr(device_copies, "_pinned_memory", device_copies.PinnedMemory(refuse))
+    group = {"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
+    # This machine may have no GPU.
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
+    values = adam8bit._setting_values(group, 1.0)
+    settings = adam8bit._settings(values, torch.device("cuda"))
+    assert settings.tolist() == pytest.approx([0.1, 0.001, 1 - 1e-4, 1e-2, 0.001**0.5, 1e-8])
+
+
+def trained(
+    optimizer_class: Any, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[list[float], torch.optim.Optimizer]:
+    """The losses of 60 steps of a small regression in *dtype*, and the optimizer."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8)).to(dtype)
+    inputs = torch.randn(256, 64, generator=generator).to(dtype)
+    targets = torch.randn(256, 8, generator=generator).to(dtype)
+    optimizer = optimizer_class(model.parameters(), lr=3e-3, **options)
+    losses = []
+    for _ in range(60):
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses, optimizer
+
+
+def test_losses_stay_close_to_those_of_adamw() -> None:
+    expected, _ = trained(torch.optim.AdamW)
+    losses, _ = trained(AdamW8bit, min_elements=512)
+    assert expected[-1] < 0.6 * expected[0]
+    assert losses == pytest.approx(expected, rel=0.05)
+
+
+def test_parameters_with_float32_moments_are_updated_as_by_adamw() -> None:
+    expected, _ = trained(torch.optim.AdamW)
+    losses, _ = trained(AdamW8bit, min_elements=10**9)
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("further_bytes", [0, 2])
+def test_the_state_of_a_large_matrix_takes_two_bytes_for_each_element(further_bytes: int) -> None:
+    matrix = nn.Parameter(torch.randn(64, 4096, dtype=torch.bfloat16))
+    vector = nn.Parameter(torch.randn(8192))
+    narrow = nn.Parameter(torch.randn(4096, 17))
+    optimizer = AdamW8bit([matrix, vector, narrow], float32_weights=further_bytes > 0)
+    for parameter in (matrix, vector, narrow):
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    sizes = [
+        sum(value.nbytes for value in optimizer.state[parameter].values()) / parameter.numel()
+        for parameter in (matrix, vector, narrow)
+    ]
+    assert sizes == pytest.approx([further_bytes + 2 + 8 / 256, 8, 8], rel=1e-3)
+    for parameter in (matrix, vector, narrow):
+        described = optimizer.state_like(parameter)
+        assert described.keys() == optimizer.state[parameter].keys()
+        for name, value in optimizer.state[parameter].items():
+            assert (described[name].shape, described[name].dtype) == (value.shape, value.dtype)
+
+
+def test_every_float32_value_is_divided_into_a_bfloat16_value_and_further_bits() -> None:
+    generator = torch.Generator().manual_seed(7)
+    bits = torch.randint(-(2**31), 2**31, (200_000,), generator=generator).to(torch.int32)
+    largest = torch.finfo(torch.float32).max
+    special = [0.0, -0.0, math.inf, -math.inf, largest, -largest, 1e-45, 1 + 2**-8, -1 - 3 * 2**-8]
+    # The last ones are NaN, as GPUs compute it and with all bits.
+    of_special = torch.tensor(special).view(torch.int32)
+    bits = torch.cat([bits, of_special, torch.tensor([2**31 - 1, -1], dtype=torch.int32)])
+    values = bits.view(torch.float32)
+    rounded, further_bits = divided(values)
+    is_nan = values.isnan()
+    found = joined(rounded, further_bits)
+    assert torch.equal(found[~is_nan].view(torch.int32), bits[~is_nan])
+    assert found[is_nan].isnan().all() and rounded[is_nan].isnan().all()
+    is_middle = (bits & 0xFFFF) == 2**15
+    is_as_converted = rounded.view(torch.int16) == values.bfloat16().view(torch.int16)
+    assert is_as_converted[~is_nan & ~is_middle].all()
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (300,)], ids=["matrix", "vector"])
+def test_bfloat16_weights_with_further_bits_are_updated_as_float32_weights(
+    shape: tuple[int, ...],
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    start = torch.randn(shape, generator=generator).bfloat16()
+    wide, narrow, rounded = (
+        nn.Parameter(start.to(dtype, copy=True))
+        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
+    )
+    # A rate whose updates are less than half of the distance of two bfloat16 weights.
+    options = {"lr": 1e-4, "min_elements": 1024}
+    optimizers = [
+        AdamW8bit([wide], **options),  # type: ignore[arg-type]
+        AdamW8bit([narrow], **options, float32_weights=True),  # type: ignore[arg-type]
+        AdamW8bit([rounded], **options),  # type: ignore[arg-type]
+    ]
+    for _ in range(10):
+        gradient = torch.randn(shape, generator=generator).bfloat16()
+        for parameter, optimizer in zip((wide, narrow, rounded), optimizers, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+            optimizer.step()
+    state = optimizers[1].state[narrow]
+    assert torch.equal(joined(narrow.detach(), state["further_bits"]), wide.detach())
+    for name, value in optimizers[0].state[wide].items():
+        assert torch.equal(state[name], value)
+    assert torch.equal(narrow.detach(), wide.detach().bfloat16())
+    # Without the bits, the updates of large weights are lost.
+    is_large = start.abs() > 0.5
+    assert torch.equal(rounded.detach()[is_large], start[is_large])
+    assert not torch.equal(wide.detach()[is_large], start[is_large].float())
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_weights_that_something_else_sets_to_zero_remain_numbers(zero: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weights = torch.randn(64, 64, generator=generator)
+    rounded, further_bits = divided(weights)
+    assert (further_bits < 0).any()
+    found = joined(torch.full_like(rounded, zero), further_bits)
+    assert found.abs().max() < 1e-40
+
+
+def test_a_transposed_matrix_is_updated_as_its_contiguous_copy() -> None:
+    values = torch.randn(512, 256, generator=torch.Generator().manual_seed(5)).bfloat16().t()
+    transposed, contiguous = nn.Parameter(values), nn.Parameter(values.contiguous())
+    optimizers = [AdamW8bit([each], float32_weights=True) for each in (transposed, contiguous)]
+    for _ in range(2):
+        gradient = torch.randn(256, 512).bfloat16()
+        for parameter, optimizer in zip((transposed, contiguous), optimizers, strict=True):
+            parameter.grad = gradient
+            optimizer.step()
+    assert torch.equal(transposed, contiguous)
+    for name, value in optimizers[0].state[transposed].items():
+        assert torch.equal(value, optimizers[1].state[contiguous][name])
+
+
+def test_further_bits_of_float16_weights_are_an_error() -> None:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    with pytest.raises(RecipeError, match="float16"):
+        AdamW8bit([parameter], float32_weights=True)
+
+
+def test_a_block_of_zeros_has_the_codes_of_zero() -> None:
+    parameter = nn.Parameter(torch.randn(32, 128))
+    optimizer = AdamW8bit([parameter])
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    for moment, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        assert not state[f"{moment}_scales"].any()
+        zero = dynamic_table(is_signed).tolist().index(0.0)
+        assert (state[f"{moment}_codes"] == zero).all()
+
+
+def test_chunks_do_not_change_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = trained(AdamW8bit, min_elements=512)
+    monkeypatch.setattr(adam8bit, "_CHUNK", 7 * 64)
+    assert trained(AdamW8bit, min_elements=512)[0] == expected
+
+
+def test_the_compiled_update_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"dtype": torch.bfloat16, "min_elements": 512, "float32_weights": True}
+    expected, _ = trained(AdamW8bit, **options)
+    compiled = torch.compile(adam8bit.update_blocks, backend="aot_eager")
+    monkeypatch.setattr(adam8bit, "_kernel_for", lambda device_type: compiled)
+    assert trained(AdamW8bit, **options)[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_state_that_was_saved_and_loaded_continues_exactly(dtype: torch.dtype) -> None:
+    values = torch.randn(64, 128, dtype=dtype)
+    gradients = torch.randn(4, 64, 128, dtype=dtype)
+
+    def steps(parameter: nn.Parameter, optimizer: AdamW8bit, part: slice) -> None:
+        for gradient in gradients[part]:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+
+    whole = nn.Parameter(values.clone())
+    steps(whole, AdamW8bit([whole], float32_weights=True), slice(0, 4))
+    first = nn.Parameter(values.clone())
+    optimizer = AdamW8bit([first], float32_weights=True)
+    steps(first, optimizer, slice(0, 2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    second = nn.Parameter(first.detach().clone())
+    resumed = AdamW8bit([second], float32_weights=True)
+    resumed.load_state_dict(saved)
+    for name, value in optimizer.state[first].items():
+        loaded = resumed.state[second][name]
+        assert torch.equal(loaded, value) and loaded.dtype == value.dtype
+    steps(second, resumed, slice(2, 4))
+    assert torch.equal(second, whole)
+
+
+@pytest.mark.parametrize("from_recipe", [False, True], ids=["checkpoint", "recipe"])
+@pytest.mark.parametrize("has_bits", [False, True], ids=["saved without bits", "saved with bits"])
+def test_a_resume_logs_whether_weights_keep_their_further_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_bits: bool, from_recipe: bool
+) -> None:
+    """The bits of the checkpoint and the option of the recipe differ."""
+
+    def made(has_bits: bool) -> SimpleNamespace:
+        matrix = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+        gain = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+        optimizers = [
+            AdamW8bit(part.parameters(), lr=1e-4, float32_weights=has_bits)
+            for part in (matrix, gain)
+        ]
+        return SimpleNamespace(
+            model=nn.ModuleList([matrix, gain]), optimizer=CombinedOptimizer(optimizers)
+        )
+
+    saved, resumed = made(has_bits), made(not has_bits)
+    for parameter in saved.model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    saved.optimizer.step()
+    tiny.save(tmp_path, saved)
+    options = RecipeOptions(resumed.optimizer, None, from_recipe=from_recipe)
+    assert tiny.load(tmp_path, resumed)
+    scheduler = StepScheduler(Cadence(max_steps=1), planned_steps=1)
+    with caplog.at_level("INFO", "automodel_ckpt"):
+        options.compare(scheduler, {"optimizer"}, tmp_path)
+    expected = not has_bits if from_recipe else has_bits
+    for one, other in zip(saved.model.parameters(), resumed.model.parameters(), strict=True):
+        state = resumed.optimizer.state[other]
+        assert torch.equal(one, other) and ("further_bits" in state) == expected
+        if expected:
+            bits = saved.optimizer.state[one].get("further_bits", torch.zeros(one.shape))
+            assert torch.equal(state["further_bits"], bits.to(torch.int16))
+    for part in resumed.optimizer.optimizers:
+        assert (
+            part.float32_weights == expected and part.state_options["float32_weights"] == expected
+        )
+    change = f"is the recipe's from here on, {expected}; it was {has_bits}"
+    if not from_recipe:
+        change = f"continues as saved, {expected}; the recipe's {not has_bits} is not applied"
+    summary = "with further bits" if expected else "lose updates"
+    assert caplog.text.count(f"the optimizer's float32_weights {change}") == 2
+    assert caplog.text.count(f"bfloat16 weights {summary}") == 2
+
+
+def test_an_override_of_further_bits_that_a_resume_ignores_is_rejected() -> None:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    parameter.grad = torch.zeros_like(parameter)
+    saved, resumed = (AdamW8bit([parameter], float32_weights=bits) for bits in (True, False))
+    saved.step()
+    options = RecipeOptions(resumed, None, overridden=["optimizer.float32_weights"])
+    resumed.load_state_dict(saved.state_dict())
+    scheduler = StepScheduler(Cadence(max_steps=1), planned_steps=1)
+    with pytest.raises(RecipeError, match=r"float32_weights[\s\S]*on_resume recipe"):
+        options.compare(scheduler, {"optimizer"}, Path("here"))
+
+
+def test_a_block_that_is_no_power_of_two_is_an_error() -> None:
+    with pytest.raises(RecipeError, match="not a power of two"):
+        AdamW8bit([nn.Parameter(torch.zeros(2))], block_size=48)
+
+
+def test_its_codes_are_those_of_torchao() -> None:
+    pytest.importorskip("torchao")
+    adam = importlib.import_module("torchao.optim.adam")
+    state8bit = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
+    torch.manual_seed(0)
+    ours = nn.Parameter(torch.randn(64, 512))
+    theirs = ours.detach().clone()
+    optimizer = AdamW8bit([ours], lr=1e-2)
+    moments = [state8bit.zeros(theirs.shape, signed, 256) for signed in (True, False)]
+    settings = (torch.tensor(1e-2), 0.9, 0.999, 1e-2, 1e-8, True, False)
+    for number in range(1, 4):
+        gradient = torch.randn_like(theirs)
+        ours.grad = gradient.clone()
+        optimizer.step()
+        adam.single_param_adam(
+            theirs, gradient, torch.tensor(float(number)), *moments, None, *settings
+        )
+    torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-5)
+    state = optimizer.state[ours]
+    for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+        assert (state[f"{name}_codes"] != moment.codes).float().mean() < 1e-3
+        torch.testing.assert_close(state[f"{name}_scales"].flatten(), moment.scale)

@@ -1,0 +1,339 @@
+"""The Triton kernel of AdamW with 8-bit moments, beside torch's operations.
+
+On a CPU, it runs in Triton's interpreter (`make kernels`)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from automodel_ckpt.optim import adam8bit
+from automodel_ckpt.optim.adam8bit import AdamW8bit, update_blocks
+from automodel_ckpt.optim.moment_codes import dynamic_table, nearest
+from tools import bench_adamw
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(),
+    reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1",
+)
+
+TABLES = [dynamic_table(is_signed) for is_signed in (True, False)]
+ULP = 2.0**-23
+GROUP: dict[str, Any] = {"lr": 0.03, "betas": (0.9, 0.98), "eps": 1e-4, "weight_decay": 0.3}
+SETTINGS = adam8bit._setting_values(GROUP, 3.0)
+"""All differ, and change what they are about."""
+Rows = list[torch.Tensor]
+"""Weights, gradients, codes and scales of both moments."""
+
+
+def made(
+    num_rows: int,
+    block: int,
+    dtype: torch.dtype = torch.float32,
+    gradient_dtype: torch.dtype = torch.float32,
+) -> Rows:
+    """Random rows of several sizes, whose moments are what a step has left."""
+    generator = torch.Generator().manual_seed(num_rows * block)
+    sizes = torch.logspace(-3, 2, num_rows).unsqueeze(1)
+    numbers = [torch.randn(num_rows, block, generator=generator) * sizes for _ in range(4)]
+    numbers[3] = numbers[3].square()
+    scales = [moment.abs().amax(1, keepdim=True) for moment in numbers[2:]]
+    codes = [
+        nearest(moment / scale, table).byte()
+        for moment, scale, table in zip(numbers[2:], scales, TABLES, strict=True)
+    ]
+    return [numbers[0].to(dtype), numbers[1].to(gradient_dtype), *codes, *scales]
+
+
+def updated(rows: Rows, settings: list[float], bits: torch.Tensor | None = None) -> Rows:
+    """Copies of *rows*, and of further bits, after the kernel's update."""
+    from automodel_ckpt.optim import adam8bit_kernel
+
+    copies = [each.to(DEVICE, copy=True) for each in rows]
+    copy_of_bits = None if bits is None else bits.to(DEVICE, copy=True)
+    assert adam8bit_kernel.fits(*copies[:2])
+    adam8bit_kernel.update(copies, settings, copy_of_bits)
+    return [each.cpu() for each in copies + ([] if copy_of_bits is None else [copy_of_bits])]
+
+
+def expected_of(rows: Rows, settings: list[float], bits: torch.Tensor | None = None) -> Rows:
+    """Copies of *rows*, and of further bits, after the update of torch's operations on the CPU."""
+    copies = [each.clone() for each in rows]
+    copy_of_bits = None if bits is None else bits.clone()
+    update_blocks(*copies, *TABLES, torch.tensor(settings), copy_of_bits)
+    return copies + ([] if copy_of_bits is None else [copy_of_bits])
+
+
+@functools.cache
+def is_exact() -> bool:
+    """Whether torch.lerp on this CPU rounds a product and a sum together, as the kernel does, and no others are."""
+    start, end = torch.randn(2, 4096, generator=torch.Generator().manual_seed(0))
+    weight = torch.tensor(SETTINGS[0])
+    together = start.double() + (end - start).double() * weight.double()
+    return INTERPRETED and torch.equal(torch.lerp(start, end, weight), together.float())
+
+
+def weights_of(rows: Rows) -> torch.Tensor:
+    """The weights in float64, with their further bits if there are any."""
+    return (adam8bit.joined(rows[0], rows[6]) if len(rows) > 6 else rows[0]).double()
+
+
+def assert_updated(rows: Rows, found: Rows, expected: Rows) -> None:
+    """Check weights, codes and scales. Moments differ in the last bit where sums and products are rounded otherwise."""
+    for each, other in zip(found, expected, strict=True):
+        assert each.dtype == other.dtype and each.shape == other.shape
+    for each, other in zip(found[4:6], expected[4:6], strict=True):
+        torch.testing.assert_close(each, other, rtol=0 if is_exact() else 4 * ULP, atol=0)
+    for each, other in zip(found[2:4], expected[2:4], strict=True):
+        distances = (each.int() - other.int()).abs()
+        assert distances.max() <= (0 if is_exact() else 1)
+        assert distances.float().mean() <= 1e-3
+    before, after, exactly = (weights_of(each) for each in (rows, found, expected))
+    step = ULP if len(found) > 6 else torch.finfo(found[0].dtype).eps
+    largest = torch.maximum(exactly.abs(), before.abs())
+    # The interpreter cuts digits of 16 bits off instead of rounding.
+    limit = 8 * ULP * (exactly - before).abs() + 1.5 * step * largest
+    assert ((after - exactly).abs() <= limit).all()
+    # Most weights change by more than that.
+    assert ((exactly - before).abs() > 2 * limit).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("block", [32, 64, 128, 256, 512, 2048, 8192])
+def test_rows_are_updated_as_by_torch(block: int) -> None:
+    rows = made(2 * max(1024 // block, 1) + 1, block)
+    assert_updated(rows, updated(rows, SETTINGS), expected_of(rows, SETTINGS))
+
+
+@pytest.mark.parametrize("part", [0.5, 0.7, 1.0])
+def test_moments_that_forget_their_values_have_no_rounding_error_of_them(part: float) -> None:
+    # As with betas of 0. The squares of these gradients are less than the last bits of the moments.
+    rows = made(5, 256)
+    rows[1] = torch.full_like(rows[1], 1e-5)
+    settings = [part, part, *SETTINGS[2:5], 1e-12]
+    found, expected = updated(rows, settings), expected_of(rows, settings)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    for each, other in zip(found[4:], expected[4:], strict=True):
+        torch.testing.assert_close(each, other, rtol=4 * ULP, atol=0)
+
+
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_and_gradients_have_any_type(
+    dtype: torch.dtype, gradient_dtype: torch.dtype
+) -> None:
+    rows = made(6, 256, dtype, gradient_dtype)
+    assert_updated(rows, updated(rows, SETTINGS), expected_of(rows, SETTINGS))
+
+
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_further_bits_are_updated(gradient_dtype: torch.dtype) -> None:
+    rows = made(6, 256, gradient_dtype=gradient_dtype)
+    rows[0], bits = adam8bit.divided(rows[0])
+    found, expected = (each(rows, SETTINGS, bits) for each in (updated, expected_of))
+    assert_updated([*rows, bits], found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+def test_every_weight_with_further_bits_is_kept_where_nothing_changes_it() -> None:
+    generator = torch.Generator().manual_seed(3)
+    bits_of_all = torch.randint(-(2**31), 2**31, (64, 512), generator=generator).int()
+    bits_of_all[:, :4] = torch.tensor([0, 2**31 - 1, -1, 0x7F7FFFFF])
+    # Middles between two bfloat16 values.
+    bits_of_all[:, 4:40] = (bits_of_all[:, 4:40] & ~0xFFFF) | 0x8000
+    weights, bits = adam8bit.divided(bits_of_all.view(torch.float32))
+    # Something else has set these to 0, and the bits may be negative.
+    weights[:, 40:80] = torch.tensor([0.0, -0.0]).bfloat16().repeat(20)
+    rows = made(64, 512, gradient_dtype=torch.bfloat16)
+    for each in rows[1:]:
+        each.zero_()
+    for codes, table in zip(rows[2:4], TABLES, strict=True):
+        codes.fill_(table.tolist().index(0.0))
+    settings = [0.1, 0.01, 1.0, 0.1, 0.5, 1e-8]
+    rows[0] = weights
+    found, expected = (each(rows, settings, bits) for each in (updated, expected_of))
+    assert torch.equal(found[0].view(torch.int16), expected[0].view(torch.int16))
+    is_number = ~weights.isnan()
+    assert torch.equal(found[6][is_number], expected[6][is_number])
+    for each, other in zip(found[2:6], expected[2:6], strict=True):
+        assert torch.equal(each, other)
+
+
+def with_moments(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The codes of both moments and the scales of the first, if the first becomes *moments*, the second its square."""
+    num_rows, block = moments.shape
+    rows = made(num_rows, block)
+    for each in rows[2:]:
+        each.zero_()
+    for codes, table in zip(rows[2:4], TABLES, strict=True):
+        codes.fill_(table.tolist().index(0.0))
+    rows[1] = moments
+    found = updated(rows, [1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+    return found[2], found[3], found[4]
+
+
+def beside(numbers: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """*numbers*, and the float32 numbers that are up to *num_steps* steps smaller and larger."""
+    steps = torch.arange(-num_steps, num_steps + 1, dtype=torch.int32)
+    return (numbers.view(torch.int32).unsqueeze(1) + steps).view(torch.float32).flatten()
+
+
+def in_rows(numbers: torch.Tensor, largest: float) -> torch.Tensor:
+    """Rows of 256 with *numbers*, each with the largest value in the middle; the last one is filled with zeros."""
+    padded = nn.functional.pad(numbers, (0, -len(numbers) % 255)).view(-1, 255)
+    column = torch.full((len(padded), 1), largest)
+    return torch.cat([padded[:, :100], column, padded[:, 100:]], dim=1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**-80, 1.1e-20, 3.1e-25, 1.7e-33, 1e-37, 3e38])
+@pytest.mark.parametrize("is_signed", [True, False], ids=["averages", "squares"])
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+def test_codes_beside_middles_are_those_of_the_search(scale: float, is_signed: bool) -> None:
+    table = TABLES[0 if is_signed else 1]
+    middles = (table[1:] + table[:-1]) / 2
+    if not is_signed:
+        middles, scale = middles.sqrt(), min(scale, 1e19)
+    numbers = beside((middles.double() * scale).float(), 3)
+    numbers = numbers[numbers.abs() < scale]
+    special = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-38, scale, -scale])
+    moments = in_rows(torch.cat([numbers, special]), scale)
+    average_codes, square_codes, scales = with_moments(moments)
+    assert (scales == torch.tensor(scale)).all()
+    found, numbers = (average_codes, moments) if is_signed else (square_codes, moments.square())
+    divisors = numbers.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    assert torch.equal(found.int(), nearest(numbers / divisors, table))
+    if scale == 1:
+        assert len(found.unique()) >= 255
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+@pytest.mark.parametrize(
+    "value", [0.0, 1e-45, 1e-38, math.inf, -math.inf, math.nan, -math.nan], ids=str
+)
+def test_scales_that_are_no_usual_number_give_the_codes_of_torch(value: float) -> None:
+    moments = torch.zeros(5, 256)
+    moments[1:, ::3] = value / 2 if abs(value) < 1 else 0.5
+    moments[1:, 77] = value
+    moments[3, 200] = -value
+    average_codes, square_codes, scales = with_moments(moments)
+    expected_scales = moments.abs().amax(1, keepdim=True)
+    torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
+    for found, numbers, table in (
+        (average_codes, moments, TABLES[0]),
+        (square_codes, moments.square(), TABLES[1]),
+    ):
+        divisors = numbers.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        assert torch.equal(found.int(), nearest(numbers / divisors, table))
+
+
+def test_a_change_counts_as_one_in_place() -> None:
+    from automodel_ckpt.optim import adam8bit_kernel
+
+    rows = [each.to(DEVICE) for each in made(2, 64, torch.bfloat16)]
+    bits = torch.zeros(2, 64, dtype=torch.int16, device=DEVICE)
+    before = [each._version for each in (*rows, bits)]
+    adam8bit_kernel.update(rows, SETTINGS, bits)
+    changes = [each._version - count for each, count in zip((*rows, bits), before, strict=True)]
+    assert changes == [1, 0, 1, 1, 1, 1, 1]
+
+
+def after_steps(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[Any]]:
+    """Weights after three steps, and the state. Rows have blocks or none, are transposed, or are too long."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(8, 768), (3, 5, 64), (256, 96), (2, 2**14), (40,), (0, 64)]
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    values[2] = values[2].t()
+    parameters = [nn.Parameter(each.to(DEVICE, dtype)) for each in values]
+    optimizer = AdamW8bit(
+        parameters, lr=1e-2, block_size=2**14, min_elements=32, float32_weights=True
+    )
+    for _ in range(3):
+        for parameter in parameters:
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = gradient.to(DEVICE, dtype)
+        optimizer.step()
+    return [each.detach().cpu() for each in parameters], list(optimizer.state.values())
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has the results of a CPU in tests/gpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_optimizer_uses_the_kernel_for_all_blocks(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from automodel_ckpt.optim import adam8bit_kernel
+
+    expected, expected_states = after_steps(dtype)
+    shapes = []
+    update = adam8bit_kernel.update
+
+    def recorded(rows: Rows, settings: list[float], bits: torch.Tensor | None) -> None:
+        shapes.append(tuple(rows[0].shape))
+        assert (bits is None) == (dtype == torch.float32)
+        update(rows, settings, bits)
+
+    monkeypatch.setattr(adam8bit_kernel, "update", recorded)
+    monkeypatch.setattr(adam8bit, "_row_kernel", lambda device: adam8bit_kernel)
+    found, states = after_steps(dtype)
+    # Not the rows that are too long for the registers, nor those without a block.
+    assert shapes == [(24, 256), (15, 64), (96, 256)] * 3
+    for each, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            each, other, rtol=2e-6 if dtype == torch.float32 else 0.01, atol=1e-6
+        )
+    for state, other_state in zip(states, expected_states, strict=True):
+        for name in ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scales", "exp_avg_sq_scales"):
+            assert (name in state) == (name in other_state)
+            if name in state and is_exact():
+                assert torch.equal(state[name], other_state[name])
+
+
+def test_a_kernel_that_fails_is_reported_and_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from automodel_ckpt.optim import adam8bit_kernel
+
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("no C compiler\nand more")
+
+    monkeypatch.setattr(adam8bit_kernel, "try_once", fails)
+    device = torch.device("cuda")
+    for cached in (adam8bit._runs_triton, adam8bit._kernel_for):
+        cached.cache_clear()
+    with caplog.at_level("INFO", logger="automodel_ckpt"):
+        for _ in range(2):
+            assert adam8bit._row_kernel(device) is None
+        # torch.compile would fail as well.
+        assert adam8bit._kernel_for(device) is update_blocks
+    for cached in (adam8bit._runs_triton, adam8bit._kernel_for):
+        cached.cache_clear()
+    assert caplog.text.count("kernel fails here: RuntimeError: no C compiler\n") == 1
+    assert "AdamW with 8-bit moments is computed without Triton" in caplog.text
+
+
+def test_the_kernel_can_be_tried() -> None:
+    from automodel_ckpt.optim import adam8bit_kernel
+
+    adam8bit_kernel.try_once(torch.device(DEVICE))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the dry run is for the interpreter")
+def test_candidates_for_a_gpu_are_compared(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    bench_adamw.main(["--dry-run", "--moments", "8-bit", "--json", str(file)])
+    (found,) = json.loads(file.read_text()).values()
+    for kind in ("float32", "bfloat16"):
+        differences = found.pop(f"{kind}, differences")
+        assert differences["codes_differ"] <= (0 if is_exact() else 100)
+        assert differences["largest_in_rates"] < 20
+    assert len(found) == 2 * (1 + len(bench_adamw.CANDIDATES_8_BIT))
+    assert all(row["ms"] > 0 for row in found.values())

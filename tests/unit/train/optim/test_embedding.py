@@ -1,0 +1,506 @@
+"""The recipe ``embedding``: its losses are those of sentence-transformers, and its exports compute its embeddings."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModel, AutoTokenizer
+
+from automodel_ckpt.cli.ckpt import main as run_ckpt
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.loss.contrastive import (
+    Candidates,
+    Texts,
+    contrastive_losses,
+    hidden_rows,
+    ranks_of,
+)
+from automodel_ckpt.models.loss.pooling import pool
+from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
+from automodel_ckpt.train.kinds.embedding_pairs import (
+    Parts,
+    num_pairs_of,
+    own_candidates,
+    parts_of,
+)
+from tests.fixtures.embedding import tiny_pairs as tiny
+from tests.support.runs import pair_recipes
+
+RECORDED = Path(tiny.__file__).with_name("sentence_transformers_losses.json")
+POOLING = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+FILES = {
+    "modules.json",
+    "sentence_bert_config.json",
+    "1_Pooling/config.json",
+    "2_Normalize/config.json",
+    "config_sentence_transformers.json",
+}
+TEXTS = ["find ba deing", "find ku", "rei so ting pa la fu go ku deing bing mo ra"]
+
+
+trained = partial(pair_recipes.trained, recipe_class=EmbeddingFinetune)
+
+
+def losses_in(run: Path) -> list[float]:
+    lines = (run / "training.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "event" not in record]
+
+
+@pytest.mark.parametrize("case", json.loads(RECORDED.read_text()))
+def test_losses_are_those_of_sentence_transformers(tmp_path: Path, case: str) -> None:
+    recorded = json.loads(RECORDED.read_text())[case]
+    recipe = pair_recipes.write_embedding(
+        tmp_path, recorded["kind"], recorded.get("num_negatives", 0)
+    )
+    trained(
+        recipe,
+        f"--embedding.pooling={POOLING[recorded['pooling']]}",
+        f"--embedding.symmetric={str(recorded.get('symmetric', False)).lower()}",
+        f"--embedding.temperature={1 / tiny.SCALE}",
+        "--dataloader.shuffle=false",
+        "--validation_dataset=null",
+        # In two micro-batches, whose texts are each other's negatives.
+        f"--step_scheduler.local_batch_size={tiny.BATCH // 2}",
+    ).close()
+    assert losses_in(tmp_path / "run") == pytest.approx(recorded["losses"], rel=1e-5)
+
+
+def test_negatives_of_one_micro_batch_are_those_of_a_smaller_batch(tmp_path: Path) -> None:
+    recipe = pair_recipes.write_embedding(tmp_path)
+    sizes = ("--step_scheduler.max_steps=1", "--dataloader.shuffle=false")
+    accumulated = ("--embedding.negatives=micro_batch", "--step_scheduler.local_batch_size=3")
+    trained(recipe, *sizes, *accumulated).close()
+    halves = []
+    for step in (1, 2):
+        run = f"--checkpoint.checkpoint_dir={tmp_path / 'half'}"
+        half = ("--step_scheduler.global_batch_size=3", "--step_scheduler.local_batch_size=3")
+        rate = ("--optimizer.lr=0.0", f"--step_scheduler.max_steps={step}")
+        trained(recipe, *sizes, *half, *rate, run).close()
+        halves.append(losses_in(tmp_path / "half")[-1])
+    assert losses_in(tmp_path / "run")[0] == pytest.approx(sum(halves) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("hides_equal", [False, True])
+def test_own_negatives_are_those_of_the_row(hides_equal: bool) -> None:
+    draw = torch.Generator().manual_seed(3)
+    texts = torch.randn(11, 4, generator=draw, dtype=torch.float64)
+    # In the second micro-batch, the second negative of the first pair has the text of its document.
+    digests = torch.tensor([1, 2, 3, 2, 4, 5, 6, 7, 8, 9, 6])
+    labels = torch.ones(6, 1)
+    first = {"num_negatives": torch.tensor([1, 0]), "labels": labels, "digests": digests[:5]}
+    second = {"num_negatives": torch.tensor([2, 0]), "labels": labels, "digests": digests[5:]}
+    filler = {"num_negatives": torch.tensor([1]), "labels": torch.full((3, 1), IGNORE_INDEX)}
+    filler["digests"] = digests[:3]
+    batches = [first, filler, second]
+    values = [texts[:5], texts[:3], texts[5:]]
+    parts = [
+        Parts.joined([parts_of(each, batch) for each, batch in zip(of_texts, batches, strict=True)])
+        for of_texts in ([batch["digests"] for batch in batches], values)
+    ]
+    found = own_candidates(batches, *parts, hides_equal=hides_equal)
+    losses, ranks = contrastive_losses(found, temperature=0.5)
+    expected = []
+    own = [(0, [1, 4]), (2, [3]), (5, [6, 9] if hides_equal else [6, 9, 10]), (7, [8])]
+    for query, documents in own:
+        scores = texts[documents] @ texts[query] / 0.5
+        expected.append(torch.nn.functional.cross_entropy(scores, torch.tensor(0)))
+        assert ranks[len(expected) - 1] == (scores >= scores[0]).sum()
+    torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_of_own_negatives_does_not_depend_on_the_batch(tmp_path: Path) -> None:
+    recipe = pair_recipes.write_embedding(tmp_path, num_negatives=2)
+    own = (
+        "--embedding.negatives=own",
+        "--step_scheduler.max_steps=3",
+        "--dataloader.shuffle=false",
+    )
+    found = []
+    for size in (6, 2):
+        run = f"--checkpoint.checkpoint_dir={tmp_path / str(size)}"
+        trained(recipe, *own, run, f"--step_scheduler.local_batch_size={size}").close()
+        found.append(losses_in(tmp_path / str(size)))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    with pytest.raises(RecipeError, match="the documents of a pair have one query"):
+        trained(recipe, *own, "--embedding.symmetric=true")
+
+
+# ---------------------------------------------------------------- exports
+
+
+def embedded(model: Any, export: Path, texts: list[str]) -> torch.Tensor:
+    """The embeddings of *texts*, by the files of an export and transformers alone."""
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    limit = json.loads((export / "sentence_bert_config.json").read_text())["max_seq_length"]
+    tokens = tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+    inputs = {name: tokens[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        hidden = model.eval()(**inputs).last_hidden_state
+    pooling = json.loads((export / "1_Pooling" / "config.json").read_text())
+    assert hidden.shape[-1] == pooling["word_embedding_dimension"]
+    [mode] = [name for name, value in pooling.items() if name.startswith("pooling_mode") and value]
+    how = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
+    paths = [each["path"] for each in json.loads((export / "modules.json").read_text())]
+    return pool(
+        hidden,
+        inputs["attention_mask"],
+        how[mode.removeprefix("pooling_mode_")],  # type: ignore[arg-type]
+        normalize="2_Normalize" in paths,
+    )
+
+
+def embedded_in_training(recipe: EmbeddingFinetune, texts: list[str]) -> torch.Tensor:
+    """The embeddings of *texts* as the recipe computes them."""
+    samples = []
+    for text in texts:
+        ids = recipe.tokenizer(text, truncation=True, max_length=12)["input_ids"]
+        labels = [IGNORE_INDEX, *ids[1:]]
+        samples.append({"input_ids": ids * 2, "labels": labels * 2})
+    batch = recipe.build_collate_fn()(samples)
+    recipe.model.eval()
+    assert isinstance(recipe.objective, Contrastive)
+    with torch.no_grad():
+        return recipe.objective.embed(batch)[0 : 2 * len(texts) : 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_head", "pooling"), [("bert", True, "cls"), ("llama", True, "last")]
+)
+def test_an_export_computes_the_embeddings_of_training(
+    tmp_path: Path, kind: str, with_head: bool, pooling: str
+) -> None:
+    recipe_file = pair_recipes.write_embedding(tmp_path, kind, with_head=with_head)
+    recipe = trained(
+        recipe_file,
+        "--step_scheduler.max_steps=2",
+        f"--embedding.pooling={pooling}",
+        "--embedding.document_prompt=ba ",
+        "--checkpoint.save_consolidated=final",
+    )
+    expected = embedded_in_training(recipe, TEXTS)
+    recipe.close()
+    export = tmp_path / "run" / "LATEST" / "model" / "consolidated"
+    found = embedded(AutoModel.from_pretrained(export), export, TEXTS)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    prompts = json.loads((export / "config_sentence_transformers.json").read_text())["prompts"]
+    assert prompts == {"query": "find ", "document": "ba "}
+    assert run_ckpt(["export", str(tmp_path / "run"), "--output", str(tmp_path / "again")]) == 0
+    for name in FILES:
+        assert (tmp_path / "again" / name).read_bytes() == (export / name).read_bytes(), name
+
+
+BOTH_WAYS = "--embedding.attention=bidirectional"
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_to_later_tokens_is_that_of_a_complete_mask(
+    tmp_path: Path, implementation: str
+) -> None:
+    recipe = trained(
+        pair_recipes.write_embedding(tmp_path, "llama", with_head=True),
+        BOTH_WAYS,
+        f"--model.attn_implementation={implementation}",
+        "--step_scheduler.max_steps=2",
+        "--checkpoint.save_consolidated=final",
+    )
+    in_training = embedded_in_training(recipe, TEXTS)
+    recipe.close()
+    export = tmp_path / "run" / "LATEST" / "model" / "consolidated"
+    assert json.loads((export / "config.json").read_text())["is_causal"] is False
+    options: Any = {"dtype": torch.float64}
+    exported = AutoModel.from_pretrained(export, attn_implementation=implementation, **options)
+    found = embedded(exported, export, TEXTS)
+    torch.testing.assert_close(found.float(), in_training, rtol=1e-5, atol=1e-5)
+    # The mask of each text replaces that of the model.
+    options |= {"is_causal": True, "attn_implementation": "eager"}
+    plain = AutoModel.from_pretrained(export, **options).eval()
+    expected = []
+    tokens = AutoTokenizer.from_pretrained(export)(TEXTS, max_length=12, truncation=True)
+    for ids in tokens["input_ids"]:
+        sees_all = torch.zeros(1, 1, len(ids), len(ids), dtype=torch.float64)
+        with torch.no_grad():
+            hidden = plain(torch.tensor([ids]), attention_mask=sees_all).last_hidden_state[0]
+        expected.append(torch.nn.functional.normalize(hidden.mean(0), dim=0))
+    # Eager attention computes the softmax in float32.
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-6, atol=1e-7)
+
+
+def test_recomputed_activations_have_the_same_attention(tmp_path: Path) -> None:
+    recipe = pair_recipes.write_embedding(tmp_path, "llama")
+    losses = []
+    for name, *options in (("causal",), ("kept", BOTH_WAYS), ("recomputed", BOTH_WAYS)):
+        mode = str(name == "recomputed").lower()
+        directory = f"--checkpoint.checkpoint_dir={tmp_path / name}"
+        trained(recipe, directory, f"--model.activation_checkpointing={mode}", *options).close()
+        losses.append(losses_in(tmp_path / name))
+    causal, kept, recomputed = losses
+    # With embedding.attention: bidirectional, recomputed masks are the same.
+    assert recomputed == kept
+    assert abs(kept[0] - causal[0]) > 1e-4
+
+
+def test_a_run_with_another_attention_is_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = pair_recipes.write_embedding(tmp_path, "llama")
+    trained(recipe, "--step_scheduler.max_steps=1").close()
+    with pytest.raises(CheckpointUnusable, match=r"is_causal: not set .*, false here"):
+        trained(recipe, BOTH_WAYS, "--step_scheduler.max_steps=2")
+    other = f"--checkpoint.checkpoint_dir={tmp_path / 'other'}"
+    first = (f"--init_from.path={tmp_path / 'run'}", other, "--step_scheduler.max_steps=1")
+    trained(recipe, BOTH_WAYS, *first).close()
+    assert "is_causal: true there, false here" in caplog.text
+
+
+def test_a_model_that_does_not_follow_the_attention_is_rejected(tmp_path: Path) -> None:
+    recipe = pair_recipes.write_embedding(tmp_path, "llama")
+    text = recipe.read_text()
+    sizes = "hidden_size: 16, num_layers: 2, num_heads: 2, attention_types: [[[global, local], 1]]"
+    other = text.replace(
+        f"from_pretrained: {tmp_path / 'base'}", f"from_config: {{model_type: gpt_neo, {sizes}}}"
+    )
+    recipe.write_text(other + f"tokenizer: {{from_pretrained: {tmp_path / 'base'}}}\n")
+    with pytest.raises(RecipeError, match="does not support bidirectional attention") as caught:
+        trained(recipe, BOTH_WAYS)
+    assert "GPTNeoModel: tokens do not see later ones in layer 0, 1 of 2" in str(caught.value)
+    recipe.write_text(text)
+    with pytest.raises(RecipeError, match="adapters are loaded with the config of their base"):
+        trained(recipe, BOTH_WAYS, "--peft.r=4")
+    # Adapters of a base with such a config are loaded with it.
+    config = tmp_path / "base" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"is_causal": False}))
+    trained(recipe, BOTH_WAYS, "--peft.r=4", "--step_scheduler.max_steps=1").close()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
+def test_adapters_have_the_files_too_and_are_merged_with_them(tmp_path: Path) -> None:
+    recipe_file = pair_recipes.write_embedding(tmp_path, "llama", with_head=True)
+    recipe = trained(
+        recipe_file,
+        "--step_scheduler.max_steps=2",
+        "--peft.r=4",
+        "--embedding.normalize=false",
+        "--embedding.temperature=5.0",
+    )
+    expected = embedded_in_training(recipe, TEXTS)
+    recipe.close()
+    export = tmp_path / "run" / "LATEST" / "model"
+    model = PeftModel.from_pretrained(AutoModel.from_pretrained(tmp_path / "base"), export)
+    torch.testing.assert_close(embedded(model, export, TEXTS), expected, rtol=1e-5, atol=1e-5)
+    assert not (export / "2_Normalize").exists()
+    assert json.loads((export / "adapter_config.json").read_text())["task_type"] == (
+        "FEATURE_EXTRACTION"
+    )
+    # The base has a head, which the model with the adapters lacks.
+    merged = tmp_path / "merged"
+    assert run_ckpt(["export", str(tmp_path / "run"), "--merge", "--output", str(merged)]) == 0
+    found = embedded(AutoModel.from_pretrained(merged), merged, TEXTS)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for name in FILES - {"2_Normalize/config.json"}:
+        assert (merged / name).read_bytes() == (export / name).read_bytes(), name
+
+
+# ---------------------------------------------------------------- what is not supported
+
+
+@pytest.mark.parametrize(
+    ("override", "where", "hint"),
+    [
+        ("--packed_sequence.size=32", "packed_sequence", "remove packed_sequence"),
+        ("--loss_fn._target_=torch.nn.CrossEntropyLoss", "loss_fn", "remove loss_fn"),
+        ("--generation.prompts=[a]", "generation", "remove generation"),
+        ("--dataset.query_prompt=x", "dataset.query_prompt", "set embedding.query_prompt instead"),
+    ],
+)
+def test_sections_without_a_meaning_are_rejected(
+    tmp_path: Path, override: str, where: str, hint: str
+) -> None:
+    recipe = pair_recipes.write_embedding(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        trained(recipe, override)
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.hint) == (where, hint)
+
+
+def test_an_encoder_decoder_is_rejected(tmp_path: Path) -> None:
+    recipe = pair_recipes.write_embedding(tmp_path)
+    text = recipe.read_text().replace(
+        f"from_pretrained: {tmp_path / 'base'}",
+        "from_config: {model_type: bart, d_model: 8}",
+    )
+    text += f"tokenizer: {{from_pretrained: {tmp_path / 'base'}}}\n"
+    recipe.write_text(text)
+    with pytest.raises(RecipeError, match="not both in one model") as caught:
+        trained(recipe)
+    assert "bart" in str(caught.value)
+
+
+def test_a_base_with_other_pooling_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = pair_recipes.write_embedding(tmp_path)
+    modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Pooling", "Dense")]
+    (tmp_path / "base" / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "base" / "1_Pooling").mkdir()
+    pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    (tmp_path / "base" / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    trained(recipe, "--step_scheduler.max_steps=1").close()
+    for text in ("not used: Dense", "normalize: false", "pooling: pooling_mode_cls_token"):
+        assert f"embedding.{text}" in caplog.text or text in caplog.text
+    caplog.clear()
+    pooling = {"pooling_mode": "mean"}
+    (tmp_path / "base" / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    again = f"--checkpoint.checkpoint_dir={tmp_path / 'again'}"
+    trained(recipe, "--step_scheduler.max_steps=1", again).close()
+    assert "embedding.pooling" not in caplog.text
+
+
+# ---------------------------------------------------------------- formulas
+
+
+def candidates(hides_equal: bool) -> Candidates:
+    """Four pairs, of which the second has the query of the first and the fourth the document of the third."""
+    draw = torch.Generator().manual_seed(0)
+    queries, documents = torch.randn(4, 3, generator=draw), torch.randn(6, 3, generator=draw)
+    texts = Texts(
+        torch.tensor([1, 1, 2, 3]),
+        torch.tensor([5, 6, 7, 7, 8, 0]),
+        torch.ones(4, dtype=torch.bool),
+        # The last row is padding.
+        torch.tensor([True] * 5 + [False]),
+    )
+    own = torch.arange(4)
+    return Candidates(queries, documents, own, *hidden_rows(texts, own, hides_equal=hides_equal))
+
+
+def test_equal_texts_are_no_negatives() -> None:
+    found = candidates(hides_equal=True)
+    assert found.hides_documents.int().tolist() == [
+        [0, 1, 0, 0, 0, 1],
+        [1, 0, 0, 0, 0, 1],
+        [0, 0, 0, 1, 0, 1],
+        [0, 0, 1, 0, 0, 1],
+    ]
+    assert found.hides_queries.int().tolist() == [
+        [0, 1, 0, 0],
+        [1, 0, 0, 0],
+        [0, 0, 0, 1],
+        [0, 0, 1, 0],
+    ]
+    found = candidates(hides_equal=False)
+    assert found.hides_documents.int().tolist() == [[0, 0, 0, 0, 0, 1]] * 4
+    assert not found.hides_queries.any()
+
+
+def test_the_loss_is_the_cross_entropy_of_the_own_document() -> None:
+    found = candidates(hides_equal=False)
+    scores = found.queries @ found.documents[:5].T / 0.5
+    reverse = found.documents[:4] @ found.queries.T / 0.5
+    right = torch.arange(4)
+    forward = torch.nn.functional.cross_entropy(scores, right, reduction="none")
+    backward = torch.nn.functional.cross_entropy(reverse, right, reduction="none")
+    losses, ranks = contrastive_losses(found, temperature=0.5)
+    torch.testing.assert_close(losses, forward)
+    losses, _ = contrastive_losses(found, temperature=0.5, symmetric=True)
+    torch.testing.assert_close(losses, (forward + backward) / 2)
+    expected = [(row >= row[number]).sum() for number, row in enumerate(scores)]
+    assert ranks.tolist() == ranks_of(found).tolist() == expected
+
+
+def test_equal_embeddings_are_never_right() -> None:
+    found = candidates(hides_equal=True)
+    same = Candidates(
+        torch.ones(4, 3), torch.ones(6, 3), found.own, found.hides_documents, found.hides_queries
+    )
+    assert ranks_of(same).tolist() == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("how", ["mean", "cls", "last"])
+def test_pooling_ignores_padding_on_either_side(how: Any) -> None:
+    tokens = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
+    expected = {"mean": tokens[0].mean(0), "cls": tokens[0, 0], "last": tokens[0, 2]}[how]
+    noise = torch.full((1, 2, 4), 9.0)
+    right, left = torch.cat([tokens, noise], dim=1), torch.cat([noise, tokens], dim=1)
+    mask = torch.tensor([[1, 1, 1, 0, 0]])
+    torch.testing.assert_close(pool(right, mask, how, normalize=False)[0], expected)
+    torch.testing.assert_close(pool(left, mask.flip(1), how, normalize=False)[0], expected)
+    whole = pool(tokens.half(), torch.ones(1, 3), how, normalize=True)
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(whole.norm(dim=-1), torch.ones(1))
+
+
+def test_a_batch_without_labels_has_no_pairs() -> None:
+    batch = {"num_negatives": torch.tensor([0, 2]), "labels": torch.ones(6, 3)}
+    assert num_pairs_of(batch) == 2
+    assert num_pairs_of({**batch, "labels": torch.full((6, 3), IGNORE_INDEX)}) == 0
+
+
+# ---------------------------------------------------------------- recipes of NeMo AutoModel
+
+AUTOMODEL = """
+recipe: TrainBiEncoderRecipe
+temperature: 0.1
+model:
+  _target_: nemo_automodel.NeMoAutoModelBiEncoder.from_pretrained
+  pretrained_model_name_or_path: {base}
+  pooling: avg
+  torch_dtype: float32
+dataset:
+  _target_: nemo_automodel.components.datasets.llm.retrieval_dataset.RetrievalDatasetConfig
+  data_dir_list: {rows}
+  n_passages: 4
+dataloader:
+  collate_fn:
+    _target_: nemo_automodel.components.datasets.llm.BiEncoderCollator
+    q_max_len: 4
+    p_max_len: 6
+    query_prefix: find
+distributed:
+  mixed_precision: none
+step_scheduler:
+  global_batch_size: 4
+  local_batch_size: 2
+  max_steps: 1
+checkpoint:
+  checkpoint_dir: {run}
+  save_consolidated: false
+"""
+
+
+def test_a_recipe_of_automodel_has_the_loss_of_its_formula(tmp_path: Path) -> None:
+    tiny.write_model(tmp_path / "base", "llama", with_head=True)
+    # The last row has fewer negatives than passages.
+    rows = [
+        {"query": each["query"], "pos_doc": each["positive"], "neg_doc": list(each.values())[2:]}
+        for each in [*tiny.rows(3)[:3], *tiny.rows(1)[3:4]]
+    ]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    path = tmp_path / "theirs.yaml"
+    paths = {"base": tmp_path / "base", "rows": tmp_path / "rows.jsonl", "run": tmp_path / "run"}
+    path.write_text(AUTOMODEL.format(**paths))
+    trained(path).close()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    model = AutoModel.from_pretrained(tmp_path / "base")
+    model.config.is_causal = False
+
+    def embed(text: str, limit: int) -> torch.Tensor:
+        ids = tokenizer(text, truncation=True, max_length=limit, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            hidden = model(input_ids=ids).last_hidden_state[0]
+        return torch.nn.functional.normalize(hidden.mean(0), dim=0)
+
+    losses = []
+    for row in rows:
+        query = embed(f"find {row['query']}", 4)
+        passages = [row["pos_doc"], *(row["neg_doc"] * 3)[:3]]
+        scores = torch.stack([embed(text, 6) @ query for text in passages]) / 0.1
+        losses.append(torch.nn.functional.cross_entropy(scores, torch.tensor(0)).item())
+    assert losses_in(tmp_path / "run") == pytest.approx([sum(losses) / 4], rel=1e-5)

@@ -1,0 +1,164 @@
+"""The loss is a sum over labels, so that it does not matter how a global batch is cut up."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.loss.causal import (
+    LossFn,
+    check_is_sum,
+    cross_entropy_sum,
+    next_token_loss,
+    num_label_tokens,
+    shift_labels,
+)
+from automodel_ckpt.train.gradients import checked
+from automodel_ckpt.train.values.records import LossSum
+
+
+def batch(
+    seed: int, rows: int = 4, length: int = 6, vocabulary: int = 11
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    labels[torch.rand(rows, length, generator=generator) < 0.4] = -100
+    return torch.randn(rows, length, vocabulary, generator=generator), labels
+
+
+@given(st.integers(0, 1000), st.integers(1, 4))
+def test_micro_batches_add_up_to_the_whole_batch(seed: int, size: int) -> None:
+    logits, labels = batch(seed)
+    parts = zip(logits.split(size), labels.split(size), strict=True)
+    total = sum(float(next_token_loss(part, part_labels)) for part, part_labels in parts)
+    assert total == pytest.approx(float(next_token_loss(logits, labels)), rel=1e-5)
+
+
+def test_it_is_the_mean_of_transformers_times_the_label_tokens() -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    logits, labels = batch(3)
+    mean = ForCausalLMLoss(logits, labels, vocab_size=11)
+    assert float(next_token_loss(logits, labels) / num_label_tokens(labels)) == pytest.approx(
+        float(mean), rel=1e-6
+    )
+
+
+def test_position_i_predicts_token_i_plus_one_and_the_last_predicts_nothing() -> None:
+    assert shift_labels(torch.tensor([[5, 6, 7], [8, -100, 9]])).tolist() == [
+        [6, 7, -100],
+        [-100, 9, -100],
+    ]
+
+
+def test_the_first_label_of_a_row_does_not_count() -> None:
+    assert num_label_tokens(torch.tensor([[5, -100, 7], [8, -100, -100]])) == 1
+
+
+def test_a_batch_without_labels_has_the_loss_zero_and_zero_gradients() -> None:
+    logits, labels = batch(1)
+    logits.requires_grad_()
+    loss = next_token_loss(logits, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def test_half_precision_logits_are_summed_in_float32() -> None:
+    logits, labels = batch(2)
+    loss = cross_entropy_sum(logits.bfloat16().flatten(0, 1), labels.flatten())
+    assert loss.dtype == torch.float32
+
+
+def test_float64_logits_are_summed_in_float64() -> None:
+    logits, labels = torch.randn(3, 7, dtype=torch.float64), torch.tensor([2, 0, 6])
+    expected = -logits.log_softmax(-1)[torch.arange(3), labels].sum()
+    loss = cross_entropy_sum(logits, labels)
+    assert loss.dtype == torch.float64 and abs(float(loss - expected)) < 1e-13
+
+
+def test_a_loss_that_returns_one_value_per_position_is_refused() -> None:
+    logits, labels = batch(2)
+    with pytest.raises(RecipeError, match=r"the sum over all positions[\s\S]*shape \[24\]"):
+        next_token_loss(logits, labels, torch.nn.CrossEntropyLoss(reduction="none"))
+    for returned in (None, 3.0):
+        with pytest.raises(RecipeError, match=rf"must be a scalar tensor[\s\S]*value:  {returned}"):
+            next_token_loss(logits, labels, lambda logits, labels, found=returned: found)
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (torch.ones(()), r"must be a LossSum\n  where:  object\.loss\n  value:  Tensor"),
+        (None, r"must be a LossSum[\s\S]*value:  NoneType"),
+        (LossSum(torch.ones(2, requires_grad=True)), r"a scalar tensor[\s\S]*shape \[2\]"),
+        (LossSum(torch.ones(())), "has no gradient"),
+    ],
+)
+def test_what_an_objective_returns_has_to_be_a_loss_with_a_gradient(
+    result: object, said: str
+) -> None:
+    with pytest.raises(RecipeError, match=said):
+        checked(result, object())
+    fine = LossSum(torch.ones((), requires_grad=True))
+    assert checked(fine, object()) is fine
+
+
+def focal(losses: torch.Tensor) -> torch.Tensor:
+    return (1 - torch.exp(-losses)) ** 2 * losses
+
+
+def test_a_sum_with_a_random_factor_is_no_mean_by_chance() -> None:
+    rows, row_labels = batch(3)
+    random.seed(1721)
+    first, second = random.random(), random.random()
+    assert 2 * second == pytest.approx(first, rel=0.01)
+    random.seed(1721)
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, labels, reduction="sum") * random.random()
+
+    assert check_is_sum(loss, rows.flatten(0, 1), row_labels.flatten())
+
+
+def test_only_a_mean_is_rejected_and_no_random_numbers_are_drawn() -> None:
+    rows, row_labels = batch(3)
+    logits, labels = rows.flatten(0, 1), row_labels.flatten()
+    weight = torch.linspace(0.1, 2, logits.shape[1])
+
+    def each(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, labels, reduction="none")
+
+    sums: list[LossFn] = [
+        nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1, reduction="sum"),
+        lambda logits, labels: focal(each(logits, labels)).sum(),
+        lambda logits, labels: F.cross_entropy(logits, labels) * (labels != -100).sum(),
+        # The loss of the harder half, and one of complete rows only.
+        lambda logits, labels: each(logits, labels).topk(len(labels) // 2).values.sum(),
+        lambda logits, labels: each(logits.reshape(24, -1), labels).sum(),
+        lambda logits, labels: (
+            each(logits, labels).sum() * random.random() * float(np.random.rand())
+        ),
+    ]
+    states = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    assert all(check_is_sum(loss_fn, logits, labels) for loss_fn in sums)
+    assert states == (
+        random.getstate(),
+        str(np.random.get_state()),
+        torch.get_rng_state().tolist(),
+    )
+    # Of a loss that is not finite, nothing is known yet. The run reports it.
+    assert not check_is_sum(sums[0], logits * torch.inf, labels)
+    assert not check_is_sum(lambda logits, labels: logits.sum() + torch.inf, logits, labels)
+    for mean in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=weight)):
+        with pytest.raises(RecipeError, match="the loss is a mean"):
+            check_is_sum(mean, logits, labels)

@@ -1,0 +1,174 @@
+"""Schedules over the planned steps, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from automodel_ckpt.config.keys.optimizer import LRSchedulerConfig
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.optim.lr import build_schedule, current_rate, follow_schedule
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def rates(name: str, steps: int, **settings: Any) -> list[float]:
+    sgd = optimizer()
+    schedule = build_schedule(sgd, name, **settings)
+    found = []
+    for _ in range(steps):
+        found.append(current_rate(sgd))
+        sgd.step()
+        schedule.step()
+    return found
+
+
+def test_a_warmup_may_begin_above_zero() -> None:
+    found = rates("cosine", 11, total_steps=10, warmup_steps=4, warmup_from=0.2)
+    assert found[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert found[5:] == rates("cosine", 11, total_steps=10, warmup_steps=4)[5:]
+    with pytest.raises(RecipeError, match="does not use warmup_from"):
+        build_schedule(optimizer(), "constant", total_steps=3, warmup_from=0.2)
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "decay_steps", "warmup"),
+    [(9, None, 0), (28, None, 2), (28, 20, 2), (20_000, None, 1000)],
+)
+def test_an_automatic_warmup_is_a_tenth_of_the_run_and_at_most_1000_steps(
+    total_steps: int, decay_steps: int | None, warmup: int
+) -> None:
+    settings: dict[str, Any] = {"total_steps": total_steps, "decay_steps": decay_steps}
+    found = rates("linear", 4, warmup_steps="auto", **settings)
+    assert found == rates("linear", 4, warmup_steps=warmup, **settings)
+    with pytest.raises(RecipeError, match="requires the number of steps"):
+        build_schedule(optimizer(), "constant_with_warmup", total_steps=None, warmup_steps="auto")
+
+
+def test_an_automatic_warmup_of_a_run_of_unknown_length_is_an_error_about_the_warmup() -> None:
+    with pytest.raises(RecipeError, match=r"where: +lr_scheduler\.warmup_steps"):
+        # The length of the decay does not say how long the run is.
+        build_schedule(
+            optimizer(), "cosine", total_steps=None, decay_steps=100, warmup_steps="auto"
+        )
+
+
+def test_a_warm_up_that_the_run_does_not_complete_is_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rates("linear", 1, total_steps=6, warmup_steps=5)
+    assert not caplog.messages
+    rates("linear", 1, total_steps=6, warmup_steps=6)
+    assert "it warms up for 6 steps, and the run has 6" in caplog.messages[0]
+
+
+def test_the_rates_of_automodel_are_reached() -> None:
+    """The numbers are those of OptimizerParamScheduler in NeMo AutoModel 36044ad3d: 12 steps, 3 of them warmup."""
+    expected = [0.1, 0.4, 0.7, 1.0, 0.970148, 0.884192, 0.7525, 0.590956, 0.419044, 0.2575]
+    settings = {"warmup_steps": 3, "warmup_from": 0.1, "kwargs": {"min_lr": 0.01}}
+    found = rates("cosine_with_min_lr", 10, total_steps=12, **settings)
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_cosine_warms_up_and_ends_at_zero() -> None:
+    found = rates("cosine", 11, total_steps=10, warmup_steps=2)
+    assert found[:3] == [0.0, 0.5, 1.0]
+    assert found[6] == pytest.approx(0.5 * (1 + math.cos(math.pi * 4 / 8)))
+    assert found[10] == pytest.approx(0.0)
+
+
+def test_the_warm_up_may_be_a_part_of_all_steps_and_the_decay_shorter_than_the_run() -> None:
+    assert rates("linear", 7, total_steps=100, warmup_ratio=0.5, decay_steps=4) == [
+        0,
+        0.5,
+        1,
+        0.5,
+        0,
+        0,
+        0,
+    ]
+
+
+@pytest.mark.parametrize("ratio", [0.03, 0.05, 0.1, 0.29, 0.3, 1 / 3])
+def test_the_warm_up_of_a_ratio_has_the_steps_of_transformers(ratio: float) -> None:
+    for total in (10, 29, 100, 1001):
+        given: Any = SimpleNamespace(warmup_steps=ratio)
+        count = TrainingArguments.get_warmup_steps(given, total)
+        expected = rates("linear", count + 1, total_steps=total, warmup_steps=count)
+        assert rates("linear", count + 1, total_steps=total, warmup_ratio=ratio) == expected
+        assert expected[count] == 1 > expected[count - 1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    LRSchedulerConfig.__annotations__
+    and [
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+    ],
+)
+def test_every_schedule_of_the_schema_without_required_settings_can_be_built(name: str) -> None:
+    assert len(rates(name, 3, total_steps=10)) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("cosine_with_min_lr", {"min_lr": 0.1}),
+        ("cosine_warmup_with_min_lr", {"min_lr": 0.1}),
+        ("warmup_stable_decay", {"num_decay_steps": 3}),
+    ],
+)
+def test_every_other_schedule_of_the_schema_takes_its_settings(
+    name: str, kwargs: dict[str, Any]
+) -> None:
+    assert len(rates(name, 3, total_steps=10, warmup_steps=1, kwargs=kwargs)) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "what"),
+    [
+        ("cosine", {"total_steps": None}, "requires the number of steps"),
+        ("constant", {"total_steps": None, "warmup_steps": 3}, "does not use warmup_steps"),
+        ("constant_with_warmup", {"total_steps": 9, "decay_steps": 3}, "does not use decay_steps"),
+        ("cosine", {"total_steps": 9, "kwargs": {"cycles": 1}}, "does not accept this"),
+        (
+            "cosine",
+            {"total_steps": 9, "warmup_steps": 3, "kwargs": {"num_cycles": "abc"}},
+            "with these values",
+        ),
+        ("warmup_stable_decay", {"total_steps": 9}, "requires num_decay_steps"),
+    ],
+)
+def test_what_a_schedule_cannot_use_is_refused(
+    name: str, settings: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(RecipeError, match=what):
+        build_schedule(optimizer(), name, **settings)
+
+
+def test_a_loaded_state_follows_the_new_schedule_when_told_to() -> None:
+    old, new = optimizer(), optimizer()
+    short = build_schedule(old, "linear", total_steps=10)
+    for _ in range(5):
+        old.step()
+        short.step()
+    long = build_schedule(new, "linear", total_steps=20)
+    long.load_state_dict(short.state_dict())
+    new.load_state_dict(old.state_dict())
+    assert current_rate(new) == 0.5
+    follow_schedule(long)
+    assert current_rate(new) == 0.75
+    assert long.get_last_lr() == [0.75]

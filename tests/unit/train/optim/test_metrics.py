@@ -1,0 +1,156 @@
+"""The jsonl logs: each step once, whatever was killed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_ckpt.logs import metrics
+from automodel_ckpt.logs.metrics import JsonlLog, Removed
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def filled(path: Path, count: int) -> JsonlLog:
+    log = JsonlLog(path)
+    for step in range(1, count + 1):
+        log.append({"step": step, "loss": 1.0 / step})
+    return log
+
+
+def test_a_line_is_with_the_operating_system_before_anything_is_flushed(tmp_path: Path) -> None:
+    log = filled(tmp_path / "run" / "training.jsonl", 3)
+    assert steps(log.path) == [1, 2, 3]
+    log.close()
+
+
+def test_resuming_drops_later_steps_and_their_events_and_appends(tmp_path: Path) -> None:
+    path = tmp_path / "training.jsonl"
+    log = filled(path, 2)
+    log.append({"event": "save", "step": 2})
+    log.append({"step": 3})
+    log.append({"event": "save", "step": 3})
+    assert log.truncate_after(2) == Removed(num_lines=2, last_step=3)
+    log.append({"step": 3})
+    log.close()
+    assert steps(path) == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("tail", [b'{"step": 3, "lo', b'{"step": 2}', b"\0\0\0\0", b"3\n"])
+def test_a_torn_last_line_is_dropped(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "training.jsonl"
+    filled(path, 2).close()
+    with open(path, "ab") as file:
+        file.write(tail)
+    assert JsonlLog(path).truncate_after(2).num_lines == 1
+    assert steps(path) == [1, 2]
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 9, "lo', b"\0\0\0\0"])
+def test_the_log_of_a_finished_run_loses_its_torn_last_line_and_no_other(
+    tmp_path: Path, tail: bytes
+) -> None:
+    path = tmp_path / "training.jsonl"
+    assert JsonlLog(path).truncate_after(math.inf).num_lines == 0
+    filled(path, 2).close()
+    whole, inode = path.read_bytes(), path.stat().st_ino
+    with open(path, "ab") as file:
+        file.write(tail)
+    assert JsonlLog(path).truncate_after(math.inf).num_lines == bool(tail)
+    assert path.read_bytes() == whole and (path.stat().st_ino == inode) is not bool(tail)
+
+
+def test_damaged_and_duplicate_lines_are_removed_and_others_left_all_with_a_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "training.jsonl"
+    lines = [
+        '{"step": 1, "loss": 1.0}',
+        '{"step": 2, "loss": 2.0}',
+        '{"event": "save", "step": 2}',
+        '{"step": 3, "lo\x01ss": 1',
+        '{"step": 2, "loss": 2.5}',
+        '{"event": "save", "step": 2}',
+        '{"note": "mine"}',
+        '{"step": "4"}',
+        '{"step": 4, "loss": 4.0}',
+        '{"step": 5, "loss": 5.0}',
+        '{"step": 6, "loss"',
+    ]
+    path.write_text("\n".join(lines))
+    assert JsonlLog(path).truncate_after(4) == Removed(num_lines=6, last_step=5)
+    assert path.read_text().splitlines() == [lines[0], lines[4], lines[5], lines[6], lines[8]]
+    reports = [record.getMessage().splitlines() for record in caplog.records]
+    assert [report[1:] for report in reports] == [
+        ['    {"step": 3, "lo?ss": 1', '    {"step": "4"}'],
+        ['    {"step": 2, "loss": 2.0}', '    {"event": "save", "step": 2}'],
+        ['    {"note": "mine"}'],
+    ]
+    assert (
+        "damaged" in reports[0][0]
+        and "a later line" in reports[1][0]
+        and "kept them unchanged" in reports[2][0]
+    )
+    assert JsonlLog(path).truncate_after(4).num_lines == 0
+
+
+def test_a_log_with_nothing_to_drop_is_not_rewritten(tmp_path: Path) -> None:
+    path = tmp_path / "training.jsonl"
+    filled(path, 2).close()
+    before = path.stat().st_ino
+    assert JsonlLog(path).truncate_after(2) == Removed(num_lines=0, last_step=None)
+    assert path.stat().st_ino == before
+
+
+def test_a_log_that_is_not_there_yet_has_nothing_to_drop(tmp_path: Path) -> None:
+    assert JsonlLog(tmp_path / "training.jsonl").truncate_after(0).num_lines == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_unknown_to_json_become_null(tmp_path: Path) -> None:
+    log = JsonlLog(tmp_path / "log.jsonl")
+    log.append({"step": 1, "loss": math.nan, "grad_norm": math.inf})
+    log.close()
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+    }
+
+
+def test_lines_that_come_fast_share_a_write_and_none_waits_for_a_slow_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    log = JsonlLog(tmp_path / "training.jsonl")
+    for step in (1, 2, 3):
+        log.append({"step": step}, soon=True)
+    assert steps(log.path) == [1]
+    now += metrics.PAUSE_SECONDS
+    log.append({"step": 4}, soon=True)
+    assert steps(log.path) == [1, 2, 3, 4]
+    log.append({"step": 5}, soon=True)
+    log.append({"event": "save", "step": 5})
+    log.append({"step": 6}, soon=True)
+    assert steps(log.path) == [1, 2, 3, 4, 5, 5]
+    log.close()
+    assert steps(log.path) == [1, 2, 3, 4, 5, 5, 6]
+
+
+def test_the_peak_of_memory_is_looked_up_again_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, peaks = 100.0, iter((1, 2))
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    monkeypatch.setattr(metrics, "_peak_memory", lambda _: next(peaks))
+    memory = metrics.PeakMemory(torch.device("cpu"))
+    assert (memory.nbytes, memory.nbytes) == (1, 1)
+    now += metrics.PAUSE_SECONDS
+    assert memory.nbytes == 2

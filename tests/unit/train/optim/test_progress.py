@@ -1,0 +1,364 @@
+"""The progress line on a terminal and elsewhere, and log records beside it."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import logging
+import pty
+import re
+import resource
+import signal
+import struct
+import termios
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TextIO
+
+import pytest
+
+from automodel_ckpt.base.units import duration
+from automodel_ckpt.cli.launch import worker
+from automodel_ckpt.errors import LeaseLost, RecipeError
+from automodel_ckpt.logs.progress import (
+    Progress,
+    SavingView,
+    StepView,
+    set_up_logging,
+    tear_down_logging,
+)
+from automodel_ckpt.logs.text_log import TextLog
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def view(step: int) -> StepView:
+    return StepView(step=step, epoch=0, loss=2.5, lr=1e-3, num_tokens=1000, seconds=0.5)
+
+
+def progress(stream: TextIO, clock: Clock) -> Progress:
+    return Progress(total_steps=60, every_seconds=10.0, stream=stream, clock=clock)
+
+
+def test_elsewhere_than_on_a_terminal_a_line_is_printed_now_and_then() -> None:
+    stream, clock = io.StringIO(), Clock()
+    line = progress(stream, clock)
+    for step in range(1, 31):
+        line.update(view(step))
+        clock.now += 1.0
+    line.close()
+    printed = stream.getvalue().splitlines()
+    assert [text[:10] for text in printed] == ["step  1/60", "step 11/60", "step 21/60"]
+    assert printed[0] == "step  1/60  epoch 0  loss 2.5000  lr 1.00e-03  2,000 tok/s"
+
+
+def test_with_a_number_of_steps_a_line_is_printed_after_each_multiple_and_the_last_step() -> None:
+    stream, clock = io.StringIO(), Clock()
+    line = Progress(total_steps=10, every_seconds=0.0, every_steps=4, stream=stream, clock=clock)
+    for step in range(1, 11):
+        line.update(view(step))
+    line.close()
+    printed = stream.getvalue().splitlines()
+    assert [text[:10] for text in printed] == ["step  4/10", "step  8/10", "step 10/10"]
+
+
+def test_tokens_per_device_mfu_and_memory_are_averages_by_time_without_the_first_step() -> None:
+    stream, clock = io.StringIO(), Clock()
+    line = Progress(every_seconds=0.0, stream=stream, clock=clock, num_ranks=4, device_word="gpu")
+    for tokens, seconds, mfu in ((1000, 100.0, 0.01), (1000, 1.0, 0.5), (100, 10.0, 0.1)):
+        step = StepView(1, 0, 2.5, 1e-3, tokens, seconds, mfu=mfu, memory_bytes=12_300_000_000)
+        line.update(step)
+    printed = stream.getvalue().splitlines()
+    assert printed[1].endswith("1,000 tok/s (250/gpu)  MFU 50.0%  mem 12.3 GB")
+    # 0.9 of the earlier step, and all of the later one.
+    tokens_per_second = (900 + 100) / (0.9 + 10)
+    assert f"{tokens_per_second:,.0f} tok/s" in printed[2]
+    assert f"MFU {(0.9 * 0.5 + 10 * 0.1) / (0.9 + 10):.1%}" in printed[2]
+
+
+def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    stream, clock = Terminal(), Clock()
+    line = progress(stream, clock)
+    line.note_saved(20)
+    clock.now += 90
+    line.update(view(20))
+    line.write_above("Saving checkpoint to checkpoints/epoch_0_step_20")
+    line.close()
+    screen = stream.getvalue()
+    assert screen.count("\n") == 2
+    above, last, rest = screen.split("\n")
+    assert above.endswith("\r\x1b[KSaving checkpoint to checkpoints/epoch_0_step_20")
+    assert last.endswith("saved 20, 1 min 30 s ago")
+    assert rest == ""
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (80, "step 20/60  loss 2.5000  2,000 tok/s  saving 20 [####......] 1.3 GB of 3.0 GB"),
+        (70, "step 20/60  loss 2.5000  saving 20 [####......] 1.3 GB of 3.0 GB"),
+        (40, "step 20/60  loss 2.5000  saving 20 [###"),
+    ],
+)
+def test_a_narrow_terminal_gets_fewer_figures(
+    monkeypatch: pytest.MonkeyPatch, columns: int, shown: str
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    leader, follower = pty.openpty()
+    fcntl.ioctl(leader, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(leader, "rb", buffering=0) as screen, open(follower, "w") as stream:
+        line = progress(stream, Clock())
+        line.update(view(20))
+        line.show_saving(SavingView(20, 0.42, "1.3 GB of 3.0 GB"))
+        said = b""
+        while said.count(b"\x1b[K") < 2:
+            said += screen.read(4096)
+    assert said.decode().split("\r\x1b[K")[-1] == shown[: columns - 1]
+
+
+def test_a_save_under_way_has_a_bar_in_the_line_until_it_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    stream, clock = Terminal(), Clock()
+    line = progress(stream, clock)
+    line.update(view(20))
+    line.show_saving(SavingView(20, 0.42, "1.3 GB of 3.0 GB"))
+    assert (
+        stream.getvalue()
+        .split("\r\x1b[K")[-1]
+        .endswith("tok/s  saving 20 [####......] 1.3 GB of 3.0 GB")
+    )
+    clock.now += 1
+    line.update(view(21))
+    assert (
+        "step 21/60" in stream.getvalue().split("\r")[-1]
+        and "saving 20" in stream.getvalue().split("\r")[-1]
+    )
+    line.show_saving(None)
+    line.close()
+    assert "saving" not in stream.getvalue().split("\r\x1b[K")[-1]
+
+
+def test_a_first_save_before_any_step_has_a_bar_too() -> None:
+    stream = Terminal()
+    line = progress(stream, Clock())
+    line.show_saving(SavingView(0, 2.0, "all"))
+    assert stream.getvalue().endswith("saving 0 [##########] all")
+
+
+def test_elsewhere_a_long_save_is_told_of_now_and_then() -> None:
+    stream, clock = io.StringIO(), Clock()
+    line = progress(stream, clock)
+    for second in range(25):
+        line.show_saving(SavingView(20, second / 25, f"{second} GB of 25 GB"))
+        clock.now += 1
+    line.show_saving(None)
+    assert stream.getvalue().splitlines() == [
+        "saving 20 [####......] 10 GB of 25 GB",
+        "saving 20 [########..] 20 GB of 25 GB",
+    ]
+
+
+def test_what_is_followed_is_shown_by_a_thread_that_ends_with_the_line() -> None:
+    stream = Terminal()
+    line = progress(stream, Clock())
+    asked = threading.Event()
+
+    def source() -> SavingView:
+        asked.set()
+        return SavingView(7, 0.5, "half")
+
+    line.follow(source)
+    assert asked.wait(120)
+    line.close()
+    assert "saving 7" in stream.getvalue()
+    assert not any(thread.name == "progress" for thread in threading.enumerate())
+
+
+def test_what_ends_the_run_is_said_below_the_line_and_not_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "let_gloo_be_found", lambda environment: None)
+    stream = Terminal()
+
+    class Failing:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.run_log = SimpleNamespace(progress=progress(stream, Clock()))
+
+        def setup(self) -> None:
+            self.run_log.progress.update(view(20))
+            raise RecipeError("no", where="here", value=1, hint="none")
+
+        def close(self) -> None:
+            self.run_log.progress.close()
+
+    loaded: Any = SimpleNamespace(config=None, to_yaml=str)
+    kind: Any = Failing
+    assert worker.run_rank(loaded, kind, lambda record: print(record.message, file=stream)) == 2
+    before, said = stream.getvalue().split("\nerror: no\n", 1)
+    assert before.split("\r\x1b[K")[-1].startswith("step 20/60")
+    assert "step" not in said
+
+
+def test_ranks_that_do_not_lead_show_no_progress() -> None:
+    stream = io.StringIO()
+    Progress(enabled=False, stream=stream).update(view(1))
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, "hello\nwarning: careful\n"), (1, "")])
+def test_only_the_leader_shows_what_is_no_error(rank: int, expected: str) -> None:
+    stream = io.StringIO()
+    handler = set_up_logging(Progress(stream=stream), "info", rank)
+    log = logging.getLogger("automodel_ckpt.somewhere")
+    log.debug("hidden")
+    log.info("hello")
+    log.warning("careful")
+    tear_down_logging(handler)
+    log.error("too late for this stream")
+    assert stream.getvalue() == expected
+
+
+def test_lines_have_a_time_and_break_between_words_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "41")
+    screen, file = Terminal(), io.StringIO()
+    message = (
+        "step 20: validation loss 2.4000; run `ckpt ls checkpoints` to see it\n  to export it: "
+        + "x " * 40
+    )
+    for stream in (screen, file):
+        line = Progress(stream=stream, clock=Clock(), has_timestamps=True)
+        line.write_above(message)
+    first, second, third, command, _ = screen.getvalue().split("\n")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d step 20: validation loss", first)
+    assert [second, third] == [
+        "         2.4000; run",
+        "         `ckpt ls checkpoints` to see it",
+    ]
+    assert command == message.split("\n")[1]
+    screen.seek(0)
+    screen.truncate()
+    command = "try it: ckpt generate /a/long/path/to/the/model -p 'Once upon a time'"
+    Progress(stream=screen, has_timestamps=True).write_above(command)
+    assert screen.getvalue()[9:] == command + "\n"
+    line.update(view(20))
+    logged, _, step = file.getvalue().splitlines()
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+    assert re.fullmatch(stamp + re.escape(message.split("\n")[0]), logged)
+    assert re.match(stamp + "step 20  epoch 0", step)
+
+
+def test_a_text_log_keeps_what_was_logged_before_and_after_it_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "log.txt"
+    log = logging.getLogger("automodel_ckpt.somewhere")
+
+    def lease() -> None:
+        log.warning("logged while the lease is checked")
+        if path.exists() and b"two" in path.read_bytes():
+            raise LeaseLost("lost", where="run", value="", hint="")
+
+    for _ in range(2):
+        text_log = TextLog()
+        handler = set_up_logging(Progress(stream=io.StringIO()), "info", 0, text_log)
+        log.info("before")
+        text_log.open(path, lease)
+        log.info("two\nlines %s", "y" * 10_000)
+        text_log.close()
+        log.info("after")
+        tear_down_logging(handler)
+    lines = path.read_text().splitlines()
+    assert [line[20:29] for line in lines] == ["before", "two", "lines yyy"]
+    assert all(len(line) < 4100 for line in lines)
+
+
+def test_a_text_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to("/dev/full")
+    for path in (tmp_path / "directory", tmp_path / "link", Path("/dev/full")):
+        text_log = TextLog()
+        text_log.write("first")
+        text_log.open(path, lambda: None)
+        text_log.write("second")
+        text_log.close()
+
+
+def test_what_a_full_disk_has_left_of_a_message_is_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for start in range(2):
+        text_log = TextLog()
+        text_log.open(path, lambda: None)
+        text_log.write(f"whole {start}")
+        # Like a full disk: writes beyond the limit fail, and only a part of the first is written.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 25, limits[1]))
+        try:
+            text_log.write("torn message")
+            text_log.write("dropped")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        if start:
+            text_log.write("later")
+        text_log.close()
+    signal.signal(signal.SIGXFSZ, handler)
+    lines = [line[20:] for line in path.read_text().splitlines()]
+    assert lines == ["whole 0", "torn ", "whole 1", "torn ", "later"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(8.4, "8 s"), (200, "3 min 20 s"), (18240, "5 h 04 min"), (2 * 86400 + 3 * 3600, "2 d 3 h")],
+)
+def test_durations_are_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_line_breaks_in_names_begin_no_lines_and_messages_keep_theirs() -> None:
+    stream = io.StringIO()
+    handler = set_up_logging(Progress(stream=stream), "info", 0)
+    log = logging.getLogger("automodel_ckpt")
+    try:
+        name = "a\nb\x1b[31m\u202ec"
+        log.info("saved %s in %s", Path(name), name)
+        log.info("%d names differ:%s", 2, "\n    one\n    two")
+        log.info("first\n%s", name)
+        log.warning(
+            "%s", RecipeError("what", where=name, value="\n    several\n    lines", hint="x")
+        )
+    finally:
+        tear_down_logging(handler)
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+    shown = [re.sub(stamp, "", line) for line in stream.getvalue().splitlines()]
+    escaped = r"a\nb\x1b[31m\u202ec"
+    assert shown == [
+        f"saved {escaped} in {escaped}",
+        "2 names differ:",
+        "    one",
+        "    two",
+        "first",
+        escaped,
+        "warning: what",
+        f"  where:  {escaped}",
+        "  value:  ",
+        "    several",
+        "    lines",
+        "  hint:   x",
+    ]

@@ -1,0 +1,594 @@
+"""Steps that do not end: who is late, and what counts as a hang; ranks that are slower than others."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint.run.timeline import DATA, SAVES, STEPS, VALIDATION
+from automodel_ckpt.cli.launch.hang_examiner import HangExaminer
+from automodel_ckpt.config.keys.monitoring import HangsConfig
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.logs import timeline as timeline_module
+from automodel_ckpt.logs.timeline import Timeline
+from automodel_ckpt.parallel.ranks import hang_action, hangs
+from automodel_ckpt.parallel.ranks.hangs import RankState, verdict
+from automodel_ckpt.parallel.ranks.process_stacks import (
+    ProcessAddress,
+    ProcessReport,
+    StackDump,
+    report_on,
+)
+from automodel_ckpt.parallel.ranks.stop import StopRequest
+from automodel_ckpt.train.watch import step_watches
+from automodel_ckpt.train.watch.hang_watch import HangWatch
+from automodel_ckpt.train.watch.step_times import EarlierTimes, StepTimes
+from automodel_ckpt.train.watch.step_watches import StepWatches
+
+STATE = RankState(0, "now", 12, STEPS, 5.0, {"0": 30, "1": 4}, "in a step: f (a.py:1)")
+WORKING = (STEPS, DATA)
+
+
+def states(*changes: dict[str, Any]) -> dict[int, RankState]:
+    """A state per rank, each with changes."""
+    return {rank: replace(STATE, rank=rank, **change) for rank, change in enumerate(changes)}
+
+
+@pytest.mark.parametrize(
+    ("found", "late"),
+    [
+        (states({}, {"completed": 11}), [1]),
+        (states({"collectives": {"0": 29, "1": 4}}, {}, {}), [0]),
+        (states({"collectives": {"0": 30, "1": 4}}, {"collectives": {"0": 30, "2": 9}}), []),
+        (states({}, {}), []),
+    ],
+)
+def test_the_rank_that_is_behind_is_named(found: dict[int, RankState], late: list[int]) -> None:
+    outcome = verdict(found, found, {}, WORKING)
+    assert outcome is not None
+    assert list(outcome.ranks) == late
+    if late:
+        assert f"rank {late[0]} did not arrive: in a step: f (a.py:1)" in outcome.text
+    else:
+        assert "all ranks are at the same collective" in outcome.text
+
+
+def test_a_rank_without_a_state_is_named_and_one_that_saves_excuses_the_others() -> None:
+    outcome = verdict(states({}, {}), range(3), {2: "is suspended (process 7)"}, WORKING)
+    assert outcome is not None
+    assert (outcome.ranks, outcome.text) == ([2], "rank 2 is suspended (process 7)")
+    assert verdict(states({}, {"phase": SAVES}), range(2), {}, WORKING) is None
+
+
+def test_states_are_read_as_they_were_written_and_nothing_else_is(tmp_path: Path) -> None:
+    hangs.write_state(tmp_path, STATE)
+    (tmp_path / "rank_1.txt").write_text('{"rank": 1, "start": [1]}\n')
+    (tmp_path / "rank_2.txt").write_bytes(b"\xff\n")
+    hangs.write_note(tmp_path, 3, "now", ProcessReport("is suspended", "stacks"))
+    (tmp_path / "stacks_of_rank_4.txt").write_text('{"rank": 4, "start": "now"}\n')
+    assert hangs.read_states(tmp_path, "now") == {0: STATE}
+    assert hangs.read_states(tmp_path, "earlier") == {}
+    assert hangs.read_notes(tmp_path, "now") == {3: "is suspended"}
+    assert hangs.read_notes(tmp_path, "earlier") == {}
+    assert "in test_states_are_read_as" in (tmp_path / "rank_0.txt").read_text()
+
+
+def test_nodes_are_named_if_there_are_several() -> None:
+    hosts = ["first", "first", "second"]
+    found = verdict(states({}, {}, {"completed": 11}), range(3), {}, WORKING, hosts)
+    assert found is not None
+    assert found.text.startswith("rank 2 (node second) did not arrive: in a step")
+    found = verdict(states({}, {}), range(3), {}, WORKING, hosts)
+    assert found is not None
+    assert found.text.startswith("rank 2 (node second) does not respond")
+
+
+HOLDS_THE_INTERPRETER = """
+import ctypes, dataclasses, json, os
+from automodel_ckpt.parallel.ranks.process_stacks import StackDump
+dump = StackDump()
+print(json.dumps(dataclasses.asdict(dump.address)), flush=True)
+library = ctypes.PyDLL(None)  # PyDLL keeps the interpreter's lock
+def held():
+    while True:
+        library.sleep(60)  # a signal ends it
+held()
+"""
+
+
+def test_stacks_of_a_process_that_holds_the_interpreter_are_dumped_by_a_signal() -> None:
+    """A suspended process cannot dump them: the kernel's view of its threads is reported."""
+
+    def report() -> ProcessReport:
+        found = report_on(address)
+        assert found is not None
+        return found
+
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_THE_INTERPRETER], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        address = ProcessAddress(**json.loads(process.stdout.readline()))
+        # The process may not hold the interpreter yet, or be slow to write.
+        end = time.monotonic() + 60
+        while "in held" not in (awake := report()).text:
+            assert time.monotonic() < end, awake
+        os.kill(process.pid, signal.SIGSTOP)
+        end = time.monotonic() + 60
+        while (stopped := report()).note != f"is suspended (process {process.pid})":
+            assert time.monotonic() < end, stopped
+        process.kill()
+    assert "its stacks were dumped" in awake.note
+    assert f"thread {process.pid} python" in stopped.text
+    assert ": suspended" in stopped.text
+    assert report().note == f"has ended (process {process.pid})"
+
+
+def test_the_launcher_examines_a_rank_if_none_of_its_node_responds(tmp_path: Path) -> None:
+    root = tmp_path / "hangs"
+    hangs.write_state(root / "step_3", replace(STATE, start="earlier"))
+    watched = HangExaminer(root, poll_seconds=0.0)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_THE_INTERPRETER], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            watched.poll(lambda: {1: process.pid})
+            directory = root / "step_20"
+            hangs.write_state(directory, STATE)
+            watched.poll(lambda: {1: process.pid})
+            assert hangs.read_notes(directory, "now") == {}, "ranks may still respond"
+            watched._noticed = {path: since - 2.0 for path, since in watched._noticed.items()}
+            watched.poll(lambda: {1: process.pid})
+            assert watched.take_report() == "", "there is none yet"
+        finally:
+            process.kill()
+    note = hangs.read_notes(directory, "now")[1]
+    assert note == f"does not respond (process {process.pid}), its stacks were dumped"
+    assert not (root / "step_3/stacks_of_rank_1.txt").exists()
+    watched._examined = directory
+    hangs.write_text(directory, hangs.REPORT, "step 20 hangs\n  rank 1\n  start now waits\n")
+    assert watched.take_report() == "step 20 hangs\n  rank 1"
+    assert watched.take_report() == ""
+
+
+def test_no_signal_is_sent_to_another_process_that_has_the_id_of_a_rank() -> None:
+    """Containers may share a host name, and ids are used again: the signal would end another program."""
+    with StackDump() as dump, subprocess.Popen(["sleep", "60"]) as other:
+        address = replace(dump.address, process=other.pid)
+        assert report_on(replace(address, namespace="of another container")) is None
+        found = report_on(replace(address, started=1))
+        assert found is not None
+        assert found.note.startswith("has ended")
+        assert other.poll() is None
+        other.kill()
+
+
+class Clock:
+    """Replaces the clock of the timeline."""
+
+    now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("automodel_ckpt.logs.timeline.time", clock)
+    return clock
+
+
+def watch(
+    timeline: Timeline,
+    run: Path,
+    times: StepTimes | None = None,
+    timeout_seconds: float = math.inf,
+    **settings: Any,
+) -> HangWatch:
+    """A watch of rank 0 of three, whose thread does not run."""
+    layout: Any = SimpleNamespace(rank=0, world_size=3, gloo_group=None, is_rank0=True)
+    section = HangsConfig(**settings)
+    found = HangWatch(
+        section,
+        layout,
+        timeline,
+        run,
+        times,
+        timeout_seconds=timeout_seconds,
+    )
+    found._worked_before = found._worked()
+    found.hosts, found._addresses = ["here"] * 3, [None] * 3
+    return found
+
+
+def is_reported(watched: HangWatch, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the thread reports the present step."""
+    reports: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(watched, "_report", lambda step, _: reports.append(step))
+        for _ in range(3):
+            watched._check()
+    return bool(reports)
+
+
+def test_only_a_step_far_beyond_the_median_and_the_limit_hangs(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeline = Timeline()
+    watched = watch(timeline, tmp_path, min_seconds=60.0, factor=10.0)
+    clock.now += 10_000
+    assert not is_reported(watched, monkeypatch), "start-up"
+    timeline.enter(STEPS)
+    clock.now += 10_000
+    assert not is_reported(watched, monkeypatch), "the first step compiles"
+    for step in range(1, 9):
+        watched.note_step(step)
+        clock.now += 2
+    watched.note_step(9)
+    for phase in (SAVES, VALIDATION):
+        with timeline.phase(phase):
+            clock.now += 10_000
+            assert not is_reported(watched, monkeypatch), phase
+    clock.now += 59
+    assert not is_reported(watched, monkeypatch), "below hangs.min_seconds"
+    timeline.enter(DATA)
+    clock.now += 2
+    assert is_reported(watched, monkeypatch), "in data"
+    watched.note_step(10)
+    assert not is_reported(watched, monkeypatch)
+    slow = watch(timeline, tmp_path, min_seconds=60.0, factor=10.0)
+    for step in range(1, 20):
+        clock.now += 30
+        slow.note_step(step)
+    clock.now += 299
+    assert not is_reported(slow, monkeypatch), "below hangs.factor times the median"
+    clock.now += 2
+    assert is_reported(slow, monkeypatch)
+
+
+def test_no_rank_waits_in_the_first_step_for_most_of_the_timeout_of_collectives(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeline, collectives = Timeline(), {"0": 1}
+    monkeypatch.setattr(hangs, "collective_counts", collectives.copy)
+    watched = watch(timeline, tmp_path, timeout_seconds=1800.0)
+    timeline.enter(STEPS)
+    clock.now += 1100
+    assert not is_reported(watched, monkeypatch)
+    collectives["0"] = 2
+    assert not is_reported(watched, monkeypatch)
+    clock.now += 1199
+    assert not is_reported(watched, monkeypatch), "since the last collective"
+    clock.now += 2
+    assert is_reported(watched, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "late"),
+    [
+        (2, (2, 1), "rank 2 did not arrive"),
+        (2, (2, 2), ""),
+        (1, (2, 2), ""),
+    ],
+    ids=["one_is_late", "all_compile", "the_others_have_not_waited_long"],
+)
+def test_in_the_first_step_only_ranks_for_which_others_have_waited_are_reported(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    own: int,
+    others: tuple[int, int],
+    late: str,
+) -> None:
+    monkeypatch.setattr(hangs, "collective_counts", lambda: {"0": own})
+    timeline = Timeline()
+    timeline.enter(STEPS)
+    watched = watch(timeline, tmp_path)
+    for rank, count in enumerate(others, 1):
+        state = replace(STATE, rank=rank, start=watched._start, completed=0, is_overdue=False)
+        hangs.write_state(tmp_path / "hangs/step_1", replace(state, collectives={"0": count}))
+    watched._report(1, 1201.0)
+    assert late in caplog.text and bool(late) == ("step 1 hangs: no collective" in caplog.text)
+
+
+def test_after_a_request_to_stop_a_step_that_hangs_ends_the_run_soon(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the hang was reported before, and no restart was left. The save waits for the step."""
+    ended: list[str] = []
+    monkeypatch.setattr(hang_action, "restart", ended.append)
+    monkeypatch.setattr(hangs, "collective_counts", lambda: {"0": 2})
+    timeline, request = Timeline(), StopRequest()
+    timeline.enter(STEPS)
+    watched = watch(timeline, tmp_path, timeout_seconds=1800.0)
+    watched._stop_request = request
+    for rank in (1, 2):
+        state = replace(STATE, rank=rank, start=watched._start, completed=0, is_overdue=False)
+        hangs.write_state(tmp_path / "hangs/step_1", replace(state, collectives={"0": 3 - rank}))
+
+    def check() -> None:
+        for _ in range(2):
+            watched._check()
+
+    check()
+    clock.now += 1201
+    check()
+    report = tmp_path / "hangs/step_1/report.txt"
+    assert "waits" in report.read_text() and not ended
+    request.requested = signal.SIGTERM
+    check()
+    (text,) = ended
+    assert "rank 2 did not arrive" in text and "nothing was saved" in text
+    assert "is restarted" in report.read_text(), "ranks under torchrun follow"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "responds", "is_ended"),
+    [(61, True, False), (1199, True, False), (1201, True, True), (61, False, True)],
+)
+def test_after_a_request_to_stop_a_rank_may_compile_in_the_first_step(
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    responds: bool,
+    is_ended: bool,
+) -> None:
+    """One that does not respond, such as a suspended one, ends the run soon."""
+    ended: list[str] = []
+    monkeypatch.setattr(hang_action, "restart", ended.append)
+    monkeypatch.setattr(hangs, "collective_counts", lambda: {"0": 2})
+    timeline = Timeline()
+    timeline.enter(STEPS)
+    watched = watch(timeline, tmp_path, timeout_seconds=1800.0)
+    watched._stop_request = StopRequest()
+    watched._stop_request.requested = signal.SIGTERM
+    waits = replace(STATE, rank=1, completed=0, collectives={"0": 2}, is_overdue=False)
+    found = {1: waits}
+    if responds:
+        found[2] = replace(waits, rank=2, collectives={"0": 1})
+    monkeypatch.setattr(watched, "_collect", lambda directory: dict(found))
+    monkeypatch.setattr(watched, "_notes_of_others", lambda directory, silent: {})
+    watched._check()
+    clock.now += seconds
+    for _ in range(2):
+        watched._check()
+    assert bool(ended) == is_ended
+
+
+@pytest.mark.parametrize(
+    ("usual", "requested", "limit"),
+    [(None, 0, 1200.0), (None, 15, 60.0), (1.0, 0, 300.0), (1.0, 15, 60.0), (30.0, 15, 300.0)],
+)
+def test_the_limit_of_a_step_is_lower_after_a_request_to_stop(
+    usual: float | None,
+    requested: int,
+    limit: float,
+    tmp_path: Path,
+    clock: Clock,
+) -> None:
+    timeline = Timeline()
+    timeline.enter(STEPS)
+    watched = watch(timeline, tmp_path, timeout_seconds=1800.0)
+    for step in range(1, 20 if usual is not None else 1):
+        clock.now += usual or 0
+        watched.note_step(step)
+    watched._stop_request = StopRequest()
+    watched._stop_request.requested = requested
+    assert watched._limit() == pytest.approx(limit)
+
+
+def start_again(run: Path, steps: int, times: StepTimes) -> tuple[Timeline, HangWatch]:
+    """A start of a run that makes so many steps of 2 s, the first of 20 s, and its watch."""
+    timeline = Timeline()
+    timeline.open(run, lambda: None, step=0, resumed_from=None, world_size=3)
+    timeline.enter(STEPS)
+    watched = watch(timeline, run, times, min_seconds=60.0, factor=10.0)
+    times.earlier = watched._earlier_times()
+    for step in range(1, steps + 1):
+        timeline.enter(STEPS)
+        assert isinstance(timeline_module.time, Clock)
+        timeline_module.time.now += 20 if step == 1 else 2
+        watched.note_step(step)
+    return timeline, watched
+
+
+def polled(watched: HangWatch, clock: Clock, *seconds: float) -> list[int]:
+    """The steps that the thread reports in polls that take so many seconds each."""
+    reports: list[int] = []
+    waits = iter(seconds)
+
+    def wait(_: float) -> bool:
+        lasts = next(waits, None)
+        clock.now += lasts or 0.0
+        return lasts is None
+
+    watched._done = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    watched._report = lambda step, _: reports.append(step)  # type: ignore[method-assign]
+    watched._watch()
+    return reports
+
+
+def test_the_time_in_which_the_process_is_suspended_does_not_count(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("automodel_ckpt.train.watch.hang_watch.time", clock)
+    timeline = Timeline()
+    watched = watch(timeline, tmp_path, min_seconds=60.0, factor=10.0)
+    timeline.enter(STEPS)
+    for step in range(1, 10):
+        clock.now += 2
+        watched.note_step(step)
+    assert polled(watched, clock, 3, 500, 3, 3, 40, 3, 3) == []
+    assert polled(watched, clock, *[3] * 12) == []
+    assert polled(watched, clock, 3, 3, 3) == [10], "it hangs all the same"
+    watched.note_step(10)
+    assert watched._times.usual == 2
+    with timeline.phase(SAVES):
+        assert polled(watched, clock, 3, 500) == []
+    assert polled(watched, clock, *[3] * 22) == [11], "a suspension in a save"
+
+
+@pytest.mark.parametrize(
+    ("configuration", "compiles", "steps", "limit"),
+    [
+        ("same", False, 0, 200.0),
+        ("same", False, 2, 200.0),
+        ("same", False, 3, 60.0),
+        ("other", False, 0, math.inf),
+        ("other", False, 3, math.inf),
+        ("same", True, 0, math.inf),
+        ("same", True, 3, 60.0),
+    ],
+)
+def test_the_first_steps_of_a_restart_are_compared_with_those_of_earlier_starts(
+    tmp_path: Path,
+    clock: Clock,
+    configuration: str,
+    compiles: bool,
+    steps: int,
+    limit: float,
+) -> None:
+    first, _ = start_again(tmp_path, 12, StepTimes("same"))
+    # The second start is killed after two steps: its times are in the state that the third one finds.
+    second, _ = start_again(tmp_path, 2, StepTimes("same"))
+    times = StepTimes(configuration, compiles=compiles)
+    third, watched = start_again(tmp_path, steps, times)
+    assert watched._limit() == limit
+    for each in (first, second, third):
+        each.close()
+
+
+def test_the_wait_for_the_first_data_of_a_restart_may_take_long(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = start_again(tmp_path, 12, StepTimes("same"))
+    second, watched = start_again(tmp_path, 0, StepTimes("same"))
+    second.enter(DATA)
+    clock.now += 10_000
+    assert not is_reported(watched, monkeypatch), "a stream goes to its position"
+    second.enter(STEPS)
+    clock.now += 201
+    assert is_reported(watched, monkeypatch)
+    assert "the longest of the first steps of earlier starts is 20 s" in watched._text(
+        1,
+        201,
+        verdict(states({}, {}), range(2), {}, WORKING) or pytest.fail("no verdict"),
+        tmp_path,
+    )
+    first.close()
+    second.close()
+
+
+def test_damaged_times_of_earlier_starts_are_not_used() -> None:
+    good = {"configuration": "same", "first": 3.0, "median": 2}
+    bad: list[Any] = [1, None, {}, good | {"first": "x", "median": -1}, good | {"first": math.nan}]
+    records = [{"step_times": each} for each in (good, *bad)]
+    assert EarlierTimes.read(records, "same") == EarlierTimes(3.0, 2.0)
+    assert EarlierTimes.read([{}], "same") == EarlierTimes()
+
+
+@pytest.mark.parametrize("may_restart", [True, False])
+def test_a_hang_is_reported_or_the_ranks_are_restarted(
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    may_restart: bool,
+) -> None:
+    """With hangs.restart false, or without restarts, it is reported."""
+    messages: list[str] = []
+    monkeypatch.setattr(hang_action, "restart", messages.append)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    timeline = Timeline()
+    timeline.enter(STEPS)
+    watched = watch(timeline, tmp_path, min_seconds=1.0, restart=may_restart)
+    for step in range(1, 20):
+        clock.now += 0.1
+        watched.note_step(step)
+    directory = tmp_path / "hangs" / "step_20"
+    for rank in (1, 2):
+        hangs.write_state(
+            directory,
+            replace(
+                STATE,
+                rank=rank,
+                start=watched._start,
+                completed=19 - (rank == 2),
+                is_overdue=False,
+            ),
+        )
+    clock.now += 5
+    watched._check()
+    watched._check()
+    (text,) = messages if may_restart else [record.getMessage() for record in caplog.records]
+    assert "step 20 hangs: it takes 5 s, and the median is 0.1 s" in text
+    assert "rank 2 did not arrive" in text
+    assert str(directory) in text
+    assert bool(messages) == may_restart
+    assert (directory / "report.txt").read_text().startswith(f"{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RESTART_COUNT": "0"}, True),
+        ({"TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RESTART_COUNT": "1"}, False),
+        ({}, False),
+    ],
+)
+def test_a_restart_needs_one_that_is_left(
+    environment: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_action, "restart", print)
+    assert hang_action.may_restart(environment) == expected
+    monkeypatch.setattr(hang_action, "restart", None)
+    assert not hang_action.may_restart(environment)
+
+
+def test_the_thread_ends_with_the_context(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with watch(Timeline(), tmp_path, min_seconds=1.0):
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+    with StackDump() as dump:
+        assert dump.address.process == os.getpid()
+
+
+def test_the_section_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """hangs: null."""
+    made: list[Any] = []
+    entered = SimpleNamespace(hosts=["here", "here"])
+    monkeypatch.setattr(
+        step_watches, "HangWatch", lambda *given, **_: made.append(given) or nullcontext(entered)
+    )
+    device = torch.device("cpu")
+    layout: Any = SimpleNamespace(world_size=2, rank=0, device=device, sizes=SimpleNamespace(pp=1))
+    checkpointer: Any = SimpleNamespace(directory=Path("run"), is_distributed=False)
+    run_log: Any = SimpleNamespace(timeline=Timeline(), log_event=print)
+    exchange: Any = SimpleNamespace()
+    for section, expected in ((None, 0), (HangsConfig(), 1)):
+        config = RecipeConfig(hangs=section)
+        watches = StepWatches(config, layout, checkpointer, run_log, exchange)
+        with watches.watching():
+            assert len(made) == expected

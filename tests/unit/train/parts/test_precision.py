@@ -1,0 +1,213 @@
+"""What null and auto mean in a recipe, by the type of the device; no test needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.models.quantize import type_of_products
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import Sizes, share_out
+from automodel_ckpt.parallel.precision import (
+    describe_precision,
+    float32_precision,
+    parameter_type,
+    resolve_precision,
+    set_float32_precision,
+)
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from tests.support.runs.training import build, write_recipe
+
+ONE, TWO = share_out(1), share_out(2)
+LORA = ("--peft={}", "--model.from_config=null", "--model.from_pretrained=some/base")
+MODULE = ("--model={_target_: tests.contract.test_every_key.some_model}",)
+ADAFACTOR = ("--optimizer._target_=torch.optim.Adafactor",)
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path)
+
+
+def config_of(recipe_file: Path, *overrides: str) -> RecipeConfig:
+    config: RecipeConfig = build(recipe_file, *overrides).config
+    return config
+
+
+def resolved(config: RecipeConfig, sizes: Sizes, device_type: str) -> tuple[Any, Any]:
+    found = resolve_precision(config, sizes, device_type)
+    assert resolve_precision(found, sizes, device_type) == found
+    return found.distributed.mixed_precision, found.distributed.strategy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes", "on_cuda", "on_cpu"),
+    [
+        ((), ONE, ("bfloat16", "fsdp2"), ("none", "single")),
+        ((), TWO, ("bfloat16", "fsdp2"), ("none", "fsdp2")),
+        ((), share_out(2, tp_size=2), ("bfloat16", "fsdp2"), ("none", "single")),
+        (LORA, ONE, ("bfloat16", "fsdp2"), ("none", "single")),
+        ((*LORA, "--peft.quantize_base=nf4"), ONE, ("bfloat16", "single"), ("none", "single")),
+        ((*LORA, "--peft.quantize_base=nf4"), TWO, ("bfloat16", "ddp"), ("none", "ddp")),
+        (
+            (*LORA, "--peft.quantize_base=nf4"),
+            share_out(4, dp_replicate_size=2),
+            ("bfloat16", "fsdp2"),
+            ("none", "fsdp2"),
+        ),
+        (("--distributed.strategy=single",), ONE, ("bfloat16", "single"), ("none", "single")),
+        (("--distributed.strategy=ddp",), TWO, ("bfloat16", "ddp"), ("none", "ddp")),
+        (("--distributed.mixed_precision=none",), ONE, ("none", "single"), ("none", "single")),
+        (("--distributed.mixed_precision=null",), ONE, ("none", "single"), ("none", "single")),
+        (
+            ("--distributed.mixed_precision=bfloat16",),
+            ONE,
+            ("bfloat16", "fsdp2"),
+            ("bfloat16", "single"),
+        ),
+        (("--model.dtype=bfloat16",), ONE, ("none", "single"), ("none", "single")),
+        (("--model.dtype=bfloat16",), TWO, ("bfloat16", "fsdp2"), ("none", "fsdp2")),
+        ((*LORA, "--model.dtype=bfloat16"), ONE, ("bfloat16", "fsdp2"), ("none", "single")),
+        (("--model.dtype=float64",), TWO, ("none", "fsdp2"), ("none", "fsdp2")),
+        (MODULE, ONE, ("bfloat16", "single"), ("none", "single")),
+        (ADAFACTOR, ONE, ("bfloat16", "single"), ("none", "single")),
+        (ADAFACTOR, TWO, ("bfloat16", "ddp"), ("none", "ddp")),
+        (
+            ("--optimizer.groups=[{params: ['*norm*'], _target_: torch.optim.Rprop}]",),
+            ONE,
+            ("bfloat16", "single"),
+            ("none", "single"),
+        ),
+    ],
+)
+def test_a_gpu_computes_in_bfloat16_and_a_cpu_in_the_type_of_the_weights(
+    recipe_file: Path, overrides: tuple[str, ...], sizes: Sizes, on_cuda: Any, on_cpu: Any
+) -> None:
+    config = config_of(recipe_file, *overrides)
+    assert resolved(config, sizes, "cuda") == on_cuda
+    assert resolved(config, sizes, "cpu") == on_cpu
+
+
+def test_what_trains_is_kept_in_float32_and_a_frozen_base_on_a_gpu_in_16_bits(
+    recipe_file: Path,
+) -> None:
+    class Base:
+        dtype = torch.float16
+
+    section: Any = config_of(recipe_file).model
+    given: Any = config_of(recipe_file, "--model.dtype=float32").model
+    base: Any = Base()
+
+    def kept(section: Any, device_type: str, config: Any, is_frozen: bool) -> str:
+        return parameter_type(section, config, device_type=device_type, is_frozen=is_frozen)
+
+    assert kept(section, "cuda", None, False) == "float32"
+    assert kept(section, "cuda", None, True) == "bfloat16"
+    assert kept(section, "cuda", base, True) == "float16"
+    assert kept(section, "cpu", base, True) == "float32"
+    assert kept(given, "cuda", base, True) == "float32"
+
+
+@pytest.fixture
+def float32_products() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    convolutions = torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before)
+    torch.backends.cudnn.allow_tf32 = convolutions
+
+
+@pytest.mark.usefixtures("float32_products")
+def test_float32_products_use_tf32_on_a_gpu_unless_the_run_is_deterministic(
+    recipe_file: Path,
+) -> None:
+    config = config_of(recipe_file)
+    deterministic = config_of(recipe_file, "--deterministic=true")
+    both = config_of(recipe_file, "--deterministic=true", "--float32_precision=high")
+    assert float32_precision(config, "cuda") == "high"
+    assert float32_precision(deterministic, "cuda") == "highest"
+    assert float32_precision(both, "cuda") == "high"
+    assert float32_precision(config, "cpu") == "highest"
+
+    before = torch.get_float32_matmul_precision()
+    set_float32_precision("high", "cpu")
+    assert torch.get_float32_matmul_precision() == before
+    for precision in ("high", "highest"):
+        set_float32_precision(precision, "cuda")
+        assert torch.get_float32_matmul_precision() == precision
+        assert torch.backends.cudnn.allow_tf32 == (precision == "high")
+
+
+def test_the_line_says_which_precision_is_used_for_what() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(2, 2))
+    options: Any = {"strategy": "fsdp2", "compute_type": torch.bfloat16, "products": "high"}
+    assert describe_precision(model, **options) == (
+        "weights and optimizer state float32, computed in bfloat16 (FSDP2), gradients reduced in "
+        "float32, float32 products in TF32"
+    )
+    assert "computed in bfloat16 (FSDP2) but 2 tensors in float32, gradients" in (
+        describe_precision(model, **options, num_in_float32=2)
+    )
+    model[0].to(torch.bfloat16).requires_grad_(False)
+    options = {"strategy": "single", "compute_type": torch.bfloat16, "products": "highest"}
+    assert describe_precision(model, **options) == (
+        "trained weights and their optimizer state float32, frozen weights bfloat16, computed in "
+        "bfloat16 (autocast), float32 products exact"
+    )
+    model[1].requires_grad_(False)
+    assert describe_precision(model, strategy="single", compute_type=None) == (
+        "weights bfloat16 and float32, computed in the type of the weights"
+    )
+    # A model without a trained parameter has no gradients.
+    assert describe_precision(model, strategy="fsdp2", compute_type=torch.bfloat16) == (
+        "weights bfloat16 and float32, computed in bfloat16 (FSDP2)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), {"base": torch.bfloat16, "adapter": torch.float32, "copy": torch.float32}),
+        (
+            ("--peft.dtype=base",),
+            {"base": torch.bfloat16, "adapter": torch.bfloat16, "copy": torch.bfloat16},
+        ),
+        (
+            ("--model.dtype=float32",),
+            {"base": torch.float32, "adapter": torch.float32, "copy": torch.float32},
+        ),
+    ],
+)
+def test_adapters_on_a_gpu_train_in_float32_beside_a_base_in_bfloat16(
+    tmp_path: Path, recipe_file: Path, overrides: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    peft = f"--peft={{base_dir: {tmp_path / 'base'}, modules_to_save: [lm_head]}}"
+    untied = "--model.from_config.tie_word_embeddings=false"
+    recipe = build(recipe_file, peft, untied, *overrides, recipe_class=LLMFinetune)
+    # A dry run allocates nothing on the device.
+    recipe.is_dry_run = True
+    recipe.layout = RankLayout(0, ONE, 0, torch.device("cuda"), None)  # type: ignore[arg-type]
+    recipe.build()
+    trainable = recipe.trainable
+    found = {}
+    for name, parameter in trainable.model.named_parameters():
+        kind = "adapter" if "lora_" in name else "copy" if "modules_to_save" in name else "base"
+        assert parameter.requires_grad == (kind != "base")
+        found.setdefault(kind, parameter.dtype)
+        assert parameter.dtype == found[kind]
+    assert found == expected
+    assert "float32 products in TF32" in trainable.precision
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("float32", torch.bfloat16), ("auto", torch.bfloat16), ("float16", torch.float16)],
+)
+def test_a_base_in_four_bits_is_computed_in_16(dtype: str, expected: torch.dtype) -> None:
+    assert type_of_products(dtype) == expected

@@ -1,0 +1,240 @@
+"""A real run that is resumed under another recipe: what applies, what is rejected, and what may be missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.cli.checks import dry_run
+from automodel_ckpt.cli.ckpt import main as ckpt
+from automodel_ckpt.cli.train import main as ckpt_train
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.optim.lr import build_schedule
+from automodel_ckpt.train.recipe import Recipe
+from tests.support.runs import training
+
+
+def resumed(recipe_file: Path, *overrides: str) -> Recipe:
+    """The recipe, set up and closed again without a step."""
+    recipe = training.build(recipe_file, *overrides)
+    try:
+        recipe.setup()
+    finally:
+        recipe.close()
+    return recipe
+
+
+NAMED = "  name: cosine\n  warmup_steps: 2\n"
+STEP_LR = "  _target_: torch.optim.lr_scheduler.StepLR\n  step_size: 2\n"
+GROUPS = "  lr: 1e-2\n  groups: [{params: ['*.embed_tokens.*'], lr: 1e-3}]\n"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("optimizer.lr=5e-3",),
+        ("optimizer.weight_decay=0.5", "optimizer.betas=[0.8, 0.9]"),
+        ("optimizer.groups.0.lr=1e-4",),
+        ("seed=8", "dataloader.shuffle=false"),
+        ("lr_scheduler.gamma=0.25",),
+        ("init_from.path=RUN/other",),
+    ],
+    ids=lambda given: given[-1].partition("=")[0],
+)
+def test_a_resume_without_the_overrides_of_the_start_records_them_and_accepts_them_again(
+    given: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = training.RECIPE.replace("  lr: 1e-2\n", GROUPS)
+    if given[0].startswith("lr_scheduler"):
+        text = text.replace(NAMED, STEP_LR)
+    run, recipe = tmp_path / "run", training.write_recipe(tmp_path, text)
+    common = [str(recipe), "--step_scheduler.ckpt_every_steps=2"]
+
+    def start(*overrides: str, to: Path = run) -> int:
+        steps = [f"--{each.replace('RUN', str(tmp_path))}" for each in overrides]
+        return ckpt_train([*common, f"--checkpoint.checkpoint_dir={to}", *steps])
+
+    if given[0].startswith("init_from"):
+        assert start("step_scheduler.max_steps=1", to=tmp_path / "other") == 0
+    assert start(*given, "step_scheduler.max_steps=2") == 0
+    capfd.readouterr()
+    assert start("step_scheduler.max_steps=4") == 0
+    log = capfd.readouterr().err
+    assert "not applied: the run keeps" in log
+    follows = given[0].startswith(("optimizer", "lr_scheduler"))
+    assert ("optimizer.on_resume: recipe applies the new value" in log) == follows
+    first, second = (yaml_of(run / f"epoch_0_step_{step}") for step in (2, 4))
+    assert second.replace("max_steps: 4", "max_steps: 2") == first
+    assert ckpt(["diff", str(run / "epoch_0_step_2"), str(run / "epoch_0_step_4")]) == 0
+    assert given[-1].partition("=")[0] not in capfd.readouterr().out
+    assert start(*given, "step_scheduler.max_steps=5") == 0
+
+
+RATIO = "--lr_scheduler={%s, warmup_ratio: 0.29}"
+"""Of 12 steps, 3.48 are the warm-up: 4 steps, and 3 in versions before 2026-11-28."""
+
+
+@pytest.mark.parametrize(
+    ("steps", "schedule"),
+    [
+        (2, "name: cosine"),
+        (7, "name: linear, warmup_from: 0.25"),
+        (7, "name: cosine_with_min_lr, kwargs: {min_lr: 1e-3}"),
+    ],
+)
+def test_warmup_ratio_rounds_up_and_a_checkpoint_that_rounded_keeps_its_schedule(
+    steps: int, schedule: str, tmp_path: Path
+) -> None:
+    recipe = training.write_recipe(tmp_path)
+
+    def rates(name: str, *overrides: str) -> list[float]:
+        run = ["--checkpoint.checkpoint_dir", str(tmp_path / name)]
+        no_export = "--checkpoint.save_consolidated=false"
+        assert ckpt_train([str(recipe), *run, no_export, *overrides]) == 0
+        return [step["lr"] for step in training.steps_of(tmp_path / name)]
+
+    ratio = RATIO % schedule
+    earlier, now = (f"--lr_scheduler={{{schedule}, warmup_steps: {count}}}" for count in (3, 4))
+    assert rates("new", ratio) == rates("four", now)
+    # The state of a schedule does not contain how its warm-up was given.
+    rates("old", earlier, "--lr_scheduler.decay_steps=12", f"--step_scheduler.max_steps={steps}")
+    for until in (steps + 1, 12):
+        after = rates(
+            "old", ratio, "--lr_scheduler.decay_steps=12", f"--step_scheduler.max_steps={until}"
+        )
+    assert after == rates("three", earlier)
+
+
+def yaml_of(checkpoint: Path) -> str:
+    return (checkpoint / "config.yaml").read_text()
+
+
+def described_rates(num_steps: int) -> list[float]:
+    """The learning rates of the recipe's schedule, step by step."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+    schedule = build_schedule(optimizer, "cosine", total_steps=12, warmup_steps=2)
+    rates = []
+    for _ in range(num_steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def test_a_resume_applies_rejects_or_reports_what_its_recipe_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, here = (
+        training.write_recipe(tmp_path),
+        ("--checkpoint.checkpoint_dir", str(tmp_path / "run")),
+    )
+    here += ("--lr_scheduler.decay_steps", "12", "--checkpoint.save_consolidated", "false")
+    training.train(recipe, *here, "--step_scheduler.max_steps", "3")
+    newest = tmp_path / "run/epoch_0_step_3"
+
+    with pytest.raises(RecipeError) as rejected:
+        resumed(recipe, *here, "--optimizer.lr", "0.5", "--seed", "8")
+    assert "--optimizer.lr\n" in str(rejected.value) and "--seed\n" in str(rejected.value)
+    loaded = load_recipe(recipe, parse([*here, "--seed", "8"]).overrides)
+    with pytest.raises(RecipeError, match="--seed"):
+        list(dry_run._recipe_change_rows(loaded, newest, Manifest.read(newest), None))
+    with pytest.raises(
+        CheckpointUnusable, match=r"rms_norm_eps: 1e-06 in the checkpoint, 0\.01 here"
+    ):
+        resumed(recipe, *here, "--model.from_config.rms_norm_eps", "0.01")
+    applied = resumed(recipe, *here, "--optimizer.lr", "0.5", "--optimizer.on_resume", "recipe")
+    assert applied.optimizer.param_groups[0]["lr"] == pytest.approx(50 * described_rates(4)[3])
+    assert "optimizer.lr: 0.01 -> 0.5\n" in caplog.text + "\n"
+
+    with pytest.raises(
+        CheckpointUnusable, match=r"~ \d+ tensors: saved as F32, here BF16\n.*model\.dtype"
+    ):
+        resumed(recipe, *here, "--model.dtype", "bfloat16")
+    constant = resumed(
+        recipe,
+        *here[:2],
+        "--lr_scheduler",
+        "null",
+        "--checkpoint.allow_missing_state",
+        "[lr_scheduler]",
+    )
+    assert constant.optimizer.param_groups[0]["lr"] == 1e-2
+
+    without = (*here, "--checkpoint.save_optimizer", "false")
+    training.train(recipe, *without, "--step_scheduler.max_steps", "4")
+    training.train(recipe, *without, "--step_scheduler.max_steps", "6")
+    assert (
+        "save_optimizer is false: epoch_0_step_4 was saved without lr_scheduler, optimizer"
+        in caplog.text
+    )
+    lines = map(json.loads, (tmp_path / "run/training.jsonl").read_text().splitlines())
+    assert [line["lr"] for line in lines if "lr" in line] == pytest.approx(described_rates(6))
+
+
+def test_a_resume_with_another_class_of_optimizer_takes_its_options_or_starts_without_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = training.write_recipe(tmp_path)
+    here = (
+        "--checkpoint.checkpoint_dir",
+        str(tmp_path / "run"),
+        "--lr_scheduler.decay_steps",
+        "12",
+    )
+    training.train(recipe, *here, "--step_scheduler.max_steps", "3")
+
+    sgd = (*here, "--optimizer", "{_target_: torch.optim.SGD, lr: 0.5, momentum: 0.9}")
+    with pytest.raises(CheckpointUnusable) as other_class:
+        resumed(recipe, *sgd)
+    said = str(other_class.value)
+    assert "+ optimizer.state.*.momentum_buffer: here, but not saved" in said
+    assert "allow_missing_state '[optimizer]'" in said and len(said.splitlines()) < 20
+    with pytest.raises(RecipeError, match=r"optimizer\.weight_decay: 0; epoch_0_step_3 was saved"):
+        resumed(recipe, *here, "--optimizer", "{_target_: torch.optim.Adam, lr: 0.5}")
+    # The state of AdamW fits Adam: only an option distinguishes them.
+    adam = (*here, "--optimizer", "{_target_: torch.optim.Adam, lr: 0.01, weight_decay: 0.01}")
+    with pytest.raises(RecipeError, match=r"decoupled_weight_decay: False; epoch_0_step_3 was"):
+        resumed(recipe, *adam)
+    changed = resumed(recipe, *adam, "--optimizer.on_resume", "recipe").optimizer
+    assert changed.state and not changed.param_groups[0]["decoupled_weight_decay"]
+
+    caplog.clear()
+    anew = resumed(recipe, *sgd, "--checkpoint.allow_missing_state", "[optimizer]")
+    assert not anew.optimizer.state and anew.step_scheduler.step == 3
+    assert anew.optimizer.param_groups[0]["lr"] == pytest.approx(50 * described_rates(4)[3])
+    assert "optimizer starts without state" in caplog.text
+    for name, weight in resumed(recipe, *here).model.state_dict().items():
+        assert torch.equal(weight, anew.model.state_dict()[name])
+
+
+def test_a_run_without_a_full_batch_left_gets_its_export_and_is_complete_the_next_time_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, run = training.write_recipe(tmp_path), tmp_path / "run"
+    here = (
+        "--checkpoint.checkpoint_dir",
+        str(run),
+        "--step_scheduler.num_epochs",
+        "1",
+        "--dataloader.drop_last",
+    )
+    training.train(
+        recipe, *here, "--step_scheduler.max_steps", "3", "--checkpoint.save_consolidated", "false"
+    )
+    log = run / "training.jsonl"
+    log.write_bytes(b"".join([log.read_bytes(), b"damaged\n"]))
+    caplog.set_level("INFO", "automodel_ckpt")
+    larger = ("--step_scheduler.global_batch_size", "24", "--lr_scheduler", "null")
+    larger += ("--checkpoint.allow_missing_state", "[lr_scheduler]")
+    for _ in range(2):
+        caplog.clear()
+        training.train(recipe, *here, *larger, training.EXPORT)
+        assert "already complete at step 3: no full batch is left of num_epochs 1" in caplog.text
+        assert (run / "epoch_0_step_3/model/consolidated/config.json").is_file()
+    assert b"damaged" not in log.read_bytes()

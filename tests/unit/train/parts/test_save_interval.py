@@ -1,0 +1,69 @@
+"""``ckpt_every_steps: auto``."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from automodel_ckpt.train.counters.cadence import Cadence
+from automodel_ckpt.train.counters.save_interval import (
+    FIRST_STEPS,
+    AutoInterval,
+    best_interval_seconds,
+)
+from automodel_ckpt.train.counters.step_scheduler import StepScheduler
+
+HOUR = 3600.0
+
+
+def test_the_interval_loses_least_to_saves_and_to_work_done_again() -> None:
+    def lost(interval: float, cost: float, mtbf: float) -> float:
+        """Time that the job takes beside its work, per unit of work (Daly's model with exponential failures)."""
+        return mtbf * math.expm1((interval + cost) / mtbf) / interval
+
+    for cost, mtbf in ((1.0, HOUR), (60.0, 24 * HOUR), (100.0, HOUR)):
+        best = best_interval_seconds(cost, mtbf)
+        assert best == pytest.approx(math.sqrt(2 * cost * mtbf), rel=0.3)
+        assert lost(best, cost, mtbf) <= min(
+            lost(factor * best, cost, mtbf) for factor in (0.8, 0.9, 1.1, 1.25)
+        )
+    assert best_interval_seconds(3 * HOUR, HOUR) == HOUR
+
+
+def test_a_cheap_save_is_made_often_but_not_while_the_last_one_is_written() -> None:
+    auto = AutoInterval(HOUR)
+    assert auto.steps == FIRST_STEPS and auto.note_save(1, 1) is None
+    for _ in range(5):
+        auto.note_step(0.5)
+    reasoning = auto.note_save(0.5, 2.0)
+    assert auto.steps == pytest.approx(math.sqrt(2 * 0.5 * HOUR) / 0.5, rel=0.02)
+    assert (
+        reasoning is not None
+        and f"every {auto.steps} steps" in reasoning
+        and "Young/Daly" in reasoning
+    )
+    assert auto.note_save(0.52, 2.0) is None
+    assert "waits for the 300 s" in str(auto.note_save(0.5, 300.0)) and auto.steps == 600
+
+
+def test_the_leader_wants_a_save_after_its_own_number_of_steps_also_after_a_resume() -> None:
+    now = [0.0]
+
+    def step(scheduler: StepScheduler) -> bool:
+        scheduler.start_step()
+        now[0] += 1.0
+        scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
+        return scheduler.apply_clock(scheduler.read_clock(), stop=False).save
+
+    scheduler = StepScheduler(Cadence(max_steps=1000, mtbf_seconds=50.0), clock=lambda: now[0])
+    assert [step(scheduler) for _ in range(FIRST_STEPS)] == [False] * (FIRST_STEPS - 1) + [True]
+    scheduler.note_save(1.0)
+    assert scheduler.note_published(1.0, 1.0) is not None
+    assert [step(scheduler) for _ in range(10)].index(True) + 1 == round(
+        best_interval_seconds(1.0, 50.0)
+    )
+    resumed = StepScheduler(Cadence(max_steps=1000, mtbf_seconds=50.0), clock=lambda: now[0])
+    resumed.load_state_dict(scheduler.state_dict())
+    assert [step(resumed) for _ in range(FIRST_STEPS)].index(True) == FIRST_STEPS - 1
+    assert not step(StepScheduler(Cadence(max_steps=100), clock=lambda: now[0]))

@@ -1,0 +1,461 @@
+"""Cadence: what is validated and saved when, and that the last step is saved exactly once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from automodel_ckpt.checkpoint import SaveReport
+from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
+from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
+from automodel_ckpt.logs.timeline import Timeline
+from automodel_ckpt.train.counters.cadence import (
+    Cadence,
+    due_after,
+    planned_end,
+    run_is_over,
+    total_steps,
+)
+from automodel_ckpt.train.counters.step_scheduler import StepScheduler
+from automodel_ckpt.train.saves.saves import Saves
+
+counts = st.none() | st.integers(1, 12)
+
+
+@st.composite
+def cadences(draw: st.DrawFn) -> Cadence:
+    """Any cadence that ends by itself."""
+    cadence = Cadence(
+        max_steps=draw(st.none() | st.integers(1, 40)),
+        num_epochs=draw(st.none() | st.integers(1, 5)),
+        ckpt_every_steps=draw(counts),
+        ckpt_every_epochs=draw(counts),
+        ckpt_every_minutes=draw(st.none() | st.floats(0.01, 1.0)),
+        ckpt_on_best=draw(st.booleans()),
+        val_every_steps=draw(counts),
+        max_time_seconds=draw(st.none() | st.floats(1.0, 200.0)),
+        has_validation=draw(st.booleans()),
+    )
+    if (cadence.max_steps, cadence.num_epochs, cadence.max_time_seconds) == (None, None, None):
+        return replace(cadence, max_steps=7)
+    return cadence
+
+
+class Clock:
+    """Seconds that pass only when a test advances them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def drive(
+    scheduler: StepScheduler, clock: Clock, steps_per_epoch: int, *, step_seconds: float = 5.0
+) -> dict[str, list[int]]:
+    """Run to the end as a recipe does; the steps that were validated and saved."""
+    done: dict[str, list[int]] = {"validated": [], "saved": []}
+    while not scheduler.is_finished():
+        scheduler.start_step()
+        clock.now += step_seconds
+        epoch, index = divmod(scheduler.step, steps_per_epoch)
+        scheduler.finish_step(
+            epoch=epoch,
+            epochs_done=epoch + (index == steps_per_epoch - 1),
+            num_samples=4,
+            num_tokens=100,
+        )
+        due = scheduler.apply_clock(scheduler.read_clock(), stop=False)
+        if due.validate:
+            done["validated"].append(scheduler.step)
+        if due.save:
+            clock.now += 1.0
+            scheduler.note_save(1.0)
+            done["saved"].append(scheduler.step)
+        assert due.last == scheduler.is_finished()
+    return done
+
+
+@given(cadences(), st.integers(1, 15))
+def test_the_last_step_is_saved_exactly_once_and_no_step_twice(
+    cadence: Cadence, steps_per_epoch: int
+) -> None:
+    clock = Clock()
+    scheduler = StepScheduler(cadence, clock=clock)
+    saved = drive(scheduler, clock, steps_per_epoch)["saved"]
+    assert saved[-1] == scheduler.step
+    assert saved == sorted(set(saved))
+    assert not scheduler.unsaved
+
+
+@given(cadences(), st.integers(1, 15))
+def test_every_cadence_is_honoured_and_every_save_is_validated(
+    cadence: Cadence, steps_per_epoch: int
+) -> None:
+    clock = Clock()
+    scheduler = StepScheduler(cadence, clock=clock)
+    done = drive(scheduler, clock, steps_per_epoch)
+    steps = range(1, scheduler.step + 1)
+    if cadence.ckpt_every_steps:
+        assert set(steps[cadence.ckpt_every_steps - 1 :: cadence.ckpt_every_steps]) <= set(
+            done["saved"]
+        )
+    if cadence.ckpt_every_epochs:
+        every = cadence.ckpt_every_epochs * steps_per_epoch
+        assert set(steps[every - 1 :: every]) <= set(done["saved"])
+    if cadence.val_every_steps and cadence.has_validation:
+        assert set(steps[cadence.val_every_steps - 1 :: cadence.val_every_steps]) <= set(
+            done["validated"]
+        )
+    assert (
+        set(done["validated"]) >= set(done["saved"])
+        if cadence.has_validation
+        else not done["validated"]
+    )
+    by_minutes_only = (
+        cadence.ckpt_every_steps,
+        cadence.ckpt_every_epochs,
+        cadence.ckpt_every_minutes,
+    ) == (None,) * 3
+    if by_minutes_only:
+        assert done["saved"] == [scheduler.step]
+
+
+@given(cadences(), st.integers(1, 15), st.integers(1, 30))
+def test_an_interrupted_run_ends_at_the_same_step_as_an_uninterrupted_one(
+    cadence: Cadence, steps_per_epoch: int, max_steps: int
+) -> None:
+    cadence = replace(cadence, max_steps=max_steps, max_time_seconds=None, ckpt_every_minutes=None)
+    clock = Clock()
+    whole = StepScheduler(cadence, clock=clock)
+    saved = drive(whole, clock, steps_per_epoch)["saved"]
+
+    first = StepScheduler(replace(cadence, max_steps=max(1, max_steps // 2)), clock=clock)
+    before = drive(first, clock, steps_per_epoch)["saved"]
+    second = StepScheduler(cadence, clock=clock)
+    second.load_state_dict(first.state_dict())
+    after = drive(second, clock, steps_per_epoch)["saved"]
+    assert second.step == whole.step
+    assert second.epoch == whole.epoch
+    assert set(saved) <= set(before) | set(after)
+    assert not set(before) & set(after)
+
+
+def test_a_finished_run_continues_with_a_larger_max_steps() -> None:
+    clock = Clock()
+    first = StepScheduler(Cadence(max_steps=6), clock=clock)
+    drive(first, clock, 100)
+    same = StepScheduler(Cadence(max_steps=6), clock=clock)
+    same.load_state_dict(first.state_dict())
+    longer = StepScheduler(Cadence(max_steps=9), clock=clock)
+    longer.load_state_dict(first.state_dict())
+    assert same.is_finished()
+    assert drive(longer, clock, 100)["saved"] == [9]
+
+
+def test_max_time_reserves_one_step_and_two_saves() -> None:
+    """The step that is about to be counted may have to be saved, and so may the next one."""
+    clock = Clock()
+    scheduler = StepScheduler(Cadence(max_time_seconds=100.0), clock=clock)
+    scheduler.start_step()
+    clock.now = 5.0
+    scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
+    scheduler.note_save(10.0)
+    clock.now = 74.9
+    assert not scheduler.time_is_up()
+    clock.now = 75.0
+    assert scheduler.time_is_up()
+
+
+def test_what_is_due_by_the_clock_is_known_when_the_step_is_settled() -> None:
+    clock = Clock()
+    scheduler = StepScheduler(
+        Cadence(max_steps=9, ckpt_every_steps=2, ckpt_every_minutes=1.0), clock=clock
+    )
+    assert scheduler.clock_is_known
+    clock.now = 60.0
+    due = scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
+    assert not due.anything and not scheduler.clock_is_known
+    # The ranks begin to agree on the next step, and find that the first one is to be saved.
+    scheduler.enter_step()
+    assert scheduler.apply_clock(scheduler.read_clock(), stop=False).save
+    assert scheduler.clock_is_known and scheduler.stops_after == 1
+    assert scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1).save
+
+
+def test_a_resumed_run_has_nothing_to_save_before_its_first_step() -> None:
+    clock = Clock()
+    scheduler = StepScheduler(Cadence(max_steps=2), clock=clock)
+    drive(scheduler, clock, 10)
+    resumed = StepScheduler(Cadence(max_steps=3), clock=clock)
+    resumed.load_state_dict(scheduler.state_dict())
+    assert not resumed.unsaved
+
+
+def test_a_step_whose_save_was_lost_is_unsaved_again() -> None:
+    clock = Clock()
+    scheduler = StepScheduler(Cadence(max_steps=2), clock=clock)
+    drive(scheduler, clock, 10)
+    assert not scheduler.unsaved
+    scheduler.note_lost_save()
+    assert scheduler.unsaved
+
+
+class FullDisk(Saves):
+    """Saves that all fail, asynchronous ones after they returned; a step takes 5 s."""
+
+    def __init__(self, cadence: Cadence, is_async: bool) -> None:
+        self.config = RecipeConfig(
+            checkpoint=CheckpointConfig(on_save_failure="continue", is_async=is_async)
+        )
+        self.clock, self.attempts = Clock(), list[int]()
+        self.step_scheduler = StepScheduler(cadence, clock=self.clock)
+        unused: Any = object()
+        run_log: Any = SimpleNamespace(timeline=Timeline())
+        super().__init__(
+            self.config, unused, self.step_scheduler, run_log, dict, config_yaml="", num_ranks=1
+        )
+
+    def wait(self) -> None:
+        if self.attempts and self.config.checkpoint.is_async and not self.step_scheduler.unsaved:
+            self.step_scheduler.note_lost_save()
+
+    def save_now(self, *_: Any, **options: Any) -> SaveReport:
+        self.attempts.append(self.step_scheduler.step)
+        if self.config.checkpoint.is_async:
+            return SaveReport(Path(), self.step_scheduler.step, 0.0, published=False)
+        raise SaveFailed("no space", where="", value="", hint="")
+
+    def train(self) -> list[int]:
+        while not self.step_scheduler.is_finished():
+            self.clock.now += 5.0
+            self.step_scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
+            due = self.step_scheduler.apply_clock(self.step_scheduler.read_clock(), stop=False)
+            self.wait()
+            if due.save:
+                self.save({}, validated=False, started=0.0, last=due.last)
+        return self.attempts
+
+
+@pytest.mark.parametrize(
+    ("cadence", "steps_per_epoch", "sentence"),
+    [
+        (
+            Cadence(max_steps=100, num_epochs=2),
+            8,
+            "num_epochs 2 will end the run at step 16 of max_steps 100",
+        ),
+        (
+            Cadence(max_steps=5, num_epochs=2),
+            8,
+            "max_steps 5 will end the run before num_epochs 2 (step 16)",
+        ),
+        (Cadence(max_steps=100), 8, "max_steps 100 will end the run"),
+        (Cadence(num_epochs=1), 8, "num_epochs 1 will end the run at step 8"),
+        (
+            Cadence(max_steps=5, num_epochs=2),
+            None,
+            "num_epochs 2 will end the run, or max_steps 5, whichever comes first",
+        ),
+        (
+            Cadence(max_steps=5, max_time_seconds=60.0),
+            None,
+            "max_steps 5 will end the run, unless max_time (60 s) ends it before",
+        ),
+        (Cadence(max_time_seconds=60.0), 8, "max_time (60 s) will end the run"),
+    ],
+)
+def test_what_will_end_a_run_is_known_before_it_starts(
+    cadence: Cadence, steps_per_epoch: int | None, sentence: str
+) -> None:
+    assert planned_end(cadence, steps_per_epoch) == sentence
+
+
+@pytest.mark.parametrize(
+    ("cadence", "sentence"),
+    [
+        (
+            Cadence(max_steps=100, num_epochs=2),
+            "num_epochs 2 ended the run at step 16 of max_steps 100",
+        ),
+        (Cadence(max_steps=10, num_epochs=2), "max_steps 10 ended the run"),
+        (
+            Cadence(max_steps=100, max_time_seconds=32.0),
+            "max_time (32 s) ended the run at step 6 of max_steps 100; the same command continues it",
+        ),
+    ],
+)
+def test_what_ended_a_run_is_reported(cadence: Cadence, sentence: str) -> None:
+    clock = Clock()
+    scheduler = StepScheduler(cadence, clock=clock)
+    drive(scheduler, clock, 8)
+    assert scheduler.reason_of_end() == sentence
+
+
+def test_without_num_epochs_a_run_goes_to_max_steps_and_without_both_it_is_one_epoch() -> None:
+    assert StepSchedulerConfig(max_steps=100).effective_num_epochs is None
+    assert StepSchedulerConfig(max_time="10").effective_num_epochs == 1
+    assert StepSchedulerConfig().effective_num_epochs == 1
+    assert StepSchedulerConfig(max_steps=100, num_epochs=2).effective_num_epochs == 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_after_a_failed_save_the_next_attempt_waits_until_it_is_due(is_async: bool) -> None:
+    by_clock = FullDisk(Cadence(max_steps=32, ckpt_every_minutes=1.0), is_async)
+    assert by_clock.train() == [12, 24, 32]
+    by_cost = FullDisk(Cadence(max_steps=35, mtbf_seconds=1e6), is_async)
+    assert by_cost.train() == [10, 20, 30, 35]
+
+
+class LostInTheBackground(FullDisk):
+    """Asynchronous saves, of which those of *lost* steps fail after they returned."""
+
+    def __init__(self, *lost: int) -> None:
+        super().__init__(Cadence(max_steps=4, ckpt_every_steps=1), is_async=True)
+        self.checkpointer: Any = SimpleNamespace(
+            check_lease_on_all_ranks=lambda: None, wait_for_save=self._wait_for_save
+        )
+        self._lost = lost
+
+    def save_now(self, *_: Any, **options: Any) -> SaveReport:
+        self.attempts.append(self.step_scheduler.step)
+        path = Path(f"step_{self.step_scheduler.step}")
+        return SaveReport(path, self.step_scheduler.step, 0.0, published=False)
+
+    def _wait_for_save(self) -> bool:
+        steps, self.attempts = self.attempts, []
+        if steps and steps[0] in self._lost:
+            raise SaveFailed("no space", where="", value="", hint="")
+        return bool(steps)
+
+    def wait(self) -> None:
+        Saves.wait(self)
+
+
+@pytest.mark.parametrize(
+    ("lost", "newest"), [((), "step_4"), ((2, 3, 4), "step_1"), ((1, 2, 4), "step_3")]
+)
+def test_the_newest_checkpoint_is_none_whose_save_failed_in_the_background(
+    lost: tuple[int, ...], newest: str
+) -> None:
+    saves = LostInTheBackground(*lost)
+    saves.train()
+    saves.wait()
+    assert saves.last_save is not None and saves.last_save.path.name == newest
+    nothing = LostInTheBackground(1, 2, 3, 4)
+    nothing.train()
+    nothing.wait()
+    assert nothing.last_save is None
+
+
+def test_max_time_leaves_room_for_the_next_step_and_the_saves() -> None:
+    clock = Clock()
+    scheduler = StepScheduler(Cadence(max_time_seconds=100.0), clock=clock)
+    saved = drive(scheduler, clock, 1000)["saved"]
+    assert saved == [scheduler.step]
+    assert 85.0 <= clock.now <= 100.0
+
+
+def test_minutes_count_from_the_last_save_whatever_caused_it() -> None:
+    clock = Clock()
+    scheduler = StepScheduler(
+        Cadence(max_steps=20, ckpt_every_steps=8, ckpt_every_minutes=0.5), clock=clock
+    )
+    assert drive(scheduler, clock, 1000)["saved"] == [6, 8, 14, 16, 20]
+
+
+def test_an_epoch_that_the_data_cut_short_ends_the_run_with_a_save() -> None:
+    cadence = Cadence(max_steps=100, num_epochs=1)
+    assert due_after(cadence, 7, 1, epoch_ended=True).save
+    assert due_after(cadence, 7, 1, epoch_ended=True).last
+    assert not due_after(cadence, 7, 0, epoch_ended=False).last
+
+
+def test_best_asks_for_a_save_only_when_told_to() -> None:
+    assert not StepScheduler(Cadence()).note_best(1.0)
+    scheduler = StepScheduler(Cadence(ckpt_on_best=True))
+    assert scheduler.note_best(1.0)
+    assert scheduler.state_dict()["best"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("cadence", "steps_per_epoch", "expected"),
+    [
+        (Cadence(max_steps=5, num_epochs=2), 10, 5),
+        (Cadence(num_epochs=2), 10, 20),
+        (Cadence(num_epochs=2), None, None),
+        (Cadence(max_steps=5), None, 5),
+        (Cadence(max_time_seconds=1.0), 10, None),
+    ],
+)
+def test_the_planned_steps_are_the_nearest_limit(
+    cadence: Cadence, steps_per_epoch: int | None, expected: int
+) -> None:
+    assert total_steps(cadence, steps_per_epoch) == expected
+
+
+def test_elapsed_seconds_continue_after_a_resume_without_its_start_up() -> None:
+    clock = Clock()
+    scheduler = StepScheduler(Cadence(max_steps=2), clock=clock)
+    drive(scheduler, clock, 10)
+    clock.now += 1000.0
+    resumed = StepScheduler(Cadence(max_steps=3), clock=clock)
+    clock.now += 30.0  # start-up: the model is built and the checkpoint is read
+    resumed.load_state_dict(scheduler.state_dict())
+    clock.now += 4.0
+    assert resumed.measured_seconds() == pytest.approx(scheduler.elapsed_seconds + 4.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", 2**63 - 1),
+        ("epoch", -1),
+        ("consumed_tokens", 1.0),
+        ("step", True),
+        ("best", math.inf),
+        ("elapsed_seconds", math.nan),
+        ("best", "low"),
+        ("elapsed_seconds", 10**400),
+    ],
+    ids=str,
+)
+def test_counters_that_no_run_comes_to_are_refused(name: str, value: Any) -> None:
+    scheduler = StepScheduler(Cadence(max_steps=2))
+    with pytest.raises(
+        CheckpointUnusable,
+        match=rf"the saved step counters are invalid(.|\n)*{name} {str(value)[:40]}",
+    ):
+        scheduler.load_state_dict({**scheduler.state_dict(), name: value})
+    assert scheduler.step == 0
+
+
+def test_a_run_without_limits_is_never_over() -> None:
+    assert not run_is_over(Cadence(), 10**9, 10**6)
+
+
+class UnsafeState(FullDisk):
+    """Saves that fail because of state that cannot be stored."""
+
+    def save_now(self, *_: Any, **options: Any) -> SaveReport:
+        raise RecipeError("state cannot be stored", where="tracker", value="object", hint="")
+
+
+def test_state_that_cannot_be_stored_is_a_failed_save() -> None:
+    saves = UnsafeState(Cadence(max_steps=2, ckpt_every_steps=1), is_async=False)
+    saves.train()
+    assert isinstance(saves.failure, SaveFailed)
+    assert saves.failure.exit_code == 4 and "state cannot be stored" in str(saves.failure)
+    saves.config.checkpoint.on_save_failure = "stop"
+    with pytest.raises(RecipeError, match="state cannot be stored"):
+        saves.save({}, validated=False, started=0.0, last=True)

@@ -1,0 +1,82 @@
+"""Parameters without a gradient: the patterns to leave them out match no parameter that is used."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.vlm_finetune import VLMLoop
+from automodel_ckpt.train.watch.unused_parameters import check_all_trained
+
+
+def model_of(used: list[str], unused: list[str]) -> nn.Module:
+    """A model with parameters of these dotted names, of which those in *used* have a gradient."""
+    model = nn.Module()
+    for name in (*used, *unused):
+        *parents, last = name.split(".")
+        module = model
+        for parent in parents:
+            if not hasattr(module, parent):
+                module.add_module(parent, nn.Module())
+            module = module.get_submodule(parent)
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.zeros(1) if name in used else None
+        module.register_parameter(last, parameter)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("used", "unused", "patterns"),
+    [
+        (["layers.0.up.weight"], ["norm.weight", "norm.bias"], "['norm.*']"),
+        (["layers.0.up.weight"], ["layers.1.up.weight"], "['layers.1.up.*']"),
+        (
+            ["layers.0.up.weight"],
+            ["layers.0.gate.weight", "layers.1.gate.weight"],
+            "['layers.*.gate.*']",
+        ),
+        (["up.weight"], ["up.bias", "scale"], "['scale', 'up.bias']"),
+    ],
+)
+def test_the_patterns_match_unused_parameters_only(
+    used: list[str], unused: list[str], patterns: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of(used, unused)
+    check_all_trained(model, has_adapters=False, is_error=False)
+    assert f"model.freeze: {patterns}" in caplog.text
+    with pytest.raises(RecipeError, match="if no batch uses them, freeze them"):
+        check_all_trained(model, has_adapters=False, is_error=True)
+
+
+def test_adapters_of_other_layers_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    prefix = "base_model.model.layers"
+    used = [f"{prefix}.0.up.lora_A.default.weight", f"{prefix}.0.up.lora_B.default.weight"]
+    unused = [f"{prefix}.1.up.lora_A.default.weight", f"{prefix}.1.up.lora_B.default.weight"]
+    check_all_trained(model_of(used, unused), has_adapters=True, is_error=False)
+    assert "1 of them: layers.1.up; " in caplog.text
+    assert "peft.exclude_modules: ['layers.1.up']" in caplog.text
+
+
+def test_a_run_that_trained_unused_parameters_before_continues(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def check(resumed: object) -> None:
+        loop: Any = SimpleNamespace(
+            _has_checked_gradients=False,
+            trainable=SimpleNamespace(stage=None),
+            model=model_of(["up.weight"], ["tower.weight"]),
+            config=SimpleNamespace(peft=None),
+            rejects_unused_parameters=VLMLoop.rejects_unused_parameters,
+            saves=SimpleNamespace(resumed=resumed),
+        )
+        VLMLoop._check_unused_parameters(loop)
+
+    with pytest.raises(RecipeError, match=r"model\.freeze: \['tower\.\*'\]"):
+        check(None)
+    check(SimpleNamespace())
+    assert "1 of them: tower.weight; the checkpoint has them among the trained ones" in caplog.text

@@ -1,0 +1,375 @@
+"""Weights of ``init_from`` with other scales of adapters, or other values of tied tensors, are errors."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from automodel_ckpt.config.keys.init_from import InitFromConfig
+from automodel_ckpt.convert.formats.nemo.nemo import _stated_config
+from automodel_ckpt.convert.names.dimensions import config_of_arguments
+from automodel_ckpt.convert.targets.gguf import export_gguf
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.build import build_model
+from automodel_ckpt.train.build.init_checks import _side_json, side_directory
+from automodel_ckpt.train.build.init_from import inspect_start, start_from
+from tools.clients.gguf_models import MODELS
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # peft reads it
+ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1)
+SIZES = {
+    "vocab_size": 24,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+BY_NAME = {model.name: model for model in MODELS}
+ANOTHER = "describes a model that computes something else"
+MEGATRON = Path(__file__).parents[3] / "fixtures" / "megatron"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+
+
+def adapted(**options: Any) -> Any:
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | options
+    return get_peft_model(llama(), LoraConfig(**config, task_type="CAUSAL_LM"))
+
+
+def word_tokenizer(vocabulary: dict[str, int]) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary)))
+
+
+def start(path: Path, model: Any) -> None:
+    start_from(InitFromConfig(str(path)), {"model": model}, ranks=ONE_RANK, group=None)
+
+
+@pytest.fixture
+def twice(tmp_path: Path) -> Path:
+    """Files with the embedding and another output layer, whose config.json ties them."""
+    llama().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights[HEAD] = weights[EMBEDDING] + 1
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    return tmp_path
+
+
+def test_tied_tensors_with_different_values_are_an_error(twice: Path) -> None:
+    with pytest.raises(RecipeError, match=f"{HEAD} and {EMBEDDING}[\\s\\S]*tie_word_embeddings"):
+        start(twice, llama())
+    untied = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+    start(twice, untied)
+    weights = load_file(twice / "model.safetensors")
+    assert torch.equal(untied.lm_head.weight, weights[HEAD])
+    # Copies with equal values are one tensor.
+    weights[HEAD] = weights[EMBEDDING].clone()
+    save_file(weights, twice / "model.safetensors", {"format": "pt"})
+    start(twice, llama())
+
+
+def test_buffers_of_earlier_versions_are_not_read(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    former = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    save_file(weights | former, tmp_path / "model.safetensors", {"format": "pt"})
+    start(tmp_path, llama())
+    # This model has no buffer of that name.
+    other = {"model.layers.0.position_ids": torch.ones(2)}
+    save_file(weights | other, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"- model.layers.0.position_ids: only there"):
+        start(tmp_path, llama())
+
+
+def test_modules_trained_beside_adapters_can_be_tied_too(tmp_path: Path) -> None:
+    both = {"modules_to_save": ["embed_tokens", "lm_head"]}
+    tied = adapted(**both, ensure_weight_tying=True)
+    tied.save_pretrained(tmp_path)
+    start(tmp_path, adapted(**both, ensure_weight_tying=True))
+    file = tmp_path / "adapter_model.safetensors"
+    weights = load_file(file)
+    weights[f"base_model.model.{HEAD}"] += 1
+    save_file(weights, file)
+    with pytest.raises(RecipeError, match=r"tied[\s\S]*peft.ensure_weight_tying: false"):
+        start(tmp_path, adapted(**both, ensure_weight_tying=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"lora_alpha": 32}, "q_proj: 8 there, 2 here[\\s\\S]*{r: 4, alpha: 32, target"),
+        ({"use_rslora": True}, "q_proj: 4 there, 2 here[\\s\\S]*alpha: 8, .*use_rslora: true}"),
+        ({"alpha_pattern": {"v_proj": 4}}, "v_proj: 1 there, 2 here[\\s\\S]*{v_proj: 4}"),
+    ],
+)
+def test_another_scale_of_adapters_is_an_error(
+    tmp_path: Path, options: dict[str, Any], expected: str
+) -> None:
+    adapted(**options).save_pretrained(tmp_path)
+    for check in (
+        start,
+        lambda path, model: inspect_start(InitFromConfig(str(path)), {"model": model}),
+    ):
+        with pytest.raises(RecipeError, match=expected):
+            check(tmp_path, adapted())
+    start(tmp_path, adapted(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        (
+            {"r": 2, "use_dora": True, "target_modules": ["k_proj"]},
+            "peft: {r: 2, alpha: 8, target_modules: [k_proj], use_dora: true}",
+        ),
+        (
+            {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+            "]}; if the vocabulary was resized, model.vocab_size: 24",
+        ),
+        (
+            {"trainable_token_indices": [1]},
+            "no recipe has adapters with trainable_token_indices: merge them",
+        ),
+    ],
+)
+def test_other_adapters_are_an_error_with_their_section(
+    tmp_path: Path, options: dict[str, Any], hint: str
+) -> None:
+    adapted(**options).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        start(tmp_path, adapted())
+    assert hint in str(caught.value)
+
+
+def test_a_scale_that_is_not_known_is_not_compared(tmp_path: Path) -> None:
+    adapted(lora_alpha=32).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"lora_alpha": None}))
+    start(tmp_path, adapted())
+
+
+def test_another_function_by_the_config_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    llama().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    more = {"vocab_size": 32, "unknown_to_us": 1, "attention_dropout": 0.5}
+    for changes, expected in (
+        (more, []),
+        (
+            more | {"rms_norm_eps": 0.5, "num_key_value_heads": 1},
+            ["num_key_value_heads: 1 there, 2 here", "rms_norm_eps: 0.5 there, 1e-06 here"],
+        ),
+        ({"hidden_act": ["invalid"]}, ['hidden_act: ["invalid"] there, "silu" here']),
+        (None, []),
+    ):
+        text = "{damaged" if changes is None else json.dumps(config | changes)
+        path.write_text(text)
+        caplog.clear()
+        start(tmp_path, llama())
+        found = [
+            record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+        ]
+        assert [line.strip() for text in found for line in text.splitlines()[1:]] == expected
+        inspected = inspect_start(InitFromConfig(str(tmp_path)), {"model": llama()})
+        assert inspected is not None
+        assert [line for found in inspected[0].differences for line in found.lines] == expected
+
+
+def differences(path: Path, model: Any, tokenizer: Any = None) -> dict[str, list[str]]:
+    inspected = inspect_start(InitFromConfig(str(path)), {"model": model}, tokenizer=tokenizer)
+    assert inspected is not None
+    return {found.text: list(found.lines) for found in inspected[0].differences}
+
+
+def test_another_function_by_the_metadata_of_a_gguf_file_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("gguf")
+    there = BY_NAME["SmolLM 3"]
+    source = there.save(tmp_path / "hf")
+    path = export_gguf(
+        source, tmp_path / "model.gguf", log=lambda _: None, tensor_type="F32"
+    ).output
+    same: Any = there.build()
+    # What is beside the file is of another model.
+    (tmp_path / "config.json").write_text('{"rms_norm_eps": 3}')
+    assert differences(path, same) == {}
+    config = same.config
+    config.rms_norm_eps *= 1 + 1e-9
+    assert differences(path, same) == {}
+    config.rms_norm_eps, config.num_attention_heads = 0.5, config.num_attention_heads + 1
+    config.rope_parameters = config.rope_parameters | {"rope_theta": 1.0}
+    theta = BY_NAME["SmolLM 3"].build().config.rope_parameters["rope_theta"]
+    heads = config.num_attention_heads
+    expected = [
+        f"num_attention_heads: {heads - 1} there, {heads} here",
+        "rms_norm_eps: 1e-06 there, 0.5 here",
+        f"rope_parameters.rope_theta: {theta} there, 1.0 here",
+    ]
+    assert differences(path, same) == {f"their metadata {ANOTHER}": expected}
+    start(path, same)
+    assert (
+        f"the weights in {path} fit, but their metadata describes a model that computes"
+        in caplog.text
+    )
+    assert "rms_norm_eps: 1e-06 there, 0.5 here" in caplog.text
+
+
+def test_a_gguf_file_does_not_state_which_class_its_architecture_is_of(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    # Its architecture in the file is llama.
+    there = BY_NAME["Mistral"]
+    source = there.save(tmp_path / "hf")
+    path = export_gguf(
+        source, tmp_path / "model.gguf", log=lambda _: None, tensor_type="F32"
+    ).output
+    model: Any = there.build()
+    assert differences(path, model) == {}
+    model.config.rope_parameters = model.config.rope_parameters | {"rope_theta": 5.0}
+    theta = there.build().config.rope_parameters["rope_theta"]
+    lines = differences(path, model)[f"their metadata {ANOTHER}"]
+    assert lines == [f"rope_parameters.rope_theta: {theta} there, 5.0 here"]
+
+
+def test_the_config_beside_a_single_file_is_compared(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
+    lines = ["rms_norm_eps: 0.5 there, 1e-06 here"]
+    assert differences(tmp_path / "model.safetensors", llama()) == {
+        f"their config.json {ANOTHER}": lines
+    }
+
+
+def test_another_function_by_the_arguments_of_megatron_is_a_warning() -> None:
+    config = json.loads((MEGATRON / "llama/expected/config.json").read_text())
+    path = MEGATRON / "llama"
+    assert differences(path, LlamaForCausalLM(LlamaConfig(**config))) == {}
+    half = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    found = differences(path, LlamaForCausalLM(LlamaConfig(**config | half)))
+    assert found == {
+        f"their metadata {ANOTHER}": [
+            "head_dim: 4 there, 8 here",
+            "num_attention_heads: 4 there, 2 here",
+            "num_key_value_heads: 2 there, 1 here",
+        ]
+    }
+
+
+def test_what_arguments_of_megatron_and_nemo_state_of_a_config() -> None:
+    arguments = {"num_attention_heads": 4, "norm_epsilon": 1e-5, "rotary_base": 5000}
+    expected = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0,
+    }
+    assert config_of_arguments(arguments) == expected
+    assert config_of_arguments(arguments | {"rotary_base": "x", "norm_epsilon": True}) == {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    config = {"num_attention_heads": "4", "layernorm_epsilon": "1e-05", "rotary_base": "5000"}
+    assert _stated_config(config | {"num_query_groups": "null"}) == expected
+
+
+def test_a_tokenizer_with_other_ids_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path)
+    vocabulary = {f"word{number}": number for number in range(24)}
+    swapped = vocabulary | {"word3": 5, "word5": 3}
+    word_tokenizer(vocabulary).save_pretrained(tmp_path)
+    assert differences(tmp_path, model, word_tokenizer(vocabulary)) == {}
+    assert differences(tmp_path, model) == {}
+    # Tokens that were added to either.
+    assert differences(tmp_path, model, word_tokenizer(vocabulary | {"new": 24})) == {}
+    fewer = {token: number for token, number in vocabulary.items() if number < 20}
+    assert differences(tmp_path, model, word_tokenizer(fewer)) == {}
+    lines = [
+        "2 of 24 ids have other tokens",
+        'id 3: "word3" there, "word5" here',
+        'id 5: "word5" there, "word3" here',
+    ]
+    text = "the tokenizer beside them has other ids than that of this recipe (tokenizer)"
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        assert differences(path, model, word_tokenizer(swapped)) == {text: lines}
+    processor = SimpleNamespace(tokenizer=word_tokenizer(swapped))
+    start_from(
+        InitFromConfig(str(tmp_path)),
+        {"model": model},
+        ranks=ONE_RANK,
+        group=None,
+        tokenizer=processor,
+    )
+    assert f"the weights in {tmp_path} fit, but {text}:\n    {lines[0]}" in caplog.text
+    moved = {**fewer, "word23": 30}
+    assert differences(tmp_path, model, word_tokenizer(moved)) == {
+        text: [
+            "1 token with ids that are free here have other ids",
+            '"word23": id 23 there, 30 here',
+        ]
+    }
+    (tmp_path / "tokenizer.json").write_text("{damaged")
+    assert differences(tmp_path, model, word_tokenizer(swapped)) == {}
+
+
+def test_the_config_of_a_pretrained_model_states_that_it_is_not_tied(
+    twice: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = LlamaConfig.from_pretrained(twice)
+    assert config.tie_word_embeddings
+    with caplog.at_level(logging.WARNING):
+        model: Any = build_model(config, from_pretrained=str(twice))
+    assert not model.config.tie_word_embeddings
+    assert f"config.json ties {HEAD} and {EMBEDDING}" in caplog.text
+    assert "exports has tie_word_embeddings: false" in caplog.text
+    caplog.clear()
+    weights = load_file(twice / "model.safetensors")
+    del weights[HEAD]
+    save_file(weights, twice / "model.safetensors", {"format": "pt"})
+    model = build_model(config, from_pretrained=str(twice))
+    assert model.config.tie_word_embeddings and not caplog.text
+
+
+def test_the_settings_of_a_checkpoint_are_beside_its_weights_or_with_their_metadata(
+    tmp_path: Path,
+) -> None:
+    tensors = {
+        "empty": SimpleNamespace(slices=()),
+        "weight": SimpleNamespace(slices=(SimpleNamespace(file="model/shard.safetensors"),)),
+    }
+    module: Any = SimpleNamespace(root=tmp_path, tensors=tensors)
+    weights: Any = SimpleNamespace(checkpoint=tmp_path)
+    directory = side_directory(weights, module)
+    assert directory == tmp_path / "model"
+    (directory / ".hf_metadata").mkdir(parents=True)
+    (directory / "adapter_config.json").write_text('{"r": 1}')
+    assert _side_json(directory, "adapter_config.json") == {"r": 1}
+    (directory / ".hf_metadata" / "adapter_config.json").write_text('{"r": 2}')
+    assert _side_json(directory, "adapter_config.json") == {"r": 2}
+    del tensors["weight"]
+    assert side_directory(weights, module) is None

@@ -1,0 +1,307 @@
+"""When the state is copied to memory, and what a failure of that changes."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from automodel_ckpt.checkpoint import Checkpointer
+from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.failures import REPAIR, RESUME, text_while_running
+from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.checkpoint.saving import disk_space
+from automodel_ckpt.checkpoint.saving.background import SaveTask
+from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig
+from automodel_ckpt.errors import LeaseLost, SaveFailed
+from automodel_ckpt.train.saves import memory_saves
+from automodel_ckpt.train.saves.memory_saves import MemorySaves
+from automodel_ckpt.train.start.base_commit import COMMIT, REVISION, recorded_commits
+from tests.support.models import tiny
+
+
+class Run:
+    """Saves a module to memory after steps that do nothing."""
+
+    def __init__(self, base: Path, every_steps: Any) -> None:
+        (base / "tmpfs").mkdir(exist_ok=True)
+        section = MemoryConfig(every_steps=every_steps, directory=str(base / "tmpfs"))
+        self.disk = tiny.checkpointer(base / "run")
+        self.disk.open()
+        self.saves = MemorySaves(
+            section, CheckpointConfig(memory=section), self.disk, DataParallelRanks(), None, 60.0
+        )
+        self.saves.start(None, 0)
+        self.saved: list[int] = []
+
+    def step(self, step: int) -> None:
+        def save(checkpointer: Checkpointer) -> None:
+            checkpointer.save({"model": nn.Linear(2, 2)}, step=step, epoch=0)
+            self.saved.append(step)
+
+        scheduler: Any = SimpleNamespace(step=step)
+        if self.saves.is_due(scheduler):
+            self.saves.save(step, save)
+
+    @property
+    def in_memory(self) -> list[int]:
+        self.saves.wait()
+        return [name.step for name in checkpoint_names(self.saves.directory)]
+
+    def close(self) -> None:
+        self.saves.close()
+        self.disk.close()
+
+
+@pytest.fixture
+def every_third(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path, every_steps=3)
+    yield run
+    run.close()
+
+
+def test_every_third_step_is_saved_and_only_the_newest_is_kept(every_third: Run) -> None:
+    for step in range(1, 8):
+        every_third.step(step)
+    assert every_third.saved == [3, 6] and every_third.in_memory == [6]
+
+
+def test_the_first_save_after_going_back_renames_the_abandoned_checkpoints(
+    every_third: Run,
+) -> None:
+    model = {"model": nn.Linear(2, 2)}
+    for step in (1, 5):
+        every_third.disk.save(model, step=step, epoch=0)
+    resumed = every_third.disk.roll_back(model, 2)
+    assert resumed is not None
+    every_third.saves.start(resumed, 1)
+    root = every_third.disk.directory
+    assert (root / "epoch_0_step_5").is_dir()
+    every_third.step(4)
+    assert (root / "epoch_0_step_5.superseded-1").is_dir()
+    assert [name.step for name in checkpoint_names(root)] == [1]
+    assert commit.pointed(root, "LATEST") == "epoch_0_step_1"
+
+
+def test_a_rollback_during_a_save_leaves_nothing_of_the_abandoned_generation(
+    every_third: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves, disk = every_third.saves, every_third.disk
+    model = {"model": nn.Linear(2, 2)}
+    disk.save(model, step=1, epoch=0)
+    # A busy machine: the save is in progress when the run goes back.
+    do = SaveTask.do
+
+    def do_later(*given: Any) -> Any:
+        time.sleep(0.2)
+        return do(*given)
+
+    monkeypatch.setattr(SaveTask, "do", do_later)
+    every_third.step(6)
+    assert saves.checkpointer is not None and saves.checkpointer.is_writing
+    saves.finish_save()
+    saves.find()
+    resumed = disk.roll_back(model, 2)
+    assert resumed is not None and resumed.step == 1
+    saves.start(resumed, 1)
+    assert every_third.in_memory == [] and list(saves.directory.glob(".epoch*")) == []
+    every_third.step(4)
+    assert every_third.in_memory == [4]
+
+
+@pytest.mark.parametrize("kind", [SaveFailed, LeaseLost])
+def test_a_run_goes_back_after_saves_to_memory_have_ended(
+    every_third: Run, kind: type[SaveFailed] | type[LeaseLost]
+) -> None:
+    saves, disk = every_third.saves, every_third.disk
+    model = {"model": nn.Linear(2, 2)}
+    disk.save(model, step=1, epoch=0)
+    every_third.step(3)
+    assert every_third.in_memory == [3]
+
+    def fail(checkpointer: Checkpointer) -> None:
+        raise kind("it failed", where="memory", value="", hint="")
+
+    for step in (6, 9):
+        if saves.checkpointer is not None:
+            saves.save(step, fail)
+    assert saves.checkpointer is None
+    # After a lost lease, the directory is that of another run.
+    assert saves.directory.is_dir() == (kind is LeaseLost)
+    saves.finish_save()
+    saves.find()
+    resumed = disk.roll_back(model, 5)
+    assert resumed is not None and not resumed.in_memory
+    saves.start(resumed, 1)
+    saves.remove()
+    assert saves.directory.is_dir() == (kind is LeaseLost)
+
+
+def test_a_save_that_fails_while_the_run_goes_back_does_not_end_saves_to_memory(
+    every_third: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    every_third.step(3)
+    checkpointer = every_third.saves.checkpointer
+    assert checkpointer is not None
+    every_third.saves.wait()
+
+    def kill_writer() -> None:
+        raise SaveFailed("a writer was killed", where="memory", value="", hint="")
+
+    checkpointer.save({"model": nn.Linear(2, 2)}, step=6, epoch=0, before_publishing=kill_writer)
+    with caplog.at_level(logging.WARNING):
+        every_third.saves.finish_save()
+    assert "and the one before is the newest" in caplog.text
+    every_third.step(9)
+    assert every_third.in_memory == [9]
+
+
+def test_two_rollbacks_before_a_save_do_not_return_to_an_abandoned_checkpoint(
+    tmp_path: Path,
+) -> None:
+    checkpointer, model = tiny.checkpointer(tmp_path), {"model": nn.Linear(2, 2)}
+    for step in (1, 5):
+        checkpointer.save(model, step=step, epoch=0)
+    steps = []
+    for newest in (4, 6):
+        resumed = checkpointer.roll_back(model, newest)
+        assert resumed is not None
+        steps.append(resumed.step)
+    checkpointer.close()
+    assert steps == [1, 1]
+
+
+def test_the_next_start_removes_what_it_did_not_resume_from(tmp_path: Path) -> None:
+    before = Run(tmp_path, every_steps=1)
+    before.step(1)
+    assert before.in_memory == [1]
+    before.close()
+    after = Run(tmp_path, every_steps=1)
+    assert after.in_memory == []
+    after.close()
+
+
+def test_the_commit_of_the_base_is_that_of_the_newest_checkpoint(every_third: Run) -> None:
+    model = {"model": nn.Linear(2, 2)}
+    disk, memory = every_third.disk, every_third.saves.checkpointer
+    assert memory is not None
+    for checkpointer, step, commit_of_base in ((disk, 1, "a" * 40), (memory, 2, "b" * 40)):
+        checkpointer.notes[COMMIT], checkpointer.notes[REVISION] = (
+            f"org/base@{commit_of_base}",
+            "main",
+        )
+        checkpointer.save(model, step=step, epoch=0)
+        checkpointer.wait_for_save()
+        assert recorded_commits(disk.expected()) == {"org/base@main": commit_of_base}
+
+
+def test_a_failure_ends_the_copies_with_a_warning(
+    every_third: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    every_third.step(3)
+    every_third.saves.wait()
+    # As systemd does when the last session of a user ends.
+    shutil.rmtree(every_third.saves.directory)
+    every_third.saves.find()
+    every_third.saves.start(None, 3)
+    with caplog.at_level(logging.WARNING):
+        for step in (6, 9, 12):
+            every_third.step(step)
+    assert caplog.text.count("no more checkpoints in memory") == 1
+    assert not every_third.saves.directory.exists() and every_third.saves.checkpointer is None
+
+
+def test_too_little_memory_for_two_checkpoints_is_reported_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = {"model": nn.Linear(2, 2)}
+    run = Run(tmp_path, every_steps=1)
+    checkpointer = run.saves.checkpointer
+    assert checkpointer is not None
+    nbytes = checkpointer.forecast(model).nbytes
+    with caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(disk_space, "free_bytes", lambda _path: 2 * nbytes)
+        run.saves.check_space(model)
+        run.step(1)
+        run.saves.finish_save()
+        # The one of step 1 is there already.
+        monkeypatch.setattr(disk_space, "free_bytes", lambda _path: nbytes)
+        run.saves.check_space(model)
+        assert run.in_memory == [1] and not caplog.records
+        monkeypatch.setattr(disk_space, "free_bytes", lambda _path: nbytes - 1)
+        run.saves.check_space(model)
+    assert "no checkpoints in memory" in caplog.text and "--shm-size" in caplog.text
+    assert not run.saves.directory.exists()
+    run.step(2)
+    assert run.saved == [1]
+    run.close()
+
+
+def test_after_a_failure_the_present_step_is_saved_and_after_three_in_a_row_none(
+    every_third: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcomes = iter([False, True, True, False, False, True])
+
+    def save(checkpointer: Checkpointer) -> None:
+        if not next(outcomes):
+            raise SaveFailed(
+                "a writer was killed", where="memory", value="", hint=REPAIR, restart=RESUME
+            )
+
+    with caplog.at_level(logging.WARNING):
+        every_third.saves.save(3, save)
+        every_third.saves.save(6, save)
+        # Two failures, after which a third one would be the last.
+        every_third.saves.save(9, save)
+        assert every_third.saves.checkpointer is not None
+        every_third.saves.save(12, save)
+    assert caplog.text.count("saved in its place") == 2
+    assert caplog.text.count("and the next one is saved") == 1
+    outcomes = iter([False] * 3)
+    every_third.saves.save(15, save)
+    assert every_third.saves.checkpointer is None
+    assert caplog.text.count("hint:   free disk space or repair the directory\n") == 4
+    # The run continues without a new start.
+    assert "run the same command" not in caplog.text
+
+
+def test_auto_saves_as_rarely_as_its_stalls_require(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that advances by a second per step, and by a tenth in each save: ten steps are between two saves."""
+    run = Run(tmp_path, every_steps="auto")
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(memory_saves.time, "monotonic", lambda: clock.now)
+    run.saves.start(None, 0)
+    for step in range(1, 25):
+        clock.now += 1.0
+
+        def save(checkpointer: Checkpointer, step: int = step) -> None:
+            clock.now += 0.1
+            run.saved.append(step)
+
+        scheduler: Any = SimpleNamespace(step=step)
+        if run.saves.is_due(scheduler):
+            run.saves.save(step, save)
+    run.close()
+    assert run.saved == [1, 11, 21]
+
+
+@pytest.mark.parametrize("hint", ["free space", ""])
+def test_the_text_of_a_failure_after_which_the_run_continues_does_not_say_to_start_it(
+    hint: str,
+) -> None:
+    failure = SaveFailed("it failed", where="here", value="", hint=hint, restart="run it again")
+    shown = "\n  hint:   free space" if hint else ""
+    assert text_while_running(failure) == f"it failed\n  where:  here{shown}"
+    assert str(failure).endswith(
+        "free space, then run it again" if hint else "hint:   run it again"
+    )

@@ -1,0 +1,232 @@
+"""Which parameters get which optimizer and options: weight decay, groups of a recipe, several optimizers together."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.trainer import Trainer
+
+from automodel_ckpt.cli.train import main
+from automodel_ckpt.config.keys.optimizer import (
+    OptimizerConfig,
+    OptimizerGroup,
+    OptimizerTarget,
+    OptionsGroup,
+    TargetGroup,
+)
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.optim.build import FusedAdamW
+from automodel_ckpt.optim.combined_optimizer import CombinedOptimizer
+from automodel_ckpt.train.build.optimizers import build_optimizer
+from automodel_ckpt.train.build.parameter_groups import trained_parameters
+from tests.support.runs import training
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "head_dim": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+def model_of(model_type: str = "llama", *, device: str = "cpu") -> Any:
+    config = CONFIG_MAPPING[model_type](**SIZES)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def grouped(section: Any, model: nn.Module) -> tuple[torch.optim.Optimizer, list[list[str]]]:
+    """The optimizer, and the names that each of its groups trains."""
+    optimizer, labels = build_optimizer(section, model, add_up=list, takes_own_steps=False)
+    assert len(labels) == len(optimizer.param_groups)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return optimizer, [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3", "gpt2", "opt", "qwen2_moe", "olmo2", "gemma3_text", "bloom"]
+)
+def test_weight_decay_leaves_out_what_transformers_trainer_leaves_out(model_type: str) -> None:
+    model = model_of(model_type, device="meta")
+    decayed = Trainer.get_decay_parameter_names(None, model)
+    found = {each.names[0] for each in trained_parameters(model) if not each.is_norm_or_bias}
+    assert found == {name for name, _ in model.named_parameters()} & set(decayed)
+
+
+def test_norms_whose_names_do_not_show_it_have_no_decay_either() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ln_f, self.proj = nn.RMSNorm(4), nn.Linear(4, 4)
+
+    optimizer, names = grouped(OptimizerConfig(weight_decay=0.1), Block())
+    assert names == [["proj.weight"], ["ln_f.weight", "proj.bias"]]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_the_first_group_that_matches_a_parameter_has_it_and_options_are_inherited() -> None:
+    groups: list[Any] = [
+        OptimizerGroup(params=["*.q_proj.*"], lr=1e-3),
+        OptimizerGroup(params=["*.layers.*norm*"], weight_decay=0.5),
+        OptimizerGroup(params=["*.layers.*"], betas=(0.5, 0.6)),
+    ]
+    section = OptimizerConfig(
+        lr=1e-2, weight_decay=0.1, no_decay=["*norm*", "*.k_proj.*"], groups=groups
+    )
+    optimizer, names = grouped(section, model_of())
+    options = [(g["lr"], g["weight_decay"], tuple(g["betas"])) for g in optimizer.param_groups]
+    usual = (0.9, 0.999)
+    assert options == [
+        (1e-2, 0.1, usual),
+        (1e-2, 0.0, usual),
+        (1e-3, 0.1, usual),
+        (1e-2, 0.5, usual),
+        (1e-2, 0.1, (0.5, 0.6)),
+        (1e-2, 0.0, (0.5, 0.6)),
+    ]
+    layer = "model.layers.0."
+    assert names[:4] == [
+        ["model.embed_tokens.weight", "lm_head.weight"],
+        ["model.norm.weight"],
+        [f"{layer}self_attn.q_proj.weight"],
+        [f"{layer}input_layernorm.weight", f"{layer}post_attention_layernorm.weight"],
+    ]
+    assert names[5] == [f"{layer}self_attn.k_proj.weight"] and len(names[4]) == 5
+
+
+def test_muon_trains_matrices_and_adamw_the_rest_as_two_optimizers_would() -> None:
+    torch.manual_seed(0)
+    model = model_of()
+    twin = copy.deepcopy(model)
+    muon = TargetGroup(
+        "torch.optim.Muon", {"lr": 0.02, "weight_decay": 0.1}, params=["hidden_matrices"]
+    )
+    optimizer, names = grouped(OptimizerConfig(lr=1e-2, groups=[muon]), model)
+    assert isinstance(optimizer, CombinedOptimizer) and len(names[2]) == 7
+    parameters = dict(twin.named_parameters())
+    plain = [
+        FusedAdamW(
+            [
+                {"params": [parameters[n] for n in names[0]], "weight_decay": 0.01},
+                {"params": [parameters[n] for n in names[1]], "weight_decay": 0.0},
+            ],
+            lr=1e-2,
+        ),
+        torch.optim.Muon([parameters[name] for name in names[2]], lr=0.02, weight_decay=0.1),
+    ]
+    tokens = torch.arange(8)[None]
+    for step in range(4):
+        for each, optimizers in ((model, [optimizer]), (twin, plain)):
+            each(input_ids=tokens, labels=tokens).loss.backward()
+            for one in optimizers:
+                one.step()
+                one.zero_grad()
+        if step == 1:
+            # The state of a copy, loaded back: nothing may refer to the objects from before.
+            optimizer.load_state_dict(copy.deepcopy(optimizer).state_dict())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, parameters[name]), name
+
+
+class Plain(torch.optim.SGD):
+    """An optimizer of a user, with a required rate and an option of another class."""
+
+    def __init__(self, params: Any, lr: float, betas: Any = None, momentum: float = 0.0) -> None:
+        super().__init__(params, lr=lr, momentum=momentum)
+        for group in self.param_groups:
+            group["weight_decay"] = 0.0 if betas is None else betas[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "group", "logged"),
+    [
+        ("lr: 0.5, weight_decay: 0.0", "_target_: torch.optim.Muon", "Muon lr 0.5 weight decay 0"),
+        ("lr: 0.5, weight_decay: 0.25", "_target_: torch.optim.Muon, lr: 2", "Muon lr 2 0.25"),
+        ("lr: 0.5", "_target_: torch.optim.Muon, weight_decay: 0.125", "Muon lr 0.5 0.125"),
+        ("lr: 0.5, eps: 1e-4", "_target_: torch.optim.Adafactor", "Adafactor lr 0.5 0.01"),
+        (
+            "_target_: torch.optim.SGD, lr: 0.5, weight_decay: 0.25, nesterov: false",
+            "_target_: torch.optim.AdamW",
+            "AdamW lr 0.5 0.25",
+        ),
+        (
+            "lr: 0.5, betas: [0.75, 0.5]",
+            "_target_: tests.unit.train.train.test_param_groups.Plain",
+            "Plain lr 0.5 0.75",
+        ),
+    ],
+)
+def test_a_group_with_its_own_optimizer_has_the_settings_of_the_section(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], section: str, group: str, logged: str
+) -> None:
+    recipe = training.write_recipe(tmp_path)
+    given = f"--optimizer={{{section}, groups: [{{params: [hidden_matrices], {group}}}]}}"
+    run = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
+    trust = ("--trust", "tests.unit.train.train.test_param_groups")
+    assert main([str(recipe), given, run, *trust, "--step_scheduler.max_steps=1"]) == 0
+    name, _, rate, *_, decay = logged.split()
+    line = re.compile(rf" {name}, .* \(hidden_matrices\): .*, lr {rate}, weight decay {decay}\n")
+    assert line.search(capfd.readouterr().err)
+
+
+def refusal(section: Any, model: nn.Module | None = None) -> str:
+    with pytest.raises(RecipeError) as caught:
+        grouped(section, model or model_of(device="meta"))
+    return str(caught.value)
+
+
+def test_mistakes_in_groups_are_named() -> None:
+    typo = refusal(
+        OptimizerConfig(no_decay=["*norn*"], groups=[OptimizerGroup(params=["*.qproj.*", "*"])])
+    )
+    assert "optimizer.no_decay" in typo and "*norn*" in typo
+    assert "optimizer.groups.0.params" in typo and "*.qproj.*" in typo and "lm_head.weight" in typo
+    later = refusal(
+        OptimizerConfig(groups=[OptimizerGroup(params=["*"]), OptimizerGroup(params=["*norm*"])])
+    )
+    assert "earlier groups have all parameters" in later and "optimizer.groups.1" in later
+    matrices = refusal(OptimizerTarget("torch.optim.Muon", {}))
+    same = refusal(OptimizerTarget("automodel_ckpt.optim.muon.Muon", {}))
+    assert same == matrices
+    assert "takes matrices only" in matrices and "hidden_matrices" in matrices
+    group = OptionsGroup(params=["*norm*"], kwargs={"momentums": 0.5})
+    unknown = refusal(OptimizerTarget("torch.optim.SGD", {"lr": 0.1}, groups=[group]))
+    assert "no option momentums" in unknown and "momentum, nesterov" in unknown
+
+
+def test_optimizers_whose_state_cannot_be_saved_are_rejected_before_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torchao")
+    monkeypatch.setenv("AUTOMODEL_CKPT_TRUST", "torchao")
+    rejected = refusal(OptimizerTarget("torchao.optim.AdamW8bit", {}))
+    assert "cannot be saved" in rejected and "adam8bit.AdamW8bit" in rejected
+
+
+def test_a_combined_optimizer_keeps_the_states_that_its_parts_have_from_the_beginning() -> None:
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    adagrad = torch.optim.Adagrad([first], lr=0.1, initial_accumulator_value=4.0)
+    combined = CombinedOptimizer([adagrad, torch.optim.SGD([second], lr=0.1)])
+    for parameter in (first, second):
+        parameter.grad = torch.ones(2)
+    combined.step()
+    # The accumulator is 4 + 1.
+    torch.testing.assert_close(first.detach(), 1 - 0.1 / torch.full((2,), 5.0).sqrt())
+    torch.testing.assert_close(second.detach(), torch.full((2,), 0.9))

@@ -1,0 +1,402 @@
+"""What a recipe of one's own may do with its attributes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.checkpoint.saving.forecast import Forecast
+from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
+from automodel_ckpt.config.keys.model import ModelConfig
+from automodel_ckpt.config.keys.optimizer import OptimizerConfig
+from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.logs.timeline import Timeline
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import Sizes
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
+from automodel_ckpt.train import recipe as recipe_module
+from automodel_ckpt.train.build.objective import Objective
+from automodel_ckpt.train.counters.cadence import Cadence
+from automodel_ckpt.train.counters.step_scheduler import StepScheduler
+from automodel_ckpt.train.extension_checks import check_model, check_moved_methods
+from automodel_ckpt.train.gradients import GradientAccumulation
+from automodel_ckpt.train.model.cuda_graphs import check_cuda_graphs
+from automodel_ckpt.train.model.trainable import Trainable
+from automodel_ckpt.train.saves.saves import Saves
+from automodel_ckpt.train.start.resume_overrides import RecipeOptions, compare_recipes
+from automodel_ckpt.train.values.records import LossSum
+
+
+class Recipe(recipe_module.Recipe):
+    untracked = frozenset({"cache"})
+
+
+def recipe(**checkpoint: Any) -> Recipe:
+    config = SimpleNamespace(checkpoint=CheckpointConfig(**checkpoint), optimizer=OptimizerConfig())
+    return Recipe(cast(RecipeConfig, config), config_yaml="")
+
+
+def saves(config: RecipeConfig, checkpointer: Any = None) -> Saves:
+    return Saves(
+        config,
+        checkpointer,
+        at_step(5),
+        cast(Any, SimpleNamespace(timeline=Timeline())),
+        dict,
+        config_yaml="",
+        num_ranks=1,
+    )
+
+
+def test_a_class_may_say_what_is_untracked_and_an_object_add_to_it() -> None:
+    one, other = recipe(), recipe()
+    one.untracked.add("more")
+    assert (one.untracked, other.untracked) == ({"cache", "more"}, {"cache"})
+
+
+def test_an_attribute_that_hides_a_method_is_refused_before_training() -> None:
+    hiding = recipe()
+    vars(hiding)["build_assets"] = {"state": 1}
+    with pytest.raises(RecipeError, match=r"hides a method of the recipe[\s\S]*build_assets"):
+        hiding.resume()
+
+
+def test_an_override_of_a_method_that_moved_to_another_object_is_rejected() -> None:
+    class Former(Recipe):
+        def micro_batch_loss(self, micro_batch: Any) -> torch.Tensor:
+            raise AssertionError
+
+    with pytest.raises(
+        RecipeError, match=r"another object has now[\s\S]*micro_batch_loss[\s\S]*objective_class"
+    ):
+        check_moved_methods(Former)
+
+
+def test_no_method_of_a_recipe_counts_as_moved() -> None:
+    for recipe_class in (LLMFinetune, VLMFinetune):
+        check_moved_methods(recipe_class)
+
+
+def test_a_metric_that_nothing_measures_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    asked = saves(RecipeConfig(checkpoint=CheckpointConfig(best_metric_key="f1")))
+    for _ in range(2):
+        asked._warn_of_unknown_metric({"step": 1, "val_loss": 2.0})
+    (record,) = caplog.records
+    assert (
+        record.getMessage()
+        == "no best checkpoint: checkpoint.best_metric_key is f1, and there are only step, val_loss"
+    )
+
+
+def test_options_of_the_optimizer_that_go_on_as_saved_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5, betas=(0.8, 0.99))
+    options = RecipeOptions(optimizer, None)
+    optimizer.load_state_dict(torch.optim.AdamW([weight], lr=0.2, weight_decay=0.01).state_dict())
+    with caplog.at_level("WARNING", "automodel_ckpt"):
+        options.compare(
+            StepScheduler(Cadence(max_steps=1), planned_steps=1), {"optimizer"}, Path("x")
+        )
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the optimizer's {name} continues as saved, {kept}; the recipe's {new} is not applied"
+        " (optimizer.on_resume: recipe applies it)"
+        for name, kept, new in (
+            ("lr", 0.2, 0.1),
+            ("betas", [0.9, 0.999], [0.8, 0.99]),
+            ("weight_decay", 0.01, 0.5),
+        )
+    ]
+
+
+def test_settings_that_changed_since_the_checkpoint_are_logged_with_both_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "seed: 1\nclip_grad_norm: 1.0\nstep_scheduler: {global_batch_size: 8}\n"
+    )
+    compare_recipes(
+        tmp_path,
+        cast(Manifest, SimpleNamespace(saved={"optimizer"}, environment={"precision": "a\n"})),
+        config_yaml="seed: 1\nclip_grad_norm: 0.5\nstep_scheduler: {global_batch_size: 16}\nnew_default: 1\n",
+        precision="b",
+        origins={},
+        overridden=(),
+        on_resume="saved",
+    )
+    precision, record = caplog.records
+    assert precision.getMessage().endswith(", which was trained with 'a\\n'")
+    assert record.getMessage().splitlines()[1:] == [
+        "    clip_grad_norm: 1.0 -> 0.5",
+        "    step_scheduler.global_batch_size: 8 -> 16",
+    ]
+
+
+@pytest.mark.parametrize(("free_bytes", "warned"), [(340, True), (351, False)])
+def test_a_disk_with_space_for_one_checkpoint_and_not_for_all_of_the_run_is_reported_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, free_bytes: int, warned: bool
+) -> None:
+    (tmp_path / "epoch_0_step_5").mkdir()
+    config = RecipeConfig(
+        step_scheduler=StepSchedulerConfig(ckpt_every_steps=5, ckpt_every_epochs=None),
+        checkpoint=CheckpointConfig(export_best=True),
+    )
+    forecast = Forecast(100, free_bytes, export_bytes=25)
+    saver = SimpleNamespace(
+        directory=tmp_path,
+        exports=SimpleNamespace(only_at_end=True),
+        check_disk_space=lambda state: forecast,
+    )
+    saves(config, saver).check_space({}, steps_per_epoch=100)
+    said = "3 more checkpoints of about 100 B and 2 exports of about 25 B take 350 B, and 340 B are free"
+    assert (said in caplog.text) == warned == bool(caplog.records)
+
+
+def falling(
+    lr: float, num_steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    """A rate that falls from *lr* to 0 in so many steps."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 - step / num_steps
+    )
+
+
+def test_a_schedule_that_the_recipe_changed_is_followed_from_the_saved_peak_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    saved, saved_schedule = falling(0.1, num_steps=10)
+    for _ in range(4):
+        saved.step()
+        saved_schedule.step()
+    optimizer, schedule = falling(0.3, num_steps=20)
+    options = RecipeOptions(optimizer, schedule)
+    optimizer.load_state_dict(saved.state_dict())
+    schedule.load_state_dict(saved_schedule.state_dict())
+    scheduler = StepScheduler(Cadence(max_steps=20), planned_steps=20)
+    scheduler.step, scheduler.planned_before = 4, 10
+    with caplog.at_level("WARNING", "automodel_ckpt"):
+        options.compare(scheduler, {"optimizer", "lr_scheduler"}, Path("x"))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (1 - 4 / 20))
+    peak, changed = (record.getMessage() for record in caplog.records)
+    assert peak.startswith(
+        "the peak learning rate continues as saved, [0.1]; the recipe's [0.3] is not applied"
+    )
+    assert changed == (
+        "the schedule changed (the run was planned for 10 steps, now for 20): the learning rate of step 5 is 0.08, "
+        "it would have been 0.06"
+    )
+
+
+def at_step(step: int) -> StepScheduler:
+    scheduler = StepScheduler(Cadence(max_steps=20), planned_steps=20)
+    scheduler.step = scheduler.planned_before = step
+    return scheduler
+
+
+def steps_of(
+    optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler, num: int
+) -> list[float]:
+    rates = []
+    for _ in range(num):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize("kind", ["lambda", "steps"])
+def test_a_schedule_that_the_checkpoint_lacks_goes_on_where_an_uninterrupted_run_would_be(
+    kind: str,
+) -> None:
+    def made() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        optimizer, schedule = falling(0.3, num_steps=20)
+        if kind == "steps":
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+            return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+        return optimizer, schedule
+
+    expected = steps_of(*made(), 10)
+    optimizer, schedule = made()
+    options = RecipeOptions(optimizer, schedule)
+    saved = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.7)
+    optimizer.load_state_dict(saved.state_dict())
+    options.compare(at_step(6), {"optimizer"}, Path("x"))
+    assert steps_of(optimizer, schedule, 4) == pytest.approx(expected[6:])
+
+
+def test_without_the_schedule_of_the_checkpoint_the_rate_is_the_recipes() -> None:
+    saved, schedule = falling(0.1, num_steps=4)
+    steps_of(saved, schedule, 4)
+    assert saved.param_groups[0]["lr"] == 0.0
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    options = RecipeOptions(optimizer, None)
+    optimizer.load_state_dict(saved.state_dict())
+    options.compare(at_step(4), {"optimizer", "lr_scheduler"}, Path("x"))
+    assert optimizer.param_groups[0]["lr"] == 0.3 and "initial_lr" not in optimizer.param_groups[0]
+
+
+def test_with_on_resume_recipe_the_recipes_options_and_peak_rate_replace_the_saved_ones() -> None:
+    saved, saved_schedule = falling(0.1, num_steps=20)
+    steps_of(saved, saved_schedule, 5)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.3, weight_decay=0.5, nesterov=True, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 20)
+    options = RecipeOptions(
+        optimizer, schedule, from_recipe=True, overridden=["optimizer.weight_decay"]
+    )
+    optimizer.load_state_dict(saved.state_dict())
+    schedule.load_state_dict(saved_schedule.state_dict())
+    options.compare(at_step(5), {"optimizer", "lr_scheduler"}, Path("x"))
+    (group,) = optimizer.param_groups
+    assert group["lr"] == pytest.approx(0.3 * 0.75) and schedule.base_lrs == [0.3]
+    assert (group["weight_decay"], group["nesterov"], group["momentum"]) == (0.5, True, 0.9)
+
+
+def test_with_on_resume_recipe_a_schedule_of_factors_is_where_the_recipes_would_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The rates of StepLR and OneCycleLR are computed from those before, which are of other settings."""
+
+    def made(
+        lr: float, gamma: float, size: int
+    ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, size, gamma)
+
+    expected = steps_of(*made(0.3, 0.5, 3), 10)
+    saved, saved_schedule = made(0.1, 0.1, 2)
+    steps_of(saved, saved_schedule, 5)
+    optimizer, schedule = made(0.3, 0.5, 3)
+    options = RecipeOptions(optimizer, schedule, from_recipe=True)
+    optimizer.load_state_dict(saved.state_dict())
+    schedule.load_state_dict(saved_schedule.state_dict())
+    with caplog.at_level("WARNING", "automodel_ckpt"):
+        options.compare(at_step(5), {"optimizer", "lr_scheduler"}, Path("x"))
+    assert steps_of(optimizer, schedule, 5) == pytest.approx(expected[5:])
+    peak, changed = caplog.messages
+    assert peak == "the peak learning rate is the recipe's from here on, [0.3]; it was [0.1]"
+    assert changed == (
+        "the schedule changed: the learning rate of step 6 is 0.15, it would have been 0.001"
+    )
+
+
+def test_with_on_resume_recipe_one_cycle_begins_with_the_recipes_peak() -> None:
+    def made(
+        peak: float,
+    ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, peak, total_steps=20)
+
+    expected = steps_of(*made(0.3), 10)
+    saved, saved_schedule = made(0.1)
+    steps_of(saved, saved_schedule, 5)
+    optimizer, schedule = made(0.3)
+    options = RecipeOptions(optimizer, schedule, from_recipe=True)
+    optimizer.load_state_dict(saved.state_dict())
+    schedule.load_state_dict(saved_schedule.state_dict())
+    options.compare(at_step(5), {"optimizer", "lr_scheduler"}, Path("x"))
+    assert steps_of(optimizer, schedule, 5) == pytest.approx(expected[5:])
+
+
+@pytest.mark.parametrize(
+    ("key", "has_schedule"), [("optimizer.lr", False), ("optimizer.groups.0.lr", True)]
+)
+def test_an_override_that_the_loaded_state_shows_to_have_no_effect_is_rejected(
+    key: str, has_schedule: bool
+) -> None:
+    saved, saved_schedule = falling(0.1, num_steps=20)
+    optimizer, schedule = falling(0.3, num_steps=20)
+    options = RecipeOptions(optimizer, schedule if has_schedule else None, overridden=[key])
+    optimizer.load_state_dict(saved.state_dict())
+    schedule.load_state_dict(saved_schedule.state_dict())
+    names = {"optimizer", "lr_scheduler"} if has_schedule else {"optimizer"}
+    with pytest.raises(
+        RecipeError, match=rf"--{key}\s[\s\S]*0.3; here was saved with 0.1[\s\S]*on_resume recipe"
+    ):
+        options.compare(at_step(0), names, Path("here"))
+
+
+def test_a_model_that_build_replaced_after_build_trainable_is_rejected() -> None:
+    replaced = recipe()
+    replaced.trainable = Trainable(torch.nn.Linear(2, 2))
+    replaced.model = torch.nn.Linear(2, 2)
+    with pytest.raises(RecipeError, match=r"replaces model[\s\S]*extend build_trainable"):
+        check_model(replaced)
+
+
+def test_metrics_are_summed_and_must_not_have_the_name_of_another_field_of_the_log() -> None:
+    nothing = cast(Any, None)
+    layout = RankLayout(0, Sizes(), 0, torch.device("cpu"), nothing)
+    objective = Objective(Trainable(torch.nn.Linear(2, 2)), layout, nothing)
+    gradients = GradientAccumulation(objective, layout, nothing)
+    loss = torch.zeros(())
+    one, other = (LossSum(loss, {"accuracy": torch.tensor(count)}) for count in (1, 3))
+    gradients._sum_metrics([one, other])
+    assert gradients.metrics == {"accuracy": 4.0}
+    with pytest.raises(RecipeError, match=r"another field of training\.jsonl[\s\S]*lr"):
+        gradients._sum_metrics([LossSum(loss, {"lr": loss})])
+
+
+def test_gradients_that_cuda_graphs_would_overwrite_are_copied_once() -> None:
+    """A graph's memory is imitated by a gradient that the next backward pass changes."""
+    nothing = cast(Any, None)
+    layout = RankLayout(0, Sizes(), 0, torch.device("cpu"), nothing)
+    model = torch.nn.Linear(2, 1, bias=False)
+    memory = torch.tensor([[1.0, 2.0]])
+
+    class OfGraphs(Objective):
+        def loss(self, micro_batch: Any) -> LossSum:
+            memory.copy_(micro_batch)
+            if model.weight.grad is None:
+                model.weight.grad = memory
+            else:
+                model.weight.grad += memory
+            return LossSum(torch.zeros((), requires_grad=True))
+
+    trainable = Trainable(model, overwrites_outputs=True)
+    gradients = GradientAccumulation(OfGraphs(trainable, layout, nothing), layout, nothing)
+    micro_batches = [torch.tensor([[float(n), 1.0]]) for n in (1, 10, 100)]
+    gradients.accumulate(cast(Any, SimpleNamespace(micro_batches=micro_batches)), 1.0)
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[111.0, 3.0]]
+    assert not gradients._copied
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ({}, None),
+        ({"global_batch_size": 4}, None),
+        ({"global_batch_size": 4, "defer": True}, "deferred gradients"),
+        ({"global_batch_size": 4, "routers": True}, "routers' choices"),
+        ({"routers": True}, None),
+        ({"stages": 2}, "several micro-batches are in progress"),
+    ],
+)
+def test_cuda_graphs_are_rejected_where_outputs_outlive_a_micro_batch(
+    overrides: dict[str, Any], reason: str | None
+) -> None:
+    config = RecipeConfig()
+    config.model = ModelConfig()
+    config.step_scheduler.local_batch_size = 2
+    config.step_scheduler.global_batch_size = overrides.get("global_batch_size", 2)
+    config.distributed.defer_gradient_sync = overrides.get("defer", False)
+    config.compile.mode = "reduce-overhead"
+    sizes = Sizes(pp=overrides.get("stages", 1))
+    layout = RankLayout(0, sizes, 0, torch.device("cpu"), cast(Any, None))
+    has_routers = overrides.get("routers", False)
+    if reason is None:
+        check_cuda_graphs(config, layout, has_routers=has_routers)
+        return
+    with pytest.raises(RecipeError, match=reason):
+        check_cuda_graphs(config, layout, has_routers=has_routers)

@@ -1,0 +1,182 @@
+"""The memory of a step traced without values, against the bytes of the tensors of a real step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModel
+
+from automodel_ckpt.models.attention.position_bias import lay_out_position_biases
+from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
+from automodel_ckpt.train.forecast.model_traces import _quantized
+from automodel_ckpt.train.forecast.step_trace import HeadMemory, LiveBytes, StepTrace, traced_step
+
+INPUTS = {"input_ids": torch.arange(2 * 96).reshape(2, 96) % 100}
+NO_HEAD = HeadMemory(0)
+OPTIONS = {"use_cache": False}
+
+
+def model_on(device: str, kind: str) -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+    )
+    with torch.device(device):
+        model: Any = AutoModel.from_config(config, attn_implementation="sdpa")
+        if kind == "adapters":
+            lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+            model = peft.get_peft_model(model, lora).get_base_model()
+    if kind in ("full", "selective"):
+        checkpoint_activations(model, kind, model.layers)
+    return model.train()
+
+
+def counted(model: nn.Module, num_micro_batches: int, *, autocast: bool = False) -> int:
+    """The peak of the bytes of all tensors that a real step creates."""
+    live = LiveBytes()
+    for parameter in (*model.parameters(), *model.buffers()):
+        live.exclude(parameter)
+    # Probes call a model before it is trained.
+    with torch.no_grad():
+        model(**INPUTS, **OPTIONS)
+    with live:
+        for _ in range(num_micro_batches):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                hidden = model(**INPUTS, **OPTIONS)[0]
+            gradient = torch.empty_like(hidden)
+            torch.autograd.backward([hidden], [gradient])
+            del hidden, gradient
+    return live.peak
+
+
+def traced(kind: str, **options: Any) -> StepTrace:
+    return traced_step(model_on("meta", kind), INPUTS, OPTIONS, **options)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("kind", ["plain", "full", "selective", "adapters"])
+def test_the_traced_peak_is_that_of_the_tensors_of_a_real_step(kind: str) -> None:
+    trace = traced(kind)
+    assert counted(model_on("cpu", kind), 1) == pytest.approx(trace.peak(NO_HEAD), rel=0.01)
+    both = max(trace.peak(NO_HEAD), trace.later_peak(NO_HEAD) + trace.gradients)
+    assert counted(model_on("cpu", kind), 2) == pytest.approx(both, rel=0.01)
+
+
+def test_the_weights_of_attention_with_a_trained_bias_are_traced() -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**sizes, vocab_size=100, decoder_start_token_id=0)
+    ids = INPUTS["input_ids"] % 100
+    inputs = {"input_ids": ids, "decoder_input_ids": ids[:, :64]}
+    with torch.device("meta"):
+        trace = traced_step(AutoModel.from_config(config), inputs, OPTIONS)
+    live = LiveBytes()
+    model = AutoModel.from_config(config).train()
+    for parameter in model.parameters():
+        live.exclude(parameter)
+    mask = torch.ones_like(ids)
+    mask[0, -1] = 0
+    with live:
+        output = model(**inputs, attention_mask=mask, **OPTIONS)
+    assert live.current == pytest.approx(trace.after_forward, rel=0.03)
+    assert output[0].requires_grad
+
+
+def test_position_biases_without_gaps_are_traced_without_the_weights_of_attention() -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**sizes, vocab_size=100, decoder_start_token_id=0)
+    ids = INPUTS["input_ids"] % 100
+    inputs = {"input_ids": ids, "decoder_input_ids": ids[:, :64]}
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    before = traced_step(model, inputs, OPTIONS, is_on_gpu=True)
+    assert lay_out_position_biases(model) == 2
+    after = traced_step(model, inputs, OPTIONS, is_on_gpu=True)
+    scores = 2 * 4 * (96 * 96 + 64 * 64) * 4
+    # Of the encoder and the decoder, two layers kept at least the scores and the weights of all pairs of positions.
+    assert before.after_forward - after.after_forward > 3 * scores
+
+
+def test_latent_attention_whose_values_are_smaller_than_its_queries_is_traced() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    heads = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24}
+
+    def trace_with(value_size: int) -> StepTrace:
+        config = transformers.MiniCPM3Config(
+            **sizes, **heads, num_hidden_layers=2, v_head_dim=value_size, vocab_size=100
+        )
+        with torch.device("meta"):
+            model = AutoModel.from_config(config)
+        return traced_step(model, INPUTS, OPTIONS)
+
+    small, equal = trace_with(16), trace_with(32)
+    # Each of the two layers keeps at least its values and its output, of 4 heads in float32.
+    num_tokens = INPUTS["input_ids"].numel()
+    least = 2 * 2 * num_tokens * 4 * (32 - 16) * 4
+    assert least <= equal.after_forward - small.after_forward <= 3 * least
+
+
+def test_autocast_and_casts_of_parameters_are_traced() -> None:
+    trace = traced("plain", dtype=torch.bfloat16, is_autocast=True)
+    real = counted(model_on("cpu", "plain"), 1, autocast=True)
+    # Without values, more casts exist at one time.
+    assert real == pytest.approx(trace.peak(NO_HEAD), rel=0.12)
+    cast = traced("plain", dtype=torch.bfloat16)
+    real = counted(model_on("cpu", "plain").bfloat16(), 1)
+    assert real == pytest.approx(cast.peak(NO_HEAD), rel=0.01)
+
+
+def test_recomputing_keeps_less_and_selecting_keeps_something_between() -> None:
+    plain, selective, full = (traced(kind).after_forward for kind in ("plain", "selective", "full"))
+    assert full < selective < plain
+
+
+def test_the_trace_of_other_numbers_of_rows_is_proportional() -> None:
+    one, two, four = (
+        traced_step(
+            model_on("meta", "plain"), {"input_ids": INPUTS["input_ids"][:1].repeat(n, 1)}, {}
+        )
+        for n in (1, 2, 4)
+    )
+    assert one.between(two, 3).later_peak(NO_HEAD) == pytest.approx(
+        four.later_peak(NO_HEAD), rel=0.01
+    )
+    assert one.between(two, 3).gradients == four.gradients
+
+
+def test_the_loss_counts_between_the_passes_and_its_gradient_after_them() -> None:
+    course = ((0, 85), (30, 60))
+    trace = StepTrace(forward=100, after_forward=80, backward=90, gradients=40, course=course)
+    assert trace.peak(HeadMemory(10, 5)) == 100
+    assert trace.peak(HeadMemory(50, 5)) == 130
+    assert trace.peak(HeadMemory(15, 15)) == 105
+    assert trace.later_peak(HeadMemory(0)) == 100
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_adapters_of_quantized_layers_keep_one_copy_of_their_inputs() -> None:
+    model: Any = model_on("cpu", "adapters")
+    layers = [each for each in model.modules() if type(each) is nn.Linear]
+    adapted: list[Any] = [each for each in model.modules() if hasattr(each, "lora_A")]
+    assert len(adapted) == 6
+    quantized = [each.base_layer for each in adapted]
+    inputs = torch.ones(2, 64, dtype=torch.bfloat16)
+    assert adapted[0]._cast_input_dtype(inputs, torch.float32).dtype == torch.float32
+    for is_autocast in (True, False):
+        with _quantized(model, quantized, is_autocast):
+            assert quantized[0].float()(inputs.float()).dtype == torch.float32
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                # bitsandbytes returns the type of the inputs.
+                assert quantized[0](inputs.float()).dtype == torch.float32
+            found = adapted[0]._cast_input_dtype(inputs, torch.float32)
+            assert (found is inputs) == is_autocast
+        assert adapted[0]._cast_input_dtype(inputs, torch.float32).dtype == torch.float32
+    assert not any("forward" in vars(each) for each in layers)

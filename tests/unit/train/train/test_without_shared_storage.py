@@ -1,0 +1,51 @@
+"""Recipes on nodes without shared storage: defaults are possible, and keys that need all files on a node are errors."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig, RemoteConfig
+from automodel_ckpt.config.keys.hub import HubConfig
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.train.saves.exports import check_without_shared_storage
+
+URL = "s3://bucket/run"
+
+
+def recipe(hub: HubConfig | None = None, peft: object = None, **section: Any) -> Any:
+    checkpoint = CheckpointConfig(remote=RemoteConfig(URL), **section)
+    return SimpleNamespace(checkpoint=checkpoint, hub=hub, peft=peft)
+
+
+def test_the_defaults_are_possible_and_say_how_to_export(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "automodel_ckpt")
+    check_without_shared_storage(recipe(peft=object()))
+    assert f"`ckpt pull {URL} DIRECTORY`" in caplog.text
+    assert "adapters are saved as shards" in caplog.text
+    caplog.clear()
+    check_without_shared_storage(recipe(save_consolidated=False, model_layout="shards"))
+    assert "adapters" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("key", "section"),
+    [
+        ("checkpoint.save_consolidated", {"save_consolidated": "final"}),
+        ("checkpoint.save_consolidated", {"save_consolidated": True}),
+        ("checkpoint.model_layout", {"model_layout": "adapter"}),
+        ("checkpoint.export_best", {"export_best": True}),
+        ("checkpoint.export_ema", {"export_ema": True}),
+        ("checkpoint.average_last", {"average_last": 2}),
+        ("checkpoint.memory", {"memory": MemoryConfig()}),
+        ("hub", {"hub": HubConfig("org/name")}),
+    ],
+)
+def test_what_needs_all_files_on_a_node_is_an_error(key: str, section: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check_without_shared_storage(recipe(**section))
+    problem = caught.value.problems[0]
+    assert problem.where == key and "scratch_dir" in problem.hint
