@@ -21,7 +21,6 @@ from automodel_ckpt.config.callables.plugins import build, build_function
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.packing import PackedDataset
 from automodel_ckpt.data.collate import PadCollator
-from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.error_texts import first_line
 from automodel_ckpt.models.inspect.repository import (
@@ -110,6 +109,8 @@ class LLMFinetune(Recipe):
         packing = self.config.packed_sequence
         if packing is None:
             return dataset
+        from automodel_ckpt.data.mixture import for_each_source
+
         return for_each_source(dataset, partial(self._packed, packing.size))
 
     def _packed(

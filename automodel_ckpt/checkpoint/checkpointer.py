@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -34,7 +34,6 @@ from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.checkpoint.library_terms import in_library_terms
 from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed, Streamed
-from automodel_ckpt.checkpoint.memory.nodes import Nodes
 from automodel_ckpt.checkpoint.node_directories import (
     NodeDirectories,
     check_node_options,
@@ -56,7 +55,6 @@ from automodel_ckpt.checkpoint.run import policy, resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.generation import NOTE
 from automodel_ckpt.checkpoint.run.writable import OPENING
-from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves, create_async_saves
 from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, check_manifest_size
 from automodel_ckpt.checkpoint.saving.planner import Planner
@@ -67,6 +65,10 @@ from automodel_ckpt.checkpoint.saving.sync_save import SyncSaves
 from automodel_ckpt.checkpoint.transfers import Transfers, with_local_directory
 from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError, SaveFailed
 from automodel_ckpt.parallel.ranks import agree
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.memory.nodes import Nodes
+    from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves
 
 __all__ = ["Checkpointer", "Resumed", "Saving"]
 
@@ -322,6 +324,8 @@ class Checkpointer:
         """
         if not self._is_async or self._async is not None:
             return
+        from automodel_ckpt.checkpoint.saving.async_saves import create_async_saves
+
         self._async, reason = create_async_saves(
             self._planner, self._group, state, timeout_seconds=self._timeout_seconds
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed import ProcessGroup
 
@@ -17,12 +17,10 @@ from automodel_ckpt.checkpoint.options import Options
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.remote.fetch import Fetched
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.selection import Chooser, FetchedCheckpoint
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
-from automodel_ckpt.checkpoint.state.loading import Loader
 from automodel_ckpt.checkpoint.state.mismatch import first_lines, other_kind_of_run
 from automodel_ckpt.checkpoint.state.model_config import (
     CONFIG,
@@ -30,8 +28,12 @@ from automodel_ckpt.checkpoint.state.model_config import (
     model_changes,
     require_same_function,
 )
-from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.remote.fetch import Fetched
+    from automodel_ckpt.checkpoint.state.loading import Loader
+    from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -201,6 +203,8 @@ class CheckpointLoader:
             for name, record in manifest.state.items():
                 if record.kind == "lr_scheduler":
                     allowed.add(name)
+        from automodel_ckpt.checkpoint.state.loading import Loader
+
         return Loader(path, manifest, self._settings.ranks, frozenset(allowed), remote)
 
     # ---------------------------------------------------------------- another model

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -23,22 +24,14 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.memory.nodes import Nodes, nodes_of_ranks
-from automodel_ckpt.checkpoint.memory.save_files import (
-    EARLIER_LOGS,
-    remove_set_aside,
-    saves_set_aside,
-)
-from automodel_ckpt.checkpoint.memory.survey import CheckpointOnNodes, survey
 from automodel_ckpt.checkpoint.options import Options
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.parts.verify import Level
-from automodel_ckpt.checkpoint.remote.fetch import remove_fetched
-from automodel_ckpt.checkpoint.remote.pull import LOGS
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.fetched import remove_fetched
 from automodel_ckpt.checkpoint.run.generation import Postponed, RunGeneration
 from automodel_ckpt.checkpoint.run.shared_storage import (
     no_shared_storage,
@@ -49,6 +42,9 @@ from automodel_ckpt.checkpoint.transfers import is_scratch_directory
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.parallel.ranks import agree
 from automodel_ckpt.parallel.ranks.node_address import own_address
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.memory.survey import CheckpointOnNodes
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -84,6 +80,8 @@ class NodeDirectories:
         with agree.raise_on_all_ranks(group, convert):
             commit.make_run_directory(root)
         of_ranks = [tuple(range(agree.size(group)))]
+        from automodel_ckpt.checkpoint.memory.nodes import Nodes, nodes_of_ranks
+
         if not is_shared:
             of_ranks = nodes_of_ranks(root, group, convert)
         self.nodes = Nodes(
@@ -167,6 +165,8 @@ class NodeDirectories:
         logs = agree.broadcast_object(self._group, logs, source)
         with agree.raise_on_all_ranks(self._group, self._convert):
             if self._rank == 0:
+                from automodel_ckpt.checkpoint.remote.pull import LOGS
+
                 for name in LOGS:
                     (self.root / name).unlink(missing_ok=True)
                 for name, data in logs.items():
@@ -191,10 +191,14 @@ class NodeDirectories:
         os.rename(staged, target)
 
     def _logs_of(self, number: int) -> Path:
+        from automodel_ckpt.checkpoint.memory.save_files import EARLIER_LOGS
+
         return self.root / f"{EARLIER_LOGS}{number}"
 
     def find(self) -> None:
         """Update :attr:`on_nodes`, and set aside what the nodes do not have completely or the run has abandoned."""
+        from automodel_ckpt.checkpoint.memory.survey import survey
+
         self.on_nodes = survey(self.nodes, self._group, self._level, self._generation)
 
     def begin(self, step: int, *, of_generation: str = "", abandons_later: bool = False) -> None:
@@ -225,6 +229,8 @@ class NodeDirectories:
         own: list[str] = []
         with agree.raise_on_all_ranks(self._group, self._convert):
             if self.nodes.is_leader:
+                from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
+
                 own = remove_set_aside(self.root, postponed.digest)
         by_rank = agree.gather_objects(self._group, own)
         removed = sorted({name for names in by_rank for name in names})
@@ -244,6 +250,8 @@ class NodeDirectories:
         own: list[Summary] = []
         with agree.raise_on_all_ranks(self._group, self._convert):
             if self.nodes.is_leader:
+                from automodel_ckpt.checkpoint.memory.save_files import saves_set_aside
+
                 own = saves_set_aside(self.root)
         found = [each for of_rank in agree.gather_objects(self._group, own) for each in of_rank]
         if self._checkpoint_at(step) is not None:
@@ -297,6 +305,8 @@ class NodeDirectories:
 def _read_logs(directory: Path) -> dict[str, bytes]:
     """The contents of the logs in *directory*, by name."""
     found = {}
+    from automodel_ckpt.checkpoint.remote.pull import LOGS
+
     for name in LOGS:
         with contextlib.suppress(FileNotFoundError):
             found[name] = read_safely(directory, name)

@@ -10,22 +10,24 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.base.store_url import check_url, is_url, scratch_directory, with_remote
-from automodel_ckpt.checkpoint.memory.nodes import Nodes, Waiting
 from automodel_ckpt.checkpoint.options import Options, RemoteStorage
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.manifest import Summary
-from automodel_ckpt.checkpoint.remote.background import PartUploads, Uploads, check_remote
-from automodel_ckpt.checkpoint.remote.fetch import Fetched, Fetcher, own_name, remove_fetched
-from automodel_ckpt.checkpoint.remote.pending import clear_links
-from automodel_ckpt.checkpoint.remote.uploader import LINK
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.fetched import own_name, remove_fetched
+from automodel_ckpt.checkpoint.run.pending import TO_STORE, clear_links
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
 from automodel_ckpt.parallel.ranks import agree
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.memory.nodes import Nodes
+    from automodel_ckpt.checkpoint.remote.background import PartUploads, Uploads
+    from automodel_ckpt.checkpoint.remote.fetch import Fetched, Fetcher
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -44,6 +46,8 @@ class Transfers:
 
     def __init__(self, options: Options, group: ProcessGroup | None, *, is_rank0: bool) -> None:
         if options.remote is not None:
+            from automodel_ckpt.checkpoint.remote.background import check_remote
+
             check_remote(options.remote)
         self.uploads = None
         self.fetcher = None
@@ -72,11 +76,15 @@ class Transfers:
         options = self._options
         remove_fetched(run.root)
         if options.remote is None:
-            clear_links(run.root, LINK)
+            clear_links(run.root, TO_STORE)
         else:
             metric_key, mode = options.best_metric_key, options.best_mode
+            from automodel_ckpt.checkpoint.remote.background import Uploads
+
             self.uploads = Uploads(run.root, options.remote, metric_key, mode)
         if self._may_fetch:
+            from automodel_ckpt.checkpoint.remote.fetch import Fetcher
+
             self.fetcher = Fetcher(run.root, options.remote)
         self._is_open = True
 
@@ -193,6 +201,8 @@ class Transfers:
         token = agree.broadcast_object(self._group, mine)
         with self._raise_on_all_ranks(run, "starting the uploads"):
             if self._leads_other_node:
+                from automodel_ckpt.checkpoint.remote.background import PartUploads
+
                 self._part_uploads = PartUploads(run.root, settings, token, self._nodes.own)
 
     def restart_if_ended(self) -> None:
@@ -242,6 +252,8 @@ class Transfers:
                 # They were kept for their upload.
                 run.prune("")
                 if self._nodes is not None:
+                    from automodel_ckpt.checkpoint.memory.nodes import Waiting
+
                     self._nodes.remove_others(Waiting())
 
     def finish_before_stop(

@@ -33,7 +33,6 @@ from automodel_ckpt.cli.common.terminal import (
     require_utf8,
 )
 from automodel_ckpt.cli.launch.limits import raise_file_limit
-from automodel_ckpt.config.automodel.notices import report_lines
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.config.tree.yaml_tree import Node
@@ -131,7 +130,9 @@ def _run_recipe(line: CommandLine) -> int:
     if "convert_recipe" in line.modes:
         print(loaded.converted(), end="")
         return EXIT_DONE
-    if _reports_for_node():
+    if loaded.notices and _reports_for_node():
+        from automodel_ckpt.config.automodel.notices import report_lines
+
         for text in report_lines(loaded.notices):
             print_error(text)
     if only_prints:

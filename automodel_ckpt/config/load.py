@@ -7,12 +7,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.former_names import current_name
-from automodel_ckpt.config import automodel
-from automodel_ckpt.config.automodel.convert import converted_text
-from automodel_ckpt.config.automodel.notices import Notice
 from automodel_ckpt.config.bind import Binder
 from automodel_ckpt.config.callables.builders import builder_problems, needs_import
 from automodel_ckpt.config.overrides import Override, graft
@@ -32,6 +29,10 @@ from automodel_ckpt.config.tree.references import is_reference
 from automodel_ckpt.config.tree.urls import shell_variables, url_problems
 from automodel_ckpt.config.tree.yaml_tree import Node, is_stream, lines
 from automodel_ckpt.errors import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.config.automodel.notices import Notice
+    from automodel_ckpt.config.automodel.translation import Translation
 
 _KINDS_ELSEWHERE = {
     "sft": "llm_finetune",
@@ -120,12 +121,16 @@ class LoadedRecipe:
     def converted(self) -> str:
         """Return a recipe of NeMo AutoModel as YAML of this program, with comments. Raises :class:`RecipeError`."""
         if self.translated is None:
+            from automodel_ckpt.config.automodel.translation import RECIPES
+
             raise RecipeError(
                 "this is not a recipe of NeMo AutoModel",
                 where=str(self.path),
                 value=f"recipe: {self.tree.at('recipe')}",
-                hint=f"--convert-recipe converts files with recipe: {' or '.join(automodel.RECIPES)}",
+                hint=f"--convert-recipe converts files with recipe: {' or '.join(RECIPES)}",
             )
+        from automodel_ckpt.config.automodel.convert import converted_text
+
         return converted_text(str(self.path), self.translated, self.tree, self.notices)
 
 
@@ -179,7 +184,7 @@ def bind_recipe(
     for override in overrides:
         graft(root, override, found)
     _rename_targets(root)
-    translation = automodel.translate(root)
+    translation = _translated(root)
     if translation is not None:
         root = translation.root
         # The sections of features that do not exist here are missing in the translation, so that
@@ -212,6 +217,15 @@ def bind_recipe(
     return LoadedRecipe(
         config, path, tree, parsed, tuple(overrides), tuple(in_plugins), notices, translated
     )
+
+
+def _translated(root: Node) -> Translation | None:
+    """Translate a recipe of NeMo AutoModel, whose classes no recipe of this program has the names of."""
+    if is_own(str(root.at("recipe"))):
+        return None
+    from automodel_ckpt.config.automodel.translation import translate
+
+    return translate(root)
 
 
 def _rename_targets(node: Node) -> None:

@@ -19,15 +19,13 @@ import random
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from automodel_ckpt.checkpoint.sources.model_files import save_preprocessor
-from automodel_ckpt.data.kto import SplitPairs
-from automodel_ckpt.data.preference import PreferenceDataset
 from automodel_ckpt.data.rows.arguments import require_choice
 from automodel_ckpt.data.rows.cache import cached
 from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
@@ -43,11 +41,13 @@ from automodel_ckpt.data.samples.samples import identity, prepared
 from automodel_ckpt.data.samples.token_arrays import TokenDocuments, TokenWindows
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.data.samples.truncation import Truncation
-from automodel_ckpt.data.seq2seq import SourceTargetDataset, SourceTargetStream, source_target
 from automodel_ckpt.data.text import text
-from automodel_ckpt.data.text_pairs import TextTruncation, encoder_of
-from automodel_ckpt.data.token_files import nanogpt
 from automodel_ckpt.errors import RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.data.kto import SplitPairs
+    from automodel_ckpt.data.preference import PreferenceDataset
+    from automodel_ckpt.data.seq2seq import SourceTargetDataset, SourceTargetStream
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +152,8 @@ def preferences(
     """
     policy = Truncation(truncation, seq_length)
 
+    from automodel_ckpt.data.preference import PreferenceDataset
+
     def build() -> TokenizedDataset:
         pairs = [pair for pair in library_pairs(split) if _has_words(pair)]
         prompts = [pair.prompt for pair in pairs]
@@ -187,6 +189,8 @@ def judged_docstrings(
     *max_samples* counts pairs. The arguments are those of :func:`preferences`.
     """
     pairs = preferences(tokenizer, seq_length, split, truncation, max_samples)
+    from automodel_ckpt.data.kto import SplitPairs
+
     return SplitPairs(pairs, seq_length)
 
 
@@ -251,6 +255,8 @@ def documents(
     if form == "token_file":
         key = (digest, split, identity(("token_file",), tokenizer))
         directory = cached("python_docs-tokens", key, write_tokens)
+        from automodel_ckpt.data.token_files import nanogpt
+
         return nanogpt(
             str(directory / "documents.bin"),
             seq_length,
@@ -300,6 +306,8 @@ def description_pairs(
             found = _with_following(signatures, number, num_negatives)
             documents = [document_prompt + signature for signature in found]
             texts.append([query_prompt + description, *documents])
+        from automodel_ckpt.data.text_pairs import TextTruncation, encoder_of
+
         encoder = encoder_of(tokenizer, seq_length, "right", pair_template)
         samples = encoder.samples(texts, lambda number: pairs[number].where)
         policy = TextTruncation("right", seq_length)
@@ -363,6 +371,8 @@ def summaries(
         (directory / "summaries.jsonl").write_text("".join(lines))
 
     directory = cached("python_docs-summaries", (library_digest(), split), write_lines)
+    from automodel_ckpt.data.seq2seq import source_target
+
     return source_target(
         tokenizer,
         str(directory / "summaries.jsonl"),

@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint.remote.child_process import (
     Restarts,
     Status,
 )
-from automodel_ckpt.checkpoint.remote.pending import clear_links, link, pending, step_of, unlink
+from automodel_ckpt.checkpoint.run.pending import link, pending, step_of, unlink
 from automodel_ckpt.config.keys.hub import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from automodel_ckpt.hub.client import has_token
@@ -186,8 +186,3 @@ class Pushes:
             if self._process is not None:
                 self._process.leave()
                 self._process = None
-
-
-def forget_pushes(root: Path) -> None:
-    """Remove the links of uploads to the Hub: a run without the section must not keep checkpoints for them."""
-    clear_links(root, LINK)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-LINK = ".hub-"
+from automodel_ckpt.checkpoint.run.pending import TO_HUB
+
+LINK = TO_HUB
 STATUS = ".hub.json"
 LOCK = ".hub.lock"
 

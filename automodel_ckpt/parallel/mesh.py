@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.mesh_sizes import Sizes, share_out
-from automodel_ckpt.parallel.ranks.joining import await_ranks, store_of_ranks
 
 CPU_BACKEND = "gloo"
 CUDA_BACKEND = "cpu:gloo,cuda:nccl"
@@ -218,6 +217,8 @@ def _store_of_ranks(rank: int, world_size: int, timeout: timedelta) -> Store:
     key = (host, port, rank == 0)
     store = _stores.get(key)
     if store is None:
+        from automodel_ckpt.parallel.ranks.joining import store_of_ranks
+
         store = _stores[key] = store_of_ranks(host, port, rank, world_size, timeout)
     store.set_timeout(timeout)
     return store
@@ -238,6 +239,8 @@ def _init_process_group(backend: str, rank: int, world_size: int, timeout: timed
     # read those of a group that another rank has left would wait for it.
     number = store.add(f"joined_by_{rank}", 1)
     store = PrefixStore(f"group_{number}", store)
+    from automodel_ckpt.parallel.ranks.joining import await_ranks
+
     await_ranks(PrefixStore("joining", store), rank, world_size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,17 +24,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.expert_parallel import divide_experts, expert_mesh
-from automodel_ckpt.parallel.fixed_buckets import FixedBucketsDDP
 from automodel_ckpt.parallel.mesh import RankLayout, build_mesh, data_mesh
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.model_layers import separate_ends, untied_layers
 from automodel_ckpt.parallel.ranks.group_types import divide_groups_by_type
 from automodel_ckpt.parallel.ranks.one_rank import cast_without_copies
 from automodel_ckpt.parallel.shown_types import leave_forward_pass, show_compute_types
-from automodel_ckpt.parallel.tensor_parallel import apply_plan
-from automodel_ckpt.parallel.tensor_plan import Plan, plan_for
 from automodel_ckpt.parallel.unused_gradients import may_vary
+
+if TYPE_CHECKING:
+    from automodel_ckpt.parallel.tensor_plan import Plan
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -103,7 +102,11 @@ def parallelize(
     # Tensor parallelism first: fsdp2 then shards the DTensors that it leaves. torch does not
     # support the other order.
     if mesh is not None and layout.sizes.tp > 1:
+        from automodel_ckpt.parallel.tensor_plan import plan_for
+
         plan = plan_for(model, how.tp_plan, layout.sizes.tp)
+        from automodel_ckpt.parallel.tensor_parallel import apply_plan
+
         apply_plan(model, plan, mesh["tp"], sequence_parallel=how.sequence_parallel)
     if mesh is not None and strategy == "fsdp2":
         options = _fsdp_options(how)
@@ -133,6 +136,8 @@ def parallelize(
             )
         # Views save a copy of all gradients, but detach_() fails on them (torch's documentation of
         # DDP).
+        from automodel_ckpt.parallel.fixed_buckets import FixedBucketsDDP
+
         return FixedBucketsDDP(
             model,
             device_ids=device_ids,
@@ -208,6 +213,8 @@ def _shard_experts(
     model: nn.Module, layout: RankLayout, options: dict[str, Any], how: Parallelism
 ) -> None:
     """Divide the experts of each layer among the ranks, and shard those of a rank over the ranks that have the same."""
+    from automodel_ckpt.parallel.expert_parallel import divide_experts, expert_mesh
+
     mesh = expert_mesh(layout)
     names = ["expert_shard"]
     if layout.sizes.dp_replicate > 1:

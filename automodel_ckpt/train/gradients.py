@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,8 +13,6 @@ from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.loss.causal import check_scalar
-from automodel_ckpt.loss.mtp_loss import MTP_LOSS
-from automodel_ckpt.loss.router_loss import RouterLoss
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import gradient_sync
 from automodel_ckpt.parallel.ranks.call_order import check_call_order
@@ -25,6 +23,9 @@ from automodel_ckpt.train.build.objective import Objective
 from automodel_ckpt.train.values.forward_time import ForwardTimer
 from automodel_ckpt.train.values.records import AUX_LOSS, LossSum
 from automodel_ckpt.train.values.run_log import STEP_FIELDS
+
+if TYPE_CHECKING:
+    from automodel_ckpt.loss.router_loss import RouterLoss
 
 
 def checked(result: object, objective: object) -> LossSum:
@@ -177,6 +178,8 @@ class GradientAccumulation:
             # DDP and FSDP2 average gradients over the ranks, and this loss is a sum over the ranks.
             weights.append(self._layout.sizes.token_parts * self._router_loss.coefficient)
         if self._mtp is not None:
+            from automodel_ckpt.loss.mtp_loss import MTP_LOSS
+
             losses.append(self._metric(result, MTP_LOSS, "remove model.mtp"))
             weights.append(weight * self._mtp.factor)
         scales = []

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -30,11 +30,9 @@ from automodel_ckpt.train.counters.cadence import Due, planned_end
 from automodel_ckpt.train.counters.step_scheduler import StepScheduler
 from automodel_ckpt.train.gradients import GradientAccumulation
 from automodel_ckpt.train.measure.cadence import steps_per_epoch
-from automodel_ckpt.train.measure.completions import Completions
 from automodel_ckpt.train.measure.measurements import Benchmark, Measured, Measurements
 from automodel_ckpt.train.measure.validation import Batches, ValidationSets
 from automodel_ckpt.train.measure.validation_metrics import TRAIN_LOSS, measures_of, metric_names
-from automodel_ckpt.train.measure.weight_average import WeightAverage
 from automodel_ckpt.train.run_end import RunEnd
 from automodel_ckpt.train.saves.saves import Saves
 from automodel_ckpt.train.values.forward_time import build_forward_timer
@@ -51,6 +49,10 @@ from automodel_ckpt.train.watch.out_of_memory import Situation
 from automodel_ckpt.train.watch.replicated_gradients import build_gradient_comparison
 from automodel_ckpt.train.watch.step_watches import StepWatches
 from automodel_ckpt.train.watch.unused_parameters import check_all_trained
+
+if TYPE_CHECKING:
+    from automodel_ckpt.train.measure.completions import Completions
+    from automodel_ckpt.train.measure.weight_average import WeightAverage
 
 log = logging.getLogger("automodel_ckpt")
 

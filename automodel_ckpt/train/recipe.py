@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -43,9 +43,9 @@ from automodel_ckpt.parallel.parallelize import check_parallelism
 from automodel_ckpt.parallel.precision import resolve_precision
 from automodel_ckpt.parallel.ranks.agree import gather_objects, raise_on_all_ranks
 from automodel_ckpt.parallel.ranks.stop import StopRequest
-from automodel_ckpt.train.build.init_from import start_from
 from automodel_ckpt.train.build.objective import ContextCheck, Objective, build_loss_fn
 from automodel_ckpt.train.build.optimizers import build_optimizer, log_groups
+from automodel_ckpt.train.build.parameter_groups import AddUp
 from automodel_ckpt.train.counters.cadence import total_steps
 from automodel_ckpt.train.counters.step_scheduler import StepScheduler
 from automodel_ckpt.train.extension_checks import (
@@ -57,24 +57,15 @@ from automodel_ckpt.train.extension_checks import (
     check_pipeline_extensions,
 )
 from automodel_ckpt.train.loop import TrainingLoop
-from automodel_ckpt.train.measure.benchmarks import HarnessBenchmark, find_tasks
 from automodel_ckpt.train.measure.cadence import cadence_of, steps_per_epoch
-from automodel_ckpt.train.measure.completions import Completions
 from automodel_ckpt.train.measure.measurements import Benchmark
-from automodel_ckpt.train.measure.tool_calls import ToolCallBenchmark, read_call_tests
 from automodel_ckpt.train.measure.validation_metrics import (
     TRAIN_LOSS,
     measures_of,
     metric_names,
     validate_metric_keys,
 )
-from automodel_ckpt.train.measure.weight_average import WeightAverage
 from automodel_ckpt.train.model.model_config import read_model_config, with_model_limits
-from automodel_ckpt.train.model.pipeline import (
-    check_no_idle_stages,
-    sum_over_stages,
-    train_stages,
-)
 from automodel_ckpt.train.model.sections import parallelism
 from automodel_ckpt.train.model.trainable import Trainable, build_trainable
 from automodel_ckpt.train.saves.checkpointing import open_checkpointer, open_memory, replica_check
@@ -84,10 +75,8 @@ from automodel_ckpt.train.saves.exports import (
     export_assets,
     model_layout,
 )
-from automodel_ckpt.train.saves.memory_saves import MemorySaves
 from automodel_ckpt.train.saves.saves import Saves
 from automodel_ckpt.train.start.base_commit import pin_base
-from automodel_ckpt.train.start.remote_weights import Section, with_local_weights
 from automodel_ckpt.train.start.resume import RecipeSource, RunParts, check_own, load_checkpoint
 from automodel_ckpt.train.start.resume_overrides import log_omitted_state
 from automodel_ckpt.train.start.start_rank import start_rank
@@ -96,7 +85,13 @@ from automodel_ckpt.train.unsupported import Unsupported, unsupported_keys
 from automodel_ckpt.train.values.run_log import RunLog
 from automodel_ckpt.train.watch.out_of_memory import Situation, reporting_out_of_memory
 from automodel_ckpt.train.watch.rank_consistency import validate_equal_lengths
-from automodel_ckpt.train.watch.replica_check import ReplicaCheck
+
+if TYPE_CHECKING:
+    from automodel_ckpt.train.measure.completions import Completions
+    from automodel_ckpt.train.measure.weight_average import WeightAverage
+    from automodel_ckpt.train.saves.memory_saves import MemorySaves
+    from automodel_ckpt.train.start.remote_weights import Section
+    from automodel_ckpt.train.watch.replica_check import ReplicaCheck
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -316,6 +311,8 @@ class Recipe:
         section = self.config.evaluation
         if section is None or section.harness is None:
             return
+        from automodel_ckpt.train.measure.benchmarks import find_tasks
+
         self._task_index = find_tasks(section.harness, self.layout.gloo_group)
 
     # ---------------------------------------------------------------- build
@@ -417,6 +414,8 @@ class Recipe:
         if section is None or section.tool_calls is None:
             return None
         model_config = getattr(self, "model_config", None)
+        from automodel_ckpt.train.measure.tool_calls import read_call_tests
+
         return read_call_tests(self.config, self.preprocessor, model_config, self.layout.gloo_group)
 
     def _log_section(self, name: str) -> None:
@@ -468,17 +467,21 @@ class Recipe:
     def build_optimizer(self) -> Optimizer:
         """Build the ``optimizer`` section over all parameters that need gradients."""
         layout = self.layout
+        add_up: AddUp = list
         if layout.in_stages:
-            check_no_idle_stages(trained_parameters([self.model]), layout)
+            from automodel_ckpt.train.model import pipeline
+
+            pipeline.check_no_idle_stages(trained_parameters([self.model]), layout)
+            add_up = partial(pipeline.sum_over_stages, layout)
         optimizer, labels = build_optimizer(
             self.config.optimizer,
             self.model,
-            add_up=partial(sum_over_stages, layout) if layout.in_stages else list,
+            add_up=add_up,
             takes_own_steps=self.loop_class.train_step is not TrainingLoop.train_step,
             width_factor=self.width_factor(),
         )
         if layout.in_stages and not self.is_dry_run:
-            train_stages(optimizer, self.model, layout)
+            pipeline.train_stages(optimizer, self.model, layout)
         log_groups(optimizer, labels)
         return optimizer
 
@@ -540,6 +543,8 @@ class Recipe:
         section = self.config.ema
         if section is None:
             return
+        from automodel_ckpt.train.measure.weight_average import WeightAverage
+
         self.weight_average = WeightAverage(
             self.model,
             section,
@@ -660,6 +665,8 @@ class Recipe:
         section = self.config.generation
         if section is None:
             return None
+        from automodel_ckpt.train.measure.completions import Completions
+
         return Completions(section, self.trainable, self.preprocessor, self.layout, self.rng)
 
     def build_benchmarks(self) -> list[Benchmark]:
@@ -675,11 +682,15 @@ class Recipe:
         found: list[Benchmark] = []
         if section.harness is not None:
             index = self._task_index
+            from automodel_ckpt.train.measure.benchmarks import HarnessBenchmark
+
             found.append(HarnessBenchmark(section.harness, index, *parts, stop_is_wanted))
         if section.tool_calls is not None:
             # A recipe with a build() that does not call build_training may not have it.
             tests = getattr(self, "call_tests", None) or self.read_call_tests()
             assert tests is not None
+            from automodel_ckpt.train.measure.tool_calls import ToolCallBenchmark
+
             found.append(ToolCallBenchmark(section.tool_calls, tests, *parts, stop_is_wanted))
         return found
 
@@ -748,6 +759,8 @@ class Recipe:
         if self.saves.resumed is not None or not section:
             return
         with self.local_init_from(section) as local_section:
+            from automodel_ckpt.train.build.init_from import start_from
+
             start_from(
                 local_section,
                 self.modules_to_fill(state),
@@ -761,6 +774,8 @@ class Recipe:
 
     def local_init_from(self, section: Section) -> AbstractContextManager[Section]:
         """Return a context manager for the section ``init_from`` with paths in place of URLs. Collective."""
+        from automodel_ckpt.train.start.remote_weights import with_local_weights
+
         return with_local_weights(
             section,
             self.config.checkpoint,

@@ -29,11 +29,11 @@ from unittest import mock
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.verify import verify
-from automodel_ckpt.checkpoint.remote.pending import step_of
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import SUPERSEDED, RemoteRun
 from automodel_ckpt.checkpoint.remote.uploader import LINK
+from automodel_ckpt.checkpoint.run.pending import step_of
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import AutomodelError
 from tests.support.models import tiny

@@ -9,11 +9,10 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.base.units import counted, counted_are
-from automodel_ckpt.checkpoint.export.copy_engine import Digested
 from automodel_ckpt.checkpoint.export.older_config import with_older_keys
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, Plan, quantized_in_base
 from automodel_ckpt.checkpoint.files import layout
@@ -26,6 +25,9 @@ from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
 from automodel_ckpt.checkpoint.sources.model_files import MAX_SIDE_BYTES, is_side_file, unreadable
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.errors import CheckpointUnusable
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.export.copy_engine import Digested
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 

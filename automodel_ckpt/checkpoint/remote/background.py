@@ -22,10 +22,10 @@ from automodel_ckpt.checkpoint.remote.child_process import (
 )
 from automodel_ckpt.checkpoint.remote.part_uploader import STATUS as PART_STATUS
 from automodel_ckpt.checkpoint.remote.part_uploader import PartJob
-from automodel_ckpt.checkpoint.remote.pending import link, pending, step_of, unlink
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK, STATUS, Job
 from automodel_ckpt.checkpoint.run import policy
+from automodel_ckpt.checkpoint.run.pending import link, pending, step_of, unlink
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import SaveFailed

@@ -27,7 +27,7 @@ from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.base.python_child import start_python
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.remote.pending import pending
+from automodel_ckpt.checkpoint.run.pending import pending
 from automodel_ckpt.errors import AutomodelError, LeaseLost, without_hidden
 
 FINISH = b"finish\n"

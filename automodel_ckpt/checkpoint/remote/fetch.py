@@ -24,6 +24,7 @@ from automodel_ckpt.checkpoint.remote.locate import locate_checkpoint, read_mani
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_files, pull_logs
 from automodel_ckpt.checkpoint.remote.run import RemoteCheckpoint, RemoteRun
 from automodel_ckpt.checkpoint.run import links, policy, resume
+from automodel_ckpt.checkpoint.run.fetched import DIRECTORY, options_for, own_name, remove_fetched
 from automodel_ckpt.checkpoint.store.gone_back import GoneBack
 from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
@@ -31,8 +32,6 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 log = logging.getLogger("automodel_ckpt")
 
-DIRECTORY = ".fetched"
-"""The directory in a run directory with a checkpoint that is only loaded, and then removed."""
 _NUM_THREADS = 8
 _KEY = "checkpoint.remote"
 
@@ -294,35 +293,6 @@ def _newest(run: RemoteRun, root: Path, newest_step: int | None = None) -> Remot
     if gone_back is not None:
         limits.append(gone_back.step)
     return next((each for each in run.checkpoints() if each.name.step <= min(limits)), None)
-
-
-def own_name(restore_from: str | None, settings: RemoteOptions | None) -> str | None:
-    """Return *restore_from*, without the URL of the run's store if it begins with it."""
-    if restore_from is None or settings is None or not is_url(restore_from):
-        return restore_from
-    url = settings.url.rstrip("/")
-    name = restore_from.rstrip("/").removeprefix(f"{url}/")
-    if restore_from.rstrip("/") == url:
-        return layout.LATEST
-    is_name = name in layout.POINTERS or layout.parse_checkpoint_name(name) is not None
-    return name if is_name else restore_from
-
-
-def options_for(url: str, settings: RemoteOptions | None) -> Mapping[str, Any]:
-    """Return the options of the run's store for another *url*, if it is in a store of the same kind."""
-    if settings is None or settings.url.partition("://")[0] != url.partition("://")[0]:
-        return {}
-    return settings.options
-
-
-def remove_fetched(root: Path) -> None:
-    """Remove what a start has fetched only to load it. Raises OSError."""
-    path = root / DIRECTORY
-    if path.is_symlink():
-        # What it names is not ours.
-        path.unlink()
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path)
 
 
 def _files_with_tensors(manifest: Manifest) -> set[str]:

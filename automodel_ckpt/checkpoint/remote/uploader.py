@@ -17,17 +17,17 @@ from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, print_line, serve
 from automodel_ckpt.checkpoint.remote.exports import push_exports
 from automodel_ckpt.checkpoint.remote.parts import OtherNodes
-from automodel_ckpt.checkpoint.remote.pending import link, pending, step_of, unlink
 from automodel_ckpt.checkpoint.remote.pull import LOGS
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run import policy, resume
+from automodel_ckpt.checkpoint.run.pending import TO_STORE, link, pending, step_of, unlink
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import Throttle
 from automodel_ckpt.errors import CheckpointUnusable
 
-LINK = ".upload-"
+LINK = TO_STORE
 STATUS = ".remote.json"
 LOCK = ".remote.lock"
 

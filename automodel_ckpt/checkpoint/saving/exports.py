@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, raise_on_all_ranks
-from automodel_ckpt.checkpoint.saving.inline_export import export_from_memory
 from automodel_ckpt.checkpoint.saving.save import Save, SaveReport
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.checkpoint.sources.opening import MODEL
@@ -204,6 +203,8 @@ class Exports:
         try:
             with self._raise_on_all_ranks(save.name):
                 run.check_lease()
+            from automodel_ckpt.checkpoint.saving.inline_export import export_from_memory
+
             for attribute, assets in self._settings.assets.items():
                 export = export_from_memory(
                     save.plan.trees[attribute],

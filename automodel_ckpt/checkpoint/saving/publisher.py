@@ -13,7 +13,6 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.formats import torch_save
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
-from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
@@ -113,6 +112,8 @@ class Publisher:
         pruned = self._run.prune(str(save.name))
         # The next save or start tries again.
         with contextlib.suppress(OSError):
+            from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
+
             remove_set_aside(self._run.root)
         return replace(report, nbytes=nbytes, pruned=pruned)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.jobs.reuse import Previous
-from automodel_ckpt.checkpoint.memory.nodes import Nodes
 from automodel_ckpt.checkpoint.options import ModelFormat, ModelLayout, Options
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.side_files import Assets
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.memory.nodes import Nodes
 
 
 class SaveSettings:

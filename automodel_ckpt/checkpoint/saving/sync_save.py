@@ -20,7 +20,6 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     merge_trees,
     read_rank_manifests,
 )
-from automodel_ckpt.checkpoint.memory.nodes import Waiting
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.manifest import Blob
@@ -107,6 +106,8 @@ class SyncSaves:
         if nodes is not None:
             with self._raise_on_all_ranks(f"saving {save.name}"):
                 if nodes.is_leader:
+                    from automodel_ckpt.checkpoint.memory.nodes import Waiting
+
                     nodes.contribute(save.staging.path, Waiting())
         # The exchange above is also a barrier: all rank manifests exist when rank 0 reads them.
         if not self._settings.makes_export(save.last):
@@ -163,6 +164,8 @@ class SyncSaves:
             save.before_publishing()
         nbytes = finalize(staging, manifest, rank_manifests, save.previous, trees)
         if self._settings.nodes is not None:
+            from automodel_ckpt.checkpoint.memory.nodes import Waiting
+
             # Before rank 0's node: its own checkpoint is the one that the next save continues.
             self._settings.nodes.publish(staging, str(save.name), Waiting())
         report = self._publisher.publish(save, nbytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -24,9 +24,11 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
     complete_state,
     module_state,
 )
-from automodel_ckpt.checkpoint.state.quantized_tensors import QuantizedTensor, dequantized_rows
 from automodel_ckpt.checkpoint.state.stored_rows import read_rows, rows_of
 from automodel_ckpt.errors import CheckpointUnusable
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.state.quantized_tensors import QuantizedTensor
 
 NewRows = Literal["mean", "init"]
 _BLOCK_BYTES = 16 << 20
@@ -159,6 +161,8 @@ def _fill_dequantized(source: Tensors, stored: QuantizedTensor, target: torch.Te
         return
     columns = box.within(Box((0,) * target.dim(), tuple(target.shape)))[1:]
     first = box.offsets[0]
+    from automodel_ckpt.checkpoint.state.quantized_tensors import dequantized_rows
+
     for start, block in dequantized_rows(source, stored, first, first + box.sizes[0]):
         row = start - first
         local[row : row + len(block)].copy_(block[:, *columns])

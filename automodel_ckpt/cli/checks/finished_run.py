@@ -23,16 +23,14 @@ def finished_text(loaded: LoadedRecipe, flags: LaunchFlags) -> str | None:
         return None
     if flags.nnodes != "1" or started_by(os.environ, flags) is not None:
         return None
-    from automodel_ckpt.checkpoint.remote.pending import pending
-    from automodel_ckpt.checkpoint.remote.uploader import LINK
     from automodel_ckpt.checkpoint.run.finished import reason_if_finished
-    from automodel_ckpt.hub.job import LINK as HUB_LINK
+    from automodel_ckpt.checkpoint.run.pending import TO_HUB, TO_STORE, pending
 
     root = Path(section.checkpoint_dir)
-    if section.remote is not None and root.is_dir() and pending(root, LINK):
+    if section.remote is not None and root.is_dir() and pending(root, TO_STORE):
         # The run ended before its last checkpoint was uploaded.
         return None
-    if loaded.config.hub is not None and root.is_dir() and pending(root, HUB_LINK):
+    if loaded.config.hub is not None and root.is_dir() and pending(root, TO_HUB):
         return None
     found = reason_if_finished(root, loaded.to_yaml(), section.verify)
     if found is None:

@@ -23,8 +23,6 @@ from automodel_ckpt.cli.launch.failures import (
     failure_text,
     printed_failure,
 )
-from automodel_ckpt.cli.launch.forked_run import run_forked
-from automodel_ckpt.cli.launch.joined_rank import run_joined
 from automodel_ckpt.cli.launch.memory_rescue import keep_memory
 from automodel_ckpt.cli.launch.process import print_message, report_stop
 from automodel_ckpt.cli.launch.recipe_import import Prepare, configure_torch, import_recipe
@@ -57,6 +55,8 @@ def _launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
         if program == "srun":
             os.environ.update(slurm_environment(os.environ, flags))
         if program is not None:
+            from automodel_ckpt.cli.launch.joined_rank import run_joined
+
             return run_joined(prepare, serve=program == "srun")
         leftover = remove_leftover_ranks(os.environ)
         if leftover:
@@ -66,6 +66,8 @@ def _launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
         rendezvous = choose_rendezvous(flags, os.environ)
         if flags.nproc_per_node == "1" and flags.nnodes == "1" and not flags.max_restarts:
             return _run_alone(prepare)
+        from automodel_ckpt.cli.launch.forked_run import run_forked
+
         return run_forked(flags, rendezvous, prepare)
     except StoppedWaiting:
         return report_stop(stop_request().requested, "before training began")

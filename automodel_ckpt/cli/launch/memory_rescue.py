@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.memory.keeping import keep_on_disk
 from automodel_ckpt.cli.launch.failures import SECOND_SIGNAL_CODE
 from automodel_ckpt.cli.launch.process import print_message
 from automodel_ckpt.cli.launch.worker import Loaded
@@ -26,6 +25,8 @@ def keep_memory(loaded: Loaded, code: int, *, by_rank: bool = False) -> None:
         return
     run = Path(with_local_directory(loaded.config).checkpoint.checkpoint_dir)
     copies = code <= SECOND_SIGNAL_CODE
+    from automodel_ckpt.checkpoint.memory.keeping import keep_on_disk
+
     message = keep_on_disk(run, Path(section.directory), copies=copies, by_rank=by_rank)
     if message:
         print_message(message)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.chat import ConversationEncoder, at_row
 from automodel_ckpt.data.conversations.call_formats import Call, format_of, read_calls, readers_of
 from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
@@ -19,11 +18,13 @@ from automodel_ckpt.data.conversations.messages import (
     is_trained_on,
     turns_of,
 )
-from automodel_ckpt.data.function_calls import question_and_calls, schemas
 from automodel_ckpt.data.rows.arguments import at_most
 from automodel_ckpt.data.rows.rows import RowRange
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.errors import RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.data.chat import ConversationEncoder
 
 _QUERY, _ANSWERS = "query", "answers"
 """The fields of questions and of calls in xLAM's format."""
@@ -96,6 +97,8 @@ class CallTestReader:
         self, source: Source, encoder: ConversationEncoder, num_rows: int
     ) -> Iterator[CallTest]:
         fields, convert = _conversations_in(source, encoder)
+        from automodel_ckpt.data.chat import at_row
+
         for start in range(0, num_rows, _BLOCK):
             rows = RowRange(source, start, min(start + _BLOCK, num_rows), {})
             for row, values in enumerate(zip(*rows.read(fields), strict=True)):
@@ -181,6 +184,8 @@ def _conversations_in(
     if is_xlam and not source.has_field(field):
         fields = [_QUERY, _ANSWERS, encoder.tools_field]
         source.require(fields)
+        from automodel_ckpt.data.function_calls import question_and_calls, schemas
+
         return fields, lambda query, answers, tools: (
             question_and_calls(query, answers),
             schemas(tools),

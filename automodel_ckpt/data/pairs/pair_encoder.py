@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.chat import conversations
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.messages import prompt_and_completion
 from automodel_ckpt.data.conversations.template_choice import template_of
-from automodel_ckpt.data.pairs.chat_pairs import AsChat, chat_pairs, pair_template
 from automodel_ckpt.data.rows.arguments import require_tokenizer
 from automodel_ckpt.data.rows.fields import names_in
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.samples.encoder import Encoder
 from automodel_ckpt.data.samples.tokenized import REPEATED_PROMPT, TokenizedSample
 from automodel_ckpt.errors import RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.data.pairs.chat_pairs import AsChat
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,8 @@ class PairEncoder:
     def _encode(self, rows: Rows) -> list[TokenizedSample]:
         fields = [self.prompt_field, self.completion_field]
         if rows.contain_messages(fields):
+            from automodel_ckpt.data.chat import conversations
+
             return conversations(
                 self._message_template, rows, fields, "tools", prompt_and_completion
             )
@@ -111,6 +114,8 @@ class PairEncoder:
         if template is None:
             samples = self._texts.pairs(prompts, completions)
         else:
+            from automodel_ckpt.data.pairs.chat_pairs import chat_pairs
+
             samples = chat_pairs(template, rows, prompts, completions, *systems)
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             start = prompt.strip()
@@ -130,6 +135,8 @@ class PairEncoder:
     @cached_property
     def _pair_template(self) -> ChatTemplate | None:
         """The template of texts with ``as_chat``; None if they are concatenated."""
+        from automodel_ckpt.data.pairs.chat_pairs import pair_template
+
         template = pair_template(
             self.tokenizer, self.as_chat, self.chat_template, self.template_kwargs
         )

@@ -15,17 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.base.hub_access import check_access, explained, is_hub_name
 from automodel_ckpt.data.conversations.messages import without_nulls
-from automodel_ckpt.data.rows.datasets_library import (
-    class_names,
-    has_reading_options,
-    quiet,
-    with_encoded_media,
-)
 from automodel_ckpt.data.rows.files import (
     LOADERS,
     UNREADABLE,
@@ -41,8 +35,10 @@ from automodel_ckpt.data.rows.record_stream import RecordStream
 from automodel_ckpt.data.rows.record_table import RecordTable
 from automodel_ckpt.data.rows.row_files import KINDS
 from automodel_ckpt.data.rows.rows import RecordRows, Rows, empty_data
-from automodel_ckpt.data.rows.table_stream import TableStream
 from automodel_ckpt.errors import RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.data.rows.table_stream import TableStream
 
 log = logging.getLogger(__name__)
 
@@ -184,12 +180,16 @@ class Source(Rows):
             if stream.is_empty:
                 raise empty_data(self.path)
             return stream
+        from automodel_ckpt.data.rows.table_stream import TableStream
+
         return TableStream(self._stream_of_datasets())
 
     def _stream_of_datasets(self) -> Any:
         import datasets  # type: ignore[import-untyped]
 
         try:
+            from automodel_ckpt.data.rows.datasets_library import quiet
+
             if not self.is_file:
                 with quiet(datasets):
                     rows = datasets.load_dataset(
@@ -217,6 +217,8 @@ class Source(Rows):
         return list(self._table.column_names)
 
     def class_names(self, field: str) -> Sequence[str] | None:
+        from automodel_ckpt.data.rows.datasets_library import class_names
+
         return None if self._records else class_names(self._table.features[field])
 
     def read(self, fields: Sequence[str]) -> list[list[Any]]:
@@ -275,6 +277,12 @@ class Source(Rows):
         if not directory.is_dir() or saved_table(directory) is not None:
             return None
         import datasets
+
+        from automodel_ckpt.data.rows.datasets_library import (
+            class_names,
+            has_reading_options,
+            quiet,
+        )
 
         try:
             with quiet(datasets):
@@ -411,6 +419,8 @@ class Source(Rows):
     def _table(self) -> Any:
         # Imported here because it takes half a second, and cached samples do not need it.
         import datasets
+
+        from automodel_ckpt.data.rows.datasets_library import quiet, with_encoded_media
 
         with quiet(datasets):
             table = self._read_files(datasets) if self.is_file else self._read_named(datasets)

@@ -8,7 +8,7 @@ the logits in float32 from the matrix product, and computes loss and gradient of
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,9 @@ from automodel_ckpt.models.loss.head_gradients import (
 from automodel_ckpt.models.loss.kernel_choice import kernel_for
 from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform, VocabularyPart
 from automodel_ckpt.models.loss.token_hits import TokenHits
-from automodel_ckpt.models.loss.z_loss import ZLoss
+
+if TYPE_CHECKING:
+    from automodel_ckpt.models.loss.z_loss import ZLoss
 
 IGNORE_INDEX = -100
 CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}

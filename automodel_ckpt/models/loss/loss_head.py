@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,9 @@ from automodel_ckpt.models.loss.loss_inputs import (
     VocabularyPart,
 )
 from automodel_ckpt.models.loss.token_hits import TokenHits
-from automodel_ckpt.models.loss.z_loss import ZLoss
+
+if TYPE_CHECKING:
+    from automodel_ckpt.models.loss.z_loss import ZLoss
 
 _SMALL = 2**18
 """Up to this number, all logits are computed, because selecting labeled positions takes longer."""

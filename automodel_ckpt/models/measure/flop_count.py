@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,10 +30,6 @@ from automodel_ckpt.models.config_values import config_of_layer, layer_configs
 from automodel_ckpt.models.inspect.forward import model_without_adapters
 from automodel_ckpt.models.inspect.vision import part_of
 from automodel_ckpt.models.loss.mtp import mtp_of
-from automodel_ckpt.models.measure.encoder_decoder_flops import (
-    EncoderDecoderFlops,
-    count_encoder_decoder,
-)
 from automodel_ckpt.models.measure.flop_rates import (
     Lengths,
     Pairs,
@@ -44,6 +40,9 @@ from automodel_ckpt.models.measure.flop_rates import (
     product_operations,
     window_of,
 )
+
+if TYPE_CHECKING:
+    from automodel_ckpt.models.measure.encoder_decoder_flops import EncoderDecoderFlops
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
@@ -157,6 +156,8 @@ def count_flops(
     if not hasattr(config, "get_text_config"):
         return None
     if getattr(config, "is_encoder_decoder", False):
+        from automodel_ckpt.models.measure.encoder_decoder_flops import count_encoder_decoder
+
         return count_encoder_decoder(model, layers)
     walk = _Walk(model, layers, config.get_text_config())
     text_pairs = walk.text_pairs()

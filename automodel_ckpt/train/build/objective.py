@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from automodel_ckpt.loss.causal import (
     num_label_tokens,
     shift_labels,
 )
-from automodel_ckpt.loss.mtp_loss import MTP_LOSS, labels_of_depths
 from automodel_ckpt.models.attention.host_positions import note_positions
 from automodel_ckpt.models.config_checks import check_context
 from automodel_ckpt.models.inspect.forward import last_layer_output, logits_of
@@ -37,7 +36,6 @@ from automodel_ckpt.models.loss.fused_cross_entropy import widened
 from automodel_ckpt.models.loss.loss_head import LossHead, ModuleLossHead
 from automodel_ckpt.models.loss.mtp import MultiTokenPrediction
 from automodel_ckpt.models.loss.token_hits import TokenHits
-from automodel_ckpt.models.loss.z_loss import ZLoss
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.train.counters.step_scheduler import StepScheduler
 from automodel_ckpt.train.measure.evaluation import (
@@ -50,6 +48,9 @@ from automodel_ckpt.train.measure.evaluation import (
 )
 from automodel_ckpt.train.model.trainable import Trainable
 from automodel_ckpt.train.values.records import AUX_LOSS, LABEL_TOKENS, Z_LOSS, BatchSize, LossSum
+
+if TYPE_CHECKING:
+    from automodel_ckpt.models.loss.z_loss import ZLoss
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -169,6 +170,8 @@ class Objective:
         if self.router_loss is not None:
             metrics[AUX_LOSS] = self.router_loss.share()
         if self.trainable.mtp is not None:
+            from automodel_ckpt.loss.mtp_loss import MTP_LOSS
+
             metrics[MTP_LOSS] = self.trainable.mtp.take_noted()
         if self.z_loss is not None:
             metrics[Z_LOSS] = torch.as_tensor(z_loss)
@@ -336,6 +339,8 @@ class Objective:
         trainable = self.trainable
         part = self._part_of_row(rows["labels"].shape[1])
         inputs = self._inputs(rows, None)
+        from automodel_ckpt.loss.mtp_loss import labels_of_depths
+
         labels = labels_of_depths(rows["labels"], mtp.num_depths, rows.get("position_ids"))
         # The output of the model has the rows of each depth behind those of the model.
         num_rows = len(rows["labels"])

@@ -23,7 +23,6 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.optim.adam8bit import AdamW8bit
 from automodel_ckpt.optim.build import adamw, check_optimizer
 from automodel_ckpt.optim.combined_optimizer import CombinedOptimizer
-from automodel_ckpt.optim.muon import Muon
 from automodel_ckpt.train.build.parameter_groups import (
     AddUp,
     PlannedGroup,
@@ -105,6 +104,8 @@ def _build_one(
     _check_can_be_saved(function, groups)
     if function is torch.optim.SparseAdam:
         _check_sparse(groups)
+    from automodel_ckpt.optim.muon import Muon
+
     if function in (torch.optim.Muon, Muon):
         _check_matrices(groups)
         # torch's class computes with shards, whose products it rounds before it adds them up.

@@ -11,7 +11,6 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.model_files import reject_other_weights, require_local
 from automodel_ckpt.models.inspect.repository import check_revision
-from automodel_ckpt.train.build.init_from import verify_side_files
 from automodel_ckpt.train.build.repository import preprocessor_options
 
 _BASE = "model.from_pretrained"
@@ -38,6 +37,8 @@ def find_preprocessor(
         revision = preprocessor_options(config, name, where).revision
         if where != _BASE:
             check_revision(name, revision, f"{key}.revision", where)
+        from automodel_ckpt.train.build.init_from import verify_side_files
+
         verify_side_files(name, config.checkpoint.verify, revision)
     return name, where
 

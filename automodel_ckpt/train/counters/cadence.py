@@ -6,9 +6,12 @@ Steps are optimizer steps and count from 1; epochs count from 0. A step that end
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from automodel_ckpt.train.counters.early_stopping import StoppingRule
 from automodel_ckpt.train.counters.spikes import SpikeRule
+
+if TYPE_CHECKING:
+    from automodel_ckpt.train.counters.early_stopping import StoppingRule
 
 
 @dataclass(frozen=True, slots=True)

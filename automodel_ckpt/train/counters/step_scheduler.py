@@ -9,13 +9,15 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.train.counters.cadence import Cadence, Due, divides, due_after, run_is_over
-from automodel_ckpt.train.counters.early_stopping import EarlyStopping
 from automodel_ckpt.train.counters.save_interval import AutoInterval
 from automodel_ckpt.train.counters.spikes import SpikeDetector
+
+if TYPE_CHECKING:
+    from automodel_ckpt.train.counters.early_stopping import EarlyStopping
 
 _COUNTERS = ("step", "epoch", "epochs_done", "consumed_samples", "consumed_tokens")
 
@@ -88,6 +90,8 @@ class StepScheduler:
         """Consecutive steps up to the newest one whose loss or gradient norm was not finite, where they are counted."""
         self.early_stopping: EarlyStopping | None = None
         if cadence.early_stopping is not None:
+            from automodel_ckpt.train.counters.early_stopping import EarlyStopping
+
             self.early_stopping = EarlyStopping(cadence.early_stopping)
         self.spikes: SpikeDetector | None = None
         if cadence.on_spike is not None:

@@ -6,19 +6,21 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.models.measure.harness import TaskMetric
 from automodel_ckpt.train.counters.step_scheduler import StepScheduler
-from automodel_ckpt.train.measure.completions import Completions
 from automodel_ckpt.train.measure.validation import validation_text
 from automodel_ckpt.train.measure.validation_metrics import BENCHMARK, TOOL_CALL_METRICS
-from automodel_ckpt.train.measure.weight_average import WeightAverage
 from automodel_ckpt.train.saves.saves import Saves
 from automodel_ckpt.train.values.records import StepResult, Validation
 from automodel_ckpt.train.values.run_log import RunLog
+
+if TYPE_CHECKING:
+    from automodel_ckpt.models.measure.harness import TaskMetric
+    from automodel_ckpt.train.measure.completions import Completions
+    from automodel_ckpt.train.measure.weight_average import WeightAverage
 
 log = logging.getLogger("automodel_ckpt")
 

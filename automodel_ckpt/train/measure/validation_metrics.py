@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from automodel_ckpt.config.recipe_rules import has_validation
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.train.build.objective import Objective
-from automodel_ckpt.train.counters.early_stopping import StoppingRule
 from automodel_ckpt.train.measure.evaluation import ACCURACY, PERPLEXITY
+
+if TYPE_CHECKING:
+    from automodel_ckpt.train.counters.early_stopping import StoppingRule
 
 LOSS = "loss"
 DEFAULT_METRIC = "val_loss"
@@ -123,6 +126,8 @@ def stopping_rule(config: RecipeConfig) -> StoppingRule | None:
     mode = config.checkpoint.best_mode
     if metric != config.checkpoint.best_metric_key:
         mode = "min" if rising_measure(metric) is None else "max"
+    from automodel_ckpt.train.counters.early_stopping import StoppingRule
+
     return StoppingRule(metric, mode, section.patience, section.min_delta)
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.loss.router_loss import RouterLoss
 from automodel_ckpt.models.dropout import turn_off_dropout
 from automodel_ckpt.models.inspect.forward import model_without_adapters
-from automodel_ckpt.models.layers.fake_quantization import FakeQuantization
-from automodel_ckpt.models.layers.neftune import EmbeddingNoise
 from automodel_ckpt.models.loss.loss_head_probe import output_layer
 from automodel_ckpt.models.loss.mtp import MultiTokenPrediction, mtp_of
 from automodel_ckpt.models.routers import (
@@ -25,10 +22,15 @@ from automodel_ckpt.models.routers import (
     router_settings,
     unused_coefficient,
 )
-from automodel_ckpt.parallel.context_parallel import ContextParallel
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
 from automodel_ckpt.train.model.request import ModelRequest
 from automodel_ckpt.train.model.sections import balancing_scope
+
+if TYPE_CHECKING:
+    from automodel_ckpt.loss.router_loss import RouterLoss
+    from automodel_ckpt.models.layers.fake_quantization import FakeQuantization
+    from automodel_ckpt.models.layers.neftune import EmbeddingNoise
+    from automodel_ckpt.parallel.context_parallel import ContextParallel
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -93,6 +95,8 @@ def build_router_loss(
     *options* are the arguments of each forward pass. Raises :class:`RecipeError` if they differ.
     """
     layout = request.layout
+    from automodel_ckpt.loss.router_loss import RouterLoss
+
     router_loss = RouterLoss(
         settings.coefficient,
         settings.top_k,
@@ -114,6 +118,8 @@ def add_fake_quantization(request: ModelRequest, model: nn.Module) -> FakeQuanti
     section = request.config.qat
     if section is None or not request.is_trained:
         return None
+    from automodel_ckpt.models.layers.fake_quantization import FakeQuantization
+
     return FakeQuantization(model, section.scheme, section.group_size, section.start_step)
 
 
@@ -126,6 +132,8 @@ def add_embedding_noise(request: ModelRequest, model: nn.Module) -> EmbeddingNoi
         return None
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     log.info("noise is added to embeddings in training, alpha %g (model.neftune_alpha)", alpha)
+    from automodel_ckpt.models.layers.neftune import EmbeddingNoise
+
     return EmbeddingNoise(embedding, alpha)
 
 

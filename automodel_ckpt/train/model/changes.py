@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -27,20 +28,11 @@ from automodel_ckpt.models.inspect.vocabulary import (
     vocabulary_names,
     wanted_size,
 )
-from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
-from automodel_ckpt.models.layers.adapter import Adapted, widen_trained
-from automodel_ckpt.models.layers.fp8 import convert_to_fp8
 from automodel_ckpt.models.layers.freezing import freeze, narrow_frozen
-from automodel_ckpt.models.layers.fused_adapters import fuse_adapters
-from automodel_ckpt.models.layers.fused_gates import fuse_gates
-from automodel_ckpt.models.layers.fused_norms import fuse_norms
-from automodel_ckpt.models.layers.fused_rotary import fuse_rotary_embeddings
 from automodel_ckpt.models.quantize import check_not_quantized
 from automodel_ckpt.models.task_head import expected_differences, head_modules
-from automodel_ckpt.parallel.expert_parallel import experts_of
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.parallel.precision import compute_dtype
-from automodel_ckpt.train.model.adapters import adapt, with_copies
 from automodel_ckpt.train.model.deferred_model import DeferredModel
 from automodel_ckpt.train.model.model_config import text_tokenizer
 from automodel_ckpt.train.model.pretrained_files import layout_in_files, types_in_files
@@ -51,6 +43,9 @@ from automodel_ckpt.train.model.sections import (
     fuses_adapters,
     fuses_layers,
 )
+
+if TYPE_CHECKING:
+    from automodel_ckpt.models.layers.adapter import Adapted
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -93,6 +88,8 @@ def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel
     adapted = None
     if request.config.peft is not None:
         adapted = _with_adapters(request, model, request.config.peft, num_base_rows)
+        from automodel_ckpt.train.model.adapters import with_copies
+
         deferred = with_copies(deferred, adapted.model)
     else:
         check_not_quantized(model)
@@ -149,6 +146,8 @@ def _use_fp8(request: ModelRequest, model: nn.Module) -> None:
     section = request.config.fp8
     if section is None or request.is_dry_run or not request.is_trained:
         return
+    from automodel_ckpt.models.layers.fp8 import convert_to_fp8
+
     convert_to_fp8(
         model,
         recipe=section.recipe,
@@ -176,8 +175,12 @@ def _with_adapters(
 ) -> Adapted:
     """Add the adapters of *section* to *model*, in place; its base has *num_base_rows* embeddings."""
     head = head_modules(model) if request.has_task_head else ()
+    from automodel_ckpt.train.model.adapters import adapt
+
     adapted = adapt(model, section, num_base_rows, request.task_type, head=head)
     if request.keeps_masters:
+        from automodel_ckpt.models.layers.adapter import widen_trained
+
         widen_trained(adapted.model)
     return adapted
 
@@ -190,6 +193,10 @@ def _fuse_layers(model: nn.Module, *, with_layers: bool, with_adapters: bool) ->
     """Let layers of *model* compute with fewer kernels: its adapters *with_adapters*, others *with_layers*."""
     numbers = {}
     if with_layers:
+        from automodel_ckpt.models.layers.fused_gates import fuse_gates
+        from automodel_ckpt.models.layers.fused_norms import fuse_norms
+        from automodel_ckpt.models.layers.fused_rotary import fuse_rotary_embeddings
+
         numbers = {
             "RMS normalization": fuse_norms(model),
             "gated layer": fuse_gates(model),
@@ -197,6 +204,8 @@ def _fuse_layers(model: nn.Module, *, with_layers: bool, with_adapters: bool) ->
             "position bias": lay_out_position_biases(model),
         }
     if with_adapters:
+        from automodel_ckpt.models.layers.fused_adapters import fuse_adapters
+
         numbers["adapter"] = fuse_adapters(model)
     found = [counted(number, noun) for noun, number in numbers.items() if number]
     if found:
@@ -207,7 +216,11 @@ def _recompute_activations(request: ModelRequest, model: nn.Module, mode: str) -
     layers = decoder_layers(model)
     divided: list[nn.Module] = []
     if request.layout.sizes.ep > 1:
+        from automodel_ckpt.parallel.expert_parallel import experts_of
+
         divided = list(experts_of(model).values())
+    from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
+
     checkpoint_activations(model, mode, layers, divided)
     log.info("activations of %s are recomputed (%s)", counted(len(layers), "layer"), mode)
 

@@ -33,7 +33,6 @@ from automodel_ckpt.models.meta_init import (
 from automodel_ckpt.parallel.parallelize import Materialise
 from automodel_ckpt.parallel.ranks.agree import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.train.build.repository import repository_options
-from automodel_ckpt.train.model.mtp_files import fill_mtp
 from automodel_ckpt.train.model.pretrained_files import (
     NotDeferrable,
     PretrainedFiles,
@@ -144,6 +143,8 @@ def _complete(
             directory = fetched_directory(os.path.expanduser(base), section.revision)
             # The names of *model* cannot be used: transformers drops its renaming rules when it dequantizes.
             skeleton = on_meta(lambda: _made(_not_quantized(config), auto_class, {}, mtp))
+            from automodel_ckpt.train.model.mtp_files import fill_mtp
+
             fill_mtp(model, directory, layout_in_files(skeleton, directory), base)
     return model
 

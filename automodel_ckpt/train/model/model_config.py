@@ -20,10 +20,8 @@ from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.config_values import context_length, layer_configs
 from automodel_ckpt.models.inspect.error_texts import naming_files
 from automodel_ckpt.models.inspect.vocabulary import set_size, wanted_size
-from automodel_ckpt.parallel.context_parallel import check_context_heads
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
-from automodel_ckpt.parallel.tensor_plan import check_heads
 from automodel_ckpt.train.build.repository import repository_options
 
 
@@ -73,6 +71,11 @@ def _data_sets(config: RecipeConfig) -> Mapping[str, Target | None]:
 
 def check_all_heads(config: PreTrainedConfig, sizes: Sizes) -> None:
     """Raise :class:`RecipeError` if the attention heads of a layer cannot be divided among the ranks."""
+    if sizes.tp == sizes.cp == 1:
+        return
+    from automodel_ckpt.parallel.context_parallel import check_context_heads
+    from automodel_ckpt.parallel.tensor_plan import check_heads
+
     for layer in layer_configs(config.get_text_config()):
         check_heads(layer, sizes.tp)
         check_context_heads(layer, sizes.cp, sizes.tp)

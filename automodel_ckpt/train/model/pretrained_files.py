@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,13 +25,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
     stored_layout,
     unwrap,
 )
-from automodel_ckpt.checkpoint.state.quantized_tensors import (
-    QuantizedFiles,
-    UnsupportedQuantization,
-    find_quantized,
-)
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.convert.open import open_base
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.build import fresh_dtype
 from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in, tensor_types_in
@@ -50,8 +44,9 @@ from automodel_ckpt.models.weight_matching import (
     former_buffers,
     ignored_by,
 )
-from automodel_ckpt.train.build.init_from import MODEL
-from automodel_ckpt.train.model.mtp_files import check_mtp_complete, mtp_names
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.state.quantized_tensors import QuantizedFiles
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -123,6 +118,9 @@ class PretrainedFiles:
         # model.dtype is that of the first parameter, which may be one that the class creates in float32.
         keep_in_float32(model, fresh_dtype(config, dtype or "float32"))
         try:
+            from automodel_ckpt.convert.open import open_base
+            from automodel_ckpt.train.build.init_from import MODEL
+
             self._tensors: Tensors = open_base(directory).modules[MODEL]
         except (CheckpointUnusable, OSError, KeyError) as error:
             raise NotDeferrable(f"its files cannot be read in parts ({error})") from error
@@ -155,6 +153,12 @@ class PretrainedFiles:
 
     def _find_quantized(self, config: PreTrainedConfig) -> QuantizedFiles:
         settings = getattr(config, "quantization_config", None)
+        from automodel_ckpt.checkpoint.state.quantized_tensors import (
+            QuantizedFiles,
+            UnsupportedQuantization,
+            find_quantized,
+        )
+
         if settings is None:
             return QuantizedFiles({}, frozenset())
         if not isinstance(settings, Mapping):
@@ -178,6 +182,8 @@ class PretrainedFiles:
         for name in self._layout.copies:
             tied.pop(name, None)
             del in_files[name]
+        from automodel_ckpt.train.model.mtp_files import check_mtp_complete, mtp_names
+
         if self._new_mtp:
             for name in mtp_names(self._layout):
                 del shapes[name]

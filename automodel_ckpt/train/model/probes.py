@@ -6,34 +6,30 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.data.batches.row_widths import RowWidths, WidenedRows
-from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.loss.router_loss import RouterLoss
 from automodel_ckpt.models.attention.packing_probe import padding_changes_outputs, probe_rows
 from automodel_ckpt.models.config_values import context_length
 from automodel_ckpt.models.inspect.forward import class_and_message, side_effect_free
 from automodel_ckpt.models.inspect.vision import image_token_ids
-from automodel_ckpt.models.layers.compiling import num_row_widths
-from automodel_ckpt.models.layers.fp8 import MULTIPLE as FP8_MULTIPLE
 from automodel_ckpt.models.loss.loss_head import LossHead, ModuleLossHead
 from automodel_ckpt.models.loss.loss_head_probe import install_loss_head
 from automodel_ckpt.models.routers import RouterSettings
-from automodel_ckpt.parallel.context_parallel import ContextParallel
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.train.model.additions import build_router_loss
-from automodel_ckpt.train.model.context_parallel import divide_rows
-from automodel_ckpt.train.model.image_rows import choose_image_rows
-from automodel_ckpt.train.model.pipeline import FromTokens
 from automodel_ckpt.train.model.request import ModelRequest
 from automodel_ckpt.train.model.row_sharing import Rows, choose_row_layout
 from automodel_ckpt.train.model.sharding import Sharded
+
+if TYPE_CHECKING:
+    from automodel_ckpt.loss.router_loss import RouterLoss
+    from automodel_ckpt.parallel.context_parallel import ContextParallel
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -82,6 +78,8 @@ def probe(
     all_up_to = head.all_up_to if head is not None else 0
     context = None
     if layout.sizes.cp > 1:
+        from automodel_ckpt.train.model.context_parallel import divide_rows
+
         context = divide_rows(model, probe_model, layout, options)
     if request.config.compile.enabled:
         rows = _widened(request, rows)
@@ -94,6 +92,8 @@ def probe(
 
 def _from_tokens(model: nn.Module, sharded: Sharded) -> nn.Module:
     """A model that takes token ids, for probes; pipeline stages, most of which take hidden states, are wrapped."""
+    from automodel_ckpt.train.model.pipeline import FromTokens
+
     return model if sharded.stage is None else FromTokens(model, sharded.stage)
 
 
@@ -142,6 +142,9 @@ def _shared_rows(
     """
     if request.packs_images and request.config.packed_sequence is not None:
         ids = image_token_ids(request.model_config, request.preprocessor)
+        from automodel_ckpt.data.image_collate import ImageTextCollator
+        from automodel_ckpt.train.model.image_rows import choose_image_rows
+
         return choose_image_rows(
             probe_model,
             ImageTextCollator(request.preprocessor, ids),
@@ -201,6 +204,8 @@ def _loss_head(
 def _widened(request: ModelRequest, rows: Rows | None) -> Rows | None:
     """Let rows have few widths, as ``compile.row_widths`` asks."""
     section = request.config.compile
+    from automodel_ckpt.models.layers.compiling import num_row_widths
+
     count = num_row_widths(section.row_widths, section.dynamic, request.layout.device.type)
     longest = _longest_row(request)
     if count is None or longest is None or request.packs_images:
@@ -208,6 +213,8 @@ def _widened(request: ModelRequest, rows: Rows | None) -> Rows | None:
     multiple = request.row_multiple
     if request.config.fp8 is not None:
         # Otherwise each product would copy its factors to pad them.
+        from automodel_ckpt.models.layers.fp8 import MULTIPLE as FP8_MULTIPLE
+
         multiple = math.lcm(multiple, FP8_MULTIPLE)
     unpadded_length = None
     if getattr(rows, "one_row", False):

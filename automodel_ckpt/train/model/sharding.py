@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,20 +15,19 @@ from automodel_ckpt.config.keys.model import CompileConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
-from automodel_ckpt.models.layers.activation_memory import HostActivations
-from automodel_ckpt.models.layers.compiling import compile_layers, num_row_widths
 from automodel_ckpt.models.stage_division import check_stages
-from automodel_ckpt.parallel.context_parallel import check_context_parallel
-from automodel_ckpt.parallel.expert_parallel import check_experts
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.parallel.parallelize import compute_context, parallelize
 from automodel_ckpt.train.model.cuda_graphs import has_cuda_graphs, marking_steps
 from automodel_ckpt.train.model.deferred_model import DeferredModel
-from automodel_ckpt.train.model.pipeline import PipelineStage, log_idle_share, split_stages
 from automodel_ckpt.train.model.request import ModelRequest
 from automodel_ckpt.train.model.sections import num_micro_batches, parallelism
+
+if TYPE_CHECKING:
+    from automodel_ckpt.models.layers.activation_memory import HostActivations
+    from automodel_ckpt.train.model.pipeline import PipelineStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +52,12 @@ def check_mesh(request: ModelRequest, model: nn.Module) -> None:
             )
         check_stages(model, layout.sizes.pp * request.config.distributed.stages_per_rank)
     if layout.sizes.cp > 1:
+        from automodel_ckpt.parallel.context_parallel import check_context_parallel
+
         check_context_parallel(model)
     if layout.sizes.ep > 1:
+        from automodel_ckpt.parallel.expert_parallel import check_experts
+
         check_experts(model, layout)
 
 
@@ -63,6 +66,8 @@ def shard_for_training(request: ModelRequest, deferred: DeferredModel) -> Sharde
     sharded = shard(deferred, request.config, request.layout)
     compute = sharded.compute
     if request.offloads_activations:
+        from automodel_ckpt.models.layers.activation_memory import HostActivations
+
         compute = _offloading(compute, HostActivations(request.layout.device))
     if has_cuda_graphs(request.config, request.layout):
         compute = marking_steps(compute)
@@ -85,6 +90,8 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
     compute = compute_context(strategy, layout.device, how.compute_dtype)
     stages = None
     if layout.in_stages:
+        from automodel_ckpt.train.model.pipeline import split_stages
+
         # Under autocast, residual additions keep the hidden states in the weights' dtype.
         hidden_dtype = how.compute_dtype if strategy == "fsdp2" else None
         stages = split_stages(model, layout, plan, hidden_dtype, section.stages_per_rank)
@@ -96,12 +103,16 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
     sharded = parallelize(model, layout, how, deferred.materialise, mesh)
     if stages is None:
         return Sharded(sharded, compute)
+    from automodel_ckpt.train.model.pipeline import PipelineStage, log_idle_share
+
     stage = PipelineStage(sharded, layout, stages, section.pp_schedule)
     log_idle_share(num_micro_batches(config, layout.dp_size), layout, section.stages_per_rank)
     return Sharded(sharded, compute, stage)
 
 
 def _compile(model: nn.Module, section: CompileConfig, device: torch.device) -> None:
+    from automodel_ckpt.models.layers.compiling import compile_layers, num_row_widths
+
     compile_layers(
         decoder_layers(model),
         backend=section.backend,

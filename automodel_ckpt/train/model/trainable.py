@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,22 +13,15 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint.state.module_tensors import StoredLayout, stored_layout
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.loss.router_loss import RouterLoss
 from automodel_ckpt.models.inspect.converted_layers import convert_layers
 from automodel_ckpt.models.inspect.float32_parts import float32_names
 from automodel_ckpt.models.inspect.forward import accepts_use_cache
 from automodel_ckpt.models.inspect.shared_memory import check_separate_memory
-from automodel_ckpt.models.layers.activation_memory import check_offload
-from automodel_ckpt.models.layers.adapter import Adapted
-from automodel_ckpt.models.layers.fake_quantization import FakeQuantization
-from automodel_ckpt.models.layers.neftune import EmbeddingNoise
 from automodel_ckpt.models.loss.loss_head import LossHead, ModuleLossHead
 from automodel_ckpt.models.loss.mtp import MultiTokenPrediction
-from automodel_ckpt.models.measure.encoder_decoder_flops import EncoderDecoderFlops
 from automodel_ckpt.models.measure.flop_count import FlopCount, count_flops
 from automodel_ckpt.models.model_checks import check_attention, check_trained_types
 from automodel_ckpt.models.routers import router_settings
-from automodel_ckpt.parallel.context_parallel import ContextParallel
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.model_layers import decoder_layers
@@ -52,12 +45,20 @@ from automodel_ckpt.train.model.additions import (
 from automodel_ckpt.train.model.changes import change_model
 from automodel_ckpt.train.model.cuda_graphs import check_cuda_graphs, has_cuda_graphs
 from automodel_ckpt.train.model.model_config import read_model_config
-from automodel_ckpt.train.model.pipeline import PipelineStage
 from automodel_ckpt.train.model.probes import probe
 from automodel_ckpt.train.model.request import ModelRequest
 from automodel_ckpt.train.model.row_sharing import Rows
 from automodel_ckpt.train.model.sharding import check_mesh, shard_for_training
 from automodel_ckpt.train.model.unsharded import build_unsharded
+
+if TYPE_CHECKING:
+    from automodel_ckpt.loss.router_loss import RouterLoss
+    from automodel_ckpt.models.layers.adapter import Adapted
+    from automodel_ckpt.models.layers.fake_quantization import FakeQuantization
+    from automodel_ckpt.models.layers.neftune import EmbeddingNoise
+    from automodel_ckpt.models.measure.encoder_decoder_flops import EncoderDecoderFlops
+    from automodel_ckpt.parallel.context_parallel import ContextParallel
+    from automodel_ckpt.train.model.pipeline import PipelineStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +240,8 @@ def _check_device(request: ModelRequest, model: nn.Module, *, has_routers: bool)
     config, layout = request.config, request.layout
     check_attention(model, layout.device)
     if request.offloads_activations:
+        from automodel_ckpt.models.layers.activation_memory import check_offload
+
         check_offload(layout.device)
     if has_cuda_graphs(config, layout) and request.is_trained:
         check_cuda_graphs(config, layout, has_routers=has_routers)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.keys.model import ModelConfig
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import restore_attention_caps
 from automodel_ckpt.models.inspect.error_texts import naming_files
 from automodel_ckpt.models.inspect.vocabulary import wanted_size
-from automodel_ckpt.models.layers.adapter import why_whole
 from automodel_ckpt.models.loss.mtp_families import MtpPlan, plan_mtp
 from automodel_ckpt.models.model_checks import check_complete
-from automodel_ckpt.train.build.init_from import verify_base
-from automodel_ckpt.train.model.adapters import fresh_base, lora_of, quantization
+from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.train.model.deferred_model import DeferredModel, build_deferred
 from automodel_ckpt.train.model.model_config import text_tokenizer
 from automodel_ckpt.train.model.request import ModelRequest
@@ -40,6 +40,8 @@ def build_unsharded(request: ModelRequest) -> DeferredModel:
     if base is not None:
         # A dry run reads no weights.
         level = "size" if request.is_dry_run else config.checkpoint.verify
+        from automodel_ckpt.train.build.init_from import verify_base
+
         verify_base(base, level, layout, layout.gloo_group, section.revision)
     files = f"config.json and generation_config.json of {base}" if base else "model.from_config"
     with naming_files("transformers cannot build this model", files):
@@ -51,12 +53,24 @@ def build_unsharded(request: ModelRequest) -> DeferredModel:
             seed=config.seed,
             group=layout.gloo_group,
             vocab_size=wanted_size(section.vocab_size, text_tokenizer(request.preprocessor)),
-            needs_values=why_whole(lora_of(config.peft)) if config.peft is not None else "",
-            loading=quantization(config, layout),
+            **_for_adapters(config, layout),
             mtp=_mtp_plan(request, section, base),
             # A model that is not trained needs the head of its files.
             allow_new_head=request.has_task_head and request.is_trained,
         )
+
+
+def _for_adapters(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
+    """What the section ``peft`` asks of the base: that it is read as a whole, or quantized."""
+    if config.peft is None:
+        return {}
+    from automodel_ckpt.models.layers.adapter import why_whole
+    from automodel_ckpt.train.model.adapters import lora_of, quantization
+
+    return {
+        "needs_values": why_whole(lora_of(config.peft)),
+        "loading": quantization(config, layout),
+    }
 
 
 def _base(request: ModelRequest, section: ModelConfig) -> str | None:
@@ -71,6 +85,8 @@ def _base(request: ModelRequest, section: ModelConfig) -> str | None:
     if request.is_dry_run and not Path(peft.base_dir).expanduser().exists():
         # A dry run writes nothing: the base would have the shapes of model.from_config.
         return None
+    from automodel_ckpt.train.model.adapters import fresh_base
+
     fresh_base(
         request.config,
         request.model_config,

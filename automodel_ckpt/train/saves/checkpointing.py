@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from automodel_ckpt.checkpoint import Checkpointer
+from automodel_ckpt.checkpoint.memory.directory import forget_memory
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy, require_replicas
 from automodel_ckpt.parallel.ranks.peers import dead_ranks
 from automodel_ckpt.train.saves.exports import check_without_shared_storage, model_layout
-from automodel_ckpt.train.saves.memory_saves import MemorySaves, forget_memory_saves
-from automodel_ckpt.train.watch.replica_check import KEY, ReplicaCheck
+
+if TYPE_CHECKING:
+    from automodel_ckpt.train.saves.memory_saves import MemorySaves
+    from automodel_ckpt.train.watch.replica_check import ReplicaCheck
 
 
 def open_checkpointer(
@@ -48,8 +53,11 @@ def open_memory(
     """
     section = config.checkpoint.memory
     if section is None:
-        forget_memory_saves(checkpointer)
+        forgetting = "removing the record of checkpoints in memory"
+        checkpointer.call_on_rank0(forgetting, partial(forget_memory, checkpointer.directory))
         return None
+    from automodel_ckpt.train.saves.memory_saves import MemorySaves
+
     memory = MemorySaves(
         section,
         _options(config),
@@ -72,6 +80,8 @@ def replica_check(
     if not config.checkpoint.verify_replicas:
         return None
     strategy = choose_strategy(config.distributed.strategy, layout.sizes)
+    from automodel_ckpt.train.watch.replica_check import KEY, ReplicaCheck
+
     require_replicas(strategy, layout.sizes, KEY)
     return ReplicaCheck(model, layout, is_replicated=strategy == "ddp")
 

@@ -17,11 +17,9 @@ from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.hub.background import check_hub
 from automodel_ckpt.models.inspect.float32_parts import float32_kept
 from automodel_ckpt.models.inspect.repository import base_directory, code_directory
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
-from automodel_ckpt.train.model.adapters import adapter_assets
 from automodel_ckpt.train.model.trainable import Trainable
 from automodel_ckpt.train.stop_tokens import generation_file
 
@@ -62,6 +60,8 @@ def export_assets(
         further = {**generation_file(unwrap(trainable.model), base_dir), **further}
     if peft is not None:
         assert trainable.adapted is not None
+        from automodel_ckpt.train.model.adapters import adapter_assets
+
         adapters = adapter_assets(
             trainable.model,
             trainable.adapted,
@@ -147,4 +147,6 @@ def check_uploads(config: RecipeConfig, group: dist.ProcessGroup | None = None) 
     section = config.hub
     with raise_on_all_ranks(group):
         if section is not None and (group is None or dist.get_rank(group) == 0):
+            from automodel_ckpt.hub.background import check_hub
+
             check_hub(section)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
-from automodel_ckpt.train.saves.averages import average_last
 
 
 def make_final_exports(
@@ -33,6 +32,8 @@ def make_final_exports(
 def _average_last(checkpointer: Checkpointer, count: int) -> None:
     def average() -> Path | None:
         checkpointer.check_lease()
+        from automodel_ckpt.train.saves.averages import average_last
+
         return average_last(checkpointer.directory, count)
 
     checkpointer.exports.run_on_rank0(

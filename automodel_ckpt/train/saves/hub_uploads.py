@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint import Checkpointer
+from automodel_ckpt.checkpoint.run.pending import TO_HUB, clear_links
 from automodel_ckpt.config.keys.hub import HubConfig
 from automodel_ckpt.errors import SaveFailed
-from automodel_ckpt.hub.background import Pushes, forget_pushes
+
+if TYPE_CHECKING:
+    from automodel_ckpt.hub.background import Pushes
 
 _STARTING = "starting the uploads to the Hugging Face Hub"
 
@@ -36,8 +40,11 @@ class HubUploads:
         def start() -> None:
             root = checkpointer.directory
             if section is None:
-                forget_pushes(root)
+                # A run without the section must not keep checkpoints for earlier uploads.
+                clear_links(root, TO_HUB)
                 return
+            from automodel_ckpt.hub.background import Pushes
+
             makes_exports = checkpointer.exports.of_each_checkpoint
             self._pushes = Pushes(root, section, makes_exports=makes_exports)
             self._pushes.start(resumed_step)

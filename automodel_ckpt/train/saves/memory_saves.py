@@ -17,7 +17,7 @@ from automodel_ckpt.base.units import counted, size_text
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.checkpointer import Resumed
 from automodel_ckpt.checkpoint.files.layout import RankLayout
-from automodel_ckpt.checkpoint.memory.directory import GENERATION, forget_memory, remove_memory
+from automodel_ckpt.checkpoint.memory.directory import GENERATION, remove_memory
 from automodel_ckpt.checkpoint.memory.nodes import Nodes
 from automodel_ckpt.checkpoint.memory.opening import open_memory
 from automodel_ckpt.checkpoint.memory.save_files import is_of_save, remove_set_aside
@@ -40,13 +40,6 @@ _MAX_FAILURES = 3
 
 SaveState = Callable[[Checkpointer], object]
 """Saves the present step with a checkpointer."""
-
-
-def forget_memory_saves(disk: Checkpointer) -> None:
-    """Remove the record of memory checkpoints from the run directory of *disk*, for a run without them. Collective."""
-    disk.call_on_rank0(
-        "removing the record of checkpoints in memory", lambda: forget_memory(disk.directory)
-    )
 
 
 class MemorySaves:

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport
 from automodel_ckpt.checkpoint.checkpointer import Resumed
@@ -30,11 +30,13 @@ from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.train.counters.step_scheduler import StepScheduler
 from automodel_ckpt.train.saves.final_exports import make_final_exports
 from automodel_ckpt.train.saves.hub_uploads import HubUploads
-from automodel_ckpt.train.saves.memory_saves import MemorySaves
 from automodel_ckpt.train.saves.save_messages import saved_line, saving_view
 from automodel_ckpt.train.values.disk_use import warn_of_little_space
 from automodel_ckpt.train.values.run_log import RunLog
-from automodel_ckpt.train.watch.replica_check import ReplicaCheck
+
+if TYPE_CHECKING:
+    from automodel_ckpt.train.saves.memory_saves import MemorySaves
+    from automodel_ckpt.train.watch.replica_check import ReplicaCheck
 
 log = logging.getLogger("automodel_ckpt")
 

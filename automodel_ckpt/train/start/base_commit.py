@@ -21,10 +21,9 @@ from automodel_ckpt.base.hub_access import (
     resolve_commit,
 )
 from automodel_ckpt.checkpoint import Checkpointer
-from automodel_ckpt.checkpoint.memory.directory import memory_of
 from automodel_ckpt.checkpoint.parts.manifest import Summary
-from automodel_ckpt.checkpoint.remote.fetch import own_name
 from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.fetched import own_name
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.urls import with_local_directory
 from automodel_ckpt.errors import RecipeError
@@ -94,6 +93,8 @@ def commits_of_run(config: RecipeConfig) -> Recorded | None:
     root = Path(section.checkpoint_dir).absolute()
     memory = None
     if section.memory is not None:
+        from automodel_ckpt.checkpoint.memory.directory import memory_of
+
         memory = memory_of(root, Path(section.memory.directory))
     restore_from = own_name(section.restore_from, section.remote)
     return recorded_commits(resume.expected(root, restore_from, memory))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -19,16 +19,16 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.layout import CONFIG
 from automodel_ckpt.config.help.changes import Change, effective_recipe, ignored_by_resume
 from automodel_ckpt.config.keys.optimizer import OptimizerConfig, OptimizerTarget
-from automodel_ckpt.convert.formats.registry import detect
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.train.counters.step_scheduler import StepScheduler
 from automodel_ckpt.train.measure.cadence import steps_per_epoch
-from automodel_ckpt.train.saves.memory_saves import MemorySaves
 from automodel_ckpt.train.saves.saves import Saves
-from automodel_ckpt.train.start.imported_run import continue_imported_run
 from automodel_ckpt.train.start.resume_overrides import RecipeOptions, compare_recipes
 from automodel_ckpt.train.values.run_log import RunLog
+
+if TYPE_CHECKING:
+    from automodel_ckpt.train.saves.memory_saves import MemorySaves
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -108,6 +108,8 @@ def check_own(restore_from: str | None) -> None:
     is_ours = layout.parse_checkpoint_name(path.name) or os.path.lexists(path / layout.MANIFEST)
     if restore_from is None or "://" in restore_from or is_ours or not path.is_dir():
         return
+    from automodel_ckpt.convert.formats.registry import detect
+
     known = detect(path)
     if known is not None:
         raise CheckpointUnusable(
@@ -172,6 +174,8 @@ def _continue_from(parts: RunParts, resumed: Resumed) -> None:
     seconds_since_save = time.time() - resumed.manifest.created
     parts.run_log.progress.note_saved(resumed.step, seconds_since_save)
     if resumed.manifest.is_imported_run:
+        from automodel_ckpt.train.start.imported_run import continue_imported_run
+
         continue_imported_run(
             resumed,
             dataloader=parts.dataloader,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,6 @@ from automodel_ckpt.logs.step_profiler import ProfileSettings, StepProfiler
 from automodel_ckpt.logs.text_log import TextLog
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.logs.tracker_process import Tracking
-from automodel_ckpt.models.measure.harness import TaskMetric
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.train.counters.spikes import Spike
 from automodel_ckpt.train.counters.step_scheduler import StepScheduler
@@ -40,6 +39,9 @@ from automodel_ckpt.train.values.records import (
     StepResult,
     Validation,
 )
+
+if TYPE_CHECKING:
+    from automodel_ckpt.models.measure.harness import TaskMetric
 
 log = logging.getLogger("automodel_ckpt")
 

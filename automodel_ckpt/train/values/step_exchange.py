@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.parallel.mesh import RankLayout
@@ -14,7 +15,9 @@ from automodel_ckpt.train.values.readback import LaunchedStep
 from automodel_ckpt.train.values.records import BatchSize, Control
 from automodel_ckpt.train.values.step_reports import StepReports
 from automodel_ckpt.train.watch.batch_errors import BatchErrors
-from automodel_ckpt.train.watch.stragglers import StragglerWatch
+
+if TYPE_CHECKING:
+    from automodel_ckpt.train.watch.stragglers import StragglerWatch
 
 _NOTHING = BatchSize(0, 0, 0)
 

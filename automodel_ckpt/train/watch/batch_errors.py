@@ -9,7 +9,6 @@ from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.models.inspect.vocabulary import check_token_ids, num_embeddings
 from automodel_ckpt.optim.build import check_sharding_support
-from automodel_ckpt.parallel.tensor_plan import check_plan_support
 from automodel_ckpt.train.values.pending_steps import PendingSteps
 from automodel_ckpt.train.watch.out_of_memory import Situation, reporting_out_of_memory
 
@@ -45,6 +44,8 @@ class BatchErrors:
         situation = self._situation
         assert situation.model is not None and situation.optimizer is not None
         check_sharding_support(situation.optimizer, error)
+        from automodel_ckpt.parallel.tensor_plan import check_plan_support
+
         check_plan_support(error, situation.layout.sizes.tp)
         num_rows = num_embeddings(unwrap(situation.model))
         # A GPU reports the failure of a step while the host queues the next one.

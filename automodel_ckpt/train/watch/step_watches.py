@@ -5,18 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint import Checkpointer
-from automodel_ckpt.checkpoint.memory.hang_reports import ARRIVAL_SECONDS
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.train.values.run_log import RunLog
 from automodel_ckpt.train.values.step_exchange import StepExchange
-from automodel_ckpt.train.watch.hang_watch import HangWatch
 from automodel_ckpt.train.watch.host_limit import HostLimit
 from automodel_ckpt.train.watch.step_times import StepTimes, configuration_of
-from automodel_ckpt.train.watch.stragglers import StragglerWatch
+
+if TYPE_CHECKING:
+    from automodel_ckpt.train.watch.hang_watch import HangWatch
+    from automodel_ckpt.train.watch.stragglers import StragglerWatch
 
 
 class StepWatches:
@@ -54,6 +56,9 @@ class StepWatches:
             return
         run = self._checkpointer.directory
         timeline = self._run_log.timeline
+        from automodel_ckpt.checkpoint.memory.hang_reports import ARRIVAL_SECONDS
+        from automodel_ckpt.train.watch.hang_watch import HangWatch
+
         watch = HangWatch(
             settings,
             self._layout,
@@ -65,6 +70,8 @@ class StepWatches:
             stop_request=self._stop_request,
         )
         with watch as self._hangs:
+            from automodel_ckpt.train.watch.stragglers import StragglerWatch
+
             self._stragglers = StragglerWatch(
                 settings, self._layout, timeline, self._hangs.hosts, self._run_log.log_event
             )

@@ -159,7 +159,7 @@ def a_log_that_cannot_be_truncated_after_a_spike(case: Case) -> None:
 
 
 def uploads_that_cannot_be_started(case: Case) -> None:
-    case.fails_on(0, hub_uploads, "forget_pushes", disk_full())
+    case.fails_on(0, hub_uploads, "clear_links", disk_full())
     case.saves().hub_uploads.start(None)
 
 

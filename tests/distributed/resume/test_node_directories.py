@@ -21,10 +21,10 @@ from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
 from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.jobs import rank_manifest
 from automodel_ckpt.checkpoint.options import RemoteStorage
-from automodel_ckpt.checkpoint.remote.fetch import DIRECTORY
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run import shared_storage
+from automodel_ckpt.checkpoint.run.fetched import DIRECTORY
 from automodel_ckpt.checkpoint.run.generation import RunGeneration
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.store.store import Store

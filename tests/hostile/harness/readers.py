@@ -20,9 +20,9 @@ from automodel_ckpt.checkpoint.parts.commit import point
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.remote import part_uploader, uploader
 from automodel_ckpt.checkpoint.remote.child_process import Status, only_one
-from automodel_ckpt.checkpoint.remote.pending import pending
 from automodel_ckpt.checkpoint.run.finished import reason_if_finished
 from automodel_ckpt.checkpoint.run.generation import RunGeneration
+from automodel_ckpt.checkpoint.run.pending import pending
 from automodel_ckpt.checkpoint.store import gone_back
 from automodel_ckpt.checkpoint.store.transfer import UploadMemory
 from automodel_ckpt.cli import ckpt

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.utils._http import close_session
 
-from automodel_ckpt.checkpoint.remote.pending import link
+from automodel_ckpt.checkpoint.run.pending import link
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.hub.job import LINK, Job
 from automodel_ckpt.hub.pusher import Pusher

@@ -12,10 +12,10 @@ import pytest
 
 from automodel_ckpt.checkpoint.remote import child_process
 from automodel_ckpt.checkpoint.remote.child_process import Status
-from automodel_ckpt.checkpoint.remote.pending import link, pending
+from automodel_ckpt.checkpoint.run.pending import clear_links, link, pending
 from automodel_ckpt.config.keys.hub import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
-from automodel_ckpt.hub.background import Pushes, check_hub, forget_pushes
+from automodel_ckpt.hub.background import Pushes, check_hub
 from automodel_ckpt.hub.job import LINK, STATUS, Job
 from automodel_ckpt.hub.pusher import Pusher
 from tests.support.servers.hub_server import TOKEN, HubServer, error
@@ -153,7 +153,7 @@ class FakeProcess(child_process.Child):
 
     def finish(self, status: object, *, waits: bool, must_end: object) -> None:
         if self.uploads:
-            forget_pushes(self.root)
+            clear_links(self.root, LINK)
 
     def leave(self) -> None:
         pass

@@ -17,9 +17,9 @@ from automodel_ckpt.checkpoint.remote import child_process, parts
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop
 from automodel_ckpt.checkpoint.remote.part_uploader import PartJob, PartUploader
 from automodel_ckpt.checkpoint.remote.parts import OtherNodes, PartAnswer
-from automodel_ckpt.checkpoint.remote.pending import link, pending
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.uploader import LINK, Job, Uploader
+from automodel_ckpt.checkpoint.run.pending import link, pending
 from automodel_ckpt.checkpoint.store.store import Store
 from tests.support.runs.stored_runs import FIRST, SECOND, URL, write_run
 from tests.support.servers.object_store import ObjectStore

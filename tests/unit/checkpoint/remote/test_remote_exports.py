@@ -13,8 +13,8 @@ from automodel_ckpt.checkpoint.export.export_manifest import export_problems
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.remote import uploader
 from automodel_ckpt.checkpoint.remote.background import Uploads
-from automodel_ckpt.checkpoint.remote.pending import link, pending
 from automodel_ckpt.checkpoint.remote.uploader import LINK, Job, Uploader
+from automodel_ckpt.checkpoint.run.pending import link, pending
 from tests.support import ranks
 from tests.support.runs.training import RECIPE, train, write_recipe
 

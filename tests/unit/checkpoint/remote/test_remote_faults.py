@@ -13,10 +13,10 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote import child_process, uploader
 from automodel_ckpt.checkpoint.remote.child_process import Status
-from automodel_ckpt.checkpoint.remote.pending import pending
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.run.pending import pending
 from automodel_ckpt.checkpoint.store import multipart, transient
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from tests.support.runs.stored_runs import FIRST, SECOND, URL

@@ -18,10 +18,10 @@ from werkzeug.wrappers import Request, Response
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote import child_process, uploader
-from automodel_ckpt.checkpoint.remote.pending import link, pending
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run import policy
+from automodel_ckpt.checkpoint.run.pending import link, pending
 from automodel_ckpt.checkpoint.store import multipart
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, LeaseLost

@@ -12,6 +12,11 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.files import layout
 
+TO_STORE = ".upload-"
+"""The prefix of links to checkpoints that have to be uploaded to an object store."""
+TO_HUB = ".hub-"
+"""The same for the Hugging Face Hub."""
+
 
 def pending(root: Path, prefix: str) -> list[str]:
     """List the checkpoints that have to be uploaded, newest first. Links to removed ones are deleted."""

@@ -1,0 +1,313 @@
+"""Translate NeMo AutoModel's recipe files to recipes of this program.
+
+:func:`translate` is a pure function from the tree of a file to the tree of a recipe. Nodes keep their origins, so that
+every later message points into the user's file. ``rows.py`` has the kinds of rows, and one module per group of sections
+has their tables: ``model``, ``adapters``, ``ranks`` (parallelism), ``datasets`` (with ``dataset_rows``), ``batches``,
+``preprocessors``, ``training``, ``distill``, ``benchmark``, ``retrieval`` and ``others``. Before them, ``earlier``
+rewrites the recipes of AutoModel's earlier releases.
+
+Facts about AutoModel are from its source, revision 36044ad3d (2026-08-22): ``recipes/_typed_config.py`` (sections and
+their defaults), ``components/*/config.py`` and ``components/config/loader.py`` (null words, overrides).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from automodel_ckpt.config.automodel import (
+    adapters,
+    batches,
+    benchmark,
+    datasets,
+    distill,
+    model,
+    others,
+    preprocessors,
+    ranks,
+    retrieval,
+    training,
+)
+from automodel_ckpt.config.automodel.earlier import class_without_recipe, modernize
+from automodel_ckpt.config.automodel.model import AUTO_CLASS
+from automodel_ckpt.config.automodel.notices import Notice
+from automodel_ckpt.config.automodel.rows import (
+    AUTOMODEL_DEFAULT,
+    GUIDE,
+    Work,
+    is_of_automodel,
+    put,
+)
+from automodel_ckpt.config.automodel.seq2seq import RECIPE as SEQ2SEQ
+from automodel_ckpt.config.automodel.unsupported import (
+    DIFFUSION,
+    diffusion_section,
+    problem_of_class,
+    problem_of_tool,
+)
+from automodel_ckpt.config.callables.builders import signature
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import annotation_at, closest, hints_of, join, names_in
+from automodel_ckpt.config.tree.convert import members, section_type
+from automodel_ckpt.config.tree.yaml_tree import Node
+from automodel_ckpt.errors import Problem
+
+RECIPES = {
+    "TrainFinetuneRecipeForNextTokenPrediction": "llm_finetune",
+    "FinetuneRecipeForVLM": "vlm_finetune",
+    "KnowledgeDistillationRecipeForNextTokenPrediction": "distill",
+    "KnowledgeDistillationRecipeForVLM": "vlm_distill",
+    "TrainFinetuneRecipeForSequenceClassification": "sequence_classification",
+    benchmark.CLASS: "llm_finetune",
+    retrieval.CLASS: "embedding",
+    retrieval.RERANKER: "reranker",
+}
+"""AutoModel's recipe classes, and the recipes that replace them."""
+_PREFIXES = (
+    "Train",
+    "Finetune",
+    "KnowledgeDistillation",
+    "Benchmarking",
+    "Pretrain",
+    "Embedding",
+    "Diffusion",
+)
+"""The beginnings of the names of AutoModel's recipe classes, which all contain the word Recipe."""
+
+_BRACES = re.compile(r"\$\{(?!oc\.env:)([A-Za-z_]\w*)(?=[,}])")
+_WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
+
+# Later modules look at what earlier ones have translated: adapters before freezing, data before the steps.
+SECTIONS = (
+    *benchmark.ROWS,
+    *retrieval.ROWS,
+    *model.ROWS,
+    *adapters.ROWS,
+    *ranks.ROWS,
+    *datasets.ROWS,
+    *batches.ROWS,
+    *preprocessors.ROWS,
+    *training.ROWS,
+    *distill.ROWS,
+    *others.ROWS,
+    *benchmark.LAST_ROWS,
+    *retrieval.LAST_ROWS,
+)
+
+ONLY_THEIRS = frozenset(
+    {
+        *others.NAMES,
+        "benchmark",
+        "comet",
+        "dist_env",
+        "distributed.mp_policy",
+        "distributed.pipeline",
+        "freeze_config",
+        "kd_loss_fn",
+        "mlflow",
+        "neftune",
+        "qat.qat_config",
+        "quantization",
+        "rng",
+        "teacher_model",
+        "validation_dataloader",
+        "wandb",
+    }
+)
+"""Sections of AutoModel that are no keys of this program."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """The tree of our recipe, what was decided about AutoModel's keys, and the errors."""
+
+    root: Node
+    notices: tuple[Notice, ...]
+    problems: tuple[Problem, ...]
+    unknown: tuple[Problem, ...] = ()
+    """Errors about keys that neither program has, in sections of AutoModel. The recipe is complete without them."""
+    known: frozenset[str] = frozenset()
+    """Dotted keys of AutoModel, which hints about misspelled keys suggest."""
+
+
+def class_name(root: Node) -> str | None:
+    """Return the name of AutoModel's recipe class in a file; None if the file is a recipe of this program.
+
+    Recipes of AutoModel before 2026 have no key recipe, and those for diffusion models never have one.
+    """
+    if root.at("recipe") is None:
+        return DIFFUSION if diffusion_section(root) is not None else class_without_recipe(root)
+    node = root.at("recipe._target_") or root.at("recipe")
+    if node is None or not isinstance(node.value, str):
+        return None
+    package, _, name = node.value.rpartition(".")
+    if is_of_automodel(package):
+        return name
+    if not package and name.startswith(_PREFIXES) and "Recipe" in name:
+        return name
+    return None
+
+
+def _builds_seq2seq(target: Node | None) -> bool:
+    """Whether *target* names an auto class of models with an encoder and a decoder."""
+    found = None if target is None else AUTO_CLASS.fullmatch(str(target.value))
+    return found is not None and found["task"] == "Seq2SeqLM"
+
+
+def translate(root: Node) -> Translation | None:
+    """Translate a tree with overrides applied; None if it is not a recipe of AutoModel. *root* is not modified."""
+    name = class_name(root)
+    if name is None:
+        no_recipe = problem_of_tool(root)
+        return None if no_recipe is None else Translation(root, (), (no_recipe,))
+    if name not in RECIPES:
+        shown = root.at("recipe") or diffusion_section(root)
+        assert shown is not None
+        problem = problem_of_class(name, shown.origin, tuple(RECIPES))
+        return Translation(root, (), (problem,))
+    source = root.copy()
+    _write_nulls(source, "")
+    _rename_references(source)
+    modernize(source)
+    original = source.copy()
+    assert isinstance(source.value, dict)
+    node = source.value.pop("recipe", None) or source.at("model._target_")
+    assert node is not None
+    recipe = RECIPES[name]
+    if recipe == "llm_finetune" and _builds_seq2seq(source.at("model._target_")):
+        # AutoModel has one recipe class for both kinds of model.
+        recipe = SEQ2SEQ
+    work = Work(source, recipe, name)
+    work.section("").put("recipe", Node(recipe, node.origin))
+    for path, row in SECTIONS:
+        row.apply(work.section(path))
+    _drop_nulls(work, source, "")
+    _keep_the_rest(work, source, original, "")
+    return Translation(
+        work.result,
+        tuple(work.notices),
+        tuple(work.problems),
+        tuple(work.unknown),
+        frozenset(work.known),
+    )
+
+
+def _write_nulls(section: Node, key: str) -> None:
+    """Treat the null flags of keys that only AutoModel has as nulls in the file: these keys are then missing.
+
+    A null flag of a key that is null or not in this program, too, stays, because null can differ from no key.
+    """
+    for name, node in section.children():
+        full = join(key, name)
+        if isinstance(node.value, dict):
+            _write_nulls(node, full)
+            continue
+        if not node.is_null or not node.is_flag:
+            continue
+        if annotation_at(RecipeConfig, full) is None or _needs_a_value(full):
+            node.origin = f"override {node.origin}"
+
+
+def _needs_a_value(key: str) -> bool:
+    """Whether a dotted key of this program cannot be null; false for the arguments of plug-ins."""
+    annotation = annotation_at(RecipeConfig, key)
+    return annotation not in (None, Any) and type(None) not in members(annotation)
+
+
+def _drop_nulls(work: Work, section: Node, key: str) -> None:
+    """Remove the null flags that no row has taken of keys that only AutoModel has, and sections of nothing else."""
+    for name, node in list(section.children()):
+        full = join(key, name)
+        is_theirs = False
+        if isinstance(node.value, dict) and node.value:
+            _drop_nulls(work, node, full)
+            is_theirs = not node.value
+        elif node.is_null and node.is_flag:
+            is_theirs = _is_known(work, full) and not _is_ours(work.result, full)
+        if is_theirs:
+            assert isinstance(section.value, dict)
+            del section.value[name]
+
+
+def _is_known(work: Work, key: str) -> bool:
+    """Whether the rows know a key, or the subsection that it is in."""
+    section = ".".join(key.split(".")[:2])
+    return key in work.known or section in work.known
+
+
+def _is_ours(result: Node, key: str) -> bool:
+    """Whether the translated recipe may have a key: in a section, as an argument of a target, or anywhere in text."""
+    section, _, name = key.rpartition(".")
+    while section:
+        target = result.at(f"{section}._target_")
+        if target is not None:
+            parameters = signature(str(target.value))
+            return parameters is None or name in parameters
+        section, _, name = section.rpartition(".")
+    annotation: Any = RecipeConfig
+    for part in key.split("."):
+        found = section_type(members(annotation))
+        if found is None:
+            return True
+        hints = hints_of(found)
+        if part not in hints:
+            return False
+        annotation = hints[part]
+    return True
+
+
+def _rename_references(node: Node) -> None:
+    """Rewrite AutoModel's references to environment variables, ${NAME}, ${NAME,default} and $NAME, as ours."""
+    if isinstance(node.value, str) and "$" in node.value and not node.is_flag:
+        text = _BRACES.sub(r"${oc.env:\1", node.value)
+        node.value = _WHOLE.sub(r"${oc.env:\1}", text)
+    for _, child in node.children():
+        _rename_references(child)
+
+
+def _keep_the_rest(work: Work, section: Node, original: Node, key: str) -> None:
+    """Add what no row has translated to the recipe, where keys of this program are valid and others are errors.
+
+    A flag replaces what was translated from the file, so that overrides may use the names of both programs.
+    """
+    for name, node in section.children():
+        full = join(key, name)
+        found = work.result.at(full)
+        before = original.at(name) or node
+        if full in ONLY_THEIRS:
+            _reject_the_rest(work, node, full)
+            continue
+        if node.is_null and not node.is_flag and found is None and _needs_a_value(full):
+            continue
+        # A section that the translation emptied is left out; one that is empty in the file is not.
+        if isinstance(node.value, dict) and not node.value and before.value:
+            continue
+        if isinstance(node.value, dict) and node.value and _is_section(found):
+            _keep_the_rest(work, node, before, full)
+        elif found is None or node.is_flag or found.origin == AUTOMODEL_DEFAULT:
+            put(work.result, full, node)
+        elif not node.is_null:
+            hint = f"remove one of them; the other is at {found.origin}"
+            work.problems.append(Problem(f"{full} is given twice", node.origin, str(node), hint))
+
+
+def _reject_the_rest(work: Work, node: Node, key: str) -> None:
+    """Report what no row has translated below *key*, which exists in AutoModel only. Null disables a key."""
+    if isinstance(node.value, dict):
+        for name, child in node.children():
+            _reject_the_rest(work, child, join(key, name))
+    elif not node.is_null:
+        section, _, name = key.rpartition(".")
+        meant = closest(name, names_in(section, work.known))
+        hint = f"did you mean {join(section, meant)}?" if meant else f"remove it; {GUIDE}"
+        problem = Problem(f"unknown key {key}", node.origin, str(node), hint)
+        work.unknown.append(problem)
+
+
+def _is_section(node: Node | None) -> bool:
+    """Whether keys can be added at the place of a node: it is a mapping, or nothing is there."""
+    return node is None or isinstance(node.value, dict)
+
+
+__all__ = ["Notice", "Translation", "class_name", "translate"]
