@@ -22,7 +22,7 @@ from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.packing import PackedDataset
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.error_texts import first_line
+from automodel_ckpt.models.inspect.error_texts import first_line, naming_files
 from automodel_ckpt.models.inspect.repository import (
     asks_for_code,
     code_not_trusted,
@@ -101,6 +101,10 @@ class LLMFinetune(Recipe):
                 hint="name a directory with tokenizer files; a Hub name needs the network or a filled cache, and for "
                 "a model that asks for it a login (hf auth login); for data that is tokenized already: tokenizer: null",
             ) from error
+        with naming_files(
+            "transformers cannot use this tokenizer", f"tokenizer_config.json of {name}"
+        ):
+            found(["a"])  # its settings are read by the first call
         return check_vocabulary_file(found, where)
 
     def build_dataset(self, section: Target) -> Any:

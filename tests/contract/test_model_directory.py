@@ -181,6 +181,45 @@ def test_values_of_other_kinds_are_errors_with_a_hint(
     assert not (done.returncode == code == 0)
 
 
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("tokenizer_config.json", "model_max_length", {}),
+        ("tokenizer_config.json", "model_max_length", "abc"),
+    ],
+)
+def test_values_that_the_first_use_of_a_tokenizer_reads_are_errors_with_a_hint(
+    commands: CommandServer, place: Path, file: str, key: str, value: Any
+) -> None:
+    path = place / "base" / file
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), key: value}))
+    done = train(commands)
+    assert done.returncode == EXIT_USAGE and "Traceback" not in done.stderr, done.stderr
+    assert file in done.stderr and "hint:" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("r", "abc"), ("r", -1), ("r", 10**12), ("peft_type", {}), ("target_modules", 1.5)],
+)
+def test_values_of_other_kinds_in_an_adapter_config_are_errors_with_a_hint(
+    commands: CommandServer,
+    capfd: pytest.CaptureFixture[str],
+    place: Path,
+    key: str,
+    value: Any,
+) -> None:
+    adapter = trained(commands, *ADAPTERS)
+    shutil.copytree(adapter, "adapter")
+    path = Path("adapter/adapter_config.json")
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), key: value}))
+    capfd.readouterr()
+    code = main(["generate", "adapter", "-p", "a", "--max-new-tokens", "2"])
+    message = capfd.readouterr().err
+    assert code in (EXIT_USAGE, EXIT_UNUSABLE) and "Traceback" not in message, message
+    assert "hint:" in message
+
+
 def test_beam_search_in_the_generation_config_completes_texts(
     capsys: pytest.CaptureFixture[str], place: Path
 ) -> None:
