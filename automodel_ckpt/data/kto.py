@@ -18,6 +18,7 @@ from automodel_ckpt.data.preference import pairs as preference_pairs
 from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, Row, RowStream, with_labels
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.rows.source import Source
+from automodel_ckpt.data.rows.table_stream import TableStream
 from automodel_ckpt.data.samples.samples import samples_of
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation
@@ -90,6 +91,15 @@ def judged_completions(
         stream_kind=JudgedStream,
     )
     judged = cast("JudgedDataset | JudgedStream", samples)
+    if isinstance(judged, JudgedStream) and isinstance(judged.rows, TableStream):
+        names = judged.rows.class_names(label_field)
+        if names is not None:
+            raise RecipeError(
+                f"a stream has numbers in the field {label_field} without the names that the data gives to them",
+                where="dataset.streaming",
+                value=f"the names are {', '.join(names)}",
+                hint="set dataset.streaming false",
+            )
     judged.max_tokens = seq_length
     return judged
 

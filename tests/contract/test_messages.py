@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import ClassLabel, Dataset, Features, Value
 
 from automodel_ckpt.cli.train import main
+from automodel_ckpt.errors import EXIT_USAGE
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 
 Capture = pytest.CaptureFixture[str]
@@ -218,3 +220,22 @@ def test_truncation_right_keeps_the_beginning_whatever_side_the_tokenizer_trunca
     shown = capsys.readouterr().out
     assert "first" in shown
     assert "last" not in shown
+
+
+def test_a_stream_of_judged_completions_does_not_ignore_the_names_of_its_labels(
+    model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    names = ClassLabel(names=["true", "false"])
+    features = Features({"prompt": Value("string"), "completion": Value("string"), "label": names})
+    rows = [{"prompt": "q", "completion": "good", "label": 0}]
+    Dataset.from_list(rows, features=features).to_parquet(tmp_path / "d.parquet")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=model, data=tmp_path, run=tmp_path / "run"))
+    section = "_target_: automodel_ckpt.data.kto.judged_completions, streaming: true"
+    words = [
+        "--recipe=kto",
+        f"--dataset={{{section}, seq_length: 64}}",
+        f"--dataset.path={tmp_path}/d.parquet",
+    ]
+    assert main(["--show-samples", "1", str(recipe), *words]) == EXIT_USAGE
+    assert "set dataset.streaming false" in capsys.readouterr().err

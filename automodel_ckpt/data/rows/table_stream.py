@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from automodel_ckpt.data.conversations.messages import without_nulls
+from automodel_ckpt.data.rows.datasets_library import class_names
 from automodel_ckpt.data.rows.records import Lane
 
 
@@ -21,6 +22,10 @@ class TableStream:
     def __iter__(self) -> Iterator[tuple[dict[str, Any], None]]:
         for row in self.rows:
             yield without_nulls(row), None
+
+    def class_names(self, field: str) -> list[str] | None:
+        """The names that the data gives to the numbers of a field (ClassLabel); None without such."""
+        return class_names((self.rows.features or {}).get(field))
 
     def take(self, limit: int) -> TableStream:
         """The first *limit* rows."""

@@ -21,7 +21,7 @@ from automodel_ckpt.data.samples.truncation import Truncation
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 10
+_FORMAT = 11
 """Part of the cache's keys. Increase it when the samples of the same data change."""
 _PREPARING = "preparing the data of %s; later starts read the result from the cache"
 
