@@ -76,7 +76,7 @@ class _Meter(threading.local):
 
     def spend(self, size: int) -> None:
         """Count *size* characters or items and check the time. Raises :class:`TemplateTooCostly`."""
-        self.left -= size
+        self.left -= max(size, 0)  # a text times a negative number
         if self.left < 0:
             raise TemplateTooCostly(f"the template handles more than {MAX_SIZE} characters")
         # The clock is checked first because it is cheap to read. It does not decide: other programs may use the

@@ -31,6 +31,7 @@ COSTLY = {
 """Ended by the limit of time."""
 LARGE = {
     "a product": "{{ 'a' * 10**10 }}",
+    "a negative product before others": "{% set b = 'xxxxxxxxxx' * -(10 ** 8) %}{{ 'a' * 10 ** 8 }}",
     "a product of a list": BIG + "{% set b = [b] * 10000 %}{{ b }}",
     "a power": "{{ 10 ** (10 ** 10) }}",
     "powers of powers": GROWING + "{% set ns.c = ns.c * ns.c %}" + END,

@@ -80,17 +80,24 @@ def base_files(directory: Path) -> dict[str, bytes]:
 
 def is_side_file(name: str) -> bool:
     """Whether :func:`base_files` would take a file of that name."""
-    return any(fnmatch(name, pattern) for pattern in _SIDE_FILES)
+    return _fits(name, _SIDE_FILES)
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    # A * also matches a slash: deeper files are not those of the pattern.
+    return any(
+        fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns
+    )
 
 
 def is_tokenizer_file(name: str) -> bool:
     """Whether a file of that name, relative to the model's directory, is a tokenizer's or a processor's."""
-    return any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
+    return _fits(name, TOKENIZER_FILES)
 
 
 def is_embedding_file(name: str) -> bool:
     """Whether a file of that name, relative to the model's directory, describes how embeddings are computed."""
-    return any(fnmatch(name, pattern) for pattern in EMBEDDING_FILES)
+    return _fits(name, EMBEDDING_FILES)
 
 
 def save_preprocessor(preprocessor: Any, directory: Path) -> None:
