@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from tools.bench_report import write_block
 from tools.bench_rounds import ROOT, machine_text
+from tools.crash.trainer import forked_ranks
 
 RECIPE = ROOT / "examples/llm_finetune/tiny_llama_python_docs.yaml"
 KEYS = {
@@ -116,9 +117,7 @@ class Training:
     def kill(self, rank: int) -> Interruption:
         """Kill a rank, and wait for the next new step."""
         last_step = self.lines()[-1].step
-        paths = (self._directory / "tmp").glob(f"ckpt-train-*/launch_*/attempt_*/rank_{rank}.pid")
-        newest = max(paths, key=lambda path: path.stat().st_mtime)
-        os.kill(int(newest.read_text()), signal.SIGKILL)
+        os.kill(forked_ranks(self._process.pid)[rank], signal.SIGKILL)
         killed = time.time()
         found = self.wait_for(last_step + 1, killed)
         first_new = next(line for line in found if line.step > last_step)

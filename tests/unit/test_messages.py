@@ -46,7 +46,6 @@ from automodel_ckpt.logs.metrics import JsonlLog
 from automodel_ckpt.logs.tracker_process import require_trackers
 from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
 from automodel_ckpt.parallel.mesh import _device
-from automodel_ckpt.parallel.ranks import rendezvous
 from automodel_ckpt.parallel.tensor_parallel import _tie
 from tests.support.models import tiny
 from tests.support.models.shards import checkpoint_in
@@ -108,12 +107,6 @@ def test_ranks_that_the_gpus_of_a_machine_do_not_suffice_for(monkeypatch: Patch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     refused(lambda: _device(None, 1), "this node has fewer GPUs than ranks")
-
-
-def test_a_machine_that_does_not_come(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(rendezvous, "JOIN_SECONDS", 0.0)
-    with pytest.raises(TimeoutError, match="no node answers within 0 seconds"):
-        rendezvous.wait_for(lambda: rendezvous.can_be_reached("127.0.0.1", 1), "no node answers")
 
 
 def test_a_gpu_that_is_used_before_the_ranks_are_forked(monkeypatch: Patch) -> None:

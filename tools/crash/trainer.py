@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -129,15 +128,8 @@ class Trainer:
         return known
 
     def ranks(self) -> dict[int, int]:
-        """The process ids of the ranks of the last start on this node, by rank."""
-        paths = (self.directory / "tmp").glob("ckpt-train-*/launch_*/attempt_*/rank_*.pid")
-        by_start: dict[tuple[int, int], dict[int, int]] = {}
-        for path in paths:
-            # A file is created before it is written, and removed with its directory.
-            with contextlib.suppress(OSError, ValueError):
-                rank = int(path.stem.removeprefix("rank_"))
-                by_start.setdefault(_start_of(path), {})[rank] = int(path.read_text())
-        return by_start[max(by_start)] if by_start else {}
+        """The process ids of the ranks that run on this node, by local rank: the launcher forks them in this order."""
+        return dict(enumerate(forked_ranks(self.pid)))
 
     def orphans(self, seconds: float = 2.0) -> list[int]:
         """Processes of the command that are left so long after its end."""
@@ -173,7 +165,10 @@ class Trainer:
         return self.pid if target == "launcher" else self.ranks().get(int(target[-1]))
 
 
-def _start_of(path: Path) -> tuple[int, int]:
-    """The numbers of the launch and of the start of the ranks that a file of a rank belongs to."""
-    attempt = path.parent
-    return int(attempt.parent.name.rpartition("_")[2]), int(attempt.name.rpartition("_")[2])
+def forked_ranks(launcher: int) -> list[int]:
+    """The process ids of the ranks that run, which a launcher has forked."""
+    try:
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return sorted(map(int, children))

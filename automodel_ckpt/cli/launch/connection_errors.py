@@ -10,13 +10,15 @@ CONNECTION_ERROR = re.compile(
     r"|remote worker crashing|Socket (unexpectedly )?closed|Pair is not connected|caused pair closure"
 )
 BROKEN_CONNECTION = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|recvValue failed|remote worker crashing"
+    r"Connection (closed|reset) by (remote )?peer|Broken pipe|recvValue failed|remote worker crashing"
     r"|Socket (unexpectedly )?closed|Pair is not connected|caused pair closure|Failed to recv, got 0 bytes"
 )
 """The process at the other end has ended. Other matches of CONNECTION_ERROR may also be faults of this rank."""
 TIMED_OUT = re.compile(r"Timed out waiting \d+ms|Watchdog caught collective operation timeout")
-NOT_CONNECTED = re.compile(r"connectFullMesh failed")
-"""gloo could not connect the ranks, which happens occasionally on a busy machine."""
+PEER_ADDRESS = re.compile(
+    r"by peer \[(?:::ffff:)?(?P<gloo>[\w.:]+)\]|by remote peer (?P<nccl>[\w.:-]+)<"
+)
+"""The address of the other end in messages of gloo and NCCL."""
 CONNECTION_ERROR_CLASSES = frozenset(
     {"DistError", "DistNetworkError", "DistStoreError", "DistBackendError"}
 )

@@ -13,14 +13,12 @@ import traceback
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from automodel_ckpt.base.units import duration
 from automodel_ckpt.cli.launch.connection_errors import (
     BROKEN_CONNECTION,
-    NOT_CONNECTED,
+    PEER_ADDRESS,
     TIMED_OUT,
     is_connection_error,
 )
-from automodel_ckpt.cli.launch.suspension_time import suspension
 from automodel_ckpt.errors import (
     EXIT_INTERNAL,
     EXIT_SAVE_FAILED,
@@ -52,18 +50,10 @@ class FailureRecord:
     """The traceback of an internal error; empty for other errors."""
     names_rank: bool = False
     """Whether the message already contains the rank."""
-    connected: bool = True
-    """False if the ranks could not connect to each other, so that a new start loses nothing."""
     timed_out: bool = False
     """Whether the rank waited for other ranks as long as the timeout of collectives allows."""
-    was_suspended: bool = False
-    """Whether that time passed while the rank itself was suspended."""
     outside_collective: bool = False
-    """Whether the rank was ended, or interrupted in a wait for data, because of others: it was in no collective."""
-    node_unreachable: bool = False
-    """Whether the rank's node does not respond, so that no rank can wait for its own record."""
-    is_hang: bool = False
-    """Whether a step hangs: no rank ends without being ended, and none has anything left to do."""
+    """Whether the rank was interrupted in a wait for data because of others: it was in no collective."""
     was_training: bool = True
     """False if the rank was stopped before training, so that other ranks may wait for it to start."""
     follows_log: bool = False
@@ -81,14 +71,10 @@ def failure_record(error: BaseException, rank: int) -> FailureRecord:
     origin = getattr(error, "rank", None)
     is_connection = is_connection_error(error)
     primary = origin == rank if origin is not None else not is_connection
-    connected = not (is_connection and NOT_CONNECTED.search(str(error)))
     timed_out = is_connection and bool(TIMED_OUT.search(str(error)))
-    is_broken = connected and not timed_out and BROKEN_CONNECTION.search(str(error))
+    is_broken = not timed_out and BROKEN_CONNECTION.search(str(error))
     if code == EXIT_INTERNAL and not primary and is_broken:
         return lost_connection_record(error, rank, "to another rank", where=f"rank {rank}")
-    suspended_seconds = suspension.just_ended() if timed_out else 0.0
-    if suspended_seconds:
-        message = _suspended_message(rank, suspended_seconds)
     is_explained = message.startswith("error: ") or code != EXIT_INTERNAL
     details = "" if is_explained else without_hidden("".join(traceback.format_exception(error)))
     return FailureRecord(
@@ -98,31 +84,22 @@ def failure_record(error: BaseException, rank: int) -> FailureRecord:
         message,
         primary=primary,
         details=details,
-        names_rank=origin is not None or suspended_seconds > 0,
-        connected=connected,
+        names_rank=origin is not None,
         timed_out=timed_out,
-        was_suspended=suspended_seconds > 0,
     )
-
-
-def _suspended_message(rank: int, seconds: float) -> str:
-    """Return the message of a rank that has waited too long for others because it was suspended itself."""
-    problem = Problem(
-        "the ranks were suspended for longer than the timeout of collectives",
-        "distributed.timeout_minutes",
-        f"rank {rank} did not run for {duration(seconds)}",
-        "the timeout counts the time in which all ranks are suspended (SIGSTOP, a frozen container or machine): set a "
-        "longer one before the job is suspended for so long; run the same command to resume from the newest checkpoint",
-    )
-    return f"error: {problem}"
 
 
 def lost_connection_record(
     error: BaseException, rank: int, destination: str, *, where: str
 ) -> FailureRecord:
-    """Return the record of a rank or launcher whose connection broke. It has no traceback, which would not help."""
+    """Return the record of a rank or launcher whose connection broke. It has no traceback, which would not help.
+
+    The message names the node at the other end if *error* does.
+    """
+    found = PEER_ADDRESS.search(str(error))
+    node = f" on node {found['gloo'] or found['nccl']}" if found else ""
     problem = Problem(
-        f"the connection {destination} broke",
+        f"the connection {destination}{node} broke",
         where,
         without_hidden(f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}"),
         "another rank, its node or the network failed: see the log of that rank; run the same command on all nodes to "
@@ -133,23 +110,15 @@ def lost_connection_record(
     )
 
 
-def unreachable_node_record(rank: int, seconds: float) -> FailureRecord:
-    """Return the record of a rank whose node has sent nothing for so many *seconds*. Another node writes it."""
+def ended_run_record(code: int, host: str) -> FailureRecord:
+    """Return the record of a launcher whose run has ended with *code* because of ranks of the node *host*."""
     problem = Problem(
-        f"the node of rank {rank} does not respond",
-        "network",
-        f"no data was received from it for {seconds:.0f} seconds",
-        "check that the node is running, and the network; run the same command on all nodes to resume from the newest "
-        "checkpoint",
+        f"ranks of node {host} failed",
+        "another node",
+        f"exit code {code}",
+        "see the output on that node",
     )
-    return FailureRecord(
-        time.time(),
-        rank,
-        EXIT_INTERNAL,
-        f"error: {problem}",
-        names_rank=True,
-        node_unreachable=True,
-    )
+    return FailureRecord(time.time(), -1, code, f"error: {problem}", names_rank=True)
 
 
 def death_record(rank: int, exitcode: int, when: float) -> FailureRecord:
@@ -194,20 +163,6 @@ def hang_record(report: str, rank: int) -> FailureRecord:
         f"error: {report}",
         names_rank=True,
         follows_log=True,
-        is_hang=True,
-    )
-
-
-def terminated_record(rank: int, message: str) -> FailureRecord:
-    """Return the record of a rank that is ended because of others."""
-    return FailureRecord(
-        time.time(),
-        rank,
-        EXIT_INTERNAL,
-        message,
-        primary=False,
-        names_rank=True,
-        outside_collective=True,
     )
 
 
@@ -230,7 +185,7 @@ def name_silent_ranks(
     """
     waited = {record.rank for record in records if not record.outside_collective}
     silent = sorted(set(started) - waited)
-    if not cause.timed_out or cause.was_suspended or (is_all and not silent):
+    if not cause.timed_out or (is_all and not silent):
         return cause
     if silent:
         plural = "s" if len(silent) > 1 else ""

@@ -2,36 +2,30 @@
 
 This process imports torch, transformers and the recipe's class, and then forks, so that the ranks start immediately.
 Before the fork it computes nothing and does not initialize CUDA, because neither survives a fork. Torch's elastic agent
-watches and restarts the ranks (:mod:`automodel_ckpt.cli.launch.elastic_agent`).
-:mod:`automodel_ckpt.cli.launch.forked_rank` describes how ranks end.
+watches and restarts the ranks (:mod:`automodel_ckpt.cli.launch.agent.elastic_agent`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from automodel_ckpt.checkpoint.files.layout import HANGS
-from automodel_ckpt.cli.launch.elastic_agent import (
-    EarlierRunEnds,
-    LostOtherNodes,
-    launch_config,
-    rendezvous_error,
-    run_agent,
-)
 from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.failures import (
     FailureRecord,
+    lost_connection_record,
     name_silent_ranks,
     printed_failure,
     root_cause,
 )
+from automodel_ckpt.cli.launch.forked_rank import launched_rank
 from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
-from automodel_ckpt.cli.launch.hang_examiner import HangExaminer
 from automodel_ckpt.cli.launch.memory_rescue import keep_memory
 from automodel_ckpt.cli.launch.node_resources import cores, count_ranks, set_threads, visible_gpus
 from automodel_ckpt.cli.launch.process import print_message, report_stop
@@ -42,29 +36,27 @@ from automodel_ckpt.cli.launch.recipe_import import (
     validate_cuda_not_initialized,
     validate_no_autograd_threads,
 )
-from automodel_ckpt.cli.launch.rendezvous_flags import LOCAL, Rendezvous
-from automodel_ckpt.cli.launch.rendezvous_host import RendezvousHost, RendezvousInterrupted
-from automodel_ckpt.cli.launch.shared_directory import scratch_directory
+from automodel_ckpt.cli.launch.rendezvous_flags import Rendezvous
 from automodel_ckpt.cli.launch.signal_forwarder import SignalForwarder
-from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
+from automodel_ckpt.cli.launch.worker import Loaded
 from automodel_ckpt.config.tree.flags import LaunchFlags
-from automodel_ckpt.config.tree.urls import with_local_directory
-from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL
-from automodel_ckpt.parallel.ranks.hangs import poll_seconds
+from automodel_ckpt.errors import (
+    EXIT_DONE,
+    EXIT_INTERNAL,
+    AutomodelError,
+    RecipeError,
+    os_problem,
+)
+from automodel_ckpt.parallel.ranks.network import is_known
 from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, stop_request
 
-MAX_LAUNCHES = 3
-"""How often the ranks of a single node are started if they cannot connect to each other."""
+MONITOR_SECONDS = 0.1
+"""How often the agent looks at its ranks."""
 
 
 def run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) -> int:
     """Fork the ranks of this node and return the exit code of the run. Raises :class:`StoppedWaiting` for a signal."""
-    host = RendezvousHost(rendezvous)
-    with (
-        scratch_directory() as directory,
-        SignalForwarder(FailureDirectory(directory), host) as signals,
-        ExitStack() as until_end,
-    ):
+    with _scratch_directory() as directory, SignalForwarder() as signals:
         # torch reads the number of threads at its import, before it can count the GPUs.
         set_threads(os.environ, _estimated_ranks(flags.nproc_per_node))
         configure_torch(os.environ)
@@ -73,43 +65,38 @@ def run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) -> 
         torch = importlib.import_module("torch")
         section = getattr(loaded.config, "distributed", None)
         on_gpu = getattr(section, "backend", None) != "gloo"
-        # torch's agents count the GPUs, too, before they fork ranks.
-        until_end.enter_context(without_initializing_cuda())
-        num_ranks = count_ranks(flags.nproc_per_node, torch.cuda.device_count(), on_gpu=on_gpu)
+        with without_initializing_cuda():
+            num_gpus = torch.cuda.device_count()
+        num_ranks = count_ranks(flags.nproc_per_node, num_gpus, on_gpu=on_gpu)
         validate_cuda_not_initialized(torch)
         validate_no_autograd_threads()
         # A signal after the imports: no rank exists yet that it could be sent to.
         if signals.received:
             raise StoppedWaiting
-        host.examiner = _hang_examiner(loaded, rendezvous)
-        host.max_restarts = rendezvous.max_restarts(flags.max_restarts)
-        for launch in range(1, MAX_LAUNCHES + 1):
-            # One per launch: records of ranks that could not connect must not count later.
-            failure_dir = FailureDirectory(
-                directory / f"launch_{launch}", is_elastic=rendezvous.is_elastic
-            )
-            signals.failure_dir = failure_dir
-            host.begin(failure_dir)
-            try:
-                codes, deaths = _run_agents(
-                    loaded, recipe_class, rendezvous, num_ranks, failure_dir, host
-                )
-            except RendezvousInterrupted:
-                if failure_dir.attempt >= 0:
-                    keep_memory(loaded, EXIT_INTERNAL)
-                return report_stop(signals.received, "while waiting for the other nodes")
-            finally:
-                host.close()
-            # Only on one node: the launchers of other nodes do not take part in this loop.
-            may_repeat = rendezvous.rdzv_backend == LOCAL and not signals.received
-            if launch == MAX_LAUNCHES or not may_repeat or not _never_connected(failure_dir):
-                break
-            print_message("the ranks could not connect to each other: starting them again")
-        code = _report_outcome(
-            failure_dir, codes, deaths, num_ranks=num_ranks, num_nodes=rendezvous.max_nodes
-        )
+        failure_dir = FailureDirectory(directory)
+        arguments = (loaded, recipe_class, failure_dir, os.getpid())
+        max_restarts = rendezvous.max_restarts(flags.max_restarts)
+        try:
+            code = _run_agent(rendezvous, num_ranks, max_restarts, arguments, signals)
+        except StoppedWaiting:
+            if failure_dir.attempt >= 0:
+                keep_memory(loaded, EXIT_INTERNAL)
+            return report_stop(signals.received, "while waiting for the other nodes")
         keep_memory(loaded, code)
         return code
+
+
+@contextmanager
+def _scratch_directory() -> Iterator[Path]:
+    """Create the temporary directory of :class:`FailureDirectory`. Raises :class:`RecipeError`."""
+    try:
+        directory = tempfile.TemporaryDirectory(prefix="ckpt-train-")
+    except OSError as error:
+        hint = "free space in it, or set TMPDIR to another directory"
+        problem = os_problem(error, "the temporary directory cannot be used", hint=hint)
+        raise RecipeError.all_of([problem]) from error
+    with directory as name:
+        yield Path(name)
 
 
 def _estimated_ranks(requested: str) -> int:
@@ -121,87 +108,94 @@ def _estimated_ranks(requested: str) -> int:
     return visible_gpus(os.environ) or cores()
 
 
-def _hang_examiner(loaded: Loaded, rendezvous: Rendezvous) -> HangExaminer | None:
-    """Return what examines ranks of this node when a step hangs; None without the section ``hangs`` or other nodes."""
-    settings = getattr(loaded.config, "hangs", None)
-    if settings is None or rendezvous.max_nodes == 1:
-        return None
-    run = Path(with_local_directory(loaded.config).checkpoint.checkpoint_dir)
-    return HangExaminer(run / HANGS, poll_seconds(settings.min_seconds))
-
-
-def _run_agents(
-    loaded: Loaded,
-    recipe_class: RecipeClass,
+def _run_agent(
     rendezvous: Rendezvous,
     num_ranks: int,
-    failure_dir: FailureDirectory,
-    host: RendezvousHost,
-) -> tuple[dict[int, int], list[FailureRecord]]:
-    """Run the ranks with :func:`run_agent`, again whenever this launcher lost the other nodes and may rejoin them.
-
-    It also runs them again if those of another node fail after they have ended, and it tries again while the nodes of
-    an earlier run leave the rendezvous, as they do if a scheduler starts a node anew before the others have ended.
-    """
-    ours = importlib.import_module("automodel_ckpt.parallel.ranks.rendezvous")
-    max_restarts = host.max_restarts
-    while True:
-        config = launch_config(rendezvous, num_ranks, max_restarts, failure_dir, host)
-        try:
-            return run_agent(loaded, recipe_class, rendezvous, config, failure_dir)
-        except ours.OtherNodesStartAgain:
-            max_restarts = host.max_restarts - host.restarts
-            continue
-        except EarlierRunEnds as ends:
-            if not host.may_join_later():
-                raise rendezvous_error(rendezvous, ends.error) from ends.error
-            host.pause()
-            continue
-        except LostOtherNodes as lost:
-            if not host.may_rejoin():
-                return {}, [lost.record]
-        host.report_loss()
-        host.pause()
-        # The agent restarts the ranks, which is one of the restarts.
-        max_restarts = host.max_restarts - host.restarts - 1
-
-
-def _never_connected(failure_dir: FailureDirectory) -> bool:
-    """Whether the ranks of the last attempt failed because they could not connect to each other."""
-    return any(not record.connected for record in failure_dir.records(failure_dir.last_attempt()))
-
-
-def _report_outcome(
-    failure_dir: FailureDirectory,
-    codes: Mapping[int, int],
-    deaths: list[FailureRecord],
-    *,
-    num_ranks: int,
-    num_nodes: int,
+    max_restarts: int,
+    arguments: tuple[Loaded, Any, FailureDirectory, int],
+    signals: SignalForwarder,
 ) -> int:
-    """Return the exit code of the run; print its root cause if it failed.
+    """Run the ranks with torch's elastic agent, and return the exit code of the run.
 
-    A death that the agent detected counts only if the rank wrote no record. Records of earlier attempts do not count.
+    Raises:
+        StoppedWaiting: A signal arrived while no rank was running.
+        AutomodelError: The ranks could not be started.
     """
-    attempt = failure_dir.last_attempt()
-    records = failure_dir.records(attempt)
-    recorded = {record.rank for record in records}
-    silent = [death for death in deaths if death.rank not in recorded]
-    cause = root_cause(records + silent)
-    if cause is None:
-        # Ranks return the codes that a restart cannot fix: the agent takes them for success.
-        return max(codes.values(), default=EXIT_DONE)
-    if not deaths and set(codes.values()) == {EXIT_DONE}:
-        return EXIT_DONE
-    started = failure_dir.processes(attempt)
-    cause = name_silent_ranks(cause, records, started, is_all=num_nodes == 1)
+    # They import torch, which reads variables that are set before.
+    agents = importlib.import_module("automodel_ckpt.cli.launch.agent.elastic_agent")
+    rendezvouses = importlib.import_module("automodel_ckpt.cli.launch.agent.node_rendezvous")
+    server = importlib.import_module("torch.distributed.elastic.agent.server")
+    try:
+        handler = signals.wait_for(lambda: rendezvouses.rendezvous_handler(rendezvous))
+        spec = server.WorkerSpec(
+            role="default",
+            local_world_size=num_ranks,
+            rdzv_handler=handler,
+            entrypoint=launched_rank,
+            args=arguments,
+            max_restarts=max_restarts,
+            monitor_interval=MONITOR_SECONDS,
+            local_addr=rendezvouses.local_address(rendezvous),
+        )
+        failure_dir = arguments[2]
+        agent = agents.RankAgent(spec, failure_dir, signals, _waiting_text(rendezvous))
+    except Exception as error:
+        raise _start_error(rendezvous, error) from error
+    try:
+        has_failed, failures = agent.run().is_failed(), agent.failures
+    except Exception as error:
+        if not agent.ranks:
+            raise _start_error(rendezvous, error) from error
+        has_failed, failures = True, [*agent.failures, _lost_rendezvous(rendezvous, error)]
+    finally:
+        handler.shutdown()
+    if not failures:
+        return EXIT_INTERNAL if has_failed else EXIT_DONE
+    return _report(failures, agent.ranks, num_nodes=rendezvous.max_nodes)
+
+
+def _report(failures: list[FailureRecord], ranks: list[int], *, num_nodes: int) -> int:
+    """Print the root cause of a run that failed or was stopped, and return its exit code."""
+    cause = root_cause(failures)
+    assert cause is not None
+    cause = name_silent_ranks(cause, failures, ranks, is_all=num_nodes == 1)
     # If all ranks failed with the same message, the rank does not matter.
-    messages = {record.message for record in records}
-    all_failed = len(records) == len(codes or records)
-    is_common = len(records) > 1 and len(messages) == 1 and all_failed
-    several_ranks = num_ranks * num_nodes > 1 and not is_common
-    if any(record.follows_log for record in records):
+    is_common = 1 < len(failures) == len(ranks) and len({each.message for each in failures}) == 1
+    several_ranks = len(ranks) * num_nodes > 1 and not is_common
+    if any(record.follows_log for record in failures):
         # A rank that was killed has no failure record.
-        cause = dataclasses.replace(cause, follows_log=True)
+        cause = replace(cause, follows_log=True)
     print_message(printed_failure(cause, several_ranks=several_ranks))
     return cause.code or EXIT_INTERNAL
+
+
+def _waiting_text(rendezvous: Rendezvous) -> str:
+    """Return which nodes the launcher waits for; empty on a single node."""
+    least, most = rendezvous.min_nodes, rendezvous.max_nodes
+    if most == 1:
+        return ""
+    num_nodes = str(most) if least == most else f"{least} to {most}"
+    endpoint = rendezvous.rdzv_endpoint
+    if rendezvous.run_id != "none":
+        endpoint += f" (run {rendezvous.run_id})"
+    text = f"waiting for other nodes at {endpoint}: {num_nodes} nodes are required"
+    host = rendezvous.rdzv_endpoint.rpartition(":")[0].strip("[]")
+    return text if is_known(host) else f"{text}; the host name {host} cannot be resolved"
+
+
+def _lost_rendezvous(rendezvous: Rendezvous, error: Exception) -> FailureRecord:
+    """Return the record of a launcher that could not join the other nodes again, or lost its connection to them."""
+    where = f"rendezvous {rendezvous.rdzv_backend} at {rendezvous.rdzv_endpoint}"
+    return lost_connection_record(error, -1, "to the other nodes", where=where)
+
+
+def _start_error(rendezvous: Rendezvous, error: Exception) -> AutomodelError:
+    if isinstance(error, AutomodelError):
+        return error
+    return RecipeError(
+        "the ranks could not be started",
+        where=f"rendezvous {rendezvous.rdzv_backend} at {rendezvous.rdzv_endpoint}",
+        value=f"{type(error).__name__}: {error}",
+        hint="check that the address is the one of this run, that its port is free, that all nodes were started, and "
+        "whether the system can start processes (ulimit -u, the free memory)",
+    )

@@ -1,40 +1,37 @@
-"""Forward the signals of the launcher to the ranks that it forked.
-
-Ranks that get a signal save and return 75, which may take long. Torch's agent would end them after a few seconds.
-Therefore the agent handles only SIGQUIT, and this module the signals that stop a run.
-"""
+"""Forward the signals of the launcher to the ranks that it forked. They save and return 75, which may take long."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from multiprocessing.process import BaseProcess
+from threading import Thread
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
-from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
-from automodel_ckpt.cli.launch.failures import printed_failure, root_cause
-from automodel_ckpt.cli.launch.process_state import has_ended
-from automodel_ckpt.cli.launch.rendezvous_host import RendezvousHost
-from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL
-from automodel_ckpt.parallel.ranks.stop import SAME_SIGNAL_SECONDS, stop_request
+from automodel_ckpt.cli.launch.process import print_message
+from automodel_ckpt.parallel.ranks.stop import SAME_SIGNAL_SECONDS, StoppedWaiting, stop_request
+
+Result = TypeVar("Result")
 
 
 class SignalForwarder:
-    """Forwards this process's signals to the ranks while it is entered. A second signal ends a run without ranks.
+    """Forwards this process's signals to *processes* while it is entered.
 
-    *failure_dir* is the directory of the ranks, whose process ids it has; set it again for each new launch. *received*
-    is the first signal, or 0. If there was one, further signals are ignored afterwards, until another run: the exit
-    code of a run that was stopped must not change while this process ends.
+    *received* is the first signal, or 0. If there was one, further signals are ignored after the context: the exit code
+    of a run that was stopped must not change while this process ends. *code* is the exit code of ranks that are done.
     """
 
-    def __init__(self, failure_dir: FailureDirectory, rendezvous_host: RendezvousHost) -> None:
+    def __init__(self) -> None:
         self.received = 0
-        self.failure_dir = failure_dir
-        self._rendezvous_host = rendezvous_host
-        self._process = os.getpid()
+        self.processes: Sequence[BaseProcess] = ()
+        self.code: int | None = None
         self._first_at = 0.0
+        self._is_waiting = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> SignalForwarder:
@@ -46,54 +43,62 @@ class SignalForwarder:
         for number, handler in self._before.items():
             signal.signal(number, _ignore if self.received else handler)
 
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """A context in which signals wait, so that each one reaches all ranks that are forked in it.
+
+        The ranks inherit the mask, and unblock the signals when they handle them.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, stop_request().signals)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_request().signals)
+
+    def wait_for(self, action: Callable[[], Result]) -> Result:
+        """Return the result of *action*, which may wait in C++, where no signal handler runs.
+
+        Raises :class:`StoppedWaiting` for a signal.
+        """
+        outcome: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(action())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        thread = Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            self._is_waiting = True
+            if self.received:
+                raise StoppedWaiting
+            result = outcome.result()
+        finally:
+            self._is_waiting = False
+        # Ranks are forked next: no thread may hold a lock.
+        thread.join()
+        return result
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
-            # This is a rank that has not installed its own handlers yet.
-            stop_request().note(number)
-            return
-        # Record the signal before listing the processes: a rank that registers meanwhile reads it from the directory.
-        self.failure_dir.record_signal(number)
         is_second = self.received and time.monotonic() - self._first_at >= SAME_SIGNAL_SECONDS
         if not self.received:
             self.received, self._first_at = number, time.monotonic()
             stop_request().note(number)
-        has_ranks = False
-        for process in self.failure_dir.processes(self.failure_dir.last_attempt()).values():
-            if _send(process, number):
-                has_ranks = True
-        if is_second and not has_ranks:
-            self._exit_immediately(number)
-        # Last, since both may raise: the ranks have got the signal.
-        self._rendezvous_host.stop(number)
+        running = [process for process in self.processes if process.exitcode is None]
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid or 0, number)
+        if is_second and not running:
+            if self.code is None:
+                print_message(f"stopped immediately by a second {signal.Signals(number).name}")
+            os._exit(128 + number if self.code is None else self.code)
+        if self._is_waiting:
+            self._is_waiting = False
+            raise StoppedWaiting
         stop_request().wake(number, frame)
-
-    def _exit_immediately(self, number: int) -> NoReturn:
-        """End for a second signal when no rank runs. If all ranks were done, their exit code is kept."""
-        failure_dir = self.failure_dir
-        attempt = failure_dir.last_attempt()
-        ranks = failure_dir.processes(attempt)
-        cause = root_cause(failure_dir.records(attempt))
-        code = cause.code if cause is not None else EXIT_DONE
-        are_done = all(failure_dir.is_done(attempt, rank) for rank in ranks)
-        if not ranks or not are_done or code == EXIT_INTERNAL:
-            sys.stderr.write(f"stopped immediately by a second {signal.Signals(number).name}\n")
-            os._exit(128 + number)
-        if cause is not None:
-            sys.stderr.write(printed_failure(cause, several_ranks=len(ranks) > 1) + "\n")
-        os._exit(code)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """Handle a signal after the work is done. SIG_IGN in its place would be taken for nohup's by a later run."""
-
-
-def _send(process: int, number: int) -> bool:
-    """Send a signal; return False if the process has ended."""
-    # kill() succeeds for a process that has ended and whose parent has not read its status yet.
-    if has_ended(process):
-        return False
-    try:
-        os.kill(process, number)
-    except ProcessLookupError:
-        return False
-    return True

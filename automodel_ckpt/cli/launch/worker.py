@@ -19,7 +19,6 @@ from automodel_ckpt.cli.launch.failures import (
     failure_text,
 )
 from automodel_ckpt.cli.launch.process import exit_now, this_rank, world_size
-from automodel_ckpt.cli.launch.suspension_time import suspension
 from automodel_ckpt.errors import EXIT_DONE, EXIT_STOPPED, AutomodelError, RecipeError, Stopped
 from automodel_ckpt.logs.progress import Progress
 from automodel_ckpt.parallel.ranks.network import let_gloo_be_found
@@ -60,12 +59,10 @@ def run_rank(
     recipe_class: RecipeClass,
     on_failure: Callable[[FailureRecord], None],
     exit_stopped: int = EXIT_STOPPED,
-    on_training: Callable[[], None] = lambda: None,
 ) -> int:
     """Run the recipe in this process as the rank in the environment (RANK, default 0), and return its exit code.
 
-    Raises nothing. *on_training* is called when the start is complete, and *on_failure* with the failure record before
-    anything is closed. A signal before training
+    Raises nothing. *on_failure* is called with the failure record before anything is closed. A signal before training
     may end the process with *exit_stopped*. Afterwards, the threads of process groups have ended, unless closing them
     took longer than CLOSE_SECONDS.
     """
@@ -79,8 +76,6 @@ def run_rank(
         _run_with_time_limit(release_all)
         exit_now(exit_stopped)
 
-    if world_size() > 1:
-        suspension.watch()
     try:
         let_gloo_be_found(os.environ)
         with stop.before_training(leave), reporting_user_failures(RecipeError):
@@ -89,7 +84,6 @@ def run_rank(
             recipe.overridden = frozenset(getattr(loaded, "overridden", ()))
             recipe.setup()
         is_training = True
-        on_training()
         with reporting_user_failures(AutomodelError):
             recipe.run()
             recipe.close()

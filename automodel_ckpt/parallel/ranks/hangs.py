@@ -232,17 +232,6 @@ def read_states(directory: Path, start: str) -> dict[int, RankState]:
     return states
 
 
-def newest_start(directory: Path) -> str:
-    """Return the start of the run that has written the newest state in *directory*; empty if there is none."""
-    found = []
-    for path in directory.glob("rank_*.txt"):
-        state = RankState.parsed(read_text(path).partition("\n")[0])
-        with contextlib.suppress(OSError):
-            if state is not None:
-                found.append((path.stat().st_mtime, state.start))
-    return max(found, default=(0.0, ""))[1]
-
-
 def poll_seconds(min_seconds: float) -> float:
     """How often processes look whether a step hangs, for at least *min_seconds*, or another one has found that."""
     return min(max(min_seconds / 20, _MIN_POLL_SECONDS), _MAX_POLL_SECONDS)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
-import os
 import socket
-import stat
 import struct
 from collections.abc import MutableMapping
 
@@ -130,27 +128,6 @@ def let_gloo_be_found(environment: MutableMapping[str, str]) -> None:
     interface = interface_of(address) if address else None
     if interface:
         environment["GLOO_SOCKET_IFNAME"] = interface
-
-
-def bound_silence(port: int, seconds: float) -> None:
-    """Let this process's connections to *port* of other nodes fail if data is not acknowledged for that many seconds.
-
-    The kernel's default is a quarter of an hour. This is for connections of libraries, which do not set the option.
-    """
-    # A listed descriptor may be closed by now; that of the listing always is.
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(number).st_mode):
-                continue
-            # A socket object closes its descriptor, so it gets a copy: the library's stays open.
-            with socket.socket(fileno=os.dup(number)) as connection:
-                if (
-                    connection.family in (socket.AF_INET, socket.AF_INET6)
-                    and connection.getpeername()[1] == port
-                ):
-                    connection.setsockopt(
-                        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000)
-                    )
 
 
 def _resolved(host: str) -> list[tuple[int, int, int, str, tuple[str, ...]]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import re
 import signal
 import socket
 import time
@@ -28,10 +27,6 @@ _STATES = {
     "Z": "ended",
 }
 """States of a process (source: proc_pid_stat(5))."""
-_FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)')
-"""A line of :mod:`faulthandler`."""
-_LIBRARY = re.compile(r"/python3[^/]*/(?!site-packages/)|/site-packages/(?!automodel_ckpt/)")
-"""Paths of Python's standard library and of installed packages, but not of this one."""
 _FILE_NAME = "automodel_ckpt-stacks"
 _MAX_BYTES = 2**20
 _MAX_THREADS = 200
@@ -98,16 +93,6 @@ class StackDump:
         self._file.close()
 
 
-def address_of(process: int) -> ProcessAddress | None:
-    """Return the address of a process of this node by its id; None if it has no :class:`StackDump`."""
-    with contextlib.suppress(OSError):
-        for path in Path(f"/proc/{process}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if os.readlink(path).startswith(f"/memfd:{_FILE_NAME}"):
-                    return _address(process, int(path.name))
-    return None
-
-
 def _address(process: int, descriptor: int) -> ProcessAddress:
     started = _started(_stat(process))
     return ProcessAddress(socket.gethostname(), _namespace(), process, started, descriptor)
@@ -130,24 +115,6 @@ def report_on(address: ProcessAddress) -> ProcessReport | None:
         return ProcessReport(note, f"{seen}\n{stacks}")
     state = _STATES.get(stat[0], stat[0])
     return ProcessReport(f"does not respond (process {process}, {state})", seen)
-
-
-def place_in(stacks: str) -> str:
-    """The innermost function of the main thread in a text of *stacks*, and the one of the program that called it.
-
-    Empty if there are none. The format is that of :mod:`faulthandler`, which writes the main thread last.
-    """
-    frames = []
-    for line in stacks.rpartition("(most recent call first)")[2].splitlines():
-        if match := _FRAME.fullmatch(line):
-            frames.append(
-                (match["path"], f"{match['function']} ({Path(match['path']).name}:{match['line']})")
-            )
-    if not frames:
-        return ""
-    caller = next((text for path, text in frames if not _LIBRARY.search(path)), "")
-    innermost = frames[0][1]
-    return innermost if caller in ("", innermost) else f"{innermost}, called by {caller}"
 
 
 def kill_if_suspended(address: ProcessAddress) -> None:

@@ -68,7 +68,13 @@ PRIVATE_NAMES: dict[str, str] = {
     "_C": "torch",
     "_get_default_store": "torch.distributed.distributed_c10d",
     "_local_tensor": "torch.distributed.tensor.DTensor",
-    "_stop_heartbeats": "torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler",
+    "_monitor_workers": "torch.distributed.elastic.agent.server.api.SimpleElasticAgent",
+    "_remaining_restarts": "torch.distributed.elastic.agent.server.api.SimpleElasticAgent",
+    "_rendezvous": "torch.distributed.elastic.agent.server.api.SimpleElasticAgent",
+    "_restart_workers": "torch.distributed.elastic.agent.server.api.SimpleElasticAgent",
+    "_shutdown": "torch.distributed.elastic.agent.server.api.SimpleElasticAgent",
+    "_start_workers": "torch.distributed.elastic.agent.server.api.SimpleElasticAgent",
+    "_stop_workers": "torch.distributed.elastic.agent.server.api.SimpleElasticAgent",
     "_world": "torch.distributed.distributed_c10d",
     "_n_microbatches": "torch.distributed.pipelining.schedules",
     "_inductor": "torch",
@@ -173,11 +179,18 @@ SHARED_WITH_OWN_CODE = {
     "_buffers",
     "_generate",
     "_init_group",
+    "_monitor_workers",
     "_optimizer_step_post_hooks",
     "_optimizer_step_pre_hooks",
     "_parameters",
     "_post_forward",
     "_parse",
+    "_remaining_restarts",
+    "_rendezvous",
+    "_restart_workers",
+    "_shutdown",
+    "_start_workers",
+    "_stop_workers",
     "_training_state",
     "_workers",
 }
@@ -254,17 +267,6 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 # Patches: assignments to objects of another library, each with the reason why it is still needed.
-
-
-def test_torchs_rendezvous_still_inspects_the_stack_for_each_event() -> None:
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    # The source, because the function may be replaced in this process.
-    source = inspect.getsource(dynamic_rendezvous)
-    assert "def get_method_name(depth=2):\n    if len(inspect.stack()) > depth:" in source, (
-        "remove the replacement of get_method_name from parallel/ranks/rendezvous.py"
-    )
-    assert "{get_method_name()}" in source, "the name is no longer looked up in the module"
 
 
 def test_transformers_still_has_no_setting_for_the_environment_of_chat_templates() -> None:

@@ -141,16 +141,18 @@ def test_the_rank_that_does_not_arrive_is_named_and_all_nodes_restart(
             command.kill()
             command.wait()
     assert [command.returncode for command in commands_of_nodes] == [0, 0], logs
+    found = dict(
+        re.findall(r"step (\d+) hangs: it takes \d+ s, and the median is .*\n(.*)\n", "".join(logs))
+    )
+    assert sorted(found) == ["12", "21"], logs
+    if host == ADDRESSES[0]:
+        assert all(text.startswith("  rank 1 (node ckpt-") for text in found.values())
+    texts = [re.sub(r" \(node [^)]*\)", "", found[step]) for step in ("12", "21")]
+    assert texts[0] == "  rank 1 did not arrive: in a step: sleep_long (hanging.py:8)"
+    assert texts[1].startswith("  rank 1 does not respond: its node or process may be lost")
     for log in logs:
-        found = re.findall(r"step (\d+) hangs: it takes \d+ s, and the median is .*\n(.*)\n", log)
-        assert [step for step, _ in found] == ["12", "21"], log
-        texts = [re.sub(r" \(node [^)]*\)", "", text) for _, text in found]
-        assert texts[0] == "  rank 1 did not arrive: in a step: sleep_long (hanging.py:8)"
-        assert re.fullmatch(r"  rank 1 is suspended \(process \d+\)", texts[1])
-        if host == ADDRESSES[0]:
-            assert all(text.startswith("  rank 1 (node ckpt-") for _, text in found)
-        # Which launcher's agent finds it first depends on the time.
-        assert len(re.findall("restart . of 2|restarted with 2 ranks", log)) == 2, log
+        # Which launcher finds it first depends on the time.
+        assert len(re.findall("restart . of 2|all ranks start again", log)) == 2, log
     name = scratch_directory(url, str(disk)).name
     runs = [Path(f"{disk}{suffix}") / name for suffix in nodes.disks]
     for run in runs:
@@ -158,7 +160,6 @@ def test_the_rank_that_does_not_arrive_is_named_and_all_nodes_restart(
         assert "in sleep_long" in (hangs / "step_12/rank_1.txt").read_text()
         for step in (12, 21):
             assert "distributed_c10d.py" in (hangs / f"step_{step}/rank_0.txt").read_text()
-        assert ": suspended" in (hangs / "step_21/stacks_of_rank_1.txt").read_text()
     starts_of_run = read_goodput(runs[0]).starts
     assert [start.first_step for start in starts_of_run] == [0, 10, 20]
     assert [start.outcome for start in starts_of_run] == ["killed", "killed", "done"]

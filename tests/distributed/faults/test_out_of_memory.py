@@ -64,7 +64,7 @@ def test_the_rank_without_memory_is_the_root_cause_of_a_run_on_several(
         "tests",
         "--nproc-per-node=2",
         f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
-        LOSS + "call: 4, rank: 1, peer_grace: 1.0}",
+        LOSS + "call: 4, rank: 1}",
         cwd=Path(__file__).parents[3],
     )
     assert done.returncode == EXIT_USAGE, done.stderr

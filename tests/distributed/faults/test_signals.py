@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
-from collections import Counter
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automodel_ckpt.cli.launch import process_state, suspended
 from automodel_ckpt.parallel.mesh import close_distributed, init_distributed
 from automodel_ckpt.parallel.ranks.stop import PeerStop
 from tests.support import ranks
@@ -168,28 +165,6 @@ def test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_
         in trainer.log
     )
     assert "Traceback" not in trainer.log
-
-
-def test_a_rank_that_was_stopped_is_told_of_once() -> None:
-    warnings: list[str] = []
-    with subprocess.Popen(["sleep", "60"]) as peer:
-        os.kill(peer.pid, signal.SIGSTOP)
-        while not process_state.is_suspended(peer.pid):
-            time.sleep(0.01)
-        processes, seen = (
-            {0: os.getpid(), 1: peer.pid, 2: os.getpid()},
-            [Counter[int](), Counter[int]()],
-        )
-        for _ in range(suspended.SUSPENDED_POLLS + 2):
-            for rank, mine in zip((0, 2), seen, strict=True):
-                warnings += suspended.suspension_warnings(processes, rank, mine)
-        peer.kill()
-    (warning,) = warnings
-    assert warning.startswith(f"warning: rank 1 (process {peer.pid}) is suspended")
-
-
-def test_without_registered_ranks_none_is_suspended() -> None:
-    assert list(suspended.suspension_warnings({}, 0, Counter())) == []
 
 
 def test_a_rank_in_the_models_collectives_ends_soon_after_its_peer_was_killed(

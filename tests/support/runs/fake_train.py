@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import os
 import signal
 import sys
@@ -51,7 +50,6 @@ class FakeRecipe:
             self.note("joining", "")
             dist.init_process_group("gloo")
         self.note("started", f"{os.getpid()} {os.environ.get('OMP_NUM_THREADS')}")
-        self.fail_to_connect()
         if self.config.case == "killed_while_starting" and self.is_first_start():
             # Otherwise, rank 0 may still be connecting, and its next start would be its first one.
             while not (self.notes / "started_0").exists():
@@ -98,20 +96,6 @@ class FakeRecipe:
         if self.size > 1:
             dist.all_reduce(control, op=dist.ReduceOp.MAX)
         return int(control.item())
-
-    def fail_to_connect(self) -> None:
-        """What gloo raises on one rank now and then; the other one waits."""
-        times = {"connects_late": 1, "never_connects": 99}.get(self.config.case, 0)
-        if self.rank == 1 and len((self.notes / "started_1").read_text().splitlines()) <= times:
-            raise_in(
-                "torch.distributed.distributed_c10d",
-                RuntimeError(
-                    "Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc] Connection closed by peer"
-                ),
-            )
-
-    def connects_late(self) -> None:
-        self.ok()
 
     def ok(self) -> None:
         # In one write: the ranks share the pipe.
@@ -226,17 +210,6 @@ def raise_in(module: str, error: Exception) -> None:
     exec(compile("raise error", module, "exec"), {"__name__": module, "error": error})
 
 
-def _wait_in_agent(seconds: float) -> None:
-    """Let torch's agent wait *seconds* for its ranks to end before it kills them, not 30."""
-    agent = importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
-    processes = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
-    for function in (agent.LocalElasticAgent._shutdown, processes.PContext.close):
-        # torch 2.10 and 2.11 have the timeout in close() only.
-        names = list(inspect.signature(function).parameters)
-        if names[-1] == "timeout":
-            function.__defaults__ = (*function.__defaults__[:-1], seconds)
-
-
 def _set_rendezvous(last_call: float | None, heartbeat: float | None) -> None:
     """Let the rendezvous of torch wait *last_call* seconds for more machines, and lose one without three heartbeats."""
     dynamic = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
@@ -269,33 +242,9 @@ def main() -> int:
         help="seconds between two of a machine: without three, it is lost",
     )
     parser.add_argument(
-        "--peer-grace", type=float, help="seconds that a rank has to notice that another one failed"
-    )
-    parser.add_argument(
-        "--linger", type=float, help="seconds that other machines have to read why a rank failed"
-    )
-    parser.add_argument(
-        "--agent-grace", type=float, help="seconds that torch's agent waits before it kills ranks"
-    )
-    parser.add_argument(
         "--store-seconds", type=float, help="seconds that rank 0 serves the store after a failure"
     )
-    parser.add_argument(
-        "--silence", type=int, help="seconds after which a machine that does not answer is lost"
-    )
     given = vars(parser.parse_args())
-    if (seconds := given.pop("silence")) is not None:
-        keepalive = importlib.import_module("automodel_ckpt.parallel.ranks.keepalive")
-        keepalive.IDLE_SECONDS, keepalive.PROBE_SECONDS, keepalive.NUM_PROBES = 1, 1, seconds - 1
-        importlib.import_module("automodel_ckpt.parallel.ranks.rendezvous").SILENT_SECONDS = seconds
-    if (seconds := given.pop("peer_grace")) is not None:
-        importlib.import_module("automodel_ckpt.cli.launch.peer_watch").PEER_GRACE_SECONDS = seconds
-    if (seconds := given.pop("linger")) is not None:
-        importlib.import_module(
-            "automodel_ckpt.cli.launch.store_linger"
-        ).STORE_LINGER_SECONDS = seconds
-    if (seconds := given.pop("agent_grace")) is not None:
-        _wait_in_agent(seconds)
     if (seconds := given.pop("store_seconds")) is not None:
         importlib.import_module("automodel_ckpt.cli.launch.joined_rank").STORE_SECONDS = seconds
     _set_rendezvous(given.pop("last_call"), given.pop("heartbeat"))

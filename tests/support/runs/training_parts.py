@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -94,16 +93,8 @@ def explodes_at(call: int) -> Any:
     return loss_fn
 
 
-def runs_out_of_memory(
-    call: int, rank: int, when: str = "call", peer_grace: float | None = None
-) -> Any:
-    """A loss for which the device of *rank* has no memory: in its *call*-th call (from 1), or when it is built.
-
-    The launcher leaves other ranks *peer_grace* seconds to end after that; None: as many as always.
-    """
-    if peer_grace is not None:
-        peer_watch = importlib.import_module("automodel_ckpt.cli.launch.peer_watch")
-        vars(peer_watch)["PEER_GRACE_SECONDS"] = peer_grace
+def runs_out_of_memory(call: int, rank: int, when: str = "call") -> Any:
+    """A loss for which the device of *rank* has no memory: in its *call*-th call (from 1), or when it is built."""
 
     def allocate() -> None:
         if int(os.environ.get("RANK", "0")) == rank:

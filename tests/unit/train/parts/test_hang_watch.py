@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint.run.timeline import DATA, SAVES, STEPS, VALIDATION
-from automodel_ckpt.cli.launch.hang_examiner import HangExaminer
 from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.logs import timeline as timeline_module
@@ -136,35 +135,6 @@ def test_stacks_of_a_process_that_holds_the_interpreter_are_dumped_by_a_signal()
     assert f"thread {process.pid} python" in stopped.text
     assert ": suspended" in stopped.text
     assert report().note == f"has ended (process {process.pid})"
-
-
-def test_the_launcher_examines_a_rank_if_none_of_its_node_responds(tmp_path: Path) -> None:
-    root = tmp_path / "hangs"
-    hangs.write_state(root / "step_3", replace(STATE, start="earlier"))
-    watched = HangExaminer(root, poll_seconds=0.0)
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS_THE_INTERPRETER], stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            process.stdout.readline()
-            watched.poll(lambda: {1: process.pid})
-            directory = root / "step_20"
-            hangs.write_state(directory, STATE)
-            watched.poll(lambda: {1: process.pid})
-            assert hangs.read_notes(directory, "now") == {}, "ranks may still respond"
-            watched._noticed = {path: since - 2.0 for path, since in watched._noticed.items()}
-            watched.poll(lambda: {1: process.pid})
-            assert watched.take_report() == "", "there is none yet"
-        finally:
-            process.kill()
-    note = hangs.read_notes(directory, "now")[1]
-    assert note == f"does not respond (process {process.pid}), its stacks were dumped"
-    assert not (root / "step_3/stacks_of_rank_1.txt").exists()
-    watched._examined = directory
-    hangs.write_text(directory, hangs.REPORT, "step 20 hangs\n  rank 1\n  start now waits\n")
-    assert watched.take_report() == "step 20 hangs\n  rank 1"
-    assert watched.take_report() == ""
 
 
 def test_no_signal_is_sent_to_another_process_that_has_the_id_of_a_rank() -> None:

@@ -1,0 +1,1 @@
+"""The launcher's use of torch's elastic agent. Its modules import torch."""

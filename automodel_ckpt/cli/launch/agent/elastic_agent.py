@@ -1,0 +1,282 @@
+"""The part of torch's elastic agent that is local to a node: fork the ranks, watch them, end them.
+
+``SimpleElasticAgent`` of torch does the rest: it lets the nodes rendezvous, assigns ranks, and restarts them. The agent
+for a node that torch has would wait half a minute for ranks that do not react to SIGTERM, after another one has failed.
+Ranks of this package only note SIGTERM, and save. This agent kills them: saves are atomic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
+
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
+from automodel_ckpt.cli.launch.failures import (
+    FINAL_CODES,
+    SECOND_SIGNAL_CODE,
+    FailureRecord,
+    death_record,
+    ended_run_record,
+    printed_failure,
+    root_cause,
+)
+from automodel_ckpt.cli.launch.process import flush, print_message
+from automodel_ckpt.cli.launch.signal_forwarder import SignalForwarder
+from automodel_ckpt.errors import EXIT_DONE, EXIT_STOPPED
+
+GRACE_SECONDS = 20.0
+"""How long ranks may take to end after one of them has written a failure record."""
+DEATH_GRACE_SECONDS = 3.0
+"""How long the others may take to end after a rank that failed has ended."""
+OTHER_NODES_SECONDS = 3.0
+"""How long a launcher whose ranks lost a connection waits until another one reports why its ranks failed."""
+POLL_SECONDS = 0.05
+EXIT_BARRIER_SECONDS = 10.0
+WAIT_REPORT_SECONDS = 15.0
+"""How long the launcher waits for other nodes before it reports that it waits."""
+_DONE_KEY, _FAILED_KEY = "automodel_ckpt/done", "automodel_ckpt/failed"
+"""In the store of the agents: how many nodes are done, and which one failed and is not restarted."""
+
+
+class RankAgent(SimpleElasticAgent):
+    """Runs the ranks of this node. *waits_for* describes the other nodes; empty on a single node.
+
+    *failures* are the records of the last attempt after :meth:`run`: what the ranks wrote, and deaths. Ranks that a
+    signal stopped have written one, too.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        failure_dir: FailureDirectory,
+        signals: SignalForwarder,
+        waits_for: str,
+    ) -> None:
+        super().__init__(spec, exit_barrier_timeout=EXIT_BARRIER_SECONDS)
+        self.failures: list[FailureRecord] = []
+        self._failure_dir = failure_dir
+        self._signals = signals
+        self._waits_for = waits_for
+        self._processes: dict[int, BaseProcess] = {}
+        """By global rank."""
+        self._is_counted = False
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of this node."""
+        return sorted(self._processes)
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        timer = threading.Timer(WAIT_REPORT_SECONDS, print_message, [self._waits_for])
+        timer.daemon = True
+        if self._waits_for:
+            timer.start()
+        try:
+            self._signals.wait_for(lambda: super(RankAgent, self)._rendezvous(worker_group))
+        finally:
+            timer.cancel()
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        spec = worker_group.spec
+        if spec.rdzv_handler.use_agent_store:
+            # A rank serves the store of the ranks. A launcher that did would fork while its thread accepts connections,
+            # and a rank could inherit a lock of the C library in its locked state.
+            address = RendezvousStoreInfo.build(
+                worker_group.group_rank or 0, worker_group.store, spec.local_addr
+            )
+            worker_group.master_addr = address.master_addr
+            worker_group.master_port = address.master_port
+        self._failure_dir.begin_attempt()
+        self.failures, self._processes, self._is_counted = [], {}, False
+        # Otherwise every rank would print the content of the buffers.
+        flush()
+        context = multiprocessing.get_context("fork")
+        with self._signals.blocked():
+            for worker in worker_group.workers:
+                variables = self._variables(worker_group, worker)
+                process = context.Process(target=_run, args=(variables, spec.entrypoint, spec.args))
+                process.start()
+                self._processes[worker.global_rank] = process
+            self._signals.processes = list(self._processes.values())
+        return {
+            worker.local_rank: self._processes[worker.global_rank].pid
+            for worker in worker_group.workers
+        }
+
+    def _variables(self, group: Any, worker: Any) -> dict[str, str]:
+        """Return the variables of a rank, as torchrun sets them."""
+        spec = group.spec
+        return {
+            "RANK": str(worker.global_rank),
+            "WORLD_SIZE": str(worker.world_size),
+            "LOCAL_RANK": str(worker.local_rank),
+            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+            "GROUP_RANK": str(group.group_rank),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "ROLE_RANK": str(worker.role_rank),
+            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            "ROLE_NAME": spec.role,
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(spec.max_restarts - self._remaining_restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
+
+    def _monitor_workers(self, worker_group: Any) -> RunResult:
+        failed_node = self._failed_node(worker_group)
+        if self._has_failed() or failed_node is not None:
+            return self._fail(worker_group, failed_node)
+        codes = {rank: process.exitcode for rank, process in self._processes.items()}
+        if None in codes.values() or not self._are_all_nodes_done(worker_group):
+            return RunResult(state=WorkerState.HEALTHY)
+        self.failures = self._failure_dir.records()
+        self._signals.code = max(code or EXIT_DONE for code in codes.values())
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=codes)
+
+    def _has_failed(self) -> bool:
+        """Whether a rank of this node has failed: one that a signal stopped during training has not."""
+        if any(not record.stopped_in_training for record in self._failure_dir.records()):
+            return True
+        return bool(self._failed_ranks())
+
+    def _failed_ranks(self) -> dict[int, int]:
+        """Return the exit codes of the ranks that ended before they were done."""
+        failed = {}
+        for rank, process in self._processes.items():
+            code = process.exitcode
+            is_done = code in (EXIT_DONE, EXIT_STOPPED) and self._failure_dir.is_done(rank)
+            if code is not None and not is_done:
+                failed[rank] = code
+        return failed
+
+    def _fail(self, worker_group: Any, failed_node: FailureRecord | None) -> RunResult:
+        """End the ranks of this node, and find out why they failed and whether they may be restarted."""
+        deaths = self._await_end(DEATH_GRACE_SECONDS if failed_node else GRACE_SECONDS)
+        self._kill()
+        records = self._failure_dir.records()
+        recorded = {record.rank for record in records}
+        self.failures = [*records, *(death for death in deaths if death.rank not in recorded)]
+        cause = root_cause(self.failures)
+        if cause is None or not cause.primary:
+            failed_node = failed_node or self._await_failed_node(worker_group)
+            if failed_node is not None:
+                self.failures = [*self.failures, failed_node]
+                cause = failed_node
+        is_final = cause is not None and (
+            cause.code in FINAL_CODES or cause.code > SECOND_SIGNAL_CODE
+        )
+        if is_final or failed_node is not None or self._signals.received:
+            self._remaining_restarts = 0
+        if self._remaining_restarts:
+            self._report_restart(worker_group, cause)
+        else:
+            self._report_to_nodes(worker_group, cause)
+        return RunResult(state=WorkerState.FAILED)
+
+    def _await_end(self, seconds: float) -> list[FailureRecord]:
+        """Wait until the ranks of this node have ended, at most so long: some may hang. Return those that died."""
+        deaths: dict[int, FailureRecord] = {}
+        end = time.monotonic() + seconds
+        while True:
+            for rank, code in self._failed_ranks().items():
+                if rank not in deaths:
+                    deaths[rank] = death_record(rank, code, time.time())
+                    grace = 0.0 if code > SECOND_SIGNAL_CODE else DEATH_GRACE_SECONDS
+                    end = min(end, time.monotonic() + grace)
+            is_running = any(process.exitcode is None for process in self._processes.values())
+            if not is_running or time.monotonic() >= end:
+                return list(deaths.values())
+            time.sleep(POLL_SECONDS)
+
+    def _report_restart(self, worker_group: Any, cause: FailureRecord | None) -> None:
+        reason = "ranks of another node failed"
+        if cause is not None:
+            reason = printed_failure(cause, several_ranks=len(self._processes) > 1)
+        total = worker_group.spec.max_restarts
+        print_message(f"{reason}\nrestart {total - self._remaining_restarts + 1} of {total}")
+
+    def _report_to_nodes(self, worker_group: Any, cause: FailureRecord | None) -> None:
+        """Let the launchers of the other nodes know that this one ends, and with which code."""
+        if worker_group.group_world_size == 1 or cause is None:
+            return
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the base class of torch's store and network errors
+            text = f"{cause.code} {socket.gethostname()}"
+            worker_group.store.compare_set(_FAILED_KEY, "", text)
+
+    def _failed_node(self, worker_group: Any) -> FailureRecord | None:
+        """Return the record of another node whose ranks have failed and are not restarted."""
+        if worker_group.group_world_size == 1:
+            return None
+        with contextlib.suppress(RuntimeError):
+            if worker_group.store.check([_FAILED_KEY]):
+                code, _, host = worker_group.store.get(_FAILED_KEY).decode().partition(" ")
+                return ended_run_record(int(code), host)
+        return None
+
+    def _await_failed_node(self, worker_group: Any) -> FailureRecord | None:
+        """Wait for :meth:`_failed_node`: the ranks of this node only lost their connections."""
+        end = time.monotonic() + OTHER_NODES_SECONDS
+        while worker_group.group_world_size > 1 and time.monotonic() < end:
+            failed = self._failed_node(worker_group)
+            if failed is not None:
+                return failed
+            time.sleep(POLL_SECONDS)
+        return None
+
+    def _are_all_nodes_done(self, worker_group: Any) -> bool:
+        """Whether the ranks of all nodes are done. Until then, this node can start again with those that fail."""
+        if worker_group.group_world_size == 1:
+            return True
+        newly_done = 0 if self._is_counted else 1
+        self._is_counted = True
+        try:
+            num_done = worker_group.store.add(_DONE_KEY, newly_done)
+        except RuntimeError:  # the node that serves the store has ended
+            return True
+        return bool(num_done >= worker_group.group_world_size)
+
+    def _restart_workers(self, worker_group: Any) -> None:
+        if worker_group.state == WorkerState.HEALTHY:
+            print_message("other nodes wait to join: all ranks start again")
+        super()._restart_workers(worker_group)
+
+    def _stop_workers(self, worker_group: Any, *options: Any, **more: Any) -> None:
+        self._kill()
+
+    def _shutdown(self, death_sig: Any = signal.SIGTERM, *options: Any, **more: Any) -> None:
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes.values():
+            if process.exitcode is None:
+                process.kill()
+        for process in self._processes.values():
+            process.join()
+
+
+def _run(
+    variables: Mapping[str, str], entrypoint: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    """Run a rank in its process."""
+    os.environ.update(variables)
+    entrypoint(*arguments)
