@@ -3,8 +3,7 @@
 :func:`translate` is a pure function from the tree of a file to the tree of a recipe. Nodes keep their origins, so that
 every later message points into the user's file. ``rows.py`` has the kinds of rows, and one module per group of sections
 has their tables: ``model``, ``adapters``, ``ranks`` (parallelism), ``datasets`` (with ``dataset_rows``), ``batches``,
-``preprocessors``, ``training``, ``distill``, ``benchmark``, ``retrieval`` and ``others``. Before them, ``earlier``
-rewrites the recipes of AutoModel's earlier releases.
+``preprocessors``, ``training``, ``distill``, ``benchmark``, ``retrieval`` and ``others``.
 
 Facts about AutoModel are from its source, revision 36044ad3d (2026-08-22): ``recipes/_typed_config.py`` (sections and
 their defaults), ``components/*/config.py`` and ``components/config/loader.py`` (null words, overrides).
@@ -29,7 +28,6 @@ from automodel_ckpt.config.automodel import (
     retrieval,
     training,
 )
-from automodel_ckpt.config.automodel.earlier import class_without_recipe, modernize
 from automodel_ckpt.config.automodel.model import AUTO_CLASS
 from automodel_ckpt.config.automodel.notices import Notice
 from automodel_ckpt.config.automodel.rows import (
@@ -44,6 +42,7 @@ from automodel_ckpt.config.automodel.unsupported import (
     DIFFUSION,
     diffusion_section,
     problem_of_class,
+    problem_of_release,
     problem_of_tool,
 )
 from automodel_ckpt.config.callables.builders import signature
@@ -134,10 +133,10 @@ class Translation:
 def class_name(root: Node) -> str | None:
     """Return the name of AutoModel's recipe class in a file; None if the file is a recipe of this program.
 
-    Recipes of AutoModel before 2026 have no key recipe, and those for diffusion models never have one.
+    Those for diffusion models have no key recipe.
     """
     if root.at("recipe") is None:
-        return DIFFUSION if diffusion_section(root) is not None else class_without_recipe(root)
+        return DIFFUSION if diffusion_section(root) is not None else None
     node = root.at("recipe._target_") or root.at("recipe")
     if node is None or not isinstance(node.value, str):
         return None
@@ -159,7 +158,7 @@ def translate(root: Node) -> Translation | None:
     """Translate a tree with overrides applied; None if it is not a recipe of AutoModel. *root* is not modified."""
     name = class_name(root)
     if name is None:
-        no_recipe = problem_of_tool(root)
+        no_recipe = problem_of_tool(root) or problem_of_release(root, tuple(RECIPES))
         return None if no_recipe is None else Translation(root, (), (no_recipe,))
     if name not in RECIPES:
         shown = root.at("recipe") or diffusion_section(root)
@@ -169,7 +168,6 @@ def translate(root: Node) -> Translation | None:
     source = root.copy()
     _write_nulls(source, "")
     _rename_references(source)
-    modernize(source)
     original = source.copy()
     assert isinstance(source.value, dict)
     node = source.value.pop("recipe", None) or source.at("model._target_")

@@ -70,6 +70,18 @@ def problem_of_class(name: str, origin: str, supported: Sequence[str]) -> Proble
     return Problem("unknown recipe", origin, name, f"{hint}{', '.join(supported)}; {GUIDE}")
 
 
+def problem_of_release(root: Node, supported: Sequence[str]) -> Problem | None:
+    """Return the error about a file of a release before 0.4, which had no key ``recipe``; None for other files."""
+    for section in ("model", "dataset", "distributed"):
+        target = root.at(f"{section}._target_")
+        if root.at("recipe") is None and target is not None and is_of_automodel(str(target.value)):
+            what = "the key recipe is missing, as in recipes of NeMo AutoModel before 0.4"
+            hint = "add recipe: with the class that AutoModel's script ran, and use the names of a newer release; "
+            hint += f"the classes are {', '.join(supported)}; {GUIDE}"
+            return Problem(what, target.origin, str(target.value), hint)
+    return None
+
+
 def diffusion_section(root: Node) -> Node | None:
     """The node that shows that a file without ``recipe`` trains a diffusion model; None if it does not."""
     section = root.at("flow_matching")

@@ -1512,12 +1512,11 @@ def test_every_value_of_an_accepted_file_is_in_the_recipe_or_named(
     assert dropped == []
 
 
-def test_a_file_without_recipe_is_recognized_by_its_model(tmp_path: Path) -> None:
+def test_a_file_without_recipe_is_an_error_that_names_the_key(tmp_path: Path) -> None:
     recipe = tmp_path / "theirs.yaml"
     recipe.write_text(MODEL + ROWS)
-    assert load_recipe(recipe).config.recipe == "llm_finetune"
-    recipe.write_text(MODEL.replace("CausalLM", "ImageTextToText") + MEDPIX)
-    assert load_recipe(recipe).config.recipe == "vlm_finetune"
+    with pytest.raises(RecipeError, match="the key recipe is missing, as in recipes .* before 0.4"):
+        load_recipe(recipe)
 
 
 @pytest.mark.parametrize(
@@ -1646,10 +1645,9 @@ validation_dataset:
 """
 
 
-@pytest.mark.parametrize("first", ["", "recipe: TrainFinetuneRecipeForSequenceClassification\n"])
-def test_a_recipe_for_texts_with_labels_is_translated(tmp_path: Path, first: str) -> None:
+def test_a_recipe_for_texts_with_labels_is_translated(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text(first + CLASSIFIER)
+    path.write_text("recipe: TrainFinetuneRecipeForSequenceClassification\n" + CLASSIFIER)
     config = load_recipe(path).config
     assert config.recipe == "sequence_classification"
     assert config.classification.num_labels == 2
