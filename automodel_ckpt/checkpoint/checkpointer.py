@@ -18,7 +18,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -627,13 +627,10 @@ class Checkpointer:
         self._run.wait()
 
     @in_library_terms
-    def close(self, dead_ranks: Callable[[], Collection[int]] = tuple) -> None:
-        """Wait, then release the run directory.
-
-        *dead_ranks* returns ranks whose processes have ended. A background save that needs their files is abandoned.
-        """
+    def close(self) -> None:
+        """Wait, then release the run directory."""
         if self._async is not None:
-            self._async.wait_unless_dead(dead_ranks)
+            self._async.wait_for_nodes()
         self.wait()
         self._close_async()
         self._transfers.close()

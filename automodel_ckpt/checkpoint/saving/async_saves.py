@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -322,23 +322,18 @@ class AsyncSaves:
         """Wait until this rank has no save in progress. Not collective."""
         self._background.wait()
 
-    def wait_unless_dead(self, dead_ranks: Callable[[], Collection[int]]) -> None:
-        """Like :meth:`wait`, but abandon a save that lacks the files of *dead_ranks*: their writers ended with them.
+    def wait_for_nodes(self) -> None:
+        """Like :meth:`wait`. If each node has its own directory, also wait until rank 0 has published the save here.
 
-        If each node has its own directory, the save is complete when rank 0 has published it on this node, too. It is
-        abandoned if a node has ended that this one waits for.
+        A save is abandoned if a node has ended that this one waits for.
         """
         poll_seconds = _POLL_SECONDS if self._nodes is None else _NODES_POLL_SECONDS
         while self._background.state == "busy":
-            if self._lacks_files(dead_ranks()) or self._lacks_node():
+            if self._lacks_node():
                 self.abandon_save()
             self._background.wait(poll_seconds)
         if not self.has_failed:
             self._await_publication()
-
-    def _lacks_files(self, ranks: Collection[int]) -> bool:
-        """Whether one of *ranks* has not written its part of the save in progress."""
-        return not self._absent_ranks.isdisjoint(ranks)
 
     @property
     def _absent_ranks(self) -> set[int]:

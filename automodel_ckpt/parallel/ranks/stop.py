@@ -67,11 +67,6 @@ class StopRequest:
     on_request: Callable[[int], None] | None = None
     """Called once by a thread, to inform the user of the request, with the signal's number (0: another rank received
     it). Must be fast."""
-    a_peer_died: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether another rank has died, so that a signal comes from the launcher, which ends the other ranks, and is not
-    reported to the user."""
-    is_restart: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether the launcher stops the ranks to start them again, so that they must not wait for anything."""
     exit_code: int = 0
     """The exit code of the process after it has saved."""
     grace_seconds: float = math.inf
@@ -258,8 +253,7 @@ class StopRequest:
         if self.on_request is None or self._is_acknowledged:
             return
         self._is_acknowledged = True
-        if not self.a_peer_died():
-            self.on_request(number)
+        self.on_request(number)
 
     def _leave_soon(self, number: int) -> None:
         if self._leave is not None:

@@ -15,7 +15,6 @@ from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy, require_replicas
-from automodel_ckpt.parallel.ranks.peers import dead_ranks
 from automodel_ckpt.train.saves.exports import check_without_shared_storage, model_layout
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def open_checkpointer(
         timeout_seconds=_timeout_seconds(config),
     )
     checkpointer.open()
-    resources.callback(checkpointer.close, dead_ranks)
+    resources.callback(checkpointer.close)
     if checkpointer.is_distributed:
         check_without_shared_storage(config)
     return checkpointer

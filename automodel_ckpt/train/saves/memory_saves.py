@@ -29,7 +29,6 @@ from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig
 from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError, SaveFailed
 from automodel_ckpt.parallel.ranks import agree
 from automodel_ckpt.parallel.ranks.node_address import own_address
-from automodel_ckpt.parallel.ranks.peers import dead_ranks
 from automodel_ckpt.train.counters.step_scheduler import StepScheduler
 
 log = logging.getLogger("automodel_ckpt")
@@ -294,7 +293,7 @@ class MemorySaves:
             if self.nodes is not None:
                 # It could wait forever for the files of a node whose process has ended already.
                 checkpointer.abandon_save()
-            checkpointer.close(dead_ranks)
+            checkpointer.close()
         self._release_nodes()
 
     def remove(self) -> None:

@@ -392,7 +392,7 @@ class Saves:
         with request.waiting() as is_repeated:
             self.checkpointer.upload_before_stop(
                 request.seconds_since_request,
-                lambda: is_repeated.is_set() or request.is_restart(),
+                is_repeated.is_set,
                 grace_seconds=request.grace_seconds,
             )
 

@@ -182,37 +182,6 @@ def test_a_plan_that_one_rank_cannot_keep_is_made_anew_on_all(
     assert ranks.run(changed_on_one_rank, 2, tmp_path / "run", is_async) == [expected, expected]
 
 
-def closed_after_a_death(directory: Path) -> float:
-    """Rank 1 dies before its writer has written. Returns the seconds in which rank 0 closes its checkpointer."""
-    made = tiny.recipe(1)
-    tiny.train(made, 1)
-    saver = tiny.checkpointer(directory, is_async=True)
-    writer = 0
-    for step in (1, 2):
-        saver.save(discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={})
-        if step == 1:
-            saver.wait_for_save()
-            assert saver._async is not None
-            writer = saver._async._background.writer_pid
-            if not saver.is_rank0:
-                os.kill(writer, signal.SIGSTOP)
-    dist.barrier()
-    if not saver.is_rank0:
-        time.sleep(0.5)
-        os.kill(writer, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-    begun = time.monotonic()
-    saver.close(lambda: [1] if time.monotonic() - begun > 1 else [])
-    return time.monotonic() - begun
-
-
-def test_a_save_is_not_waited_for_that_a_dead_rank_cannot_complete(tmp_path: Path) -> None:
-    closed, died = ranks.outcomes(closed_after_a_death, 2, tmp_path / "run", timeout=60)
-    assert died.exitcode == -signal.SIGKILL
-    assert closed.ok and 1 < closed.value < 40, closed.traceback
-    assert [path.name for path in (tmp_path / "run").glob("*epoch*")] == ["epoch_0_step_1"]
-
-
 @pytest.fixture
 def chain(tmp_path: Path) -> signals.Chain:
     signals.import_what_ranks_need()

@@ -202,15 +202,6 @@ def test_a_request_is_acknowledged_once_while_the_main_thread_is_busy() -> None:
     assert done.stdout == f"acknowledged {int(signal.SIGINT)}\nmain thread\n", done.stderr
 
 
-def test_a_signal_that_follows_the_death_of_another_rank_is_not_reported() -> None:
-    request = stop.StopRequest()
-    numbers: list[int] = []
-    request.on_request = numbers.append
-    request.a_peer_died = lambda: True
-    request._acknowledge(signal.SIGTERM)
-    assert numbers == []
-
-
 def test_signals_after_the_work_is_done_change_no_exit_code() -> None:
     done = run("""
         os.kill(os.getpid(), signal.SIGUSR1)
