@@ -10,5 +10,6 @@ REMOVED = {
     "average --density": _MERGEKIT,
     "average --scale": _MERGEKIT,
     "average --seed": _MERGEKIT,
+    "archive --delta": "remove it: archives have complete checkpoints",
 }
 """A command with one of its options, and the hint of the error."""
