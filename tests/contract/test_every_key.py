@@ -960,7 +960,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     ),
     "distill.teacher": Observed(
         distillation,
-        "{_target_: automodel_ckpt.data.pair_counts.pair_counts}",
+        "{_target_: automodel_ckpt.examples.data.pair_counts.pair_counts}",
         ("--recipe=distill",),
         before="{from_pretrained: teacher}",
     ),
