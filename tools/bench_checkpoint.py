@@ -45,7 +45,7 @@ from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, Manifest,
 from automodel_ckpt.checkpoint.parts.verify import verify
 from tools import bench_consolidate
 from tools.bench_memory import growth
-from tools.bench_report import as_text, write_page, write_plot
+from tools.bench_report import as_text, write_page
 from tools.bench_rounds import (
     Group,
     Memory,
@@ -365,9 +365,7 @@ def main() -> None:
         metavar="FILE",
         help="NeMo AutoModel's offline tool, to run it too",
     )
-    parser.add_argument(
-        "--docs", action="store_true", help="write docs/performance.md and docs/performance.png"
-    )
+    parser.add_argument("--docs", action="store_true", help="write docs/performance.md")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write all times to this file"
     )
@@ -385,7 +383,6 @@ def main() -> None:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
     if arguments.docs:
         write_page(results)
-        write_plot(results)
 
 
 if __name__ == "__main__":

@@ -103,9 +103,9 @@ def _dataset(source: str, directory: Path) -> Any:
     from automodel_ckpt.data.batches.packed_stream import PackedStream
     from automodel_ckpt.data.batches.packing import PackedDataset
     from automodel_ckpt.data.mixture import mixture
-    from automodel_ckpt.data.python_docs import train_tokenizer
     from automodel_ckpt.data.text import text
     from automodel_ckpt.data.token_files import nanogpt
+    from automodel_ckpt.examples.data.python_docs import train_tokenizer
 
     whole, divided = RowRules(SIZE), RowRules(SIZE, splits=True)
     read = partial(nanogpt, str(directory / "tokens.bin"), header=False, vocab_size=8000)

@@ -48,7 +48,7 @@ def write_rows(path: Path, count: int) -> None:
 def measure(way: str, kind: str, data: Path, cache: Path) -> Figures:
     """Prepare the rows of *data*. Returns seconds, seconds of processor time with workers, and MB at the peak."""
     os.environ["AUTOMODEL_CKPT_CACHE"] = str(cache / "tokenizer")
-    from automodel_ckpt.data.python_docs import train_tokenizer
+    from automodel_ckpt.examples.data.python_docs import train_tokenizer
 
     tokenizer = train_tokenizer(8000)
     tokenizer.chat_template = CHAT

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from automodel_ckpt.data import digits
+from automodel_ckpt.examples.data import digits
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path(os.environ.get("DEMO_DIRECTORY", "runs/demo_vlm"))

@@ -174,7 +174,7 @@ def model_of(size: Size) -> Any:
 
 def dataset_of(size: Size, data: str) -> Any:
     """Prepared once and kept on disk."""
-    from automodel_ckpt.data import python_docs
+    from automodel_ckpt.examples.data import python_docs
 
     tokenizer = python_docs.train_tokenizer(size.vocab)
     if data == "blocks":
@@ -281,7 +281,7 @@ def recipe_of(
     size: Size, num_steps: int, data: str, num_ranks: int, packed: bool
 ) -> dict[str, Any]:
     """The recipe file that trains as the bare loop does; JSON is YAML."""
-    docs, blocks = "automodel_ckpt.data.python_docs", {"seq_length": size.length}
+    docs, blocks = "automodel_ckpt.examples.data.python_docs", {"seq_length": size.length}
     builder = {"_target_": f"{docs}.language_modeling", **blocks}
     if data != "blocks":
         builder = {"_target_": f"{docs}.docstring_pairs", **DOCSTRINGS}

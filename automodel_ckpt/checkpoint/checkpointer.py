@@ -32,7 +32,6 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.collector import collector_paused
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
-from automodel_ckpt.checkpoint.library_terms import in_library_terms
 from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed, Streamed
 from automodel_ckpt.checkpoint.node_directories import (
     NodeDirectories,
@@ -104,7 +103,6 @@ class Checkpointer:
     Raises :class:`RecipeError` for options that exclude each other.
     """
 
-    @in_library_terms
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -118,10 +116,8 @@ class Checkpointer:
         nodes: Nodes | None = None,
     ) -> None:
         options = CheckpointOptions() if options is None else options
-        self.is_library = isinstance(options, CheckpointOptions)
-        """Whether the options are those of a program, not a recipe's: messages are in its terms."""
         check_call(ranks, options, assets)
-        if self.is_library:
+        if isinstance(options, CheckpointOptions):
             directory = path_text(directory)
         directory, options = with_local_directory(directory, options)
         validate_options(options)
@@ -181,7 +177,6 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- before training
 
-    @in_library_terms
     def open(self) -> None:
         """Create and lock the run directory before the model is built. Collective.
 
@@ -229,7 +224,6 @@ class Checkpointer:
         nodes = self._settings.nodes
         return self.is_rank0 if nodes is None else nodes.is_leader
 
-    @in_library_terms
     def check(self, state: Mapping[str, Any]) -> None:
         """Validate *state* before training. Raises :class:`RecipeError` for state that clashes or cannot be stored
         safely.
@@ -243,7 +237,6 @@ class Checkpointer:
         """
         self._run.check_lease()
 
-    @in_library_terms
     def check_lease_on_all_ranks(self) -> None:
         """Raise :class:`LeaseLost` on all ranks if another run took over the directory. Collective."""
         doing = "checking which run holds the run directory"
@@ -251,7 +244,6 @@ class Checkpointer:
         with self._raise_on_all_ranks(doing), contextlib.suppress(OSError):
             self.check_lease()
 
-    @in_library_terms
     def call_on_rank0(self, doing: str, work: Callable[[], object]) -> None:
         """Call *work* on rank 0, while the other ranks wait. Collective.
 
@@ -316,7 +308,6 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- save
 
-    @in_library_terms
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Set up asynchronous saves before the first step, or log why saves will be synchronous. Collective.
 
@@ -352,7 +343,6 @@ class Checkpointer:
             saves, self._async = self._async, None
             saves.close()
 
-    @in_library_terms
     @collector_paused()
     def save(
         self,
@@ -471,7 +461,6 @@ class Checkpointer:
         if self._async is not None:
             self._async.await_copies()
 
-    @in_library_terms
     def wait_for_save(self) -> bool:
         """Wait for the background save; return True if one was in progress. Collective.
 
@@ -504,7 +493,6 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- load
 
-    @in_library_terms
     @collector_paused()
     def load(
         self,
@@ -561,7 +549,6 @@ class Checkpointer:
             return found
         return resume.expected(self._run.root, restore_from, memory)
 
-    @in_library_terms
     @collector_paused()
     def roll_back(self, state: Mapping[str, Any], step: int) -> Resumed | None:
         """Load the newest usable checkpoint of *step* or an earlier one into *state*, during training. Collective.
@@ -589,7 +576,6 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- end
 
-    @in_library_terms
     def finish_uploads(self, must_end: Callable[[], bool] = lambda: False) -> None:
         """Wait until the checkpoints are in the store of ``remote``; without ``required``, while it answers.
 
@@ -619,14 +605,12 @@ class Checkpointer:
         seconds = min(remote.wait_after_signal_seconds, grace_seconds) - passed
         self._transfers.finish_before_stop(self._run, seconds, must_end)
 
-    @in_library_terms
     def wait(self) -> None:
         """Wait until this rank has no save or removal in progress. Not collective."""
         if self._async is not None:
             self._async.wait()
         self._run.wait()
 
-    @in_library_terms
     def close(self) -> None:
         """Wait, then release the run directory."""
         if self._async is not None:

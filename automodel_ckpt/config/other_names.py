@@ -304,6 +304,14 @@ _KINDS = {
     **_same("kd_loss kd_loss_fn", "distill.divergence"),
 }
 
+_REMOVED = {
+    **_same(
+        "evaluation.tool_calls",
+        note="remove it: `ckpt eval` runs a task of lm_eval on a checkpoint",
+    ),
+}
+"""Keys of earlier versions."""
+
 OTHER_NAMES: dict[str, Counterpart] = {
     **_OPTIMIZER,
     **_STEPS,
@@ -318,5 +326,6 @@ OTHER_NAMES: dict[str, Counterpart] = {
     **_RANKS,
     **_LOGS,
     **_KINDS,
+    **_REMOVED,
 }
 """Name in another program -> what corresponds to it here. A name with a section is meant in that section only."""

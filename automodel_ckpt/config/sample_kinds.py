@@ -17,14 +17,14 @@ from automodel_ckpt.config.tree.references import is_reference
 from automodel_ckpt.config.tree.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 
-_PACKAGE = "automodel_ckpt.data."
-MIXTURE = f"{_PACKAGE}mixture.mixture"
+_PACKAGE = "automodel_ckpt."
+MIXTURE = f"{_PACKAGE}data.mixture.mixture"
 """The builder whose samples are those of its sources."""
 
 
 @dataclass(frozen=True)
 class SampleKind:
-    """The samples of *builders* (names in the package ``data``), which *recipes* train on.
+    """The samples of *builders* (names below ``automodel_ckpt``), which *recipes* train on.
 
     The first of both are the ones that messages suggest. *needs* is the argument of the builders that only these
     recipes supply; None if there is none.
@@ -41,56 +41,64 @@ SAMPLE_KINDS: tuple[SampleKind, ...] = (
         "texts",
         ("llm_finetune", "pretrain", "distill"),
         (
-            "text.text",
-            "text.prompt_completion",
-            "chat.messages",
-            "function_calls.xlam",
-            "token_files.megatron",
-            "token_files.nanogpt",
-            "mock.random_tokens",
-            "squad.squad",
-            "hellaswag.hellaswag",
-            "python_docs.language_modeling",
-            "python_docs.docstring_pairs",
-            "python_docs.documents",
+            "data.text.text",
+            "data.text.prompt_completion",
+            "data.chat.messages",
+            "data.function_calls.xlam",
+            "data.token_files.megatron",
+            "data.token_files.nanogpt",
+            "data.mock.random_tokens",
+            "data.squad.squad",
+            "data.hellaswag.hellaswag",
+            "examples.data.python_docs.language_modeling",
+            "examples.data.python_docs.docstring_pairs",
+            "examples.data.python_docs.documents",
         ),
     ),
     SampleKind(
         "conversations with images or audio",
         ("vlm_finetune", "vlm_distill"),
         (
-            "vlm.conversations",
-            "vlm.image_answers",
-            "vlm.transcripts",
-            "mock_images.mock_images",
-            "digits.scans",
+            "data.vlm.conversations",
+            "data.vlm.image_answers",
+            "data.vlm.transcripts",
+            "examples.data.mock_images.mock_images",
+            "examples.data.digits.scans",
         ),
         "processor",
     ),
     SampleKind(
         "pairs of a preferred and a rejected answer",
         ("dpo", "orpo", "reward_model"),
-        ("preference.pairs", "python_docs.preferences"),
+        ("data.preference.pairs", "examples.data.python_docs.preferences"),
     ),
     SampleKind(
         "completions that are judged as desirable or undesirable",
         ("kto",),
-        ("kto.judged_completions", "kto.split_pairs", "python_docs.judged_docstrings"),
+        (
+            "data.kto.judged_completions",
+            "data.kto.split_pairs",
+            "examples.data.python_docs.judged_docstrings",
+        ),
     ),
     SampleKind(
         "pairs of a query and its document",
         ("embedding", "reranker"),
-        ("text_pairs.text_pairs", "retrieval.retrieval", "python_docs.description_pairs"),
+        (
+            "data.text_pairs.text_pairs",
+            "data.retrieval.retrieval",
+            "examples.data.python_docs.description_pairs",
+        ),
     ),
     SampleKind(
         "pairs of a source and a target text",
         ("seq2seq",),
-        ("seq2seq.source_target", "python_docs.summaries"),
+        ("data.seq2seq.source_target", "examples.data.python_docs.summaries"),
     ),
     SampleKind(
         "texts with the names of their labels",
         ("sequence_classification",),
-        ("classification.texts", "classification.library_topics"),
+        ("data.classification.texts", "examples.data.library_topics.library_topics"),
         "labels",
     ),
 )

@@ -1,4 +1,4 @@
-"""Builders for texts with labels: from data files, directories or the Hugging Face Hub, and from Python's library.
+"""Builders for texts with labels: from data files, directories or the Hugging Face Hub.
 
 Texts are tokenized as transformers' pipelines do: with the special tokens that the tokenizer adds, and no end token
 beside these. Samples are prepared once and cached under a digest of the rows.
@@ -30,7 +30,6 @@ from automodel_ckpt.data.samples.fast_encoding import truncation_on_the_right
 from automodel_ckpt.data.samples.label_values import LabelValues, Reading, reading_of
 from automodel_ckpt.data.samples.labels import Labels
 from automodel_ckpt.data.samples.length_summary import LengthSummary
-from automodel_ckpt.data.samples.python_library import library_digest, library_docstrings
 from automodel_ckpt.data.samples.sample_arrays import SampleArrays
 from automodel_ckpt.data.samples.samples import identity, stored
 from automodel_ckpt.data.samples.truncation import Truncation
@@ -278,7 +277,7 @@ def texts(
             field=label_field,
             classes=source.class_names(label_field),
         )
-        return _prepare(source, encoder, values, read)
+        return labeled_texts(source, encoder, values, read)
 
     key: tuple[object, ...] = (
         source.fingerprint(),
@@ -292,59 +291,7 @@ def texts(
     )
     if label_values != "auto":
         key += (label_values,)
-    return _cached("classification-texts", key, encoder, build, source.path, max_samples)
-
-
-def library_topics(
-    tokenizer: PreTrainedTokenizerBase,
-    labels: Labels,
-    seq_length: int = 128,
-    split: str = "train",
-    max_samples: int | None = None,
-) -> LabeledTexts:
-    """Make a sample of each docstring in modules of the standard library; its label is the name of the module.
-
-    ``classification.labels`` are names of modules or packages, such as asyncio. Docstrings are truncated to
-    *seq_length* tokens. About a tenth of them, chosen by a hash of their text, is the validation split. Raises
-    :class:`RecipeError` for a module without docstrings.
-    """
-    require_choice("split", split, ("train", "validation"))
-    policy = _policy("right", seq_length)
-    encoder = TextEncoder(require_tokenizer(tokenizer), policy, "text", None, None)
-
-    def build() -> LabeledTexts:
-        rows = _TopicRows(library_docstrings(labels.names, split))
-        return _prepare(rows, encoder, rows.values("label"), labels.targets)
-
-    key = (library_digest(), split, policy.seq_length, str(labels))
-    what = f"library_topics ({split})"
-    return _cached("classification-library_topics", key, encoder, build, what, max_samples)
-
-
-class _TopicRows(Rows):
-    """A table of (module, docstring)."""
-
-    path = "the standard library"
-
-    def __init__(self, pairs: list[tuple[str, str]]) -> None:
-        self._columns = {
-            "label": [module for module, _ in pairs],
-            "text": [docstring for _, docstring in pairs],
-        }
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._columns["text"])
-
-    @property
-    def fields(self) -> Sequence[str]:
-        return list(self._columns)
-
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        return [self._columns[field] for field in fields]
-
-    def place(self, row: int) -> str:
-        return f"{self.path}, {self._columns['label'][row]}"
+    return cached_texts("classification-texts", key, encoder, build, source.path, max_samples)
 
 
 def _policy(truncation: str, seq_length: int | None) -> Truncation:
@@ -352,7 +299,7 @@ def _policy(truncation: str, seq_length: int | None) -> Truncation:
     return Truncation.of(truncation, seq_length)
 
 
-def _cached(
+def cached_texts(
     name: str,
     key: tuple[object, ...],
     encoder: TextEncoder,
@@ -382,7 +329,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
-def _prepare(
+def labeled_texts(
     rows: Rows, encoder: TextEncoder, values: Sequence[Any], read: Reading
 ) -> LabeledTexts:
     """Tokenize all *rows* and convert their labels. Raises :class:`RecipeError` with the location of a bad row."""

@@ -1,8 +1,8 @@
 """The charts of a report: which lines and marks each one contains, the ranges of its axes, and the legend.
 
 The charts are computed once, and independently of their format: :mod:`~automodel_ckpt.logs.svg` draws them for the
-HTML page, :mod:`~automodel_ckpt.logs.picture` as a PNG, and :mod:`~automodel_ckpt.logs.sparkline` as text. A new
-curve is a line in :data:`PANELS`; metrics of a run have charts without one.
+HTML page, and :mod:`~automodel_ckpt.logs.sparkline` as text. A new curve is a line in :data:`PANELS`; metrics of a
+run have charts without one.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.config.tree.urls import with_local_directory
 from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
-from automodel_ckpt.data.conversations.call_tests import CallTests
 from automodel_ckpt.errors import Problem, RecipeError, Stopped
 from automodel_ckpt.loss.causal import LossFn
 from automodel_ckpt.optim.build import trainable as trained_parameters
@@ -147,8 +146,6 @@ class Recipe:
     """Reads ``validation_dataset`` from its start; None if there is none."""
     validation_sets: Mapping[str, Callable[[], Iterator[GlobalBatch]]]
     """Read the sets of ``validation_datasets`` from their starts, by name."""
-    call_tests: CallTests | None
-    """The data of ``evaluation.tool_calls``; None without the section."""
     step_scheduler: StepScheduler
     trainable: Trainable
     model: nn.Module
@@ -332,7 +329,6 @@ class Recipe:
         self.dataloader = self.build_dataloader(self.config.dataset)
         self.validation_batches = self.build_validation()
         self.validation_sets = self.build_validation_sets()
-        self.call_tests = self.read_call_tests()
         self.step_scheduler = self.build_step_scheduler()
         self.trainable = self.build_trainable()
         self.model = self.trainable.model
@@ -407,16 +403,6 @@ class Recipe:
             loader = self.build_dataloader(section, validation=True)
             sets[name] = partial(iter, loader)
         return sets
-
-    def read_call_tests(self) -> CallTests | None:
-        """Read the data of ``evaluation.tool_calls``; None without the section. A collective."""
-        section = self.config.evaluation
-        if section is None or section.tool_calls is None:
-            return None
-        model_config = getattr(self, "model_config", None)
-        from automodel_ckpt.train.measure.tool_calls import read_call_tests
-
-        return read_call_tests(self.config, self.preprocessor, model_config, self.layout.gloo_group)
 
     def _log_section(self, name: str) -> None:
         """Log which section the next messages are about: those of data name its path, which sections can share."""
@@ -685,13 +671,6 @@ class Recipe:
             from automodel_ckpt.train.measure.benchmarks import HarnessBenchmark
 
             found.append(HarnessBenchmark(section.harness, index, *parts, stop_is_wanted))
-        if section.tool_calls is not None:
-            # A recipe with a build() that does not call build_training may not have it.
-            tests = getattr(self, "call_tests", None) or self.read_call_tests()
-            assert tests is not None
-            from automodel_ckpt.train.measure.tool_calls import ToolCallBenchmark
-
-            found.append(ToolCallBenchmark(section.tool_calls, tests, *parts, stop_is_wanted))
         return found
 
     # ---------------------------------------------------------------- what --show-samples and --dry-run ask

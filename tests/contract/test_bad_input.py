@@ -25,7 +25,7 @@ RECIPE = """\
 model:
   from_config: {model_type: llama}
 dataset:
-  _target_: automodel_ckpt.data.python_docs.language_modeling
+  _target_: automodel_ckpt.examples.data.python_docs.language_modeling
   seq_length: 16
 """
 QUIET = """\

@@ -27,7 +27,7 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from automodel_ckpt.hub.bundle import Bundle
 from automodel_ckpt.hub.snippets import snippet
 from tests.support.servers.command_server import CommandServer
@@ -37,7 +37,7 @@ RECIPE = """\
 recipe: sequence_classification
 model: {from_pretrained: base}
 classification: {labels: [json, tarfile]}
-dataset: {_target_: automodel_ckpt.data.classification.library_topics, seq_length: 24}
+dataset: {_target_: automodel_ckpt.examples.data.library_topics.library_topics, seq_length: 24}
 step_scheduler: {global_batch_size: 4, local_batch_size: 4, max_steps: 2}
 """
 
@@ -129,7 +129,11 @@ def shown_labels(
 
 @pytest.fixture
 def label_recipe(recipe: str) -> None:
-    text = Path(recipe).read_text().replace("library_topics", "texts")
+    text = (
+        Path(recipe)
+        .read_text()
+        .replace("examples.data.library_topics.library_topics", "data.classification.texts")
+    )
     text = text.replace("{labels: [json, tarfile]}", "{}").replace(
         "seq_length", "path: x, seq_length"
     )
@@ -320,7 +324,7 @@ def headless(source: Path, kind: str) -> None:
     AutoTokenizer.from_pretrained(source).save_pretrained("headless")
 
 
-TOPICS = "{_target_: automodel_ckpt.data.classification.library_topics, seq_length: 24}"
+TOPICS = "{_target_: automodel_ckpt.examples.data.library_topics.library_topics, seq_length: 24}"
 PAIRS = "{_target_: automodel_ckpt.data.text_pairs.text_pairs, path: pairs.jsonl, seq_length: 24}"
 
 

@@ -28,8 +28,8 @@ model:
   from_config:
     {model_type: llama, hidden_size: 384, intermediate_size: 1024, num_hidden_layers: 4, num_attention_heads: 6,
      num_key_value_heads: 2, max_position_embeddings: 256, tie_word_embeddings: false}
-tokenizer: {_target_: automodel_ckpt.data.python_docs.train_tokenizer, vocab_size: 4096}
-dataset: {_target_: automodel_ckpt.data.python_docs.language_modeling, seq_length: 256}
+tokenizer: {_target_: automodel_ckpt.examples.data.python_docs.train_tokenizer, vocab_size: 4096}
+dataset: {_target_: automodel_ckpt.examples.data.python_docs.language_modeling, seq_length: 256}
 step_scheduler: {global_batch_size: 8, local_batch_size: 4, max_steps: 2}
 """
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -113,7 +113,7 @@ def test_what_cannot_train_is_an_error_of_the_dry_run(
     assert "longer than the model's context" in capsys.readouterr().err
     assert main(["--dry-run", "recipe.yaml", "--init_from.path", str(recipe.parent)]) == 3
     assert "there are no shards here" in capsys.readouterr().err
-    data = "{_target_: automodel_ckpt.data.python_docs.language_modeling, seq_length: 256}"
+    data = "{_target_: automodel_ckpt.examples.data.python_docs.language_modeling, seq_length: 256}"
     metric = ("--validation_dataset", data, "--checkpoint.best_metric_key", "val_acc")
     assert main(["--dry-run", "recipe.yaml", *metric]) == 2
     assert "this run measures train_loss, val_loss, val_accuracy" in capsys.readouterr().err

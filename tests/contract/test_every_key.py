@@ -760,11 +760,6 @@ DPO = "tests/distributed/kinds/test_dpo.py::"
 DPO_RUN = DPO + "test_losses_and_rewards_are_those_of_trl"
 HARNESS = "tests/contract/test_benchmarks.py::"
 HARNESS_RUN = HARNESS + "test_they_select_the_best_checkpoint_and_end_the_run"
-CALLS_RUN = (
-    "tests/contract/test_tool_calls.py::"
-    "test_the_shares_of_right_calls_are_logged_and_select_the_best_checkpoint"
-)
-CALLS_KEYS = "tests/contract/test_tool_calls.py::test_each_key_selects_the_turns_and_their_prompts"
 HARNESS_KEYS = HARNESS + "test_each_key_reaches_the_library"
 EMBEDDING = ("--recipe=embedding", f"--dataset={{_target_: {__name__}.pairs}}")
 EMA = "tests/distributed/models/test_weight_average.py::"
@@ -951,20 +946,6 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "evaluation.harness.include_path": Proven(HARNESS_KEYS, "tasks"),
     "evaluation.harness.batch_size": Proven(HARNESS_KEYS, "4"),
     "evaluation.harness.chat_template": Proven(HARNESS_KEYS, "true"),
-    "evaluation.tool_calls": Proven(CALLS_RUN, "{path: a}"),
-    "evaluation.tool_calls.path": Proven(CALLS_KEYS, "a"),
-    "evaluation.tool_calls.every_steps": Proven(CALLS_RUN, "2"),
-    "evaluation.tool_calls.limit": Proven(CALLS_KEYS, "3"),
-    "evaluation.tool_calls.max_samples": Proven(CALLS_KEYS, "3"),
-    "evaluation.tool_calls.max_new_tokens": Proven(CALLS_RUN, "6"),
-    "evaluation.tool_calls.max_prompt_tokens": Proven(CALLS_KEYS, "60"),
-    "evaluation.tool_calls.name": Proven(CALLS_KEYS, "a"),
-    "evaluation.tool_calls.split": Proven(CALLS_KEYS, "test"),
-    "evaluation.tool_calls.revision": Proven(CALLS_KEYS, "a"),
-    "evaluation.tool_calls.messages_field": Proven(CALLS_KEYS, "talk"),
-    "evaluation.tool_calls.tools_field": Proven(CALLS_KEYS, "functions"),
-    "evaluation.tool_calls.chat_template": Proven(CALLS_KEYS, "'{{ messages }}'"),
-    "evaluation.tool_calls.template_kwargs": Proven(CALLS_KEYS, "{a: 1}"),
     "generation": Proven(COMPLETIONS, "{prompts: [a]}"),
     "generation.prompts": Proven(COMPLETIONS, "[a]"),
     "generation.system": Proven(COMPLETIONS, "a"),
@@ -979,7 +960,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     ),
     "distill.teacher": Observed(
         distillation,
-        "{_target_: automodel_ckpt.data.pair_counts.pair_counts}",
+        "{_target_: automodel_ckpt.examples.data.pair_counts.pair_counts}",
         ("--recipe=distill",),
         before="{from_pretrained: teacher}",
     ),

@@ -360,8 +360,8 @@ def test_tokenizers_that_this_program_saves_have_a_class_of_transformers_4(
     Path("r.yaml").write_text(
         "model: {from_config: {model_type: llama, hidden_size: 16, intermediate_size: 16, "
         "num_hidden_layers: 1, num_attention_heads: 2}}\n"
-        "tokenizer: {_target_: automodel_ckpt.data.python_docs.train_tokenizer, vocab_size: 300}\n"
-        "dataset: {_target_: automodel_ckpt.data.python_docs.language_modeling, seq_length: 16}\n"
+        "tokenizer: {_target_: automodel_ckpt.examples.data.python_docs.train_tokenizer, vocab_size: 300}\n"
+        "dataset: {_target_: automodel_ckpt.examples.data.python_docs.language_modeling, seq_length: 16}\n"
         "step_scheduler: {global_batch_size: 4, local_batch_size: 4, max_steps: 1}\n"
     )
     export = trained(commands) / "consolidated"

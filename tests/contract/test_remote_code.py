@@ -16,7 +16,7 @@ RECIPE = """\
 seed: 3
 model: {from_pretrained: base, trust_remote_code: true}
 dataset:
-  _target_: automodel_ckpt.data.python_docs.language_modeling
+  _target_: automodel_ckpt.examples.data.python_docs.language_modeling
   seq_length: 16
   max_samples: 8
 step_scheduler: {global_batch_size: 4, local_batch_size: 2, max_steps: 2, ckpt_every_epochs: null}

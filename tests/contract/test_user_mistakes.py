@@ -333,7 +333,7 @@ MISTAKES = {
         r"the base model cannot be written[\s\S]*peft.base_dir",
     ),
     "a processor for text": Mistake(
-        ("--processor={_target_: automodel_ckpt.data.digits.processor}",),
+        ("--processor={_target_: automodel_ckpt.examples.data.digits.processor}",),
         "has a tokenizer, not a processor",
     ),
     "a tokenizer for images": Mistake(

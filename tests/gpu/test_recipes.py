@@ -46,7 +46,7 @@ model:
       {model_type: qwen2, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4,
        num_key_value_heads: 2, max_position_embeddings: 128}
 processor:
-  _target_: automodel_ckpt.data.tones.processor
+  _target_: automodel_ckpt.examples.data.tones.processor
 dataset:
   _target_: automodel_ckpt.data.vlm.transcripts
   path: {tones}/train.jsonl
@@ -106,7 +106,9 @@ def test_the_reference_is_the_model_that_training_starts_from(
 def test_audio_has_the_losses_of_the_cpu(tmp_path: Path, commands: CommandServer) -> None:
     tones, recipe = tmp_path / "tones", tmp_path / "audio.yaml"
     subprocess.run(
-        [sys.executable, "-m", "automodel_ckpt.data.tones", str(tones)], cwd=ROOT, check=True
+        [sys.executable, "-m", "automodel_ckpt.examples.data.tones", str(tones)],
+        cwd=ROOT,
+        check=True,
     )
     recipe.write_text(AUDIO.replace("{tones}", str(tones)))
     check(tmp_path, commands, recipe)

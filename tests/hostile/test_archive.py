@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import tarfile
 from collections.abc import Callable
@@ -13,15 +12,16 @@ import pytest
 
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.checkpoint_archive import reading
+from automodel_ckpt.convert import checkpoint_archive
 from tests.hostile.harness import sandbox
 from tests.support.models.shards import checkpoint_in
 
 zstandard = pytest.importorskip("zstandard", reason="the extra [archive] is not installed")
 
 NAME = "epoch_0_step_1"
+MANIFEST = f"{NAME}/MANIFEST.json"
 # Imported here, because a module that is compiled in the sandbox writes a file.
-assert reading.extract
+assert checkpoint_archive.extract
 Members = list[tuple[tarfile.TarInfo, bytes]]
 
 
@@ -34,17 +34,10 @@ def member(
     return entry, content
 
 
-def index(**changes: object) -> bytes:
-    entry = {"name": NAME, "manifest": f"xxh3_128:{'0' * 32}", "base": None} | changes
-    document = {"format": "automodel_ckpt.archive", "format_version": 1, "checkpoints": [entry]}
-    return json.dumps(document).encode()
-
-
 def good(checkpoint: Path) -> Members:
     """The members of a valid archive."""
     manifest = Manifest.read(checkpoint)
-    found = [member("archive.json", index(manifest=manifest.digest))]
-    found.append(member(f"{NAME}/MANIFEST.json", (checkpoint / "MANIFEST.json").read_bytes()))
+    found = [member(MANIFEST, (checkpoint / "MANIFEST.json").read_bytes())]
     for path in sorted(manifest.files):
         found.append(member(f"{NAME}/{path}", (checkpoint / path).read_bytes()))
     return found
@@ -75,19 +68,21 @@ ATTACKS: dict[str, Callable[[Members], Members]] = {
     "a pipe": put_last(f"{NAME}/model/pipe", tarfile.FIFOTYPE),
     "a member that is not listed": put_second(f"{NAME}/model/more.safetensors"),
     "a member twice": lambda members: [*members, members[-1]],
-    "no index": lambda members: members[1:],
-    "an index that is not JSON": lambda members: [member("archive.json", b"{"), *members[1:]],
-    "a huge index": lambda members: [member("archive.json", b"[" * (5 << 20)), *members[1:]],
-    "nested lists": lambda members: [member("archive.json", b"[" * 100_000), *members[1:]],
+    "no manifest": lambda members: members[1:],
+    "a manifest that is not JSON": lambda members: [member(MANIFEST, b"{"), *members[1:]],
+    "nested lists": lambda members: [member(MANIFEST, b"[" * 100_000), *members[1:]],
+    "a manifest of another name": lambda members: [
+        member("epoch_0_step_2/MANIFEST.json", members[0][1]),
+        *members[1:],
+    ],
     "a name that is a path": lambda members: [
-        member("archive.json", index(name="../../outside")),
+        member("../../outside/MANIFEST.json", members[0][1]),
         *members[1:],
     ],
-    "a base that is a path": lambda members: [
-        member("archive.json", index(base=["../x", f"xxh3_128:{'0' * 32}"])),
+    "another manifest": lambda members: [
+        member(MANIFEST, members[0][1].replace(b"1", b"2")),
         *members[1:],
     ],
-    "another manifest": lambda members: [member("archive.json", index()), *members[1:]],
     "a file that is too short": lambda members: [
         *members[:-1],
         member(members[-1][0].name, members[-1][1][:-1]),

@@ -18,8 +18,8 @@ import pytest
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.callables import allowlist
 from automodel_ckpt.config.callables.trust import Rejected, Trust, check_name
-from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.errors import EXIT_USAGE
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.hostile.harness import bombs, gadgets, sandbox
 
 KNOWN = (

@@ -83,13 +83,6 @@ def test_the_tables_go_between_the_markers_of_the_page(tmp_path: Path) -> None:
         bench_report.write_page(results(), page)
 
 
-def test_the_plot_is_a_small_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    bench_report.write_plot(results(), tmp_path / "plot.png")
-    data = (tmp_path / "plot.png").read_bytes()
-    assert data.startswith(b"\x89PNG") and len(data) < 100_000
-
-
 def test_the_loss_heads_ratios_are_medians_over_rounds_beside_full_logits_of_the_same_labels() -> (
     None
 ):

@@ -35,13 +35,13 @@ from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.convert import _boolean, typed
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.data import digits, python_docs
 from automodel_ckpt.data.batches.sampler import accumulation_steps
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media import images
 from automodel_ckpt.data.rows.json_records import _unique
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError, SaveFailed
+from automodel_ckpt.examples.data import digits, python_docs
 from automodel_ckpt.logs.metrics import JsonlLog
 from automodel_ckpt.logs.tracker_process import require_trackers
 from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
@@ -227,7 +227,7 @@ def test_code_of_a_recipe_that_is_none(tmp_path: Path, code: str, name: str, sai
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"recipe: own.py:{name}\nmodel: {{from_config: {{model_type: llama}}}}\n"
-        "dataset: {_target_: automodel_ckpt.data.python_docs.language_modeling}\n"
+        "dataset: {_target_: automodel_ckpt.examples.data.python_docs.language_modeling}\n"
     )
     with pytest.raises(RecipeError, match=said):
         prepare(load_recipe(recipe), Trust([str(file)]))

@@ -24,7 +24,7 @@ from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.convert.targets.gguf import export_gguf
-from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 
 NUM_TOKENS = 24
 FORMATS: tuple[Literal["safetensors", "torch_save"], ...] = ("safetensors", "torch_save")

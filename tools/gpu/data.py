@@ -57,7 +57,7 @@ def image_processor(image_pixels: int, patch_pixels: int) -> Any:
     """A LLaVA processor for square images of any size, with the small tokenizer of the Python documentation."""
     from transformers import CLIPImageProcessorPil, LlavaProcessor
 
-    from automodel_ckpt.data.digits import processor
+    from automodel_ckpt.examples.data.digits import processor
 
     size = {"height": image_pixels, "width": image_pixels}
     tokenizer = processor(512).tokenizer

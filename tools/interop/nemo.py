@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors, compare
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tools.clients.environments import TORCH, Environment
 from tools.interop.program import Check, Program, Workplace
 

@@ -44,10 +44,10 @@ RELATIVE = 2e-6
 RECIPE = f"""
 seed: 7
 {tiny_llama(tie_word_embeddings=True)}tokenizer:
-  _target_: automodel_ckpt.data.python_docs.train_tokenizer
+  _target_: automodel_ckpt.examples.data.python_docs.train_tokenizer
   vocab_size: 300
 dataset:
-  _target_: automodel_ckpt.data.python_docs.language_modeling
+  _target_: automodel_ckpt.examples.data.python_docs.language_modeling
   seq_length: 16
 optimizer:
   lr: 1e-2

@@ -99,7 +99,7 @@ BASE: dict[str, Any] = {
     "recipe": "llm_finetune",
     "model": {"from_config": LLAMA},
     "tokenizer": {
-        "_target_": "automodel_ckpt.data.python_docs.train_tokenizer",
+        "_target_": "automodel_ckpt.examples.data.python_docs.train_tokenizer",
         "vocab_size": 1024,
     },
     "dataset": _data("text.prompt_completion", seq_length=1024),
@@ -159,7 +159,7 @@ IMAGES: dict[str, Any] = {
         "patch_pixels": 14,
     },
     "dataset": {
-        "_target_": "automodel_ckpt.data.mock_images.mock_images",
+        "_target_": "automodel_ckpt.examples.data.mock_images.mock_images",
         "num_samples": 128,
         "image_size": [336, 336],
         "num_words": 128,

@@ -160,7 +160,7 @@ _SIZES = {
     "max_position_embeddings": 256,
 }
 _HEADS = {"head_dim": 8}
-_TEXTS = "automodel_ckpt.data.python_docs.language_modeling"
+_TEXTS = "automodel_ckpt.examples.data.python_docs.language_modeling"
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _DECODERS: dict[str, dict[str, Any]] = {
     "llama": _HEADS,

@@ -64,7 +64,7 @@ def discover(recipe: object) -> dict[str, Any]:
         if found.setdefault(name, value) is not value:
             raise RecipeError(
                 "two objects with state have the same name",
-                where=f"recipe attribute {name!r}",
+                where=f"attribute {name!r}",
                 value=f"{type(found[name]).__name__} and {type(value).__name__}",
                 hint="rename one of them (keys of a dict are compared as text)",
             )
@@ -177,11 +177,11 @@ def _with_owner(item: Item, owners: Mapping[int, str]) -> Item:
     owner = owners.get(id(item.value.optimizer))
     if owner is None:
         raise RecipeError(
-            "a learning-rate scheduler drives an optimizer that is not part of the recipe's state",
-            where=f"recipe attribute {item.name!r}",
+            "a learning-rate scheduler drives an optimizer that is not part of the saved state",
+            where=f"attribute {item.name!r}",
             value=type(item.value.optimizer).__name__,
-            hint="assign the optimizer to an attribute of the recipe, "
-            f"or add {item.name!r} to the recipe's `untracked`",
+            hint="add the optimizer to the state (an attribute of a recipe), "
+            f"or add {item.name!r} to `untracked` of the recipe",
         )
     return replace(item, owner=owner)
 
@@ -198,10 +198,10 @@ def _check_names(items: Iterable[Item]) -> None:
         elif path in layout.RESERVED:
             reason = "the name is reserved for a file of the checkpoint"
         if reason:
-            hint = f"rename it, or add {item.name!r} to the recipe's `untracked`"
+            hint = f"rename it, or add {item.name!r} to `untracked` of the recipe"
             problems.append(
                 Problem(
-                    "an attribute's name cannot be used as a file name",
+                    "a name in the state cannot be used as a file name",
                     "recipe",
                     f"{item.name!r}: {reason}",
                     hint,
@@ -221,8 +221,8 @@ def _check_clashes(items: Iterable[Item]) -> None:
             continue
         problems.append(
             Problem(
-                f"two attributes would be stored in the same place, {item.path}",
-                f"recipe attributes {other.name!r} and {item.name!r}",
+                f"two objects would be stored in the same place, {item.path}",
+                f"attributes {other.name!r} and {item.name!r}",
                 f"{other.kind} and {item.kind}",
                 "rename one of them",
             )

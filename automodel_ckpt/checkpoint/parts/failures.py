@@ -70,7 +70,7 @@ def as_failure(
     location = location_in_user_code(error)
     if location is not None:
         return kind(
-            f"{doing} failed in user code that the recipe names",
+            f"{doing} failed in user code",
             where=location,
             value=f"{type(error).__name__}: {error}",
             hint="fix that code",

@@ -131,7 +131,7 @@ class AdapterAssets:
                 lines.append(f"{key}: saved {before}, here {here[key]}")
         if lines:
             raise CheckpointUnusable(
-                "the checkpoint's adapters do not match this recipe",
+                "the checkpoint's adapters do not match this run",
                 where=where,
                 value="\n    " + "\n    ".join(lines),
                 hint="resume with the peft section that wrote it (its config.yaml is in the checkpoint), "

@@ -174,7 +174,7 @@ class Loader:
                 raise weights_only(self._path, names)
             raise unusable(
                 self._path,
-                "the state in the checkpoint does not match this recipe",
+                "the state in the checkpoint does not match this run",
                 lines,
                 f"to continue without it: --checkpoint.allow_missing_state '[{', '.join(names)}]'",
             )
@@ -239,7 +239,7 @@ class Loader:
                 self._path,
                 f"{item.name!r} could not load the state that was saved",
                 lines,
-                "resume with the recipe that wrote it, or use another checkpoint of this run",
+                "resume with the settings that wrote it, or use another checkpoint of this run",
             ) from error
 
     def _recompute(self, item: Item) -> None:

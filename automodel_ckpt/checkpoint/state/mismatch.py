@@ -52,12 +52,12 @@ def check_differences(
     lines = [*differences(tree, state, cast), *further]
     if not lines:
         return
-    hints = ["resume with the recipe that wrote it (its config.yaml is in the checkpoint)"]
+    hints = ["resume with the model and settings that wrote it (see its config.yaml)"]
     if item.kind == "optimizer":
         lines = _by_entry(item.name, lines)
         if any(DIVIDED in line for line in lines):
             hints.append(
-                f"give the recipe the saved groups: {item.name}.no_decay lists the parameters without weight decay, "
+                f"give the optimizer the saved groups: {item.name}.no_decay lists the parameters without weight decay, "
                 f"and {item.name}.groups those with other options"
             )
         allow = f"--checkpoint.allow_missing_state '[{item.name}]'"
@@ -81,7 +81,7 @@ def check_differences(
         "start a new run in another checkpoint.checkpoint_dir "
         "(checkpoint.on_incompatible sibling creates one)"
     )
-    what = f"the checkpoint's {item.name!r} does not match this recipe"
+    what = f"the checkpoint's {item.name!r} does not match this run"
     raise unusable(path, what, lines, "; or ".join(hints))
 
 

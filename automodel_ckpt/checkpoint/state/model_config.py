@@ -156,7 +156,7 @@ def require_same_function(checkpoint: Path, changes: ConfigChanges) -> None:
             "the model differs from the one that was saved: the weights fit, but compute a different function",
             where=str(checkpoint),
             value="\n    " + "\n    ".join(changes.function[:_MOST_LINES]),
-            hint="restore the saved values (the checkpoint's config.yaml is the recipe that wrote it), or accept "
+            hint="restore the saved values (see the checkpoint's config.yaml), or accept "
             "the change with --checkpoint.allow_changed_model true",
         )
 

@@ -132,10 +132,10 @@ class Owners:
                     shapes.append(tuple(parameter.shape))
         if shapes:
             raise RecipeError(
-                "an optimizer trains parameters of a module that is not an attribute of the recipe",
-                where=f"recipe attribute {item.name!r}",
+                "an optimizer trains parameters of a module that is not part of the saved state",
+                where=f"attribute {item.name!r}",
                 value=f"{len(shapes)} parameter(s), the first of shape {list(shapes[0])}",
-                hint="assign their module to an attribute of the recipe, so that it is saved too",
+                hint="add their module to the state (an attribute of a recipe), so that it is saved too",
             )
 
 

@@ -58,11 +58,11 @@ def check_safe(name: str, state: Any) -> str:
         return cast(str, walk.digest.hexdigest())
     hint = (
         "store numbers, text, lists, dicts, tensors or NumPy arrays, "
-        f"or add {name!r} to the recipe's `untracked`"
+        f"or add {name!r} to `untracked` of the recipe"
     )
     problems: list[Problem] = []
     for key, found in walk.unsafe:
-        where = f"recipe attribute {name!r}, key {key or '(the whole state)'!r}"
+        where = f"attribute {name!r}, key {key or '(the whole state)'!r}"
         problems.append(Problem("state that cannot be read back safely", where, found, hint))
     raise RecipeError.all_of(problems)
 
@@ -87,7 +87,7 @@ def check_storable(name: str, tree: Mapping[str, Any]) -> None:
         problems.append(
             Problem(
                 "a tensor that cannot be stored in a checkpoint",
-                f"recipe attribute {name!r}, {key}",
+                f"attribute {name!r}, {key}",
                 found,
                 "store it in another format, or leave it out (register a buffer with persistent=False)",
             )

@@ -1,4 +1,4 @@
-"""``ckpt plot``: plot the curves of one or more runs as an HTML page, a PNG image, or text on the terminal."""
+"""``ckpt plot``: plot the curves of one or more runs as an HTML page, or as text on the terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from automodel_ckpt.cli.common.terminal import (
     printable,
     printable_lines,
 )
-from automodel_ckpt.cli.entry import ending_on_interrupt
 from automodel_ckpt.config.help.changes import differences, saved_recipe
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError
 
@@ -46,9 +45,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="run directories, or paths inside them (default: current directory)",
     )
-    command.add_argument(
-        "--output", "-o", metavar="FILE", help="write a standalone .html page or a .png image"
-    )
+    command.add_argument("--output", "-o", metavar="FILE", help="write a standalone .html page")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -86,28 +83,21 @@ def _names(paths: list[Path]) -> list[str]:
 
 
 def _write(runs: list[History], file: Path) -> None:
-    """Write a page or a picture, by the extension of *file*. If that fails, an earlier report stays as it was."""
+    """Write the page *file*. If that fails, an earlier report stays as it was."""
     from automodel_ckpt.convert.publishing import published_file
 
-    if file.suffix == ".png":
-        from automodel_ckpt.logs.picture import picture
-
-        # It imports matplotlib.
-        with ending_on_interrupt():
-            content = picture(runs, file)
-    elif file.suffix in (".html", ".htm"):
-        from automodel_ckpt.logs.page import page
-
-        text = page(runs, _differences(runs))
-        # A name may be no Unicode, and have characters that no browser shows.
-        content = printable_lines(text).encode("utf-8", "backslashreplace")
-    else:
+    if file.suffix not in (".html", ".htm"):
         raise RecipeError(
             "unsupported file extension",
             where="--output",
             value=str(file),
-            hint="use .html or .png",
+            hint="write an .html page; a browser prints its charts, or saves them as images",
         )
+    from automodel_ckpt.logs.page import page
+
+    text = page(runs, _differences(runs))
+    # A name may be no Unicode, and have characters that no browser shows.
+    content = printable_lines(text).encode("utf-8", "backslashreplace")
     # Publishing renames: without this, it would replace a link instead of its target.
     target = Path(os.path.realpath(file))
     # Publishing would create it.

@@ -28,12 +28,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "-o", "--output", required=True, metavar="FILE.tar.zst", help="the archive to write"
     )
     command.add_argument(
-        "--delta",
-        action="store_true",
-        help="store each checkpoint of a run as a difference to the one before; for a single checkpoint, that one is "
-        "needed to extract it",
-    )
-    command.add_argument(
         "--level",
         type=int,
         choices=range(1, 20),
@@ -60,7 +54,7 @@ def add_unarchive_arguments(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt archive``."""
     from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.convert.checkpoint_archive.writing import archive
+    from automodel_ckpt.convert.checkpoint_archive import archive
     from automodel_ckpt.convert.publishing import check_file_target
 
     path = Path(arguments.path).expanduser()
@@ -79,22 +73,20 @@ def run(arguments: argparse.Namespace) -> int:
     _check_name(target)
     check_file_target(target, overwrite=arguments.force)
     log = _ignore if arguments.json else print
-    done = archive(source, target, delta=arguments.delta, level=arguments.level, log=log)
+    names, nbytes, archive_bytes = archive(source, target, level=arguments.level, log=log)
     if arguments.json:
         document = {
-            "archive": str(done.path),
-            "checkpoints": list(done.names),
-            "nbytes": done.nbytes,
-            "archive_bytes": done.archive_bytes,
+            "archive": str(target),
+            "checkpoints": names,
+            "nbytes": nbytes,
+            "archive_bytes": archive_bytes,
         }
         print(json.dumps(document, indent=2))
         return EXIT_DONE
-    ratio = done.nbytes / max(1, done.archive_bytes)
-    sizes = f"{size_text(done.nbytes)} -> {size_text(done.archive_bytes)}"
-    print(
-        printable(f"{counted(len(done.names), 'checkpoint')}, {sizes} ({ratio:.2f} times smaller)")
-    )
-    print_path(done.path)
+    ratio = nbytes / max(1, archive_bytes)
+    sizes = f"{size_text(nbytes)} -> {size_text(archive_bytes)}"
+    print(printable(f"{counted(len(names), 'checkpoint')}, {sizes} ({ratio:.2f} times smaller)"))
+    print_path(target)
     return EXIT_DONE
 
 
@@ -111,7 +103,7 @@ def _check_name(target: Path) -> None:
 
 def run_unarchive(arguments: argparse.Namespace) -> int:
     """Run ``ckpt unarchive``."""
-    from automodel_ckpt.convert.checkpoint_archive.reading import extract
+    from automodel_ckpt.convert.checkpoint_archive import extract
 
     log = _ignore if arguments.json else print
     paths = extract(Path(arguments.file).expanduser(), Path(arguments.output).expanduser(), log=log)

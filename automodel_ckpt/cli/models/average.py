@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from automodel_ckpt.convert.merging.average import Average
     from automodel_ckpt.convert.merging.average_options import AverageOptions
 
-_METHODS = ("linear", "slerp", "ties", "dare")
 _MAX_NAMES = 5
 
 
@@ -47,13 +46,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="average the newest N checkpoints of the run directory SOURCE",
     )
-    _add_methods(command)
+    _add_weights(command)
     add_checkpoint_name(command, "that of the newest source")
     command.add_argument("--dry-run", action="store_true", help="only print what would be averaged")
 
 
-def _add_methods(command: argparse.ArgumentParser) -> None:
-    """Add the options that determine the result: the weights, the method, and the rule for integers."""
+def _add_weights(command: argparse.ArgumentParser) -> None:
+    """Add the options that determine the result: the weights, and the rule for integers."""
     command.add_argument(
         "--weights", metavar="W,W,...", help="weight of each source (default: equal weights)"
     )
@@ -62,32 +61,6 @@ def _add_methods(command: argparse.ArgumentParser) -> None:
         type=float,
         metavar="DECAY",
         help="exponential moving average: each source replaces 1 - DECAY of the average of those before it",
-    )
-    command.add_argument(
-        "--method",
-        choices=_METHODS,
-        default="linear",
-        help="linear (default); slerp: spherical interpolation between two sources; "
-        "ties, dare: merge the differences to --base",
-    )
-    command.add_argument(
-        "--base", metavar="PATH", help="the model that all sources were trained from (ties, dare)"
-    )
-    command.add_argument(
-        "--density",
-        type=float,
-        metavar="D",
-        help="share of the elements of a difference that are kept (default: 0.2 for ties, 0.5 for dare)",
-    )
-    command.add_argument(
-        "--scale",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="factor for the merged difference (ties, dare; default: 1)",
-    )
-    command.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the method dare (default: 0)"
     )
     command.add_argument(
         "--integers",
@@ -148,18 +121,8 @@ def _sources(arguments: argparse.Namespace) -> list[Path]:
 def _options(arguments: argparse.Namespace) -> AverageOptions:
     from automodel_ckpt.convert.merging.average_options import AverageOptions
 
-    base = None
-    if arguments.base is not None:
-        base = Path(arguments.base).expanduser()
     return AverageOptions(
-        weights=_numbers(arguments.weights),
-        ema=arguments.ema,
-        method=arguments.method,
-        base=base,
-        density=arguments.density,
-        scale=arguments.scale,
-        seed=arguments.seed,
-        integers=arguments.integers,
+        weights=_numbers(arguments.weights), ema=arguments.ema, integers=arguments.integers
     )
 
 
@@ -192,7 +155,6 @@ def _document(planned: Average, dry_run: bool) -> dict[str, Any]:
     pairs = zip(planned.sources, planned.weights, strict=True)
     return {
         "sources": [{"path": str(path), "weight": weight} for path, weight in pairs],
-        "method": planned.method,
         "checkpoint": str(checkpoint.target),
         "dry_run": dry_run,
         "num_tensors": planned.num_tensors,
@@ -207,7 +169,7 @@ def _document(planned: Average, dry_run: bool) -> dict[str, Any]:
 def _lines(planned: Average) -> Iterator[str]:
     """Describe what will be averaged."""
     checkpoint = planned.checkpoint
-    title = f"{planned.method} average -> {checkpoint.target}"
+    title = f"average -> {checkpoint.target}"
     yield coloured(printable(title), "bold", sys.stdout)
     rows = []
     for path, weight in zip(planned.sources, planned.weights, strict=True):

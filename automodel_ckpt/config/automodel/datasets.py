@@ -41,6 +41,7 @@ from automodel_ckpt.config.tree.yaml_tree import Node
 _DATASETS = "nemo_automodel.components.datasets."
 _OURS = "automodel_ckpt.data."
 _CHAT = "chat.messages"
+_MOCK_IMAGES = "automodel_ckpt.examples.data.mock_images.mock_images"
 OTHER_DATA = (
     "write the data as JSON lines and use automodel_ckpt.data.chat.messages, "
     "automodel_ckpt.data.text.prompt_completion or automodel_ckpt.data.vlm.conversations"
@@ -189,7 +190,7 @@ DATASETS: dict[str, Builder] = {
         ),
     ),
     "vlm.mock.build_mock_vlm_dataset": Builder(
-        "mock_images.mock_images",
+        _MOCK_IMAGES,
         (
             Key("num_samples"),
             Key("num_images_per_sample"),
@@ -243,7 +244,8 @@ def dataset(section: Section) -> None:
         section.reject("_target_", node, f"{feature} is not supported", OTHER_DATA)
         _discard(section)
         return
-    section.put("_target_", replace(node, value=_OURS + builder.ours), was="_target_")
+    ours = builder.ours if builder.ours == _MOCK_IMAGES else _OURS + builder.ours
+    section.put("_target_", replace(node, value=ours), was="_target_")
     for key, value in builder.fixed:
         is_text = not value.isdecimal() and value not in ("true", "false")
         section.put(key, Node(value, node.origin, quoted=is_text), was="_target_")

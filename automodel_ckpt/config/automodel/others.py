@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from automodel_ckpt.config.automodel.dataset_rows import max_samples_of_split, split_of_data
 from automodel_ckpt.config.automodel.rows import (
     Degraded,
     Key,
@@ -175,6 +174,7 @@ UNUSED = NoEffect(
 REPLACED = (
     Degraded("skypilot", LAUNCH),
     Degraded("nemo_run", LAUNCH),
+    Degraded("tool_call_eval", "run `ckpt eval` with a task of lm_eval on the checkpoints"),
     Degraded("slurm", LAUNCH),
     Needs(
         "embedding_row_repair",
@@ -189,31 +189,7 @@ REPLACED = (
     Needs("comet", "the tracker Comet", "use wandb, mlflow, tensorboard or trackio"),
 )
 """Whole sections."""
-NAMES = (*UNUSED.names, "tool_call_eval", *(row.name for row in REPLACED))
-
-
-TOOL_CALL_EVAL = (
-    Key("dataset_name", "path"),
-    Key("path"),
-    Steps(split_of_data, ("split",)),
-    Steps(max_samples_of_split, ("limit_dataset_samples",)),
-    Key("max_eval_samples", "limit", default="null"),
-    Key("max_new_tokens"),
-    Key("max_prompt_tokens"),
-    Degraded("do_sample", "the most probable token is always chosen"),
-    NoEffect("_target_", "run_on_fsdp2", "raise_on_cuda_oom", "sample_shard", "metric_prefix"),
-)
-
-
-def tool_call_eval(section: Section) -> None:
-    """Translate the evaluation of tool calls, which AutoModel runs at validations, but not with FSDP2 by default."""
-    if section.node is None:
-        return
-    section.note("run_on_fsdp2", section.node, "tool calls are evaluated with FSDP2, too")
-    apply_rows(TOOL_CALL_EVAL, section)
-    every_steps = section.work.result.at("step_scheduler.val_every_steps")
-    if every_steps is not None:
-        section.put("every_steps", every_steps)
+NAMES = (*UNUSED.names, *(row.name for row in REPLACED))
 
 
 QAT = (
@@ -292,7 +268,6 @@ def fp8(section: Section) -> None:
 
 def top_level(section: Section) -> None:
     """Translate sections as a whole. AutoModel ignores sections whose names begin with an underscore."""
-    tool_call_eval(section.inner("tool_call_eval", to="evaluation.tool_calls"))
     apply_rows((UNUSED, *REPLACED), section)
     assert section.node is not None
     for name in list(dict(section.node.children())):

@@ -108,11 +108,19 @@ _OWN_DATASETS = Group(
             "vlm.conversations",
             "vlm.image_answers",
             "vlm.transcripts",
-            "mock_images.mock_images",
             "squad.squad",
             "hellaswag.hellaswag",
             "classification.texts",
-            "classification.library_topics",
+        )
+    ),
+)
+_EXAMPLE_DATASETS = Group(
+    "data of our examples: text of the Python installation, scans of scikit-learn, random images",
+    tuple(
+        Exact(f"automodel_ckpt.examples.data.{name}")
+        for name in (
+            "mock_images.mock_images",
+            "library_topics.library_topics",
             "python_docs.language_modeling",
             "python_docs.docstring_pairs",
             "python_docs.preferences",
@@ -176,21 +184,21 @@ _COLLATORS = Group(
     ),
 )
 _TOKENIZERS = Group(
-    "tokenizers read from a directory or the Hub, never with code from there; the one that this package trains",
+    "tokenizers read from a directory or the Hub, never with code from there; the one of our examples",
     (
         Exact("transformers.AutoTokenizer.from_pretrained", _TEXT_LOADING),
-        Exact("automodel_ckpt.data.python_docs.train_tokenizer"),
+        Exact("automodel_ckpt.examples.data.python_docs.train_tokenizer"),
     ),
 )
 _PROCESSORS = Group(
-    "processors read from a directory or the Hub, never with code from there; those of our digits and tones",
+    "processors read from a directory or the Hub, never with code from there; those of our examples",
     (
         Exact(
             "transformers.AutoProcessor.from_pretrained",
             _TEXT_LOADING | PROCESSOR_SETTINGS,
         ),
-        Exact("automodel_ckpt.data.digits.processor"),
-        Exact("automodel_ckpt.data.tones.processor"),
+        Exact("automodel_ckpt.examples.data.digits.processor"),
+        Exact("automodel_ckpt.examples.data.tones.processor"),
     ),
 )
 _MODELS = Group(
@@ -217,10 +225,10 @@ _MODELS = Group(
     ),
 )
 _TEACHERS = Group(
-    "teachers of this package: counts of tokens in its text, means of its images",
+    "teachers of our examples: counts of tokens in their text, means of their images",
     (
-        Exact("automodel_ckpt.data.pair_counts.pair_counts"),
-        Exact("automodel_ckpt.data.digit_means.digit_means"),
+        Exact("automodel_ckpt.examples.data.pair_counts.pair_counts"),
+        Exact("automodel_ckpt.examples.data.digit_means.digit_means"),
     ),
 )
 _CONFIGS = Group(
@@ -248,7 +256,7 @@ ALLOWED: dict[str, tuple[Group, ...]] = {
     "teacher": (_MODELS, _TEACHERS),
     "tokenizer": (_TOKENIZERS,),
     "processor": (_PROCESSORS,),
-    "dataset": (_OWN_DATASETS, _HUB_DATASETS),
+    "dataset": (_OWN_DATASETS, _EXAMPLE_DATASETS, _HUB_DATASETS),
     "optimizer": (_OPTIMIZERS,),
     "lr_scheduler": (_SCHEDULES,),
     "loss_fn": (_LOSSES,),

@@ -48,8 +48,6 @@ _PATHS = frozenset(
         "distill.teacher.from_pretrained",
         "dpo.reference",
         "evaluation.harness.include_path",
-        "evaluation.tool_calls.chat_template",
-        "evaluation.tool_calls.path",
         "init_from.path",
         "kto.reference",
         "model.from_config",

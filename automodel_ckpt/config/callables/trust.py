@@ -176,6 +176,9 @@ def check_name(name: str, trust: Trust, purpose: str = CUSTOM) -> None:
 def _not_listed(name: str, purpose: str) -> Rejected:
     names_of_purposes = {"": "an argument", CUSTOM: "a recipe"}
     section = names_of_purposes.get(purpose, purpose)
+    moved = name.replace("automodel_ckpt.data.", "automodel_ckpt.examples.data.", 1)
+    if moved != name and allowlist.may_name(purpose, moved):
+        return Rejected(f"{name} is now a part of the examples", f"use {moved}")
     hint = trust_hint(name)
     allowed = allowlist.suggestion(purpose, name)
     meant = difflib.get_close_matches(name, allowed.split(", "), n=1, cutoff=0.9)

@@ -36,48 +36,11 @@ class HarnessConfig:
 
 
 @dataclass
-class ToolCallsConfig:
-    """Tool calls that the model in training generates for held-out conversations, compared with the expected ones.
-
-    Metrics are eval_tool_calls_exact_match, eval_tool_calls_name_match and eval_tool_calls_parsed.
-    """
-
-    path: list[str] | str = field(kw_only=True, metadata={"rules": (NOT_EMPTY,)})
-    """Conversations: file, directory, name on the Hub, or list of files, as in a dataset section."""
-    every_steps: int | None = setting(None, AT_LEAST_1)
-    """Generate the calls after every N steps, and at the end; null: only at the end."""
-    limit: int | None = setting(128, AT_LEAST_1)
-    """Use only the first N turns with tool calls; null: all."""
-    max_samples: int | None = setting(None, AT_LEAST_1)
-    """Read only the first N conversations; null: until there are enough turns."""
-    max_new_tokens: int = setting(256, AT_LEAST_1)
-    """Maximum tokens of an answer. The most probable token is always chosen."""
-    max_prompt_tokens: int | None = setting(None, AT_LEAST_1)
-    """Skip turns with a longer prompt; null: only those that leave no place for the answer in the model's context."""
-    name: str | None = setting(None, NOT_EMPTY)
-    """Subset of a directory or of a data set of the Hub."""
-    split: str = setting("train", NOT_EMPTY)
-    """Split, or a part of one, such as train[:128]."""
-    revision: str | None = setting(None, NOT_EMPTY)
-    """Branch, tag or commit of a data set of the Hub."""
-    messages_field: str = setting("messages", NOT_EMPTY)
-    """Field of the messages; the field conversations is read if there is no field messages."""
-    tools_field: str = setting("tools", NOT_EMPTY)
-    """Field of the tools that are offered."""
-    chat_template: str | None = setting(None, NOT_EMPTY)
-    """Chat template or its file; null: that of the section dataset, otherwise the tokenizer's."""
-    template_kwargs: dict[str, Any] | None = None
-    """Variables of the template; null: those of the section dataset."""
-
-
-@dataclass
 class EvaluationConfig:
     """Benchmarks during training."""
 
     harness: HarnessConfig | None = None
     """Tasks of lm-evaluation-harness on the model in training; null: none."""
-    tool_calls: ToolCallsConfig | None = None
-    """Tool calls that the model in training generates for held-out conversations; null: none."""
 
 
 @dataclass
@@ -106,12 +69,12 @@ class GenerationConfig:
     )
 
 
-def benchmarks_of(recipe: Any) -> list[HarnessConfig | ToolCallsConfig]:
+def benchmarks_of(recipe: Any) -> list[HarnessConfig]:
     """List the sections of the benchmarks that a recipe, or a namespace with its fields, runs during training."""
     section = getattr(recipe, "evaluation", None)
-    if section is None:
+    if section is None or section.harness is None:
         return []
-    return [each for each in (section.harness, section.tool_calls) if each is not None]
+    return [section.harness]
 
 
 def has_benchmarks(recipe: Any) -> bool:

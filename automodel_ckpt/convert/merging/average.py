@@ -2,8 +2,8 @@
 
 Sources are whatever ``convert/open.py`` reads. The result is a complete checkpoint of weights in a run directory,
 written and published in the same way as an import. Tensors are combined block by block, so that memory does not grow
-with the model. ``average_options.py`` has the options, ``average_sources.py`` compares the sources,
-``averaged_tensors.py`` computes the tensors, and ``average_methods.py`` has the formulas.
+with the model. ``average_options.py`` has the options, ``average_sources.py`` compares the sources, and
+``averaged_tensors.py`` computes the tensors.
 """
 
 from __future__ import annotations
@@ -25,13 +25,7 @@ from automodel_ckpt.convert.imports.new_checkpoint import (
     check_free,
     write_checkpoint,
 )
-from automodel_ckpt.convert.merging.average_methods import METHODS
-from automodel_ckpt.convert.merging.average_options import (
-    AverageOptions,
-    check_options,
-    density_of,
-    weights_of,
-)
+from automodel_ckpt.convert.merging.average_options import AverageOptions, weights_of
 from automodel_ckpt.convert.merging.average_sources import (
     averaged_types,
     check_consistent,
@@ -54,7 +48,6 @@ class Average:
     checkpoint: NewCheckpoint
     sources: Sequence[Path]
     weights: Sequence[float]
-    method: str
     num_tensors: int
     copied: Sequence[str]
     notes: Sequence[str]
@@ -90,13 +83,8 @@ def prepare(
     weights, or if the sources differ, see :func:`check_consistent`.
     """
     weights = weights_of(options, len(sources))
-    check_options(options, len(sources))
     opened = [open_weights(source) for source in sources]
     modules = [model_in(weights_in) for weights_in in opened]
-    base = None
-    if options.base is not None:
-        base = model_in(open_weights(options.base))
-        check_consistent(modules[0], base, opened[0].path, options.base)
     for source, module in zip(sources[1:], modules[1:], strict=True):
         check_consistent(modules[0], module, opened[0].path, source)
     copied = check_unaveraged(modules, options.integers)
@@ -109,7 +97,7 @@ def prepare(
         where=str(sources[0]),
     )
     check_free(run, name)
-    merge = AveragedTensors(modules, base, weights, options)
+    merge = AveragedTensors(modules, weights, options.integers)
     checkpoint = NewCheckpoint(
         source=opened[0].path,
         kind=f"average of {len(sources)} checkpoints",
@@ -128,7 +116,6 @@ def prepare(
         checkpoint,
         [weights_in.path for weights_in in opened],
         weights,
-        options.method,
         len(modules[0].tensors),
         copied,
         notes,
@@ -176,15 +163,9 @@ def _lineage(
         if weights_in.checkpoint is not None:
             source["manifest"] = Summary.read(weights_in.checkpoint).digest
         sources.append(source)
-    lineage: dict[str, Any] = {"averaged_from": sources, "average_method": options.method}
+    lineage: dict[str, Any] = {"averaged_from": sources}
     if options.ema is not None:
         lineage["average_ema"] = options.ema
-    if METHODS[options.method].needs_base:
-        lineage["average_base"] = str(options.base)
-        lineage["average_density"] = density_of(options)
-        lineage["average_scale"] = options.scale
-    if options.method == "dare":
-        lineage["average_seed"] = options.seed
     return lineage
 
 

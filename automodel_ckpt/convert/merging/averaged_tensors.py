@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -15,24 +14,18 @@ from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast, storage_dtype
 from automodel_ckpt.checkpoint.tensors.integrity import require_intact
-from automodel_ckpt.convert.merging.average_methods import METHODS, Method
-from automodel_ckpt.convert.merging.average_options import AverageOptions, density_of
+from automodel_ckpt.convert.merging.average_options import Integers
 
 
 class AveragedTensors:
-    """Combines the tensors of *modules*, and those of *base* where the method needs them."""
+    """Combines the tensors of *modules*: the sum of each source's tensor times its weight, in float32 or float64."""
 
     def __init__(
-        self,
-        modules: Sequence[Tensors],
-        base: Tensors | None,
-        weights: Sequence[float],
-        options: AverageOptions,
+        self, modules: Sequence[Tensors], weights: Sequence[float], integers: Integers
     ) -> None:
         self._modules = modules
-        self._base = base
         self._weights = weights
-        self._options = options
+        self._integers = integers
 
     def blocks(self, tensor: Tensor) -> Blocks:
         """Return the data of *tensor* in the result, which is computed while it is written."""
@@ -43,31 +36,15 @@ class AveragedTensors:
         sources = [_Reader(module, tensor.fqn) for module in self._modules]
         # Boxes are consecutive: each has complete inner dimensions.
         if tensor.dtype not in ORDINARY_FLOATS:
-            position = -1 if self._options.integers == "last" else 0
+            position = -1 if self._integers == "last" else 0
             for box in boxes(tensor.shape):
                 yield _bytes_of(sources[position].raw(box))
             return
-        base = None if self._base is None else _Reader(self._base, tensor.fqn)
-        method = self._method(tensor.fqn)
-        passes = [source.passes for source in sources]
-        base_passes = None if base is None else base.passes
         with np.errstate(over="ignore", invalid="ignore"):
-            method.prepare(passes, base_passes, math.prod(tensor.shape))
             for box in boxes(tensor.shape):
                 values = [source.values(box) for source in sources]
-                base_values = None if base is None else base.values(box)
-                combined = method.combine(values, base_values)
+                combined = _weighted_sum(values, self._weights)
                 yield _bytes_of(cast(combined, sources[0].wide_dtype, tensor.dtype))
-
-    def _method(self, fqn: str) -> Method:
-        options = self._options
-        return METHODS[options.method](
-            fqn,
-            self._weights,
-            density=density_of(options),
-            scale=options.scale,
-            seed=options.seed,
-        )
 
 
 class _Reader:
@@ -89,10 +66,12 @@ class _Reader:
         stored = self.raw(box).reshape(-1).view(storage_dtype(dtype, DTYPE_BITS[dtype]))
         return cast(stored, dtype, self.wide_dtype)
 
-    def passes(self) -> Iterator[Array]:
-        """Start a pass over the tensor, box by box."""
-        for box in boxes(self._tensor.shape):
-            yield self.values(box)
+
+def _weighted_sum(values: Sequence[Array], weights: Sequence[float]) -> Array:
+    total = np.zeros_like(values[0])
+    for value, weight in zip(values, weights, strict=True):
+        total += value.dtype.type(weight) * value
+    return total
 
 
 def _bytes_of(values: Array) -> memoryview:

@@ -12,7 +12,7 @@ from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.train.counters.step_scheduler import StepScheduler
 from automodel_ckpt.train.measure.validation import validation_text
-from automodel_ckpt.train.measure.validation_metrics import BENCHMARK, TOOL_CALL_METRICS
+from automodel_ckpt.train.measure.validation_metrics import BENCHMARK
 from automodel_ckpt.train.saves.saves import Saves
 from automodel_ckpt.train.values.records import StepResult, Validation
 from automodel_ckpt.train.values.run_log import RunLog
@@ -97,13 +97,10 @@ class Measurements:
     def benchmark_values(self, metrics: Sequence[TaskMetric]) -> dict[str, float | None]:
         """The values of *metrics* by name, and null for one that the recipe names and whose benchmark has not run."""
         values: dict[str, float | None] = {each.name: each.value for each in metrics}
-        measured = list(values)
         rule = self._scheduler.cadence.early_stopping
         named = [self._config.checkpoint.best_metric_key, rule.metric if rule is not None else ""]
         for name in named:
-            if name.startswith(BENCHMARK) and not any(
-                _same_section(name, each) for each in measured
-            ):
+            if name.startswith(BENCHMARK) and not metrics:
                 values[name] = None
         return values
 
@@ -164,8 +161,3 @@ class Measurements:
         text = f"step {scheduler.step}: validation loss{of} {measured}"
         log.info("%s", f"{text}; {figures}" if figures else text)
         self._run_log.log_validation(scheduler, validation)
-
-
-def _same_section(name: str, other: str) -> bool:
-    """Whether two metrics are both of ``evaluation.tool_calls``, or both of ``evaluation.harness``."""
-    return (name in TOOL_CALL_METRICS) == (other in TOOL_CALL_METRICS)

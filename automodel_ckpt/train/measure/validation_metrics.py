@@ -33,11 +33,6 @@ RISING = (
 """Measures that a better model has a higher value of; of all others it has a lower one."""
 BENCHMARK = "eval_"
 """Metrics of the section ``evaluation`` begin with this."""
-TOOL_CALLS = "tool_calls"
-"""What the names of the metrics of ``evaluation.tool_calls`` contain in place of a task's name."""
-TOOL_CALL_MEASURES = ("exact_match", "name_match", "parsed")
-TOOL_CALL_METRICS = tuple(f"{BENCHMARK}{TOOL_CALLS}_{measure}" for measure in TOOL_CALL_MEASURES)
-"""The names of the metrics of ``evaluation.tool_calls``."""
 _ANY_TASK = f"{BENCHMARK}TASK_METRIC"
 _FALLING_ENDS = ("perplexity", "_bits_per_byte", "_brier_score", "_loss", "_ter", "_wer")
 """Ends of the names of those metrics that a better model has a lower value of."""
@@ -92,8 +87,6 @@ def validate_metric_keys(config: RecipeConfig, known: Collection[str]) -> None:
     section = config.checkpoint
     known = list(known)
     benchmarks = config.evaluation
-    if benchmarks is not None and benchmarks.tool_calls is not None:
-        known += TOOL_CALL_METRICS
     if benchmarks is not None and benchmarks.harness is not None:
         known.append(_ANY_TASK)
     if has_validation(config) or section.best_metric_key != DEFAULT_METRIC:

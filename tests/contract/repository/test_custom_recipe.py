@@ -24,7 +24,10 @@ from tests.support.runs.training import digest, digests, killed_after, steps_of
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "custom_recipe"
 GUIDE = (ROOT / "docs" / "guides" / "write-a-recipe.md").read_text()
-DATA = "{_target_: automodel_ckpt.data.python_docs.language_modeling, seq_length: 32, max_samples: %d, split: %s}"
+DATA = (
+    "{_target_: automodel_ckpt.examples.data.python_docs.language_modeling, "
+    "seq_length: 32, max_samples: %d, split: %s}"
+)
 SHORT = (
     "--step_scheduler.max_steps=5",
     "--step_scheduler.ckpt_every_steps=2",

@@ -296,7 +296,7 @@ CASES: dict[Callable[[Case], None], tuple[int | None, str]] = {
     the_files_of_the_base: (1, "a file is missing"),
     a_model_with_partial_sums: (
         None,
-        "state 'model', weight; the placement Partial(sum): no rank",
+        "attribute 'model', weight; the placement Partial(sum): no rank",
     ),
     an_optimizer_with_partial_sums: (
         None,

@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from automodel_ckpt.cli.common.example_recipes import examples
-from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.recipes.distill import Distill
 from automodel_ckpt.train.forecast.plan import plan

@@ -13,7 +13,7 @@ from tests.support import ranks
 from tests.support.runs.training import RECIPE, build, killed_after, steps_of, train, write_recipe
 
 TOKENS = Path(__file__).parents[2] / "fixtures/megatron/tokens/large"
-SOURCE = "{_target_: automodel_ckpt.data.python_docs.language_modeling, seq_length: 16"
+SOURCE = "{_target_: automodel_ckpt.examples.data.python_docs.language_modeling, seq_length: 16"
 MIXTURE = f"""dataset:
   _target_: automodel_ckpt.data.mixture.mixture
   sources:

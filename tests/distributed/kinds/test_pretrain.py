@@ -17,12 +17,12 @@ from tests.support import ranks
 from tests.support.models.tiny_model import tiny_llama
 from tests.support.runs.training import build, killed_after, steps_of, train, write_recipe
 
-DOCUMENTS = "{_target_: automodel_ckpt.data.python_docs.documents"
+DOCUMENTS = "{_target_: automodel_ckpt.examples.data.python_docs.documents"
 MODEL = tiny_llama(max_position_embeddings=64, initializer_range=0.02, tie_word_embeddings=False)
 TEXT = f"""
 recipe: pretrain
 seed: 7
-{MODEL}tokenizer: {{_target_: automodel_ckpt.data.python_docs.train_tokenizer, vocab_size: 300}}
+{MODEL}tokenizer: {{_target_: automodel_ckpt.examples.data.python_docs.train_tokenizer, vocab_size: 300}}
 dataset:
   _target_: automodel_ckpt.data.mixture.mixture
   weights: {{tokens: 0.4, stream: 0.6}}

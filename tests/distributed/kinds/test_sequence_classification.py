@@ -33,9 +33,9 @@ TOPICS = """
 recipe: sequence_classification
 seed: 7
 classification: {labels: [json, statistics, tarfile]}
-tokenizer: {_target_: automodel_ckpt.data.python_docs.train_tokenizer, vocab_size: 300}
+tokenizer: {_target_: automodel_ckpt.examples.data.python_docs.train_tokenizer, vocab_size: 300}
 dataset: &data
-  _target_: automodel_ckpt.data.classification.library_topics
+  _target_: automodel_ckpt.examples.data.library_topics.library_topics
   seq_length: 24
   max_samples: 45
 validation_dataset: {<<: *data, split: validation, max_samples: 11}

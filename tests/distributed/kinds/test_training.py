@@ -467,7 +467,7 @@ def test_an_export_is_trained_on_with_frozen_embeddings(tmp_path: Path) -> None:
         f"  from_pretrained: {export}\n",
     )
     text = text.replace(
-        "tokenizer:\n  _target_: automodel_ckpt.data.python_docs.train_tokenizer\n  vocab_size: 300\n",
+        "tokenizer:\n  _target_: automodel_ckpt.examples.data.python_docs.train_tokenizer\n  vocab_size: 300\n",
         "",
     )
     run(

@@ -32,12 +32,12 @@ from tests.support.runs.training import (
 SETS = """
 validation_datasets:
   few:
-    _target_: automodel_ckpt.data.python_docs.language_modeling
+    _target_: automodel_ckpt.examples.data.python_docs.language_modeling
     seq_length: 16
     max_samples: 3
     split: validation
   long:
-    _target_: automodel_ckpt.data.python_docs.language_modeling
+    _target_: automodel_ckpt.examples.data.python_docs.language_modeling
     seq_length: 8
     max_samples: 5
     split: validation

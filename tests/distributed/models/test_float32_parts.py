@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from automodel_ckpt.models.inspect.converted_layers import convert_layers
 from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize, reshard

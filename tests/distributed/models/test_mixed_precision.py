@@ -299,7 +299,7 @@ def test_what_is_frozen_can_change_when_a_run_is_resumed_and_nothing_is_rounded(
         return errors, types
 
     (unfrozen, rounded), types = ranks.run(runs, 1, init=False)[0]
-    assert "the checkpoint's 'optimizer' does not match this recipe" in unfrozen
+    assert "the checkpoint's 'optimizer' does not match this run" in unfrozen
     assert "--checkpoint.allow_missing_state '[optimizer]'" in unfrozen
     assert "its saved values would be rounded" in rounded
     assert "saved as F32" in rounded
@@ -358,4 +358,4 @@ def test_adapters_in_another_type_are_no_weights_that_were_frozen(tmp_path: Path
 
     before, after = ranks.run(lambda: (run(1, "base"), run(2, "float32")), 1, init=False)[0]
     assert before == ""
-    assert "the checkpoint's 'model' does not match this recipe" in after
+    assert "the checkpoint's 'model' does not match this run" in after

@@ -23,7 +23,7 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from automodel_ckpt.models.build import build_model
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
 from automodel_ckpt.train.model.deferred_model import build_deferred

@@ -214,9 +214,9 @@ def rejected(base: Path) -> list[str]:
 def test_what_needs_shared_storage_is_rejected_before_training(tmp_path: Path) -> None:
     make_nodes(tmp_path, 2)
     expected = (
-        "CheckpointOptions.model_layout",
-        "CheckpointOptions.incremental",
-        "CheckpointOptions.on_incompatible",
+        "checkpoint.model_layout",
+        "checkpoint.incremental",
+        "checkpoint.on_incompatible",
         "the nodes have different directories",
         "the ranks do not share storage",
     )

@@ -109,7 +109,7 @@ def test_export_best_exports_what_lowest_val_points_to_and_a_killed_final_export
     tmp_path: Path, train: Train
 ) -> None:
     run = tmp_path / "run"
-    few = "{_target_: automodel_ckpt.data.python_docs.language_modeling, max_samples: 4}"
+    few = "{_target_: automodel_ckpt.examples.data.python_docs.language_modeling, max_samples: 4}"
     worst = ["--checkpoint.best_metric_key", "train_loss", "--checkpoint.best_mode", "max"]
     ended = train(run, "--checkpoint.export_best", "--validation_dataset", few, *worst)
     assert ended.returncode == 0, ended.stderr

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.state.module_tensors import module_state
-from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.support.models.shards import cut, write_assets, write_checkpoint
 
 LLAMA_3_ROPE = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 
 CONFIGURATION = """\
 import os

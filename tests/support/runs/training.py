@@ -33,7 +33,7 @@ from tests.support.models.tiny_model import tiny_llama
 # of git and the metadata of packages for the manifest, and the types of the keys.
 importlib.import_module("transformers.models.llama.modeling_llama")
 importlib.import_module("transformers.optimization")
-importlib.import_module("automodel_ckpt.data.python_docs")
+importlib.import_module("automodel_ckpt.examples.data.python_docs")
 get_checkpoint_conversion_mapping("llama")  # type: ignore[no-untyped-call]
 environment()
 list(keys_of(RecipeConfig))
@@ -42,10 +42,10 @@ MODEL = tiny_llama(attention_dropout=0.2, tie_word_embeddings=True)
 RECIPE = f"""
 seed: 7
 {MODEL}tokenizer:
-  _target_: automodel_ckpt.data.python_docs.train_tokenizer
+  _target_: automodel_ckpt.examples.data.python_docs.train_tokenizer
   vocab_size: 300
 dataset:
-  _target_: automodel_ckpt.data.python_docs.language_modeling
+  _target_: automodel_ckpt.examples.data.python_docs.language_modeling
   seq_length: 16
   max_samples: 44
 optimizer:
@@ -66,7 +66,7 @@ logging:
 
 VALIDATION = """
 validation_dataset:
-  _target_: automodel_ckpt.data.python_docs.language_modeling
+  _target_: automodel_ckpt.examples.data.python_docs.language_modeling
   seq_length: 16
   max_samples: 11
   split: validation

@@ -215,7 +215,7 @@ NEEDED = (
     *OUR_COMMANDS.values(),
     "automodel_ckpt.convert.merging.merge",
     "automodel_ckpt.cli.launch.launcher",
-    "automodel_ckpt.data.python_docs",
+    "automodel_ckpt.examples.data.python_docs",
     "automodel_ckpt.data.text",
     "automodel_ckpt.recipes.llm_finetune",
     "automodel_ckpt.recipes.vlm_finetune",

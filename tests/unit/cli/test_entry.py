@@ -55,7 +55,6 @@ def test_an_interrupt_during_the_imports_prints_nothing(name: str, at: str) -> N
     [
         (["generate", "RUN", "-p", "a"], "torch"),
         (["chat", "RUN"], "torch"),
-        (["plot", "RUN", "-o", "RUN.png"], "matplotlib"),
     ],
 )
 def test_an_interrupt_during_the_import_of_a_large_library_prints_nothing(

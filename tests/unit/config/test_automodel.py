@@ -144,16 +144,6 @@ QAT = (
     "    _target_: nemo_automodel.components.quantization.qat.QATConfig\n"
     "    quantizer_type: int4_weight_only\n    groupsize: 256\n"
 )
-TOOL_CALLS = """\
-tool_call_eval:
-  _target_: nemo_automodel.components.eval.tool_call_evaluator.ToolCallAccuracyEvaluator
-  dataset_name: org/calls
-  split: train[:128]
-  limit_dataset_samples: 9
-  max_eval_samples: 7
-  max_prompt_tokens: 3584
-"""
-VALIDATION_EVERY_5 = VALIDATION + "step_scheduler:\n  val_every_steps: 5\n"
 PIPELINE = "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: interleaved1f1b\n"
 GROUPS = (
     "optimizer:\n  lr: 1e-4\n  weight_decay: 0.1\n  param_group_overrides:\n"
@@ -265,15 +255,6 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ("qat:\n  fake_quant_after_n_steps: 1\n  qat_config:\n    groupsize: 32\n", "qat", None),
     ("qat: {}\n", "qat", None),
     ("qat:\n  scheme: W8A8\n", "qat.scheme", "W8A8"),
-    (TOOL_CALLS, "evaluation.tool_calls.path", "org/calls"),
-    (TOOL_CALLS, "evaluation.tool_calls.split", "train[:128]"),
-    (TOOL_CALLS, "evaluation.tool_calls.max_samples", None),
-    (TOOL_CALLS.replace("[:128]", ""), "evaluation.tool_calls.max_samples", 9),
-    (TOOL_CALLS, "evaluation.tool_calls.limit", 7),
-    (TOOL_CALLS.replace("max_eval", "#"), "evaluation.tool_calls.limit", None),
-    (TOOL_CALLS, "evaluation.tool_calls.max_prompt_tokens", 3584),
-    (TOOL_CALLS, "evaluation.tool_calls.every_steps", None),
-    (TOOL_CALLS + VALIDATION_EVERY_5, "evaluation.tool_calls.every_steps", 5),
     ("tool_call_eval: null\n", "evaluation", None),
     ("rng:\n  seed: 1111\n  ranked: true\n", "seed", 1111),
     ("rng:\n  deterministic: true\n", "deterministic", True),
@@ -971,6 +952,7 @@ DEGRADED = [
         ":4: dataset.mask_generation_prompt true",
         "labels begin after the header",
     ),
+    ("tool_call_eval:\n  path: a\n", ":1: tool_call_eval", "ckpt eval"),
     ("distributed:\n  tp_size: 2\n  ep_size: 8\n", ":3: distributed.ep_size 8", "fsdp2 instead"),
     (
         VLM + MEDPIX + PIPELINE + "    layers_per_stage: 4\n",
@@ -1515,7 +1497,7 @@ def test_every_value_of_an_accepted_file_is_in_the_recipe_or_named(
 def test_a_file_without_recipe_is_an_error_that_names_the_key(tmp_path: Path) -> None:
     recipe = tmp_path / "theirs.yaml"
     recipe.write_text(MODEL + ROWS)
-    with pytest.raises(RecipeError, match="the key recipe is missing, as in recipes .* before 0.4"):
+    with pytest.raises(RecipeError, match=r"the key recipe is missing, as in recipes .* before 0.4"):
         load_recipe(recipe)
 
 

@@ -22,23 +22,25 @@ DATA = "automodel_ckpt.data"
 
 def problems(recipe: str, builder: str, **sections: Any) -> list[Problem]:
     return sample_problems(
-        node_of({"recipe": recipe, "dataset": {"_target_": f"{DATA}.{builder}"}, **sections})
+        node_of(
+            {"recipe": recipe, "dataset": {"_target_": f"automodel_ckpt.{builder}"}, **sections}
+        )
     )
 
 
 def test_every_recipe_and_every_builder_has_one_kind_of_samples() -> None:
     recipes = [recipe for kind in SAMPLE_KINDS for recipe in kind.recipes]
     assert sorted(recipes) == sorted(str(own_name(name)) for name in own_classes())
-    builders = [f"{DATA}.{name}" for kind in SAMPLE_KINDS for name in kind.builders]
+    builders = [f"automodel_ckpt.{name}" for kind in SAMPLE_KINDS for name in kind.builders]
     listed = [str(getattr(e, "name", "")) for group in ALLOWED["dataset"] for e in group.entries]
-    own = {name for name in listed if name.startswith(DATA)}
+    own = {name for name in listed if name.startswith("automodel_ckpt.")}
     assert sorted(builders) == sorted(own - {MIXTURE})
 
 
 def test_kinds_state_which_argument_their_builders_need() -> None:
     for kind in SAMPLE_KINDS:
         for name in kind.builders:
-            needed = {"processor", "labels"} & set(signature(f"{DATA}.{name}") or ())
+            needed = {"processor", "labels"} & set(signature(f"automodel_ckpt.{name}") or ())
             assert needed == ({kind.needs} if kind.needs else set()), name
 
 
@@ -52,7 +54,7 @@ def test_a_recipe_accepts_the_builders_of_its_samples_only() -> None:
 def test_the_builders_that_a_hint_suggests_are_accepted_by_the_recipes_it_names() -> None:
     for fields, builder, recipes in BUILDERS_BY_FIELDS:
         for recipe in recipes.split(", "):
-            assert problems(recipe, builder) == [], (recipe, builder)
+            assert problems(recipe, f"data.{builder}") == [], (recipe, builder)
         source = OneRow("data.jsonl", 0, dict.fromkeys(fields, "x"))
         with pytest.raises(RecipeError) as caught:
             source.require(["other"])
@@ -83,8 +85,10 @@ def test_a_wrong_data_set_is_reported_with_its_line_and_what_to_do(tmp_path: Pat
 def test_sources_of_mixtures_and_validation_sets_are_compared_too() -> None:
     pairs = {"_target_": f"{DATA}.preference.pairs"}
     mixture = {"_target_": MIXTURE, "sources": {"a": {"_target_": f"{DATA}.text.text"}, "b": pairs}}
-    found = problems("llm_finetune", "text.text", validation_datasets={"x": mixture, "y": pairs})
-    found += problems("llm_finetune", "text.text", validation_dataset=pairs)
+    found = problems(
+        "llm_finetune", "data.text.text", validation_datasets={"x": mixture, "y": pairs}
+    )
+    found += problems("llm_finetune", "data.text.text", validation_dataset=pairs)
     names = [problem.what.rsplit(", and ")[1].split()[0] for problem in found]
     assert names == [
         "validation_datasets.x.sources.b",
@@ -95,14 +99,14 @@ def test_sources_of_mixtures_and_validation_sets_are_compared_too() -> None:
 
 def test_a_collate_function_may_use_other_samples_if_the_recipe_can_build_them() -> None:
     collate = {"dataloader": {"collate_fn": {"_target_": "mine.collate"}}}
-    assert problems("vlm_finetune", "chat.messages", **collate) == []
-    assert problems("llm_finetune", "vlm.conversations", **collate) != []
+    assert problems("vlm_finetune", "data.chat.messages", **collate) == []
+    assert problems("llm_finetune", "data.vlm.conversations", **collate) != []
     # Null is the collate function of the recipe.
-    assert problems("vlm_finetune", "chat.messages", dataloader={"collate_fn": None}) != []
+    assert problems("vlm_finetune", "data.chat.messages", dataloader={"collate_fn": None}) != []
 
 
 def test_recipes_and_builders_of_users_have_samples_of_any_kind() -> None:
-    assert problems("mine.py:Recipe", "preference.pairs") == []
+    assert problems("mine.py:Recipe", "data.preference.pairs") == []
     assert sample_problems(node_of({"dataset": {"_target_": "mine.rows"}})) == []
     own_class = "automodel_ckpt.recipes.vlm_finetune.VLMFinetune"
-    assert problems(own_class, "chat.messages") != []
+    assert problems(own_class, "data.chat.messages") != []

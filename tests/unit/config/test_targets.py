@@ -299,6 +299,23 @@ def test_a_misspelt_builder_of_this_package_is_named_before_trust(recipe: Path) 
         check_names(load(recipe, misspelt), Trust())
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("data.python_docs.preferences", "data.python_docs.preferences"),
+        ("data.digits.scans", "data.digits.scans"),
+        ("data.classification.library_topics", "data.library_topics.library_topics"),
+    ],
+)
+def test_data_that_moved_to_the_examples_is_an_error_with_its_new_name(
+    recipe: Path, old: str, new: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check_names(load(recipe, f"--dataset._target_=automodel_ckpt.{old}"), Trust())
+    first = str(caught.value).partition("hint:")[2].partition(",")[0]
+    assert first.endswith(f"automodel_ckpt.examples.{new}")
+
+
 def test_the_name_of_a_class_alone_gets_a_hint_with_the_allowed_names(recipe: Path) -> None:
     with pytest.raises(
         RecipeError, match=r"'AdamW' is not a dotted name[\s\S]*such as torch\.optim"

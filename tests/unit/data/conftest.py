@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -13,13 +13,7 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.logs.charts import PANELS
-from automodel_ckpt.logs.history import History, Series, read_history
-from automodel_ckpt.logs.picture import draw_figure, picture
 from tests.support.history import write_run
-
-pytest.importorskip("matplotlib", reason="the plot extra")
 
 
 @pytest.fixture
@@ -119,27 +113,6 @@ def test_completions_are_tables_checkpoints_are_collapsed_and_both_have_dates(
     assert f"<dt>trained</dt><dd>{dates[0]} to {dates[0]}</dd>" in page.read_text()
 
 
-def test_a_picture_shows_every_point_completely(tmp_path: Path) -> None:
-    from matplotlib import pyplot
-
-    run = write_run(tmp_path / "run", num_steps=1, saved=[1], best=1)
-    line = json.loads((run / "training.jsonl").read_text().splitlines()[0])
-    line |= {"tps": 0.0, "mem": -5.0}
-    with open(run / "training.jsonl", "a") as log:
-        log.write(json.dumps(line) + "\n")
-    (run / "validation.jsonl").unlink()
-    figure = draw_figure(pyplot, [read_history(run)])
-    for axis in figure.axes:
-        (low, high), (first, last) = axis.get_ylim(), axis.get_xlim()
-        for drawn in axis.lines:
-            if drawn.get_transform() != axis.transData:
-                continue
-            assert all(low <= value <= high for value in drawn.get_ydata())
-            assert all(first <= step <= last for step in drawn.get_xdata())
-            assert drawn.get_marker() == "o" and not drawn.get_clip_on()
-    pyplot.close(figure)
-
-
 def test_the_page_asks_nothing_of_anyone_else_and_names_cannot_become_markup(
     run: Path, tmp_path: Path
 ) -> None:
@@ -176,7 +149,6 @@ def test_many_runs_have_a_colour_each(tmp_path: Path) -> None:
     assert list(dict.fromkeys(drawn)) == [f"c{n}" for n in range(12)]
     assert all(style.count(f".c{n}{{--c:") == 1 for n in range(12))
     assert len(set(re.findall(r"oklch\([^}]*", style))) == 6
-    assert main(["plot", *runs, "-o", str(tmp_path / "report.png")]) == 0
 
 
 def test_many_runs_are_a_table_and_saves_of_all_stay_in_the_picture(tmp_path: Path) -> None:
@@ -229,47 +201,11 @@ def test_only_what_is_drawn_stands_in_the_legend(run: Path, tmp_path: Path) -> N
         } == expected
 
 
-def test_a_picture_is_drawn_by_its_ending(
+def test_a_report_is_an_html_page(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plot", str(run), "-o", str(tmp_path / "report.png")]) == 0
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["plot", str(run), "-o", str(tmp_path / "report.txt")]) == 2
-    assert "unsupported file extension" in capsys.readouterr().err
-
-
-def test_a_picture_of_many_runs_has_one_legend_and_all_panels_the_same_steps(
-    tmp_path: Path,
-) -> None:
-    from matplotlib import pyplot
-
-    names = ["_hidden", "a $\\frac{ b$", "n" * 99, *map(str, range(9))]
-    runs = [
-        read_history(write_run(tmp_path / n, num_steps=6, saved=[4], best=4, resumed=[2]))
-        for n in names
-    ]
-    figure = draw_figure(pyplot, runs)
-    figure.canvas.draw()
-    (legend,) = figure.legends
-    said = [text.get_text().strip() for text in legend.get_texts()]
-    assert len(said) == 12 + 4
-    assert said[0] == "_hidden" and said[-4:] == [
-        "validation",
-        "checkpoint",
-        "LOWEST_VAL",
-        "resumed",
-    ]
-    assert all(axis.get_legend() is None for axis in figure.axes)
-    assert len({axis.get_xlim() for axis in figure.axes}) == 1
-    pyplot.close(figure)
-
-
-def test_without_matplotlib_a_picture_is_refused_with_what_to_install(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
     assert main(["plot", str(run), "-o", str(tmp_path / "report.png")]) == 2
-    assert "automodel_ckpt[plot]" in capsys.readouterr().err
+    assert ".html page" in capsys.readouterr().err
 
 
 def test_without_a_file_small_curves_go_to_the_terminal(
@@ -311,16 +247,13 @@ def test_small_curves_fit_the_terminal_and_its_encoding(
     assert capsys.readouterr().out.isascii()
 
 
-@pytest.mark.parametrize("name", ["report.html", "report.png"])
 def test_a_report_that_cannot_be_written_is_named_and_the_one_before_stays(
     run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    name: str,
 ) -> None:
-    if name.endswith("png"):
-        pytest.importorskip("matplotlib")
+    name = "report.html"
     place = tmp_path / "place"
     place.mkdir()
     (place / name).write_text("before")
@@ -392,11 +325,3 @@ def test_numbers_that_no_run_writes_are_passed_over(
     assert json.loads(capsys.readouterr().out.split("page.html\n")[1])[0]["series"]["loss"][
         "steps"
     ] == [1, 2, 3, 4]
-
-
-def test_a_picture_of_a_run_without_logged_values_is_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    fields = {curve.field for panel in PANELS for curve in panel.curves}
-    silent = History("run", tmp_path, dict.fromkeys(fields, Series()))
-    with pytest.raises(CheckpointUnusable, match="no values to plot"):
-        picture([silent], tmp_path / "run.png")

@@ -93,7 +93,7 @@ def recipe_of(
         "patch_pixels": vision["patch_size"],
     }
     recipe["dataset"] = {
-        "_target_": "automodel_ckpt.data.mock_images.mock_images",
+        "_target_": "automodel_ckpt.examples.data.mock_images.mock_images",
         "num_samples": work.batch * (work.warm_up + work.steps),
         "image_size": [size, size],
         "num_words": 8 if is_small else 128,
@@ -108,7 +108,7 @@ def bare_loop(recipe: Mapping[str, Any], work: Work, device: str) -> Figures:
     from transformers import AutoModelForImageTextToText
 
     from automodel_ckpt.data.image_collate import ImageTextCollator
-    from automodel_ckpt.data.mock_images import mock_images
+    from automodel_ckpt.examples.data.mock_images import mock_images
     from tools.gpu.data import image_processor
     from tools.gpu.timed import CLOCK
 

@@ -57,12 +57,6 @@ class TarWriter:
                 remaining -= len(block)
         self._pad(nbytes)
 
-    def add_sized(self, name: str, nbytes: int, write: Callable[[BinaryIO], None]) -> None:
-        """Add a file of *nbytes* bytes that *write* writes. The archive need not be seekable."""
-        self._file.write(_header(name, nbytes))
-        write(self._file)
-        self._pad(nbytes)
-
     def add_streamed(self, name: str, write: Callable[[BinaryIO], None]) -> int:
         """Add a file that *write* writes at the current position of the archive; return its number of bytes.
 

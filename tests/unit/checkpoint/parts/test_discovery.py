@@ -117,7 +117,7 @@ def test_two_objects_of_one_name_are_refused(attributes: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("name", ["MANIFEST.json", "a/b", "../up", "x" * 250])
 def test_names_that_no_file_of_a_checkpoint_can_have_are_refused(name: str) -> None:
-    with pytest.raises(RecipeError, match="name cannot be used as a file name"):
+    with pytest.raises(RecipeError, match="name in the state cannot be used as a file name"):
         classify({name: torch.nn.Linear(1, 1)})
 
 

@@ -483,7 +483,7 @@ def test_a_mistake_in_the_recipes_own_code_is_told_as_such(
     monkeypatch.setattr(user_code, "_user_modules", {__name__})
     with pytest.raises(
         SaveFailed,
-        match=r"in the code of an object of the state(.|\n)*test_storable.py:\d+ in state_dict",
+        match=r"failed in user code(.|\n)*test_storable.py:\d+ in state_dict",
     ):
         tiny.save(tmp_path, tiny.recipe(thing=Own()))
     tiny.save(tmp_path, tiny.recipe(thing=tiny.Counter()))

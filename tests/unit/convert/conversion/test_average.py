@@ -1,4 +1,4 @@
-"""`ckpt average` combines checkpoints with the published formulas; float64 references in torch are written out here."""
+"""`ckpt average` combines checkpoints; float64 references in torch are written out here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,9 +17,8 @@ from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.merging import average_methods
 from automodel_ckpt.convert.open import open_weights
-from tests.support.models.shards import bits, checkpoint_in, cut, write_checkpoint
+from tests.support.models.shards import checkpoint_in, cut, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 Tensors = dict[str, torch.Tensor]
@@ -53,8 +51,8 @@ def save(path: Path, tensors: Tensors) -> Path:
     return path
 
 
-def models(tmp_path: Path, count: int) -> tuple[list[str], list[Tensors], str, Tensors]:
-    """*count* models near a base model: their paths and tensors, and those of the base."""
+def models(tmp_path: Path, count: int) -> tuple[list[str], list[Tensors]]:
+    """*count* models near a base model: their paths and tensors."""
     base = weights(0)
     tensors = []
     for number in range(count):
@@ -64,7 +62,7 @@ def models(tmp_path: Path, count: int) -> tuple[list[str], list[Tensors], str, T
                 moved[name] = (base[name].double() + change.double()).to(change.dtype)
         tensors.append(moved)
     paths = [str(save(tmp_path / f"m{number}", held)) for number, held in enumerate(tensors)]
-    return paths, tensors, str(save(tmp_path / "base", base)), base
+    return paths, tensors
 
 
 def averaged(tmp_path: Path, *arguments: str) -> Tensors:
@@ -110,7 +108,7 @@ def combine(sources: list[Tensors], formula: Any) -> Tensors:
 def test_a_weighted_average_is_the_weighted_mean_and_keeps_dtypes_and_side_files(
     tmp_path: Path,
 ) -> None:
-    paths, tensors, _, _ = models(tmp_path, 3)
+    paths, tensors = models(tmp_path, 3)
     found = averaged(tmp_path, *paths, "--weights", "2,1,1")
     expected = combine(tensors, lambda _, x: 0.5 * x[0] + 0.25 * x[1] + 0.25 * x[2])
     assert_close(found, expected)
@@ -125,7 +123,7 @@ def test_a_weighted_average_is_the_weighted_mean_and_keeps_dtypes_and_side_files
 
 
 def test_a_source_of_another_function_is_reported(tmp_path: Path, capsys: Capture) -> None:
-    paths, _, _, _ = models(tmp_path, 2)
+    paths, _ = models(tmp_path, 2)
     for path, theta in zip(paths, (10000.0, 500.0), strict=True):
         Path(path, "config.json").write_text(json.dumps({"rope_theta": theta, "dtype": theta}))
     averaged(tmp_path, *paths)
@@ -136,7 +134,7 @@ def test_a_source_of_another_function_is_reported(tmp_path: Path, capsys: Captur
 
 
 def test_equal_weights_are_the_mean(tmp_path: Path) -> None:
-    paths, tensors, _, _ = models(tmp_path, 3)
+    paths, tensors = models(tmp_path, 3)
     expected = combine(tensors, lambda _, x: torch.stack(x).mean(0))
     assert_close(averaged(tmp_path, *paths), expected)
 
@@ -144,7 +142,7 @@ def test_equal_weights_are_the_mean(tmp_path: Path) -> None:
 def test_a_result_that_cannot_be_written_is_no_failed_import(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, _, _, _ = models(tmp_path, 2)
+    paths, _ = models(tmp_path, 2)
     averaged(tmp_path, *paths)
     assert main(["average", *paths, "-o", str(tmp_path / "out")]) == 3
     message = capsys.readouterr().err
@@ -193,101 +191,6 @@ def test_a_moving_average_of_the_last_checkpoints_of_a_run_is_that_of_training(
     assert (tmp_path / "out" / "epoch_0_step_4").is_dir()
 
 
-def test_slerp_follows_the_great_circle_of_each_tensor(tmp_path: Path) -> None:
-    paths, _, _, _ = models(tmp_path, 2)
-    other = weights(9)
-    path = str(save(tmp_path / "other", other))
-    found = averaged(tmp_path, paths[0], path, "--method", "slerp", "--weights", "0.7,0.3")
-
-    def slerp(_: str, x: list[torch.Tensor]) -> torch.Tensor:
-        cosine = (x[0] * x[1]).sum() / (x[0].norm() * x[1].norm())
-        if cosine.abs() > 0.9995:
-            return 0.7 * x[0] + 0.3 * x[1]
-        angle = torch.acos(cosine)
-        return (torch.sin(0.7 * angle) * x[0] + torch.sin(0.3 * angle) * x[1]) / torch.sin(angle)
-
-    assert_close(found, combine([load_file(f"{paths[0]}/model.safetensors"), other], slerp))
-
-
-def test_slerp_of_parallel_and_of_zero_tensors_is_linear(tmp_path: Path) -> None:
-    one = {"parallel": torch.tensor([1.0, 2.0]), "zero": torch.zeros(2)}
-    other = {"parallel": torch.tensor([3.0, 6.0]), "zero": torch.ones(2)}
-    paths = [str(save(tmp_path / "a", one)), str(save(tmp_path / "b", other))]
-    found = averaged(tmp_path, *paths, "--method", "slerp")
-    assert found["parallel"].tolist() == [2.0, 4.0] and found["zero"].tolist() == [0.5, 0.5]
-
-
-def test_ties_trims_elects_and_averages_the_differences_that_agree(tmp_path: Path) -> None:
-    paths, tensors, base_path, base = models(tmp_path, 3)
-    shares = [0.5, 0.3, 0.2]
-    found = averaged(
-        tmp_path,
-        *paths,
-        *("--method", "ties", "--base", base_path, "--density", "0.4"),
-        *("--scale", "1.5", "--weights", "5,3,2"),
-    )
-
-    def ties(name: str, x: list[torch.Tensor]) -> torch.Tensor:
-        # Differences in the precision of the program: the threshold selects elements of equal magnitude.
-        work = torch.float64 if base[name].dtype == torch.float64 else torch.float32
-        start = base[name].to(work)
-        trimmed = []
-        for value in x:
-            difference = value.to(work) - start
-            count = max(1, int(0.4 * difference.numel()))
-            magnitude = difference.abs().float()
-            threshold = magnitude.flatten().topk(count).values[-1]
-            trimmed.append(torch.where(magnitude >= threshold, difference, 0).double())
-        sign = torch.sign(sum(w * d for w, d in zip(shares, trimmed, strict=True)))
-        agrees = [(torch.sign(d) == sign) & (d != 0) for d in trimmed]
-        pairs = list(zip(shares, trimmed, agrees, strict=True))
-        total = sum(w * d * a for w, d, a in pairs)
-        count = sum(w * a.double() for w, _, a in pairs)
-        merged = torch.where(count > 0, total / count.clamp(min=1e-300), 0)
-        return base[name].double() + 1.5 * merged
-
-    assert_close(found, combine(tensors, ties))
-
-
-def test_dare_keeps_a_share_of_each_difference_without_bias_and_repeats_with_its_seed(
-    tmp_path: Path,
-) -> None:
-    paths, tensors, base_path, base = models(tmp_path, 2)
-    options = ("--method", "dare", "--base", base_path, "--density", "0.25")
-    (tmp_path / "a").mkdir()
-    found = averaged(tmp_path / "a", *paths, *options)
-    name = "embed.weight"
-    difference = found[name].double() - base[name].double()
-    both = [0.5 * (held[name].double() - base[name].double()) / 0.25 for held in tensors]
-    # Each element is one of: nothing, the first difference, the second, both.
-    candidates = torch.stack([0 * both[0], both[0], both[1], both[0] + both[1]])
-    error, which = (candidates - difference).abs().min(0)
-    assert error.max() < 1e-5
-    shares = torch.bincount(which.flatten(), minlength=4) / which.numel()
-    expected = torch.tensor([0.75**2, 0.25 * 0.75, 0.75 * 0.25, 0.25**2])
-    assert (shares - expected).abs().max() < 0.01
-    (tmp_path / "b").mkdir()
-    (tmp_path / "c").mkdir()
-    again = averaged(tmp_path / "b", *paths, *options)
-    other = averaged(tmp_path / "c", *paths, *options, "--seed", "1")
-    assert all((bits(again[key]) == bits(found[key])).all() for key in found)
-    assert not torch.equal(other[name], found[name])
-
-
-def test_the_threshold_of_ties_is_exact_for_every_rank() -> None:
-    generator = np.random.default_rng(3)
-    values = generator.standard_normal(1000).astype(np.float32)
-    values[:100] = values[0]  # ties
-    values[100:110] = [0.0, -0.0, 1e-42, -1e-42, 1e38, -1e38, np.inf, 1.0, -1.0, 1.0]
-    ordered = np.sort(np.abs(values))[::-1]
-    zero = np.zeros(500, np.float32)
-    for rank in (1, 2, 3, 50, 100, 500, 999, 1000):
-        found = average_methods._threshold(
-            lambda: iter([values[:500], values[500:]]), lambda: iter([zero, zero]), rank
-        )
-        assert np.array([found]).view(np.float32)[0] == ordered[rank - 1], rank
-
-
 @pytest.mark.parametrize("narrow_first", [True, False])
 def test_tensors_of_16_and_of_32_bits_are_averaged_in_32(
     tmp_path: Path, narrow_first: bool
@@ -334,12 +237,8 @@ def test_sources_that_do_not_fit_are_an_error_that_names_the_difference(
         (["{a}", "{a}", "--weights", "nan,1"], "finite"),
         (["{a}", "{a}", "--ema", "1"], "less than 1"),
         (["{a}", "{a}", "--ema", "0.5", "--weights", "1,1"], "exclude"),
-        (["{a}", "{a}", "{a}", "--method", "slerp"], "exactly two"),
-        (["{a}", "{a}", "--method", "ties"], "--base"),
-        (["{a}", "{a}", "--base", "{a}"], "does not use"),
-        (["{a}", "{a}", "--method", "slerp", "--scale", "2"], "slerp does not use"),
-        (["{a}", "--method", "ties", "--base", "{a}", "--seed", "2"], "ties does not use"),
-        (["{a}", "--method", "dare", "--base", "{a}", "--density", "0"], "density"),
+        (["{a}", "{a}", "--method", "ties"], "mergekit"),
+        (["{a}", "{a}", "--density=0.5"], "mergekit"),
         (["{a}", "{a}", "--last", "2"], "one run directory"),
         (["{run}", "--last", "5"], "fewer than 5"),
     ],

@@ -21,8 +21,8 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.models.export import _ALL
 from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
 from automodel_ckpt.convert.targets.trainer import unloaded_warning
-from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.errors import EXIT_SAVE_FAILED
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.support.models.llamas import llama_checkpoint
 
 GGUF = Path(__file__).parents[3] / "fixtures" / "gguf" / "llama-q8_0"

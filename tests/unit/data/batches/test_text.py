@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.batches.packing import PackedDataset
 from automodel_ckpt.data.collate import PadCollator
-from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.text import prompt_completion, text
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.support.servers.command_server import CommandServer
 
 
@@ -305,7 +305,7 @@ def test_reading_leaves_nothing_in_the_cache_of_datasets(
     (tmp_path / "read.py").write_text(f"""
 import sys; assert "datasets" not in sys.modules
 import os; os.environ.update(HF_HOME={str(tmp_path / "hf")!r}, AUTOMODEL_CKPT_CACHE={str(tmp_path / "cache")!r})
-from automodel_ckpt.data.python_docs import train_tokenizer; from automodel_ckpt.data.text import text
+from automodel_ckpt.examples.data.python_docs import train_tokenizer; from automodel_ckpt.data.text import text
 text(train_tokenizer(300), {path!r})""")
     done = commands.run("plain", str(tmp_path / "read.py"))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

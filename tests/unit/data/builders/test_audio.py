@@ -21,7 +21,6 @@ from automodel_ckpt.cli.checks.show_samples import _summary_lines
 from automodel_ckpt.config.callables.target_checks import check_targets
 from automodel_ckpt.config.callables.trust import Trust
 from automodel_ckpt.config.load import load_recipe
-from automodel_ckpt.data import tones
 from automodel_ckpt.data.batches.packing import IS_TOKEN
 from automodel_ckpt.data.conversations.messages import UnusableSample
 from automodel_ckpt.data.image_collate import ImageTextCollator
@@ -31,6 +30,7 @@ from automodel_ckpt.data.media.audio_limit import AudioLimit
 from automodel_ckpt.data.media.transcripts import normalized
 from automodel_ckpt.data.vlm import conversations, transcripts
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data import tones
 from automodel_ckpt.models.inspect.vision import image_token_ids
 from automodel_ckpt.models.layers.freezing import freeze
 from automodel_ckpt.models.measure.flop_count import count_flops
@@ -418,7 +418,7 @@ def test_the_summary_of_samples_has_the_tokens_of_audio(tmp_path: Path) -> None:
     content = {
         "recipe": "vlm_finetune",
         "model": {"from_config": {"model_type": "qwen2_audio"}},
-        "processor": {"_target_": "automodel_ckpt.data.tones.processor"},
+        "processor": {"_target_": "automodel_ckpt.examples.data.tones.processor"},
         "dataset": {**dataset, "path": str(tmp_path / "train.jsonl"), "prompt": "Name."},
     }
     recipe.write_text(json.dumps(content))

@@ -11,9 +11,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from automodel_ckpt.data.classification import LabelCollator, library_topics, texts
+from automodel_ckpt.data.classification import LabelCollator, texts
 from automodel_ckpt.data.samples.labels import Labels
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data.library_topics import library_topics
 
 LABELS = Labels(("bad", "good"), "single_label")
 ROWS = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from automodel_ckpt.data.digit_means import digit_means
-from automodel_ckpt.data.digits import processor, scans
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.image_conversations import ImageText
+from automodel_ckpt.examples.data.digit_means import digit_means
+from automodel_ckpt.examples.data.digits import processor, scans
 
 
 @pytest.fixture(autouse=True)

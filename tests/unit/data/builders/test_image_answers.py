@@ -18,9 +18,9 @@ from automodel_ckpt.data.conversations.messages import UnusableSample
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.image_answers import json_tokens
 from automodel_ckpt.data.media.image_conversations import ImageText
-from automodel_ckpt.data.mock_images import mock_images
 from automodel_ckpt.data.vlm import conversations, image_answers
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data.mock_images import mock_images
 from tests.support.models.vision import TEMPLATE, llava
 
 RECEIPT = {"gt_parse": {"menu": [{"nm": "Tea", "price": "2"}, {"nm": "Pie"}], "total": {"n": 3}}}

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from automodel_ckpt.data.pair_counts import pair_counts
-from automodel_ckpt.data.python_docs import language_modeling, train_tokenizer
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data.pair_counts import pair_counts
+from automodel_ckpt.examples.data.python_docs import language_modeling, train_tokenizer
 
 
 def test_its_probabilities_are_those_of_the_pairs_in_the_text() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.data import python_docs
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.preference import (
@@ -18,6 +17,7 @@ from automodel_ckpt.data.preference import (
     require_pairs,
 )
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data import python_docs
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from automodel_ckpt.data import python_docs
 from automodel_ckpt.data.batches.packing import PackedDataset
-from automodel_ckpt.data.python_docs import (
+from automodel_ckpt.data.samples.tokenized import TokenizedDataset
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data import python_docs
+from automodel_ckpt.examples.data.python_docs import (
     docstring_pairs,
     language_modeling,
     summaries,
     train_tokenizer,
 )
-from automodel_ckpt.data.samples.python_library import library_pairs
-from automodel_ckpt.data.samples.tokenized import TokenizedDataset
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data.python_library import library_pairs
 from tests.support.servers.command_server import CommandServer
 
 
@@ -82,9 +82,7 @@ def test_plain_transformers_loads_the_tokenizer(tokenizer: Any, tmp_path: Path) 
 def test_tokenizer_and_samples_are_the_same_bytes_in_every_process(
     tmp_path: Path, commands: CommandServer
 ) -> None:
-    code = (
-        "from automodel_ckpt.data.python_docs import *; language_modeling(train_tokenizer(500), 64)"
-    )
+    code = "from automodel_ckpt.examples.data.python_docs import *; language_modeling(train_tokenizer(500), 64)"
     # The server's hashes have a different seed.
     finish(start(code, tmp_path / "1", PYTHONHASHSEED="1"), start(code, tmp_path / "2", commands))
     first, second = digests(tmp_path / "1"), digests(tmp_path / "2")
@@ -96,7 +94,7 @@ def test_tokenizer_and_samples_are_the_same_bytes_in_every_process(
 def test_of_processes_that_start_together_one_trains(
     tmp_path: Path, commands: CommandServer
 ) -> None:
-    code = "import logging; logging.basicConfig(level='INFO'); from automodel_ckpt.data.python_docs import *; "
+    code = "import logging; logging.basicConfig(level='INFO'); from automodel_ckpt.examples.data.python_docs import *; "
     logs = finish(
         *(start(code + "train_tokenizer(400)", tmp_path / "cache", commands) for _ in range(2))
     )
@@ -172,7 +170,7 @@ def test_packed_pairs_waste_less_than_a_hundredth(pairs: TokenizedDataset) -> No
 
 def test_finding_docstrings_imports_no_module(tmp_path: Path, commands: CommandServer) -> None:
     code = """
-import sys; from automodel_ckpt.data.samples import python_library as d; before = set(sys.modules)
+import sys; from automodel_ckpt.examples.data import python_library as d; before = set(sys.modules)
 assert len(d.library_pairs("validation")) > 100
 new = {name for name in set(sys.modules) - before if not name.startswith("encodings.")}  # a file declares its encoding
 assert not new, new

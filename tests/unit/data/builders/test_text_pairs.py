@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.data import python_docs
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.text_pairs import PairCollator, text_pairs
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data import python_docs
 from tests.fixtures.embedding.tiny_pairs import tokenizer_of
 
 TOKENIZER = tokenizer_of("bert")

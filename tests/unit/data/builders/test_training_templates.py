@@ -19,8 +19,8 @@ from automodel_ckpt.data.chat import messages
 from automodel_ckpt.data.conversations import training_templates
 from automodel_ckpt.data.conversations.chat_template import ChatTemplate
 from automodel_ckpt.data.conversations.training_templates import model_of, select_template
-from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 
 
 def user(content: str) -> dict[str, Any]:

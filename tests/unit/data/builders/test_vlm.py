@@ -20,12 +20,12 @@ import torch
 from PIL import Image, ImageOps
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
 
-from automodel_ckpt.data import digits
 from automodel_ckpt.data.conversations.messages import UnusableSample
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media.images import open_image
 from automodel_ckpt.data.vlm import ImageConversations, conversations
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data import digits
 from automodel_ckpt.models.inspect.vision import image_token_ids
 from tests.support.models.vision import FAMILIES, TEMPLATE, write_conversations
 

@@ -20,7 +20,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from automodel_ckpt.data.chat import messages
-from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.rows import preparation
 from automodel_ckpt.data.rows.preparation import prepare
 from automodel_ckpt.data.rows.row_workers import in_order
@@ -32,6 +31,7 @@ from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSam
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.data.text import prompt_completion, text
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 
 NUM_ROWS = 230

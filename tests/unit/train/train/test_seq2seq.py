@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.seq2seq import SourceTargetCollator, source_target
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.seq2seq import Seq2Seq
 from automodel_ckpt.train.build.decoder_inputs import shifted
@@ -70,7 +70,7 @@ recipe: seq2seq
 model:
   from_config: {model}
 tokenizer:
-  _target_: automodel_ckpt.data.python_docs.train_tokenizer
+  _target_: automodel_ckpt.examples.data.python_docs.train_tokenizer
   vocab_size: 300
 dataset:
   _target_: {BUILDER}

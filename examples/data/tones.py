@@ -1,7 +1,7 @@
 """Synthetic audio without a network: tones of three pitches with their names, and a small processor for them.
 
-``python -P -m automodel_ckpt.data.tones DIRECTORY`` writes WAV files, ``train.jsonl`` and ``validation.jsonl`` for
-:func:`automodel_ckpt.data.vlm.transcripts`.
+``python -P -m automodel_ckpt.examples.data.tones DIRECTORY`` writes WAV files, ``train.jsonl`` and
+``validation.jsonl`` for :func:`automodel_ckpt.data.vlm.transcripts`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.examples.data.python_docs import train_tokenizer
 
 SAMPLING_RATE = 16_000
 NUM_MELS = 16
@@ -81,7 +81,7 @@ def _write_wav(path: Path, words: list[str], generator: np.random.Generator) -> 
 
 def _main() -> None:
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python -P -m automodel_ckpt.data.tones DIRECTORY")
+        sys.exit("usage: python -P -m automodel_ckpt.examples.data.tones DIRECTORY")
     for path in write(Path(sys.argv[1])):
         sys.stdout.write(f"{path}\n")
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from automodel_ckpt.data.python_docs import language_modeling, train_tokenizer
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data.python_docs import language_modeling, train_tokenizer
 
 _LARGEST_VOCABULARY = 8192
 """With this many entries, the table has 256 MB."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from automodel_ckpt.data.digits import processor, scans
+from automodel_ckpt.examples.data.digits import processor, scans
 
 _SHARPNESS = 8.0
 """The squared distances are multiplied by it. The probabilities of held-out scans are highest with this value."""

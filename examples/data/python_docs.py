@@ -30,19 +30,19 @@ from automodel_ckpt.data.rows.arguments import require_choice
 from automodel_ckpt.data.rows.cache import cached
 from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples.encoder import Encoder, blocks
-from automodel_ckpt.data.samples.python_library import (
-    DocstringPair,
-    library_digest,
-    library_directory,
-    library_pairs,
-    of_split,
-)
 from automodel_ckpt.data.samples.samples import identity, prepared
 from automodel_ckpt.data.samples.token_arrays import TokenDocuments, TokenWindows
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.data.text import text
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.examples.data.python_library import (
+    DocstringPair,
+    library_digest,
+    library_directory,
+    library_pairs,
+    of_split,
+)
 
 if TYPE_CHECKING:
     from automodel_ckpt.data.kto import SplitPairs

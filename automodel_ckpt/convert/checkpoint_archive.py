@@ -1,0 +1,294 @@
+"""``ckpt archive`` and ``ckpt unarchive``: checkpoints in one compressed file, and back, bit for bit. Imports no torch.
+
+An archive is a tar file, compressed with zstd. For each checkpoint it has MANIFEST.json and then the files that this
+manifest lists, in the order of their names; for a run, its logs come last. `tar --zstd -xf` extracts the same files.
+
+Every file is compared with the digests of its manifest before a checkpoint is archived or published.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from automodel_ckpt.base.units import size_text
+from automodel_ckpt.checkpoint.export.export_leftovers import Log
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.durable_file import DurableFile
+from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.parts import commit
+from automodel_ckpt.checkpoint.parts.failures import SAME_COMMAND, as_failure
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.parts.verify import verify
+from automodel_ckpt.checkpoint.run import maintenance, resume
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
+from automodel_ckpt.checkpoint.run.policy import KeepPolicy
+from automodel_ckpt.checkpoint.run.writable import check_not_a_file
+from automodel_ckpt.convert.formats.nemo.tar_reading import TarFault, TarMember, TarReader
+from automodel_ckpt.convert.formats.nemo.tar_writing import TarWriter
+from automodel_ckpt.convert.publishing import published_file
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
+
+_LEVEL = 3
+_NUM_THREADS = 2
+_MAX_LOG_BYTES = 1 << 32
+# zstd decoders need this much memory at most.
+_MAX_WINDOW_BYTES = 128 << 20
+_LOGS = (
+    layout.TRAINING_LOG,
+    layout.VALIDATION_LOG,
+    layout.TIMELINE_LOG,
+    layout.LATE_VALIDATIONS,
+    layout.TEXT_LOG,
+)
+_FIRST_FORMAT = "archive.json"
+
+
+def archive(
+    source: Path, target: Path, *, level: int = _LEVEL, log: Log
+) -> tuple[list[str], int, int]:
+    """Write the checkpoint, or all complete checkpoints of the run directory, *source* to the file *target*.
+
+    Returns:
+        The names of the checkpoints, and their bytes before and after.
+
+    Raises:
+        CheckpointUnusable: A checkpoint is damaged.
+        RecipeError: The library zstandard is not installed.
+    """
+    zstandard = _zstandard()
+    is_run = layout.parse_checkpoint_name(source.name) is None
+    checkpoints = _checkpoints_in(source) if is_run else [source]
+    manifests = [_intact_manifest(checkpoint) for checkpoint in checkpoints]
+    with published_file(target, log, what="the archive") as staging:
+        compressor = zstandard.ZstdCompressor(
+            level=level, threads=_NUM_THREADS, write_checksum=True
+        )
+        with open(staging, "wb") as file, compressor.stream_writer(file, closefd=False) as out:
+            writer = TarWriter(out)
+            for checkpoint, manifest in zip(checkpoints, manifests, strict=True):
+                log(f"archiving {checkpoint.name}")
+                for path in (layout.MANIFEST, *sorted(manifest.files)):
+                    writer.add_file(f"{checkpoint.name}/{path}", checkpoint, path)
+            for name in _LOGS:
+                if is_run and (source / name).is_file():
+                    writer.add_file(name, source, name)
+            writer.finish()
+        archive_bytes = staging.stat().st_size
+    nbytes = sum(manifest.nbytes for manifest in manifests)
+    return [checkpoint.name for checkpoint in checkpoints], nbytes, archive_bytes
+
+
+def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
+    """Extract all checkpoints of the archive *path* into the run directory *run*; return their paths.
+
+    Checkpoints that exist already with the same manifest are skipped. What was published before a failure stays;
+    nothing else remains.
+
+    Raises:
+        CheckpointUnusable: The archive is damaged or hostile, or another checkpoint has one of its names.
+        SaveFailed: A checkpoint cannot be written.
+    """
+    _check_readable(path)
+    directory = RunDirectory(run, KeepPolicy(), "val_loss")
+    check_not_a_file(run)
+    try:
+        # The lease first: recover() removes staging directories, which a live run may be writing.
+        directory.hold(COMMAND_HINT)
+        maintenance.recover(directory.root)
+        with _ZstdTarReader(path) as reader:
+            published = _Extraction(reader, directory.root, log).run()
+        # Sets LATEST and LOWEST_VAL to the newest and the best checkpoint.
+        directory.candidates(None)
+        return published
+    except OSError as error:
+        raise as_failure(error, f"extracting {path}", run, restart=SAME_COMMAND) from error
+    finally:
+        directory.release()
+
+
+def _zstandard() -> Any:
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError as error:
+        raise RecipeError(
+            "archives need the library zstandard",
+            where="ckpt archive",
+            value="not installed",
+            hint="pip install 'automodel_ckpt[archive]'",
+        ) from error
+
+
+def _checkpoints_in(run: Path) -> Sequence[Path]:
+    """Return the complete checkpoints of a run directory, the oldest first."""
+    found = [run / record.name for record in resume.records(run, "")]
+    if not found:
+        raise CheckpointUnusable(
+            "there is no complete checkpoint to archive",
+            where=str(run),
+            value="no checkpoint",
+            hint="name a run directory or a checkpoint",
+        )
+    return found[::-1]
+
+
+def _intact_manifest(checkpoint: Path) -> Manifest:
+    manifest = Manifest.read(checkpoint)
+    problems = verify(checkpoint, manifest)
+    if problems:
+        raise CheckpointUnusable.all_of(problems)
+    return manifest
+
+
+def _check_readable(path: Path) -> None:
+    """Raise :class:`CheckpointUnusable` if *path* is no file that can be opened, before a run directory is created."""
+    try:
+        os.close(open_regular(Path(os.path.realpath(path))))
+    except OSError as error:
+        hint = "check the path and its permissions"
+        problem = os_problem(error, "the archive cannot be read", hint=hint)
+        raise CheckpointUnusable.all_of([problem]) from error
+
+
+def _free_bytes(directory: Path) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+class _ZstdTarReader(TarReader):
+    """A tar archive that is compressed with zstd. The caller limits the members and their sizes by the manifests."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, max_members=sys.maxsize)
+        zstandard = _zstandard()
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+        stream = decompressor.stream_reader(self._raw, read_across_frames=True, closefd=False)
+        self._file = cast(BinaryIO, _Decompressed(stream, zstandard.ZstdError))
+        self.is_compressed = True
+        self._max_bytes = sys.maxsize
+
+
+class _Decompressed:
+    """A decompressed stream whose read() returns all bytes that are asked for, and raises :class:`TarFault`."""
+
+    def __init__(self, stream: Any, fault: type[Exception]) -> None:
+        self._stream = stream
+        self._fault = fault
+        self.close = stream.close
+
+    def read(self, size: int) -> bytes:
+        parts: list[bytes] = []
+        missing = size
+        try:
+            while missing > 0 and (data := self._stream.read(missing)):
+                parts.append(data)
+                missing -= len(data)
+        except self._fault as error:
+            raise TarFault(f"its compressed data are damaged: {error}") from error
+        return b"".join(parts)
+
+
+class _Extraction:
+    """Extracts the members of an archive, in their order, into the run directory *root*."""
+
+    def __init__(self, reader: TarReader, root: Path, log: Log) -> None:
+        self._reader = reader
+        self._members = (member for member in reader if member.name != ".")
+        self._root = root
+        self._log = log
+
+    def run(self) -> list[Path]:
+        """Extract everything. Returns the paths of the checkpoints."""
+        published: list[Path] = []
+        logs: dict[str, bytes] = {}
+        for member in self._members:
+            name, _, file = member.name.partition("/")
+            if member.name in _LOGS and not member.is_directory:
+                logs[member.name] = self._bytes(member, _MAX_LOG_BYTES)
+            elif file == layout.MANIFEST and layout.parse_checkpoint_name(name) is not None:
+                published.append(self._checkpoint(name, self._bytes(member, MAX_BYTES)))
+            else:
+                raise self._unusable(f"{member.name!r} is not listed by a manifest before it")
+        if not published:
+            raise self._unusable("it has no checkpoint")
+        for name, content in logs.items():
+            if not os.path.lexists(self._root / name):
+                commit.write_file(self._root / name, content)
+        return published
+
+    def _bytes(self, member: TarMember, limit: int) -> bytes:
+        if member.nbytes > limit:
+            raise self._unusable(f"{member.name} has {member.nbytes} bytes; at most {limit}")
+        return b"".join(self._reader.blocks(member))
+
+    def _checkpoint(self, name: str, content: bytes) -> Path:
+        """Extract and publish the checkpoint *name* with the manifest *content*. Returns its path."""
+        target = self._root / name
+        manifest = Manifest.parse(content, target / layout.MANIFEST)
+        if layout.parse_checkpoint_name(name) != (manifest.step, manifest.epoch):
+            raise self._unusable(f"the manifest of {name} is that of another checkpoint")
+        if os.path.lexists(target):
+            if Manifest.read(target).digest != manifest.digest:
+                raise CheckpointUnusable(
+                    "another checkpoint of this name already exists",
+                    where=str(target),
+                    value=name,
+                    hint="extract into another run directory",
+                )
+            self._log(f"{name} exists already")
+            for path in sorted(manifest.files):
+                self._expect(name, path, manifest)
+            return target
+        if manifest.nbytes > _free_bytes(self._root):
+            raise SaveFailed(
+                "a checkpoint of the archive does not fit on the disk",
+                where=str(self._root),
+                value=f"{name}: {size_text(manifest.nbytes)}",
+                hint="free space, or extract into another directory",
+            )
+        self._log(f"extracting {name}")
+        staging = commit.reserve(self._root, name)
+        try:
+            self._files(name, staging, manifest)
+            problems = verify(staging, Manifest.parse(content, staging / layout.MANIFEST))
+            if problems:
+                raise self._unusable(f"{problems[0].what}: {problems[0].where}")
+            commit.finalize(staging, content)
+            return commit.publish(staging, name)
+        finally:
+            commit.discard(staging)
+
+    def _files(self, name: str, staging: Path, manifest: Manifest) -> None:
+        """Write the files of a checkpoint below *staging*."""
+        for path in sorted(manifest.files):
+            member = self._expect(name, path, manifest)
+            target = staging / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with DurableFile(target, nbytes=member.nbytes) as out:
+                for block in self._reader.blocks(member):
+                    out.write(block)
+
+    def _expect(self, checkpoint: str, path: str, manifest: Manifest) -> TarMember:
+        """Return the next member, which must be *path* of *checkpoint* with the size that the manifest lists."""
+        member = next(self._members, None)
+        expected = f"{checkpoint}/{path}"
+        if member is None:
+            raise self._unusable(f"it ends before {expected}")
+        if member.name != expected or member.is_directory:
+            raise self._unusable(f"it has {member.name!r} in place of {expected!r}")
+        if member.nbytes != manifest.files[path].size:
+            raise self._unusable(f"{expected} has {member.nbytes} bytes, not those of its manifest")
+        return member
+
+    def _unusable(self, value: str) -> CheckpointUnusable:
+        hint = "use another copy of the file"
+        if _FIRST_FORMAT in value:
+            hint = "an earlier version wrote it: extract it with revision f375f3ef of this program"
+        where = str(self._reader.path)
+        return CheckpointUnusable("the archive is damaged", where=where, value=value, hint=hint)

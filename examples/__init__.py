@@ -1,0 +1,1 @@
+"""Example recipes, and the data that the small ones train on."""

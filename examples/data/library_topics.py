@@ -1,0 +1,72 @@
+"""Docstrings of Python's standard library, labeled with their modules: for the recipe ``sequence_classification``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from automodel_ckpt.data.classification import (
+    LabeledTexts,
+    TextEncoder,
+    cached_texts,
+    labeled_texts,
+)
+from automodel_ckpt.data.rows.arguments import require_choice, require_tokenizer
+from automodel_ckpt.data.rows.rows import Rows
+from automodel_ckpt.data.samples.labels import Labels
+from automodel_ckpt.data.samples.truncation import Truncation
+from automodel_ckpt.examples.data.python_library import library_digest, library_docstrings
+
+
+def library_topics(
+    tokenizer: PreTrainedTokenizerBase,
+    labels: Labels,
+    seq_length: int = 128,
+    split: str = "train",
+    max_samples: int | None = None,
+) -> LabeledTexts:
+    """Make a sample of each docstring in modules of the standard library; its label is the name of the module.
+
+    ``classification.labels`` are names of modules or packages, such as asyncio. Docstrings are truncated to
+    *seq_length* tokens. About a tenth of them, chosen by a hash of their text, is the validation split. Raises
+    :class:`RecipeError` for a module without docstrings.
+    """
+    require_choice("split", split, ("train", "validation"))
+    policy = Truncation("right", seq_length)
+    encoder = TextEncoder(require_tokenizer(tokenizer), policy, "text", None, None)
+
+    def build() -> LabeledTexts:
+        rows = _TopicRows(library_docstrings(labels.names, split))
+        return labeled_texts(rows, encoder, rows.values("label"), labels.targets)
+
+    key = (library_digest(), split, policy.seq_length, str(labels))
+    what = f"library_topics ({split})"
+    return cached_texts("classification-library_topics", key, encoder, build, what, max_samples)
+
+
+class _TopicRows(Rows):
+    """A table of (module, docstring)."""
+
+    path = "the standard library"
+
+    def __init__(self, pairs: list[tuple[str, str]]) -> None:
+        self._columns = {
+            "label": [module for module, _ in pairs],
+            "text": [docstring for _, docstring in pairs],
+        }
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._columns["text"])
+
+    @property
+    def fields(self) -> Sequence[str]:
+        return list(self._columns)
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        return [self._columns[field] for field in fields]
+
+    def place(self, row: int) -> str:
+        return f"{self.path}, {self._columns['label'][row]}"
