@@ -16,8 +16,13 @@ from automodel_ckpt.config.kinds.dpo import DPOConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.pairs.reference_scores import SCORES, ScoredPairs
-from automodel_ckpt.recipes.pairs import PairFinetune, PairObjective, label_counts
-from automodel_ckpt.recipes.preference import PreferenceFinetune, Reference
+from automodel_ckpt.recipes.preference import (
+    PairFinetune,
+    PairObjective,
+    PreferenceFinetune,
+    Reference,
+    label_counts,
+)
 from automodel_ckpt.recipes.reference_scores import score_all
 from automodel_ckpt.train.build.objective import Objective, Tensors
 from automodel_ckpt.train.values.records import LossSum

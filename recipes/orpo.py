@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from automodel_ckpt.config.kinds.orpo import ORPOConfig
 from automodel_ckpt.loss.causal import IGNORE_INDEX
-from automodel_ckpt.recipes.pairs import PairFinetune, PairObjective, label_counts
+from automodel_ckpt.recipes.preference import PairFinetune, PairObjective, label_counts
 from automodel_ckpt.train.build.objective import Objective, Tensors
 from automodel_ckpt.train.values.records import LossSum
 

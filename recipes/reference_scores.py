@@ -35,8 +35,7 @@ from automodel_ckpt.data.pairs.reference_scores import (
 )
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.ranks.agree import broadcast_object, gather_objects
-from automodel_ckpt.recipes.pairs import PairObjective
-from automodel_ckpt.recipes.preference import PreferenceFinetune, Reference
+from automodel_ckpt.recipes.preference import PairObjective, PreferenceFinetune, Reference
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -23,8 +23,7 @@ from automodel_ckpt.models.task_head import (
     set_labels,
     set_padding,
 )
-from automodel_ckpt.recipes.pairs import PairFinetune, PairObjective
-from automodel_ckpt.recipes.preference import OF_ANSWERS
+from automodel_ckpt.recipes.preference import OF_ANSWERS, PairFinetune, PairObjective
 from automodel_ckpt.train.build.objective import Objective, Tensors
 from automodel_ckpt.train.unsupported import Unsupported
 from automodel_ckpt.train.values.records import LossSum

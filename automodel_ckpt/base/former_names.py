@@ -17,6 +17,7 @@ FORMER = {
     "recipes.base": "train.base",
     "recipes.loop": "train.loop",
     "recipes.objective": "train.build.objective",
+    "recipes.pairs": "recipes.preference",
     "recipes.recipe": "train.recipe",
     "training.adam8bit": "optim.adam8bit",
     "training.muon": "optim.muon",

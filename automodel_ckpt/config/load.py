@@ -129,7 +129,7 @@ class LoadedRecipe:
                 value=f"recipe: {self.tree.at('recipe')}",
                 hint=f"--convert-recipe converts files with recipe: {' or '.join(RECIPES)}",
             )
-        from automodel_ckpt.config.automodel.convert import converted_text
+        from automodel_ckpt.config.automodel.translation import converted_text
 
         return converted_text(str(self.path), self.translated, self.tree, self.notices)
 

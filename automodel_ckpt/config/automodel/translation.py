@@ -12,6 +12,7 @@ their defaults), ``components/*/config.py`` and ``components/config/loader.py`` 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from automodel_ckpt.config.automodel import (
     training,
 )
 from automodel_ckpt.config.automodel.model import AUTO_CLASS
-from automodel_ckpt.config.automodel.notices import Notice
+from automodel_ckpt.config.automodel.notices import Notice, report_lines
 from automodel_ckpt.config.automodel.rows import (
     AUTOMODEL_DEFAULT,
     GUIDE,
@@ -49,7 +50,7 @@ from automodel_ckpt.config.callables.builders import signature
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import annotation_at, closest, hints_of, join, names_in
 from automodel_ckpt.config.tree.convert import members, section_type
-from automodel_ckpt.config.tree.yaml_tree import Node
+from automodel_ckpt.config.tree.yaml_tree import Node, lines
 from automodel_ckpt.errors import Problem
 
 RECIPES = {
@@ -309,3 +310,58 @@ def _is_section(node: Node | None) -> bool:
 
 
 __all__ = ["Notice", "Translation", "class_name", "translate"]
+
+
+# ---------------------------------------------------------------- --convert-recipe
+
+_COMMENT_COLUMN = 60
+
+
+def converted_text(path: str, translated: Node, bound: Node, notices: Sequence[Notice]) -> str:
+    """Return the converted recipe as YAML: the keys of *translated*, with the values of the validated tree *bound*.
+
+    A comment beside each renamed key has AutoModel's name; comments at the top list the keys that were dropped or
+    degraded. The text loads to the same configuration as the recipe at *path*.
+    """
+    rows = [f"# Converted from the NeMo AutoModel recipe {path} by ckpt-train --convert-recipe"]
+    for line in report_lines(notices):
+        rows.append(f"# {line}")
+    comments = _comments(notices)
+    rows += _converted_lines(translated, bound, comments, "")
+    return "".join(f"{row}\n" for row in rows)
+
+
+def _comments(notices: Sequence[Notice]) -> dict[str, str]:
+    """Map our dotted keys to the comment beside them."""
+    comments = {}
+    for notice in notices:
+        if notice.kind == "renamed":
+            comments[notice.to] = f"was {notice.key}"
+        elif notice.kind == "default":
+            comments[notice.to] = AUTOMODEL_DEFAULT
+    return comments
+
+
+def _converted_lines(
+    node: Node, bound: Node, comments: dict[str, str], key: str, indent: int = 0
+) -> Iterator[str]:
+    """Yield the lines of a mapping: sections as blocks, lists and plain values on one line."""
+    for name, child in node.children():
+        full = join(key, name)
+        value = bound.at(full) or child
+        comment = comments.get(full, "")
+        if isinstance(child.value, dict) and child.value:
+            yield _commented(f"{' ' * indent}{name}:", comment)
+            yield from _converted_lines(child, bound, comments, full, indent + 2)
+            continue
+        # An empty section is a section with all defaults in the validated tree.
+        if isinstance(value.value, dict):
+            value = child
+        ((row, _),) = lines(Node({name: value}, ""), indent)
+        yield _commented(row, comment)
+
+
+def _commented(row: str, comment: str) -> str:
+    if not comment:
+        return row
+    return f"{row:{_COMMENT_COLUMN}}  # {comment}"

@@ -1497,7 +1497,9 @@ def test_every_value_of_an_accepted_file_is_in_the_recipe_or_named(
 def test_a_file_without_recipe_is_an_error_that_names_the_key(tmp_path: Path) -> None:
     recipe = tmp_path / "theirs.yaml"
     recipe.write_text(MODEL + ROWS)
-    with pytest.raises(RecipeError, match=r"the key recipe is missing, as in recipes .* before 0.4"):
+    with pytest.raises(
+        RecipeError, match=r"the key recipe is missing, as in recipes .* before 0.4"
+    ):
         load_recipe(recipe)
 
 
