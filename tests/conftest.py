@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.bytecode import write_bytecode
 from tests.support.logging_state import kept_logging, reset_logging
-from tests.support.models import huge_pages
+from tests.support.servers import huge_pages
 from tests.support.servers.command_server import CommandServer
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ

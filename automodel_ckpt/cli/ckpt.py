@@ -53,6 +53,7 @@ from automodel_ckpt.cli.models import (
     pack,
     push,
 )
+from automodel_ckpt.cli.removed import REMOVED
 from automodel_ckpt.errors import (
     EXIT_DONE,
     AutomodelError,
@@ -329,6 +330,7 @@ def _parsed(words: list[str]) -> argparse.Namespace:
         hint = f"write it after the command: ckpt {arguments.command} {option}"
     elif option.startswith("-") and os.path.lexists(unknown[0]):
         hint = f"a path that begins with a dash is written ./{unknown[0]}"
+    hint = REMOVED.get(f"{arguments.command} {option}", hint)
     raise RecipeError(
         "unknown arguments",
         where=f"ckpt {arguments.command}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 
-from tests.support.models import huge_pages
+from tests.support.servers import huge_pages
 
 
 def test_the_memory_and_that_of_forked_processes_is_unchanged() -> None:

@@ -178,7 +178,6 @@ SHARED_WITH_OWN_CODE = {
     "_parameters",
     "_post_forward",
     "_parse",
-    "_training_state",
     "_workers",
 }
 """Names that this package also defines itself or reads from self, so that the search below cannot attribute them."""

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main
@@ -63,23 +61,6 @@ def test_moments_get_the_names_of_their_weights(tmp_path: Path) -> None:
     assert {name: found[name] for name in direct} == direct
     # The directory names the output layer, which is the embedding, too.
     assert found.keys() - direct.keys() <= {"lm_head.weight"}
-
-
-def test_a_numbered_optimizer_already_has_the_names_of_the_config(tmp_path: Path) -> None:
-    weights = load_file(TRAINER / "model.safetensors")
-    renamed: dict[str, torch.Tensor] = {}
-    for name, weight in weights.items():
-        renamed[name.replace("model.layers.", "h.").replace("model.norm.weight", "ln")] = weight
-    optimizer = torch.load(TRAINER / "optimizer.pt", weights_only=True)
-    source = tmp_path / "state.pt"
-    torch.save({"model": renamed, "optimizer": optimizer, "step": 5, "epoch": 1}, source)
-    names = {"ln": "model.norm.weight"}
-    for name in renamed:
-        if name.startswith("h.0."):
-            pattern = name.replace("h.0.", "h.{i}.")
-            names[pattern] = pattern.replace("h.", "model.layers.")
-    found = digests(imported(source, tmp_path / "run", names, "--config", str(TRAINER)))
-    assert found == plain_import(TRAINER, tmp_path / "direct")
 
 
 def test_parameters_that_are_left_out_have_no_state(tmp_path: Path, capsys: Capture) -> None:

@@ -1,0 +1,9 @@
+"""Commands and options of ``ckpt`` that earlier versions had, and what replaces them. Errors name the replacement."""
+
+from __future__ import annotations
+
+REMOVED = {
+    "import --group": "leave it out: all parameters are in one group, or in the groups of transformers' Trainer; "
+    "otherwise import the weights without --training-state",
+}
+"""A command with one of its options, and the hint of the error."""
