@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 REMOVED = {
+    "export --to zarr": "export Hugging Face files (--to hf) or one file for torch.load (--to torch)",
     "import --group": "leave it out: all parameters are in one group, or in the groups of transformers' Trainer; "
     "otherwise import the weights without --training-state",
 }
-"""A command with one of its options, and the hint of the error."""
+"""A command with one of its options, and their value if only that is gone, and the hint of the error."""

@@ -20,7 +20,6 @@ from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.files import names_in, read_json
 from automodel_ckpt.convert.formats.format import Format
-from automodel_ckpt.convert.formats.nemo.nemo_ranks import concatenated
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
     files_in_archive,
@@ -29,7 +28,7 @@ from automodel_ckpt.convert.formats.nemo.packed_files import (
     read_beginning,
 )
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
-from automodel_ckpt.convert.names.slicing import RowRange, join_rows
+from automodel_ckpt.convert.names.slicing import RowRange, concatenated, join_rows
 from automodel_ckpt.convert.names.tensorrt_llm import Rule, heads_of_rank, rules
 from automodel_ckpt.errors import CheckpointUnusable
 
