@@ -44,20 +44,6 @@ def join_rows(
     return Tensor(fqn, dtype, (num_rows, *inner), tuple(merged))
 
 
-def concatenated(parts: Sequence[Tensor], *, axis: int) -> Tensor:
-    """Return the concatenation of *parts*, which have one shape, along *axis*, as slices of the same files."""
-    first = parts[0]
-    extent = first.shape[axis]
-    shape = (*first.shape[:axis], extent * len(parts), *first.shape[axis + 1 :])
-    slices: list[Slice] = []
-    for number, part in enumerate(parts):
-        for stored in part.slices:
-            offsets = list(stored.offsets)
-            offsets[axis] += number * extent
-            slices.append(replace(stored, fqn=first.fqn, offsets=tuple(offsets)))
-    return Tensor(first.fqn, first.dtype, shape, tuple(slices))
-
-
 def unstack(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that *tensor* stacks along its first dimension, without that dimension. All keep its name."""
     found: list[list[Slice]] = [[] for _ in range(tensor.shape[0])]
