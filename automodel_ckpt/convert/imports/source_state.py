@@ -70,7 +70,7 @@ def training_state_of(
             continue
         state = _completed(state, parse_name(source.path.name))
         if renaming is not None:
-            state = renaming.training_state(state)
+            renaming.check(state)
             state = replace(state, omitted=(*state.omitted, *renaming.left_out))
         if state.optimizer is not None:
             check_not_sparse(_optimizer_tensors(state.optimizer))

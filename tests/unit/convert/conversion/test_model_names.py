@@ -135,7 +135,7 @@ def test_a_prefix_is_removed_if_the_names_are_exactly_those_of_the_model_then(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_prefix_of_a_training_state_is_removed_from_its_names_too(
+def test_a_prefix_is_removed_from_the_weights_and_a_training_state_with_it_is_an_error(
     llama: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     model = LlamaForCausalLM.from_pretrained(llama)
@@ -153,10 +153,12 @@ def test_a_prefix_of_a_training_state_is_removed_from_its_names_too(
     value = {"model": weights, "optimizer": {**state, "param_groups": [group]}, "step": 3}
     dcp.save(value, checkpoint_id=tmp_path / "state", no_dist=True)
     run = tmp_path / "run"
-    assert imported(tmp_path / "state", llama, run, "--training-state") == 0
-    tree = Manifest.read(run / "epoch_0_step_3").trees["optimizer"]
-    assert "optimizer.state.model.model.norm.weight.exp_avg" in tree.tensors
-    assert not any("policy" in name for name in tree.tensors)
+    assert imported(tmp_path / "state", llama, run, "--training-state") == 2
+    assert "policy." in capsys.readouterr().err
+    assert imported(tmp_path / "state", llama, run) == 0
+    tensors = Manifest.read(run / "epoch_0_step_3").trees["model"].tensors
+    assert "model.norm.weight" in tensors
+    assert not any("policy" in name for name in tensors)
 
 
 def test_more_or_fewer_tensors_than_the_model_has_are_reported(
