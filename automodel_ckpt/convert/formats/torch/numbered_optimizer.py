@@ -102,7 +102,7 @@ def _read(
     _check_keys(keys, entries, reader.path)
     names, names_from = _stated_names(groups, keys, rename), ""
     if names is None:
-        names, names_from = _numbered_names(groups, keys, model, reader.path)
+        names, names_from = _numbered_names(keys, model, reader.path)
     _check_names(names, shapes, model, reader.path)
     tensors: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, int | float | bool]] = {}
@@ -221,18 +221,17 @@ def _stated_names(
 
 
 def _numbered_names(
-    groups: Sequence[Mapping[str, Any]],
     keys: Sequence[Sequence[Key]],
     model: Sequence[ModelParameter],
     path: Path,
 ) -> tuple[dict[Key, str], str]:
     """Return the names of numbered parameters, and how they were found. Raises :class:`CheckpointUnusable`."""
-    filled = [(group, members) for group, members in zip(groups, keys, strict=True) if members]
+    filled = [members for members in keys if members]
     expected, names_from = [[each.name for each in model]], IN_ORDER
-    if len(filled) == 2 and filled[1][0].get("weight_decay") == 0:
+    if len(filled) == 2:
         expected = [[each.name for each in model if each.decays == has] for has in (True, False)]
         names_from = BY_DECAY
-    sizes = [len(members) for _, members in filled]
+    sizes = [len(members) for members in filled]
     if sizes != [len(names) for names in expected]:
         raise CheckpointUnusable(
             "the optimizer numbers its parameters, and they are not those of the model in a usual order",
@@ -242,7 +241,7 @@ def _numbered_names(
             "import the weights without --training-state",
         )
     found: dict[Key, str] = {}
-    for (_, members), names in zip(filled, expected, strict=True):
+    for members, names in zip(filled, expected, strict=True):
         found.update(zip(members, names, strict=True))
     return found, names_from
 
