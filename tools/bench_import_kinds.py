@@ -189,21 +189,6 @@ def _nemo(directory: Path, gigabytes: float) -> None:
     _pack_nemo(directory)
 
 
-def _nemo_ranks(directory: Path, gigabytes: float) -> None:
-    """Write two tensor-parallel ranks of row-parallel layers: each has half of the columns of each row."""
-    weights = _weights(gigabytes)
-    for rank in range(2):
-        state = {}
-        for number, value in enumerate(weights.values()):
-            name = f"model.decoder.layers.{number}.mlp.linear_fc2.weight"
-            state[name] = value.chunk(2, dim=1)[rank].clone()
-        target = directory / f"mp_rank_0{rank}"
-        target.mkdir()
-        torch.save(state, target / "model_weights.ckpt")
-        del state
-    _pack_nemo(directory)
-
-
 def _pack_nemo(directory: Path) -> None:
     """Replace the files in *directory* by a .nemo file of them."""
     (directory / "model_config.yaml").write_text("activation: gelu\n")
@@ -309,22 +294,6 @@ def _lightning_state(directory: Path, gigabytes: float) -> None:
         "callbacks": {},
     }
     torch.save(state, directory / "model.ckpt")
-
-
-def _fsdp_state(directory: Path, gigabytes: float) -> None:
-    """Write the DCP directories that two FSDP2 ranks write with accelerate."""
-    shapes = _llama_shapes(directory, gigabytes / 3)
-    model: State = {}
-    optimizer: State = {}
-    for name, shape in shapes.items():
-        model["model", name] = Sharded(shape, 0)
-        state = ("optimizer", "state", name)
-        optimizer[*state, "step"] = torch.tensor(float(_STEP))
-        optimizer[*state, "exp_avg"] = Sharded(shape, 0)
-        optimizer[*state, "exp_avg_sq"] = Sharded(shape, 0)
-    optimizer["optimizer", "param_groups"] = [_group(list(shapes))]
-    _save_sharded(directory / "pytorch_model_fsdp_0", model)
-    _save_sharded(directory / "optimizer_0", optimizer)
 
 
 def _megatron(directory: Path, gigabytes: float) -> None:
@@ -440,11 +409,9 @@ KINDS: Mapping[str, Kind] = {
     "trainer": Kind(_trainer),
     "trainer-state": Kind(_trainer_state, options=_STATE),
     "lightning-state": Kind(_lightning_state, "model.ckpt", _STATE),
-    "fsdp-sharded-state": Kind(_fsdp_state, options=_STATE),
     "deepspeed": Kind(_deepspeed),
     "megatron": Kind(_megatron, options=("--config", "{config}"), converts=True),
     "nemo": Kind(_nemo, "model.nemo"),
-    "nemo-ranks": Kind(_nemo_ranks, "model.nemo", converts=True),
     "gguf-bf16": Kind(_gguf_bf16, "model.gguf", converts=True),
     "gguf-q8_0": Kind(_gguf_q8_0, "model.gguf", converts=True),
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -244,13 +245,17 @@ _OTHER_WORDS = {
 """What other programs call commands, and the commands here."""
 
 
+_INVALID_CHOICE = re.compile(r"argument (\S+): invalid choice: '(\S+)'")
+
+
 class _Parser(argparse.ArgumentParser):
     """An argument parser that raises :class:`RecipeError` instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise RecipeError(
-            message, where=self.prog, value="", hint=f"`{self.prog} --help` lists the arguments"
-        )
+        hint = f"`{self.prog} --help` lists the arguments"
+        if match := _INVALID_CHOICE.match(message):
+            hint = REMOVED.get(f"{self.prog.removeprefix('ckpt ')} {match[1]} {match[2]}", hint)
+        raise RecipeError(message, where=self.prog, value="", hint=hint)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -23,7 +23,6 @@ from automodel_ckpt.cli.targets import (
     qnemo,
     torch_file,
     trainer,
-    zarr,
 )
 from automodel_ckpt.cli.targets.target import Option, Target
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
@@ -40,7 +39,6 @@ _ALL = (
     compressed_tensors.TARGET,
     nemo.TARGET,
     megatron.TARGET,
-    zarr.TARGET,
     qnemo.TARGET,
     onnx.TARGET,
 )

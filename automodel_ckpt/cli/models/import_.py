@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.adapter_models import adapter_builder
-from automodel_ckpt.cli.common.arguments import add_checkpoint_name, without_effect
+from automodel_ckpt.cli.common.arguments import add_checkpoint_name
 from automodel_ckpt.cli.common.model_parameters import compare_names, parameters_in
 from automodel_ckpt.cli.common.terminal import coloured, print_path, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint
 
 _MAX_NAMES = 5
-_SHOWN_OPTIONS = ("lr", "weight_decay")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -46,15 +45,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--training-state",
         action="store_true",
         help="also import the optimizer, learning-rate schedule, step and epoch, to continue the run",
-    )
-    command.add_argument(
-        "--group",
-        action="append",
-        default=[],
-        dest="groups",
-        metavar="GLOBS",
-        help="for an optimizer that numbers its parameters, once for each of its groups, in order: globs of the "
-        "parameters that may be in it, divided by commas, those after ! excluded; only if shapes permit several groups",
     )
     command.add_argument(
         "--names",
@@ -92,15 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
                 value=getattr(arguments, name),
                 hint="use 0 or more",
             )
-    if arguments.groups and not arguments.training_state:
-        raise without_effect(
-            "import", "--group", ", ".join(arguments.groups), "without --training-state"
-        )
     options = ImportOptions(
         step=arguments.step,
         epoch=arguments.epoch,
         parameters=parameters_in if arguments.training_state else None,
-        groups=tuple(arguments.groups),
         names=None if arguments.names is None else Path(arguments.names),
         config=None if arguments.config is None else Path(arguments.config).expanduser(),
         adapters=adapter_builder(arguments.base, Path(arguments.run)),
@@ -115,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
             hint="remove --base",
         )
     if not arguments.json:
-        print("\n".join(_lines(planned, has_stated_groups=bool(arguments.groups))))
+        print("\n".join(_lines(planned)))
     if not arguments.dry_run:
         write_checkpoint(planned)
     if arguments.json:
@@ -153,8 +138,8 @@ def _document(planned: NewCheckpoint, dry_run: bool) -> dict[str, Any]:
     }
 
 
-def _lines(planned: NewCheckpoint, *, has_stated_groups: bool) -> Iterator[str]:
-    """Describe what will be imported, with the groups of the optimizer if the user stated them."""
+def _lines(planned: NewCheckpoint) -> Iterator[str]:
+    """Describe what will be imported."""
     yield coloured(printable(f"{planned.source} -> {planned.target}"), "bold", sys.stdout)
     num_tensors, size = len(planned.weights.tensors), size_text(planned.plan.nbytes)
     checked = "digests verified" if planned.has_digests else "unverified"
@@ -170,10 +155,10 @@ def _lines(planned: NewCheckpoint, *, has_stated_groups: bool) -> Iterator[str]:
         rows.append(("position", f"{position} ({planned.position_from})"))
     if planned.training is not None:
         rows.append(("training state", ", ".join(planned.training.contents)))
-        if has_stated_groups:
-            rows += _group_rows(planned)
     elif planned.has_training_state:
         rows.append(("training state", "not imported: add --training-state to continue the run"))
+    elif planned.training_left:
+        rows.append(("training state", f"not imported: {planned.training_left}"))
     rows.append(("not included", ", ".join(planned.absent)))
     if planned.left_out:
         rows.append(("not imported", ", ".join(planned.left_out)))
@@ -185,19 +170,6 @@ def _lines(planned: NewCheckpoint, *, has_stated_groups: bool) -> Iterator[str]:
         rows.append(("recipe", f"{model}; peft: {json.dumps(planned.adapter.section)}"))
     for line in table(rows):
         yield printable(line)
-
-
-def _group_rows(planned: NewCheckpoint) -> Iterator[tuple[str, str]]:
-    """Yield what each group of the optimizer has, for the user to compare with what was stated."""
-    assert planned.training is not None and planned.training.state.optimizer is not None
-    for number, group in enumerate(planned.training.state.optimizer.groups):
-        parts = [counted(len(group.parameters), "parameter")]
-        for name in _SHOWN_OPTIONS:
-            if name in group.options:
-                parts.append(f"{name} {group.options[name]}")
-        if group.parameters:
-            parts.append(f"from {group.parameters[0]} to {group.parameters[-1]}")
-        yield f"group {number}", ", ".join(parts)
 
 
 def _start_line(planned: NewCheckpoint) -> str:

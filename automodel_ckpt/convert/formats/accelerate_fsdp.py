@@ -9,17 +9,15 @@
   are nested under ``model`` and ``optimizer``;
 * ``scheduler.bin``, or ``scheduler.pt`` and ``trainer_state.json`` in a checkpoint of the Trainer.
 
-With FSDP, the optimizer's state has the names of the parameters. Imports no torch.
+Only the weights are read. Imports no torch.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
@@ -27,35 +25,14 @@ from automodel_ckpt.convert.formats.files import check_regular_files, names_in, 
 from automodel_ckpt.convert.formats.format import Counters, Format
 from automodel_ckpt.convert.formats.hugging_face import HuggingFaceFiles
 from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp
-from automodel_ckpt.convert.formats.torch.dcp_directory import read_content
-from automodel_ckpt.convert.formats.torch.dcp_training_state import optimizer_key, read_optimizer
-from automodel_ckpt.convert.formats.torch.numbered_optimizer import optimizer_state
-from automodel_ckpt.convert.formats.torch.plain_values import plain_values
-from automodel_ckpt.convert.formats.torch.torch_files import (
-    TorchFile,
-    TorchModelDirectory,
-    faults_of,
-    read_archive,
-)
-from automodel_ckpt.convert.formats.torch.training_state import (
-    OptimizerState,
-    Parameters,
-    TrainingState,
-)
+from automodel_ckpt.convert.formats.torch.torch_files import TorchFile, TorchModelDirectory
 
 _MODEL_FILE = "pytorch_model_fsdp.bin"
 _MODEL_DIRECTORY = "pytorch_model_fsdp_0"
-_OPTIMIZER_FILES = ("optimizer.bin", "optimizer.pt")
 _STATE_OPTIMIZER = "optimizer.bin"
 _OPTIMIZER_DIRECTORY = "optimizer_0"
-_SCHEDULER_FILES = ("scheduler.bin", "scheduler.pt")
 _TRAINER_STATE = "trainer_state.json"
-_OTHERS = re.compile(
-    r"random_states_[0-9]{1,6}\.pkl|rng_state(_[0-9]{1,6})?\.pth|scaler\.pt|training_args\.bin"
-    r"|custom_checkpoint_[0-9]{1,6}\.pkl|(dl_state_dict|sampler)(_[0-9]{1,6})?\.bin"
-    r"|(optimizer|scheduler|pytorch_model_fsdp)_[1-9][0-9]{0,5}(\.bin)?",
-    re.ASCII,
-)
+_LEFT = "only the weights of accelerate's files are read"
 _OTHER_MODEL = re.compile(
     r"(model_[1-9][0-9]{0,5}\.safetensors|pytorch_model_[1-9][0-9]{0,5}\.bin)", re.ASCII
 )
@@ -93,26 +70,8 @@ class AccelerateFsdp(Format):
         state = read_json(path, _TRAINER_STATE) or {}
         return Counters(_whole_number(state.get("global_step")), _whole_number(state.get("epoch")))
 
-    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
-        """Return the optimizer's state, the LR schedule, and the counters of the Trainer, if it saved them.
-
-        Without these, the step is that of the optimizer. Raises :class:`CheckpointUnusable` if a file is damaged, or
-        the optimizer does not belong to the model.
-        """
-        return _training_state(path, self._optimizer(path, parameters), self.counters(path))
-
-    def _optimizer(self, path: Path, parameters: Parameters) -> OptimizerState | None:
-        directory = path / _OPTIMIZER_DIRECTORY
-        if _is_dcp(directory):
-            check_no_links(path, [_OPTIMIZER_DIRECTORY])
-            content = read_content(directory)
-            return read_optimizer(
-                directory, content, optimizer_key(content), self.open(path).tensors
-            )
-        for name in _OPTIMIZER_FILES:
-            if name in names_in(path):
-                return _optimizer_in(path, name, parameters)
-        return None
+    def training_left(self, path: Path) -> str:
+        return _LEFT
 
 
 class AccelerateState(Format):
@@ -137,13 +96,8 @@ class AccelerateState(Format):
         assert known is not None, "detect() has found weights"
         return known.open(path, follow_links=follow_links)
 
-    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
-        """Return the optimizer's state, the LR schedule, and the step that the optimizer counts.
-
-        Raises :class:`CheckpointUnusable` if a file is damaged, or the optimizer does not belong to the model.
-        """
-        optimizer = _optimizer_in(path, _STATE_OPTIMIZER, parameters)
-        return _training_state(path, optimizer, Counters())
+    def training_left(self, path: Path) -> str:
+        return _LEFT
 
 
 def _weights_of(path: Path, follow_links: bool) -> Format | None:
@@ -154,50 +108,8 @@ def _weights_of(path: Path, follow_links: bool) -> Format | None:
     return None
 
 
-def _training_state(
-    path: Path, optimizer: OptimizerState | None, counters: Counters
-) -> TrainingState | None:
-    """Return the *optimizer* with the schedule of the directory *path*, and the step; None if there is neither."""
-    scheduler = _scheduler(path)
-    if optimizer is None and scheduler is None:
-        return None
-    step = counters.step
-    if step is None and optimizer is not None:
-        step = _common_step(optimizer)
-    omitted = [name for name in names_in(path) if _OTHERS.fullmatch(name)]
-    return TrainingState(
-        step=step,
-        epoch=counters.epoch,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        omitted=tuple(sorted(omitted)),
-    )
-
-
-def _optimizer_in(path: Path, name: str, parameters: Parameters) -> OptimizerState:
-    check_no_links(path, [name])
-    archive = read_archive(path / name)
-    return optimizer_state(archive.value, archive, parameters, root=path, file=name)
-
-
 def _is_dcp(path: Path) -> bool:
     return layout.DCP_METADATA in names_in(path)
-
-
-def _scheduler(path: Path) -> Mapping[str, Any] | None:
-    """Return the plain values of the LR scheduler's state; None if there is no file."""
-    names = names_in(path)
-    for name in _SCHEDULER_FILES:
-        if name not in names:
-            continue
-        check_no_links(path, [name])
-        value = read_archive(path / name).value
-        if not isinstance(value, dict):
-            what = "the state of the learning-rate schedule is not a mapping"
-            raise unusable(what, path / name, type(value).__name__)
-        with faults_of(path / name):
-            return plain_values(value)
-    return None
 
 
 def _whole_number(value: object) -> int | None:
@@ -208,11 +120,3 @@ def _whole_number(value: object) -> int | None:
     if not math.isfinite(number) or not 0 <= number < _MAX_COUNT:
         return None
     return int(number)
-
-
-def _common_step(optimizer: OptimizerState) -> int | None:
-    """Return the steps that the optimizer counts, if they are the same for all parameters."""
-    steps = {values.get("step") for values in optimizer.values.values()}
-    if len(steps) != 1:
-        return None
-    return _whole_number(steps.pop())

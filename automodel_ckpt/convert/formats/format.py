@@ -118,6 +118,13 @@ class Format(ABC):
         """
         return None
 
+    def training_left(self, path: Path) -> str:
+        """Return why the training state in *path* cannot be imported, in words; empty if it can, or if there is none.
+
+        Never raises.
+        """
+        return ""
+
     def counters(self, path: Path) -> Counters:
         """Return the step, epoch and samples that the files in *path* state, without a look at the model.
 

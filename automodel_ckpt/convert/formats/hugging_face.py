@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.files.safetensors_header import (
     read_header_safely,
 )
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
-from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of, whole_tensor
+from automodel_ckpt.checkpoint.parts.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import names_in
 from automodel_ckpt.convert.formats.format import Format
@@ -29,11 +29,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 # How transformers numbers the files of a model.
 _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.safetensors", re.ASCII)
 SINGLE_FILE = "model.safetensors"
-_MLX_EXPERTS = re.compile(r"(.+)\.switch_mlp\.(gate_proj|up_proj|down_proj)\.weight", re.ASCII)
-_MLX_LATENT = ".self_attn.unembed_out.weight"
-_MIXTRAL_BLOCK = ".block_sparse_moe"
-_MIXTRAL_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-_STACKED = 3
+_MLX_NAME = re.compile(r"\.switch_mlp\.|\.self_attn\.unembed_out\.weight$", re.ASCII)
 _MAX_NAMED = 5
 UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 
@@ -76,8 +72,6 @@ class HuggingFaceFiles(Format):
             _check_numbers(path, names)
         tensors, files = _tensors_in_files(path, names, export, follow_links)
         _check_not_mlx(path, tensors)
-        if export is None:
-            tensors = _with_single_experts(tensors)
         source = source_of_files(path, names, tensors, export, follow_links=follow_links)
         # An index may list a tied name that has no tensor, which transformers accepts. Weights that fill a model are
         # compared with the model's names later; other callers compare the index.
@@ -108,51 +102,17 @@ def _check_not_mlx_adapter(directory: Path) -> None:
 
 
 def _check_not_mlx(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise :class:`CheckpointUnusable` for what only MLX reads, such as weights that it quantized.
-
-    mlx-lm packs them into U32 beside scales and biases.
-    """
-    for fqn in tensors:
-        if fqn.endswith(_MLX_LATENT):
+    """Raise :class:`CheckpointUnusable` for weights that only MLX reads: experts or latent attention as it names them,
+    and weights that it quantized, which are U32 beside scales."""
+    for fqn, tensor in tensors.items():
+        is_packed = tensor.dtype == "U32" and f"{fqn.removesuffix('.weight')}.scales" in tensors
+        if is_packed or _MLX_NAME.search(fqn):
             raise CheckpointUnusable(
-                "this format cannot be read: latent attention as MLX divides it",
+                "this format cannot be read: weights of MLX",
                 where=str(directory),
                 value=fqn,
                 hint="use the original model, from which mlx_lm.convert made this one",
             )
-    for fqn, tensor in tensors.items():
-        stem = fqn.removesuffix(".weight")
-        if tensor.dtype == "U32" and {f"{stem}.scales", f"{stem}.biases"} <= tensors.keys():
-            raise CheckpointUnusable(
-                "this format cannot be read: weights that MLX quantized",
-                where=str(directory),
-                value=f"{fqn}, with scales and biases",
-                hint="use the original model, or mlx_lm.convert --dequantize",
-            )
-
-
-def _with_single_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return *tensors* with a tensor for each expert, as Hugging Face files have them.
-
-    mlx-lm (0.32) stacks those of a layer: ``mlp.switch_mlp.up_proj.weight`` for ``mlp.experts.0.up_proj.weight``, ...
-    """
-    found: dict[str, Tensor] = {}
-    for fqn, tensor in tensors.items():
-        match = _MLX_EXPERTS.fullmatch(fqn)
-        if match is None or len(tensor.shape) != _STACKED:
-            found[fqn] = tensor
-            continue
-        block, projection = match.groups()
-        if block.endswith(_MIXTRAL_BLOCK):
-            projection = _MIXTRAL_NAMES[projection]
-        (stored,) = tensor.slices
-        shape = tensor.shape[1:]
-        nbytes = nbytes_of(tensor.dtype, shape)
-        for expert in range(tensor.shape[0]):
-            name = f"{block}.experts.{expert}.{projection}.weight"
-            start = stored.start + expert * nbytes
-            found[name] = whole_tensor(name, tensor.dtype, shape, stored.file, start)
-    return found
 
 
 def _check_numbers(directory: Path, names: Iterable[str]) -> None:

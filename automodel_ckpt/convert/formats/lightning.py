@@ -14,8 +14,10 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeGuard
 
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import archive_ranges
@@ -24,19 +26,15 @@ from automodel_ckpt.convert.formats.torch.dcp import PyTorchDcp, plain_model_nam
 from automodel_ckpt.convert.formats.torch.dcp_directory import DcpContent, read_content
 from automodel_ckpt.convert.formats.torch.dcp_training_state import read_optimizer
 from automodel_ckpt.convert.formats.torch.nested_state import without_wrappers
+from automodel_ckpt.convert.formats.torch.numbered_optimizer import optimizer_state
+from automodel_ckpt.convert.formats.torch.plain_values import plain_values
 from automodel_ckpt.convert.formats.torch.torch_files import (
     LIGHTNING_VERSION,
     TorchFile,
     attribute_prefix,
     faults_of,
+    plain_names,
     read_archive,
-)
-from automodel_ckpt.convert.formats.torch.torch_training_state import (
-    counters_of,
-    finished_epochs,
-    other_keys,
-    read_counters,
-    scheduler_values,
 )
 from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
@@ -44,7 +42,11 @@ from automodel_ckpt.errors import CheckpointUnusable
 META_FILE = "meta.pt"
 _PROGRAM = "data.pkl"
 _OPTIMIZER_KEY = re.compile(r"optimizer_[0-9]+", re.ASCII)
-_USED_META = ("epoch", "global_step", "lr_schedulers", LIGHTNING_VERSION)
+_MODEL, _OPTIMIZERS, _SCHEDULES = "state_dict", "optimizer_states", "lr_schedulers"
+_USED = (_MODEL, _OPTIMIZERS, _SCHEDULES, "epoch", "global_step", LIGHTNING_VERSION)
+# More than this many keys that are not transferred are counted.
+_MAX_NAMED = 12
+_MAX_COUNT = 2**62
 
 
 class LightningFile(TorchFile):
@@ -54,6 +56,37 @@ class LightningFile(TorchFile):
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         return super().detect(path, follow_links=follow_links) and _states_version(path)
+
+    def training_left(self, path: Path) -> str:
+        return ""
+
+    def counters(self, path: Path) -> Counters:
+        return _counters(read_archive(Path(os.path.realpath(path))).value)
+
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        """Return the counters, the optimizer, which numbers its parameters, and the schedule."""
+        path = Path(os.path.realpath(path))
+        archive = read_archive(path)
+        value = archive.value
+        model = value.get(_MODEL) if isinstance(value, dict) else None
+        if not isinstance(model, dict):
+            return None
+        state, reason = _only_item(value.get(_OPTIMIZERS) or None)
+        optimizer = None
+        if state is not None:
+            names = [name for name in model if isinstance(name, str)]
+            plain = plain_names(value, names)
+            optimizer = optimizer_state(
+                state,
+                archive,
+                parameters,
+                root=path.parent,
+                file=path.name,
+                rename=lambda name: plain.get(name, without_wrappers(name)),
+            )
+        found = _state_beside(value, path)
+        omitted = (f"{_OPTIMIZERS} ({reason})",) if reason else ()
+        return replace(found, optimizer=optimizer, omitted=(*found.omitted, *omitted))
 
 
 class LightningDistributed(PyTorchDcp):
@@ -74,7 +107,7 @@ class LightningDistributed(PyTorchDcp):
         }
 
     def counters(self, path: Path) -> Counters:
-        return read_counters(path / META_FILE)
+        return _counters(read_archive(path / META_FILE).value)
 
     def has_training_state(self, path: Path) -> bool:
         try:
@@ -93,7 +126,8 @@ class LightningDistributed(PyTorchDcp):
         meta = read_archive(path / META_FILE).value
         if not isinstance(meta, dict):
             meta = {}
-        omitted = list(other_keys(meta, {*_USED_META}))
+        found = _state_beside(meta, path / META_FILE)
+        omitted = list(found.omitted)
         keys = _optimizer_keys(content)
         optimizer = None
         if len(keys) == 1:
@@ -107,13 +141,81 @@ class LightningDistributed(PyTorchDcp):
             )
         elif keys:
             omitted.append(f"{len(keys)} optimizers; only one can be transferred")
-        with faults_of(path / META_FILE):
-            counters = counters_of(meta)
-            scheduler, reason = scheduler_values(meta.get("lr_schedulers"))
-            epoch = finished_epochs(meta.get("loops"), counters.epoch)
-        if reason:
-            omitted.append(f"lr_schedulers ({reason})")
-        return TrainingState(counters.step, epoch, None, optimizer, scheduler, tuple(omitted))
+        return replace(found, optimizer=optimizer, omitted=tuple(omitted))
+
+
+def _state_beside(value: Mapping[Any, Any], path: Path) -> TrainingState:
+    """Return the counters and the schedule in the object *value* of the file *path*, without the optimizer."""
+    omitted = list(_other_keys(value))
+    with faults_of(path):
+        counters = _counters(value)
+        schedule, reason = _only_item(value.get(_SCHEDULES) or None)
+        plain = None
+        if isinstance(schedule, dict):
+            plain = {
+                key: item for key, item in plain_values(schedule).items() if isinstance(key, str)
+            }
+        epoch = finished_epochs(value.get("loops"), counters.epoch)
+    if reason:
+        omitted.append(f"{_SCHEDULES} ({reason})")
+    return TrainingState(counters.step, epoch, None, None, plain, tuple(omitted))
+
+
+def _only_item(value: Any) -> tuple[Any, str]:
+    """Return the only item of a list, or *value* if it is not a list; and why there is none, in words."""
+    if not isinstance(value, list):
+        return value, ""
+    if len(value) != 1:
+        return None, f"{len(value)} of them; only one can be transferred"
+    return value[0], ""
+
+
+def _counters(value: object) -> Counters:
+    """Return the counters in the object of a file."""
+    if not isinstance(value, dict):
+        return Counters()
+    step, epoch = value.get("global_step"), value.get("epoch")
+    return Counters(step if _is_count(step) else None, epoch if _is_count(epoch) else None)
+
+
+def finished_epochs(loops: Any, epoch: int | None) -> int | None:
+    """Return the number of epochs that Lightning has finished, from the progress of its loops.
+
+    ``epoch`` is the number of the current epoch. A file that is saved after the last batch of an epoch, and before
+    Lightning counts the epoch as completed, has all of its samples (source: FitLoop, lightning 2.6). Returns *epoch*
+    if *loops* has another form.
+    """
+    fit_loop = loops.get("fit_loop") if isinstance(loops, dict) else None
+    if not isinstance(fit_loop, dict):
+        return epoch
+    progress, batches = fit_loop.get("epoch_progress"), fit_loop.get("epoch_loop.batch_progress")
+    current = progress.get("current") if isinstance(progress, dict) else None
+    if not isinstance(current, dict) or not isinstance(batches, dict):
+        return epoch
+    completed, ready = current.get("completed"), current.get("ready")
+    if not (_is_count(completed) and _is_count(ready)):
+        return epoch
+    is_running = ready > completed
+    if is_running and batches.get("is_last_batch") is True:
+        return completed + 1
+    return completed
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    # Not isinstance: True is an int, too.
+    return type(value) is int and 0 <= value <= _MAX_COUNT
+
+
+def _other_keys(value: Mapping[Any, Any]) -> Iterable[str]:
+    """Yield the keys of what is not transferred."""
+    others: list[str] = []
+    for key, item in value.items():
+        is_empty = isinstance(item, (dict, list)) and not item
+        if key not in _USED and item is not None and not is_empty:
+            others.append(str(key)[:100])
+    yield from others[:_MAX_NAMED]
+    if len(others) > _MAX_NAMED:
+        yield f"{len(others) - _MAX_NAMED} other entries"
 
 
 def _prefix(content: DcpContent) -> str:

@@ -22,7 +22,6 @@ from automodel_ckpt.convert.formats.nemo.megatron import (
 )
 from automodel_ckpt.convert.formats.nemo.nemo import NemoDirectory, NemoFile
 from automodel_ckpt.convert.formats.nemo.tensorrt_llm import QnemoFile, TensorRtLlmDirectory
-from automodel_ckpt.convert.formats.nemo.zarr_arrays import ZarrArrays
 from automodel_ckpt.convert.formats.peft_adapter import PeftAdapter
 from automodel_ckpt.convert.formats.safetensors_file import SafetensorsFile
 from automodel_ckpt.convert.formats.safetensors_shards import SafetensorsShards
@@ -71,7 +70,6 @@ FORMATS: tuple[Format, ...] = (
     DCP,
     # It also has config.json and *.safetensors.
     TensorRtLlmDirectory(),
-    ZarrArrays(),
     # Both are recognized by *.safetensors: first the one that looks into a header.
     HUGGING_FACE,
     SHARDS,

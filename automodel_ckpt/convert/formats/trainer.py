@@ -140,9 +140,7 @@ def _weights_of(path: Path, follow_links: bool) -> Format | None:
 
 def _optimizer(path: Path, parameters: Parameters) -> OptimizerState:
     archive = read_archive(path / OPTIMIZER_FILE)
-    return optimizer_state(
-        archive.value, archive, parameters, root=path, file=OPTIMIZER_FILE, by_trainer=True
-    )
+    return optimizer_state(archive.value, archive, parameters, root=path, file=OPTIMIZER_FILE)
 
 
 def _scheduler(path: Path) -> dict[str, Any]:

@@ -62,16 +62,14 @@ class ImportOptions:
     with other names for the tensors (``names_file.py``). *config* is the path of the Hugging Face model's config.json,
     or of its directory, by default the source; the names of Megatron, and of torchtitan's Llama, are converted to those
     of this model, and the import has its config and tokenizer. With *parameters*, the training state is imported, too.
-    It is called with the directory of config.json, and returns a function that lists the model's parameters. *groups*
-    states which parameters each group of a numbered optimizer may have (``stated_groups.py``). *adapters* builds the
-    model of an adapter, which cannot be imported without it. *compare_names* compares the names of tensors with those
-    of the model; None: they are not compared.
+    It is called with the directory of config.json, and returns a function that lists the model's parameters. *adapters*
+    builds the model of an adapter, which cannot be imported without it. *compare_names* compares the names of tensors
+    with those of the model; None: they are not compared.
     """
 
     step: int | None = None
     epoch: int | None = None
     parameters: Callable[[Path], Parameters] | None = None
-    groups: tuple[str, ...] = ()
     names: Path | None = None
     config: Path | None = None
     adapters: AdapterBuilder | None = None
@@ -145,6 +143,7 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
         left_out=tuple(left_out),
         training=training,
         has_training_state=source.has_training_state,
+        training_left=source.training_left,
         position_from=position.origin,
         adapter=adapter,
         name_notes=name_notes,
@@ -158,12 +157,7 @@ def _training(
     if options.parameters is None:
         return None
     path, state = training_state_of(
-        source,
-        weights,
-        options.parameters,
-        config=options.config,
-        renaming=renaming,
-        groups=options.groups,
+        source, options.parameters, config=options.config, renaming=renaming
     )
     return training_import(
         state,

@@ -83,6 +83,12 @@ class ImportSource:
     def has_training_state(self) -> bool:
         return any(known.has_training_state(path) for path, known in self.states())
 
+    @property
+    def training_left(self) -> str:
+        """Why the training state of the source cannot be imported, in words; empty if it can, or if there is none."""
+        reasons = (known.training_left(path) for path, known in self.states())
+        return next(filter(None, reasons), "")
+
     def side_files(self, config: Path | None) -> dict[str, bytes]:
         """Return the config and the tokenizer's files: those in the directory *config*, else those of the source."""
         chosen = config or self.opened.side_files

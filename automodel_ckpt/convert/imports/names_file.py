@@ -8,8 +8,8 @@ whose new name is empty or null is left out. Names that no line matches are kept
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.base.units import counted
@@ -17,11 +17,7 @@ from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml
-from automodel_ckpt.convert.formats.torch.training_state import (
-    OptimizerState,
-    ParameterGroup,
-    TrainingState,
-)
+from automodel_ckpt.convert.formats.torch.training_state import TrainingState
 from automodel_ckpt.errors import RecipeError
 
 _MAX_BYTES = 4 << 20
@@ -75,30 +71,6 @@ class NamesFile:
         tied = {alias: stored for alias, stored in module.tied.items() if stored in renamed}
         return Tensors(module.root, renamed, tied), num_left_out
 
-    def optimizer(
-        self, state: OptimizerState, before: Container[str], after: Container[str]
-    ) -> OptimizerState:
-        """Return the *state* of an optimizer under the new names, without that of tensors which are left out.
-
-        *before* has the names of the weights in the source, and *after* those under which they are imported. An
-        optimizer that numbers its parameters already has the names of the model in config.json, and they stay. Raises
-        :class:`RecipeError` if the names of the optimizer may be either, or belong to no weight.
-        """
-        present = [name for group in state.groups for name in group.parameters]
-        new = {name: self._new_name(name)[1] for name in present}
-        has_old_names = all(name in before for name in present)
-        if all(name in after for name in present):
-            if has_old_names and any(name != changed for name, changed in new.items()):
-                what = (
-                    "it exchanges names, and those of the optimizer may be the old or the new ones"
-                )
-                raise _wrong(self._path, what)
-            return state
-        if not has_old_names:
-            unknown = next(name for name in present if name not in before)
-            raise _wrong(self._path, f"the optimizer's parameter {unknown!r} is not a weight")
-        return _renamed_optimizer(state, new)
-
     def _new_name(self, name: str) -> tuple[_Line | None, str | None]:
         """Return the line for a *name*, and the new name: None if it is left out, the old one if no line matches."""
         line = self._exact.get(name)
@@ -116,37 +88,42 @@ class NamesFile:
         return line, _filled(line.replacement, match.groupdict() if match else {})
 
 
-class _WithoutPrefix(NamesFile):
-    """A file of new names for tensors, as if it removed *prefix* and left out tensors without it. There is no file."""
-
-    def __init__(self, prefix: str) -> None:
-        self._path = Path(prefix)
-        self._lines = []
-        self._prefix = prefix
-
-    def _new_name(self, name: str) -> tuple[_Line | None, str | None]:
-        return None, name.removeprefix(self._prefix) if name.startswith(self._prefix) else None
-
-
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """Weights under the names of a *file*: those of the source (*before*), and those that are imported (*after*).
+    """Weights under other names: those of the source (*before*), and those that are imported (*after*).
 
-    *left_out* states in words what the file leaves out.
+    *left_out* states in words what is left out.
     """
 
-    file: NamesFile
     before: Tensors
     after: Tensors
     left_out: tuple[str, ...]
 
-    def training_state(self, state: TrainingState) -> TrainingState:
-        """Return *state* with the new names of the optimizer's parameters. Raises :class:`RecipeError`."""
-        if state.optimizer is None:
-            return state
-        before = {*self.before.tensors, *self.before.tied}
-        after = {*self.after.tensors, *self.after.tied}
-        return replace(state, optimizer=self.file.optimizer(state.optimizer, before, after))
+    def check(self, state: TrainingState) -> None:
+        """Raise :class:`RecipeError` unless the optimizer in *state* has the names of the renamed weights.
+
+        An optimizer that numbers its parameters has them: those of the model in config.json. A name that is that of
+        another weight now can be meant in either way.
+        """
+        groups = state.optimizer.groups if state.optimizer is not None else ()
+        for group in groups:
+            for name in group.parameters:
+                before, after = self.before.tensors.get(name), self.after.tensors.get(name)
+                is_known = after is not None or name in self.after.tied
+                is_another = (
+                    before is not None and after is not None and _place(before) != _place(after)
+                )
+                if not is_known or is_another:
+                    raise RecipeError(
+                        "the weights get other names, and the state of the optimizer cannot get them",
+                        where="ckpt import --training-state",
+                        value=name[:200],
+                        hint="import the weights without --training-state",
+                    )
+
+
+def _place(tensor: Tensor) -> list[tuple[str, int]]:
+    return [(stored.file, stored.start) for stored in tensor.slices]
 
 
 def rename(module: Tensors, path: Path) -> Renaming:
@@ -156,43 +133,31 @@ def rename(module: Tensors, path: Path) -> Renaming:
     left_out = (
         (f"{counted(num_left_out, 'tensor')} that {path.name} leaves out",) if num_left_out else ()
     )
-    return Renaming(file, module, renamed, left_out)
+    return Renaming(module, renamed, left_out)
 
 
 def without_prefix(module: Tensors, prefix: str) -> Renaming:
     """Return the tensors of *module* whose names begin with *prefix* without it."""
-    file = _WithoutPrefix(prefix)
-    renamed, num_left_out = file.tensors(module)
-    tied: dict[str, str] = {}
-    for alias, stored in module.tied.items():
-        if alias.startswith(prefix) and stored.startswith(prefix):
-            tied[alias.removeprefix(prefix)] = stored.removeprefix(prefix)
+
+    def stripped(name: str) -> str:
+        return name.removeprefix(prefix)
+
+    tensors = {
+        stripped(name): tensor.renamed(stripped(name))
+        for name, tensor in module.tensors.items()
+        if name.startswith(prefix)
+    }
+    tied = {
+        stripped(alias): stripped(stored)
+        for alias, stored in module.tied.items()
+        if alias.startswith(prefix) and stored.startswith(prefix)
+    }
+    others = [name for name in module.tensors if not name.startswith(prefix)]
     left_out: tuple[str, ...] = ()
-    if num_left_out:
-        first = next(name for name in module.tensors if not name.startswith(prefix))
-        other = f"{counted(num_left_out, 'tensor')} without the prefix of the model"
-        left_out = (f"{other}, such as {first[:200]}",)
-    return Renaming(file, module, replace(renamed, tied=tied), left_out)
-
-
-def _renamed_optimizer(state: OptimizerState, new: Mapping[str, str | None]) -> OptimizerState:
-    """Return *state* with each name replaced by its *new* one; parameters with None are left out."""
-    tensors: dict[str, Mapping[str, Tensor]] = {}
-    values: dict[str, Mapping[str, int | float | bool]] = {}
-    groups: list[ParameterGroup] = []
-    for group in state.groups:
-        members: list[str] = []
-        for old in group.parameters:
-            name = new[old]
-            if name is None:
-                continue
-            members.append(name)
-            if old in state.tensors:
-                tensors[name] = state.tensors[old]
-            if old in state.values:
-                values[name] = state.values[old]
-        groups.append(replace(group, parameters=tuple(members)))
-    return replace(state, tensors=tensors, values=values, groups=tuple(groups))
+    if others:
+        other = f"{counted(len(others), 'tensor')} without the prefix of the model"
+        left_out = (f"{other}, such as {others[0][:200]}",)
+    return Renaming(module, Tensors(module.root, tensors, tied), left_out)
 
 
 def _filled(replacement: str, numbers: Mapping[str, str]) -> str:

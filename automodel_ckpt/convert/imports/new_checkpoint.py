@@ -61,8 +61,9 @@ class NewCheckpoint:
     in the source and is not written. *contents*, if given, computes the data of each tensor of *weights*; by default
     it is read from the source. *lineage* is recorded in the manifest, by default the path and kind of the source.
     *training* is the training state, if it was asked for; without it, *has_training_state* is whether the format has
-    one. *position_from* states where step and epoch in the name come from, in words. *adapter* is the model
-    of an adapter. *name_notes* state which names of tensors are not those of the model, or that this is unknown.
+    one, and *training_left* why it cannot be imported, in words. *position_from* states where step and epoch in the
+    name come from, in words. *adapter* is the model of an adapter. *name_notes* state which names of tensors are not
+    those of the model, or that this is unknown.
     """
 
     source: Path
@@ -79,6 +80,7 @@ class NewCheckpoint:
     lineage: Mapping[str, Any] | None = None
     training: TrainingImport | None = None
     has_training_state: bool = False
+    training_left: str = ""
     position_from: str = ""
     adapter: AdapterModel | None = None
     name_notes: tuple[str, ...] = ()

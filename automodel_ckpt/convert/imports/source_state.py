@@ -11,8 +11,6 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Tensors
-from automodel_ckpt.convert.formats.torch.parameter_orders import AS_STATED
-from automodel_ckpt.convert.formats.torch.stated_groups import OPTION, StatedParameters
 from automodel_ckpt.convert.formats.torch.training_state import (
     OptimizerState,
     Parameters,
@@ -21,13 +19,7 @@ from automodel_ckpt.convert.formats.torch.training_state import (
 from automodel_ckpt.convert.imports.file_names import NameMetadata, parse_name
 from automodel_ckpt.convert.imports.import_source import ImportSource, check_not_sparse
 from automodel_ckpt.convert.imports.names_file import Renaming
-from automodel_ckpt.convert.names.torchtitan import (
-    first_fused,
-    has_torchtitan_names,
-    is_only_in_optimizer,
-    required_torchtitan_conversion,
-)
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import CheckpointUnusable
 
 _CONFIG = "config.json"
 
@@ -57,38 +49,28 @@ def position_of(source: ImportSource, step: int | None, epoch: int | None) -> Po
 
 def training_state_of(
     source: ImportSource,
-    weights: Tensors,
     parameters: Callable[[Path], Parameters],
     *,
     config: Path | None,
     renaming: Renaming | None,
-    groups: tuple[str, ...] = (),
 ) -> tuple[Path, TrainingState]:
-    """Return the training state of the source under the names of *weights*, and the path that has it.
+    """Return the training state of the source, and the path that has it.
 
     *parameters* is called with the directory of config.json, by default that of the source, and returns a function that
-    lists the model's parameters. *renaming* has the names that a file of the user gives, and *groups* what the user
-    states about the groups of an optimizer that numbers its parameters.
+    lists the model's parameters. *renaming* has the names that a file of the user gives.
 
-    Raises :class:`CheckpointUnusable` if there is no training state, and :class:`RecipeError` if *groups* are stated
-    although the files name the parameters.
+    Raises :class:`CheckpointUnusable` if there is no training state that can be imported.
     """
     directory = config or _directory_of_config(source)
     kinds = []
     for path, known in source.states():
-        listed = parameters(directory)
-        if groups:
-            listed = StatedParameters(listed, groups)
-        state = known.training_state(path, listed)
+        state = known.training_state(path, parameters(directory))
         if state is None:
-            kinds.append(known.name)
+            kinds.append(known.training_left(path) or known.name)
             continue
-        if groups and (state.optimizer is None or state.optimizer.names_from != AS_STATED):
-            raise _groups_without_effect(path, state)
         state = _completed(state, parse_name(source.path.name))
-        state = _in_names_of(renaming.before if renaming else weights, state, directory)
         if renaming is not None:
-            state = renaming.training_state(state)
+            renaming.check(state)
             state = replace(state, omitted=(*state.omitted, *renaming.left_out))
         if state.optimizer is not None:
             check_not_sparse(_optimizer_tensors(state.optimizer))
@@ -97,19 +79,8 @@ def training_state_of(
         "there is no training state that can be imported",
         where=str(source.path),
         value=", ".join(kinds) or "no known format",
-        hint="import the weights without --training-state",
-    )
-
-
-def _groups_without_effect(path: Path, state: TrainingState) -> RecipeError:
-    reason = "the files name the parameters of the optimizer"
-    if state.optimizer is None:
-        reason = "there is no optimizer that can be imported"
-    return RecipeError(
-        f"{OPTION} is for an optimizer that numbers its parameters",
-        where=str(path),
-        value=reason,
-        hint=f"remove {OPTION}",
+        hint="import the weights without --training-state; runs of transformers' Trainer, Lightning and NeMo "
+        "AutoModel, and of PyTorch DCP if the optimizer has the names of the weights, can be continued",
     )
 
 
@@ -118,27 +89,6 @@ def _directory_of_config(source: ImportSource) -> Path:
     if (source.directory / _CONFIG).is_file():
         return source.directory
     return source.run_directory
-
-
-def _in_names_of(weights: Tensors, state: TrainingState, config: Path) -> TrainingState:
-    """Return *state* under the names of *weights*, which were converted if torchtitan's names are only in *state*.
-
-    Raises :class:`CheckpointUnusable` for the fused parameters of torchtitan if the weights have torchtitan's names,
-    too: there, they are not fused.
-    """
-    if state.optimizer is None:
-        return state
-    if is_only_in_optimizer(state.optimizer, weights.tensors):
-        return required_torchtitan_conversion(config).training_state(state)
-    fused = first_fused(state.optimizer)
-    if fused is not None and has_torchtitan_names(weights.tensors):
-        raise CheckpointUnusable(
-            "torchtitan's optimizer has fused queries, keys and values, and its weights have them apart",
-            where=str(state.optimizer.root),
-            value=fused,
-            hint="add --config DIR, a directory with the config.json of the same Llama, to convert both",
-        )
-    return state
 
 
 def _completed(state: TrainingState, named: NameMetadata) -> TrainingState:

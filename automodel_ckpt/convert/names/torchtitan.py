@@ -5,7 +5,7 @@ Source: torchtitan 0.3.0, models/llama3 and the files that it writes. torchtitan
 apart. The model is the same with the rows in the other order.
 
 The state dict of the model has queries, keys and values apart (``wq``, ``wk``, ``wv``), whether or not the layer fuses
-them. The optimizer has the parameter, which is by default the fused ``wqkv``: for each group its queries, key, value.
+them. The optimizer has the fused parameter: its state is not read.
 Versions before 0.3 and Meta's files have other names for the output layer and the projections.
 """
 
@@ -20,14 +20,9 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import read_json
-from automodel_ckpt.convert.formats.torch.training_state import (
-    OptimizerState,
-    ParameterGroup,
-    TrainingState,
-)
-from automodel_ckpt.convert.names.converter import Converter, split_tensor
+from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
-from automodel_ckpt.convert.names.rules import Rule, by_query_group, rename
+from automodel_ckpt.convert.names.rules import Rule, rename
 from automodel_ckpt.convert.names.slicing import RowRange
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -37,7 +32,6 @@ _HUGGING_FACE = "model.layers.{layer}."
 _QKV = _TORCHTITAN + "attention.qkv_linear."
 # Tensors that every Llama of torchtitan has, on one of its pipeline stages.
 _MARKS = ("tok_embeddings.weight", "layers.0.attention_norm.weight")
-_CONVERTED = "model.embed_tokens.weight"
 # Computed from the config, and saved by some versions.
 _COMPUTED = ("freqs_cis", "rope.freqs", "rope.cache")
 # Before 0.3, the projections were in the attention itself.
@@ -54,21 +48,6 @@ def by_rotated_pair(dimensions: Dimensions, num_rows: int, num_parts: int) -> li
     ranges: list[RowRange] = []
     for first in range(0, num_rows, size):
         ranges += _rotated(0, first, size)
-    return ranges
-
-
-def by_rotated_query_group(dimensions: Dimensions, num_rows: int, num_parts: int) -> list[RowRange]:
-    """For each group its queries, its key and its value. The rows of queries and keys are in pairs."""
-    size = dimensions.head_size
-    if size % 2:
-        return []
-    ranges: list[RowRange] = []
-    for wanted in by_query_group(dimensions, num_rows, num_parts):
-        if wanted.part == 2:
-            ranges.append(wanted)
-            continue
-        for first in range(wanted.first, wanted.first + wanted.num_rows, size):
-            ranges += _rotated(wanted.part, first, size)
     return ranges
 
 
@@ -108,8 +87,6 @@ TORCHTITAN_LLAMA = Converter(
 )
 # Mistral's files (consolidated.safetensors) have the names and the order of rows of Meta's.
 _READABLE = (*TORCHTITAN_LLAMA.model_types, "mistral")
-_FUSED_SUFFIX = "qkv_linear.wqkv.weight"
-_FUSED = Rule(_QKV + "wqkv.weight", (_QUERY, _KEY, _VALUE), by_rotated_query_group, permuted=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,58 +126,6 @@ class TorchtitanConversion:
             found[_OUTPUT] = found[_MARKS[0]].renamed(_OUTPUT)
         return found
 
-    def training_state(self, state: TrainingState) -> TrainingState:
-        """Return *state* with the optimizer's parameters under the names of the Hugging Face model.
-
-        Moments have the same order of rows as their weight. Raises :class:`CheckpointUnusable` if the optimizer does
-        not belong to the model.
-        """
-        if state.optimizer is None:
-            return state
-        return replace(state, optimizer=self._optimizer(state.optimizer))
-
-    def _optimizer(self, optimizer: OptimizerState) -> OptimizerState:
-        rules = self._rules()
-        tensors: dict[str, dict[str, Tensor]] = {}
-        for name, entries in optimizer.tensors.items():
-            rule, targets = self._rule(rules, name)
-            for entry, tensor in entries.items():
-                for part in split_tensor(rule, tensor, targets, self.dimensions, self.where):
-                    moment = part.renamed(f"{part.fqn}.{entry}")
-                    tensors.setdefault(part.fqn, {})[entry] = moment
-        values: dict[str, Mapping[str, int | float | bool]] = {}
-        for name, numbers in optimizer.values.items():
-            for target in self._rule(rules, name)[1]:
-                values[target] = numbers
-        groups: list[ParameterGroup] = []
-        for group in optimizer.groups:
-            names: list[str] = []
-            for name in group.parameters:
-                names += self._rule(rules, name)[1]
-            groups.append(ParameterGroup(tuple(names), group.options))
-        return OptimizerState(optimizer.root, tensors, values, tuple(groups))
-
-    def _rules(self) -> dict[str, tuple[Rule, tuple[str, ...]]]:
-        """Return {torchtitan's name of a parameter: its rule, and the names of the Hugging Face parameters in it}."""
-        found: dict[str, tuple[Rule, tuple[str, ...]]] = {}
-        for rule in (*TORCHTITAN_LLAMA.rules, _FUSED):
-            for name, targets in rule.expanded(self.dimensions):
-                found[name] = (rule, targets)
-        return found
-
-    def _rule(
-        self, rules: Mapping[str, tuple[Rule, tuple[str, ...]]], name: str
-    ) -> tuple[Rule, tuple[str, ...]]:
-        found = rules.get(_current(name))
-        if found is None:
-            raise CheckpointUnusable(
-                "the optimizer has state of a parameter that the model does not have",
-                where=self.where,
-                value=name[:200],
-                hint="use the config.json of the same model",
-            )
-        return found
-
 
 def torchtitan_conversion(
     directory: Path, *, model_types: Collection[str] = _READABLE
@@ -232,50 +157,9 @@ def required_torchtitan_conversion(
     )
 
 
-def has_torchtitan_names(tensors: Mapping[str, Tensor]) -> bool:
+def has_torchtitan_names(tensors: Collection[str]) -> bool:
     """Return whether *tensors* have the names of a Llama of torchtitan."""
     return all(mark in tensors for mark in _MARKS)
-
-
-def is_only_in_optimizer(optimizer: OptimizerState, weights: Mapping[str, Tensor]) -> bool:
-    """Return whether *optimizer* has torchtitan's names, and *weights* were converted to those of Hugging Face."""
-    if _CONVERTED not in weights:
-        return False
-    for group in optimizer.groups:
-        for name in group.parameters:
-            if name == _MARKS[0] or name.startswith("layers."):
-                return True
-    return False
-
-
-def first_fused(optimizer: OptimizerState) -> str | None:
-    """Return a fused parameter of *optimizer*, which the state dict of the model has in parts; None if it has none."""
-    for group in optimizer.groups:
-        for name in group.parameters:
-            if name.endswith(_FUSED_SUFFIX):
-                return name
-    return None
-
-
-def with_fused_attention(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return *weights* and, for torchtitan's models, the fused parameters that the optimizer may have instead.
-
-    A fused parameter has the shape of its parts in one, and no slices: only its shape is compared with its moments.
-    """
-    if not has_torchtitan_names(weights):
-        return weights
-    found = dict(weights)
-    for name, query in weights.items():
-        if not name.endswith("qkv_linear.wq.weight"):
-            continue
-        prefix = name.removesuffix("wq.weight")
-        key, value = weights.get(f"{prefix}wk.weight"), weights.get(f"{prefix}wv.weight")
-        if key is None or value is None or not query.shape or not key.shape or not value.shape:
-            continue
-        num_rows = query.shape[0] + key.shape[0] + value.shape[0]
-        fused = f"{prefix}wqkv.weight"
-        found[fused] = Tensor(fused, query.dtype, (num_rows, *query.shape[1:]), ())
-    return found
 
 
 def _current(name: str) -> str:

@@ -191,7 +191,6 @@ SHARED_WITH_OWN_CODE = {
     "_shutdown",
     "_start_workers",
     "_stop_workers",
-    "_training_state",
     "_workers",
 }
 """Names that this package also defines itself or reads from self, so that the search below cannot attribute them."""

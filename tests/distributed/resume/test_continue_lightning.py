@@ -1,4 +1,4 @@
-"""Runs that Lightning and plain training scripts started continue here with the losses they would have had there."""
+"""Runs that Lightning started continue here with the losses they would have had there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.support.runs.training import train, write_recipe
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LIGHTNING = FIXTURES / "lightning"
-STATES = FIXTURES / "torch_states"
 
 
 def continued(source: Path, config: Path, directory: Path, num_ranks: int, *overrides: str) -> None:
@@ -47,14 +46,4 @@ def test_a_run_of_lightning_continues_with_the_same_losses(
     expected = json.loads((LIGHTNING / "losses.json").read_text())[losses]
     # One group of parameters, all with weight decay, as AdamW(model.parameters()) has it.
     continued(LIGHTNING / name, LIGHTNING, tmp_path, num_ranks, "--optimizer.weight_decay=0.01")
-    assert_losses(tmp_path / "run", expected)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_of_a_plain_script_continues_with_the_same_losses(
-    tmp_path: Path, num_ranks: int
-) -> None:
-    expected = json.loads((STATES / "losses.json").read_text())
-    (source,) = STATES.glob("checkpoint_*.pt")
-    continued(source, STATES, tmp_path, num_ranks, "--optimizer.weight_decay=0.01")
     assert_losses(tmp_path / "run", expected)

@@ -56,7 +56,7 @@ SOURCES = {
     "GGUF": ("gguf/llama-q8_0/model.gguf", "gguf/llama-q8_0"),
     "Megatron-Core": ("megatron/llama", "megatron/llama/expected"),
     "Megatron-Core, experts": ("megatron/mixtral", "megatron/mixtral/expected"),
-    "TensorRT-LLM": ("modelopt/plain/tp4", "modelopt/plain/hf"),
+    "TensorRT-LLM": ("modelopt/plain/tp1", "modelopt/plain/hf"),
 }
 
 

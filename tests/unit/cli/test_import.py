@@ -481,6 +481,20 @@ def test_a_recipe_resumes_from_it_when_told_what_it_lacks(tmp_path: Path) -> Non
     assert resumed is not None and resumed.step == 0 and torch.equal(recipe.model.weight, before)
 
 
+def test_only_the_weights_of_deepspeed_and_accelerate_are_imported(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    fixtures = Path(__file__).parents[2] / "fixtures"
+    for name in ("deepspeed/stage3-float32", "fsdp/fsdp2-sharded", "fsdp/fsdp2-full"):
+        command = ["import", str(fixtures / name), str(tmp_path / "run")]
+        assert main([*command, "--dry-run"]) == 0
+        assert "not imported: only the weights of" in capsys.readouterr().out
+        assert main([*command, "--training-state"]) == 3
+        assert "only the weights of" in capsys.readouterr().err
+    assert main([*command, "--group", "*"]) == 2
+    assert "all parameters are in one group" in capsys.readouterr().err
+
+
 def _made(tmp_path: Path) -> Path:
     (tmp_path / "source").mkdir()
     return tmp_path / "source"

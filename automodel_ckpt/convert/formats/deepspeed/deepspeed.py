@@ -14,34 +14,19 @@ to a universal checkpoint writes a directory ``zero/`` with a file for each para
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.deepspeed.deepspeed_files import is_tag_directory
 from automodel_ckpt.convert.formats.deepspeed.deepspeed_model import describe_model
-from automodel_ckpt.convert.formats.deepspeed.deepspeed_optimizer import (
-    partitioned_optimizer,
-    universal_optimizer,
-)
-from automodel_ckpt.convert.formats.deepspeed.deepspeed_states import (
-    STATE_NAMES,
-    counters_of,
-    lr_schedule,
-    model_states,
-    omitted_entries,
-)
-from automodel_ckpt.convert.formats.deepspeed.deepspeed_universal import ZERO_DIRECTORY
+from automodel_ckpt.convert.formats.deepspeed.deepspeed_states import counters_of, model_states
 from automodel_ckpt.convert.formats.files import names_in
 from automodel_ckpt.convert.formats.format import Counters, Format
-from automodel_ckpt.convert.formats.torch.torch_files import is_optimizer
-from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
-_OPTIMIZER = "optimizer"
 _MAX_TAG_BYTES = 1024
 
 
@@ -68,38 +53,8 @@ class DeepSpeed(Format):
     def counters(self, path: Path) -> Counters:
         return counters_of(model_states(_tag_directory(path)))
 
-    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
-        """Return moments, counters and the LR schedule. With ZeRO, DeepSpeed names parameters, and *parameters* is not
-        called.
-
-        A checkpoint without files of the optimizer's states has counters only.
-        """
-        tag = _tag_directory(path)
-        model = describe_model(tag)
-        optimizer = None
-        # Without ZeRO and in float32: the state dict of the script's optimizer.
-        is_plain = is_optimizer(model.states.value.get(_OPTIMIZER))
-        if os.path.lexists(tag / ZERO_DIRECTORY):
-            optimizer = universal_optimizer(tag, model.groups, model.names())
-        elif model.partitions:
-            optimizer = partitioned_optimizer(tag, model.groups, model.partitions, model.names())
-        elif is_plain:
-            optimizer = model.states.numbered_optimizer(_OPTIMIZER, parameters)
-        omitted = list(omitted_entries(model.states.value, are_transferred=True))
-        if optimizer is None:
-            omitted.insert(0, "optimizer state: there are no files with it that can be read")
-        else:
-            omitted = [text for text in omitted if text != STATE_NAMES[_OPTIMIZER]]
-            omitted[:0] = [] if is_plain else ["loss scale"]
-        counters = counters_of(model.states)
-        return TrainingState(
-            step=counters.step,
-            epoch=counters.epoch,
-            consumed_samples=counters.consumed_samples,
-            optimizer=optimizer,
-            scheduler=lr_schedule(model.states),
-            omitted=tuple(omitted),
-        )
+    def training_left(self, path: Path) -> str:
+        return "only the weights of DeepSpeed's files are read"
 
     def parts(self, path: Path) -> frozenset[str]:
         try:

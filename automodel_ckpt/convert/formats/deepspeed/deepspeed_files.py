@@ -21,7 +21,6 @@ from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.sources.source import check_no_links, unusable
 from automodel_ckpt.convert.formats.files import check_regular_files, names_in
 from automodel_ckpt.convert.formats.torch.flat_vector import Segment
-from automodel_ckpt.convert.formats.torch.numbered_optimizer import optimizer_state
 from automodel_ckpt.convert.formats.torch.torch_files import (
     check_view,
     faults_of,
@@ -29,7 +28,6 @@ from automodel_ckpt.convert.formats.torch.torch_files import (
     tensor_of_view,
 )
 from automodel_ckpt.convert.formats.torch.torch_objects import Opaque, StoredView, has_tensor
-from automodel_ckpt.convert.formats.torch.training_state import OptimizerState, Parameters
 from automodel_ckpt.errors import CheckpointUnusable
 
 _OPTIMIZER_FILE = re.compile(
@@ -51,8 +49,6 @@ _STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _MAX_DIMENSIONS = 64
 _MAX_LISTED = 8
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# The dtypes of tensors without dimensions, such as the step of each parameter.
-_NUMBERS = ("F64", "F32", "I64", "I32")
 
 Shape = tuple[int, ...]
 
@@ -184,28 +180,6 @@ class StateFile:
         with faults_of(self.path):
             check_view(fqn, view, self._archive)
             return tensor_of_view(fqn, view, self._archive, file or self.name)
-
-    def numbered_optimizer(self, key: str, parameters: Parameters) -> OptimizerState:
-        """Return the optimizer's state dict under *key*, which numbers the parameters of the model."""
-        return optimizer_state(
-            self.mapping(key), self._archive, parameters, root=self.path.parent, file=self.name
-        )
-
-    def number(self, what: str, value: Any) -> int | float | bool:
-        """Return *value*, a number or a tensor without dimensions, as a number. *what* is its name in errors."""
-        if type(value) in (int, float, bool):
-            number: int | float | bool = value
-            return number
-        if not isinstance(value, StoredView) or value.shape:
-            raise unusable(f"{what} is not a number", self.path, f"{value!r:.100}")
-        if value.dtype not in _NUMBERS:
-            raise unusable(f"{what} is not a number", self.path, value.dtype)
-        with faults_of(self.path):
-            # Not at the top: it imports numpy, which most commands do not need.
-            from automodel_ckpt.checkpoint.tensors.stored import whole
-
-            found: int | float = whole(self.path.parent, self.tensor(what, value)).item()
-        return found
 
     def views(self, mapping: Mapping[Any, Any]) -> Iterator[tuple[str, StoredView]]:
         """Yield the tensors of *mapping* by name. Values that are not tensors, such as extra state, are left out."""

@@ -17,7 +17,6 @@ from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.deepspeed.deepspeed_files import (
     Partition,
     RankFiles,
-    Shape,
     StateFile,
     check_partitions,
     check_ranks,
@@ -49,17 +48,11 @@ _UNCHECKED = "these files are unchecked: there is no manifest with their digests
 
 
 class DescribedModel:
-    """The model as far as it was described. *states* is rank 0's file of model states.
-
-    *groups* are the shapes of the trained parameters, and *partitions* the ranks' parts of them, if they are stored in
-    parts.
-    """
+    """The model as far as it was described. *states* is rank 0's file of model states."""
 
     def __init__(self, states: StateFile) -> None:
         self.states = states
         self.parameters = ParameterSet(states.path)
-        self.groups: list[dict[str, Shape]] = []
-        self.partitions: Mapping[int, Partition] = {}
         self.notes = [_UNCHECKED]
         self.omitted: list[str] = []
 
@@ -140,9 +133,7 @@ def _add_parameters(model: DescribedModel, tag: Path, files: RankFiles) -> None:
     check_partitions(partitions, tag)
     _check_stage(partitions[0], files, tag)
     _check_num_ranks(states, len(partitions))
-    model.groups = parameter_shapes(states)
-    model.partitions = partitions
-    add_parameters(model.parameters, model.groups, partitions)
+    add_parameters(model.parameters, parameter_shapes(states), partitions)
     _add_frozen(model, tag, files, len(partitions))
     model.omitted.append(_optimizer_text(len(partitions)))
     model.notes.append(
@@ -236,9 +227,8 @@ def _add_universal(model: DescribedModel, tag: Path) -> None:
 
     The conversion also writes buffers there, as float32 whatever they were. They are taken from ``module``.
     """
-    model.groups = parameter_shapes(model.states)
     zero = UniversalDirectory(tag)
-    for shapes in model.groups:
+    for shapes in parameter_shapes(model.states):
         for fqn, shape in shapes.items():
             model.parameters.add(zero.tensor(fqn, shape, FP32))
     model.notes.append("the weights are the float32 weights of a universal checkpoint")

@@ -14,11 +14,9 @@ from automodel_ckpt.convert.formats.deepspeed.deepspeed_files import (
     rank_files,
 )
 from automodel_ckpt.convert.formats.format import Counters
-from automodel_ckpt.convert.formats.torch.plain_values import plain_values
-from automodel_ckpt.convert.formats.torch.torch_files import faults_of
 
 # What the files of model states contain beside the model, with its name for the user.
-STATE_NAMES = {
+_STATE_NAMES = {
     "lr_scheduler": "learning-rate schedule (lr_scheduler)",
     "data_sampler": "data position (data_sampler)",
     "random_ltd": "schedule of random layer token drop (random_ltd)",
@@ -94,33 +92,19 @@ def _count(value: Mapping[Any, Any], key: str) -> int | None:
     return number if type(number) is int and number >= 0 else None
 
 
-def lr_schedule(states: StateFile) -> dict[str, Any] | None:
-    """Return the plain values of the LR scheduler's state; None if there is no scheduler."""
-    state = states.value.get("lr_scheduler")
-    if not isinstance(state, dict):
-        return None
-    with faults_of(states.path):
-        return plain_values(state)
-
-
-def omitted_entries(value: Mapping[Any, Any], *, are_transferred: bool = False) -> Iterator[str]:
-    """Yield what the model's states contain beside the model, in words.
-
-    If the training state is transferred, the schedule and the counters are not among it.
-    """
-    for key, text in STATE_NAMES.items():
-        if are_transferred and key == "lr_scheduler":
-            continue
+def omitted_entries(value: Mapping[Any, Any]) -> Iterator[str]:
+    """Yield what the model's states contain beside the model, in words."""
+    for key, text in _STATE_NAMES.items():
         if value.get(key) is not None:
             yield text
     counters: list[str] = []
-    for key in ("skipped_steps",) if are_transferred else _COUNTERS:
+    for key in _COUNTERS:
         number = value.get(key)
         if type(number) is int:
             counters.append(f"{key} {number}")
     if counters:
         yield f"counters ({', '.join(counters)})"
-    known = {*STATE_NAMES, *_COUNTERS, *_MODEL_KEYS}
+    known = {*_STATE_NAMES, *_COUNTERS, *_MODEL_KEYS}
     others = [str(key)[:40] for key in value if key not in known and isinstance(key, str)]
     if others:
         shown = ", ".join(name for name in others[:8] if name.isprintable())

@@ -1,8 +1,7 @@
 """Universal checkpoints of DeepSpeed: a directory ``zero/`` with a directory of files for each parameter.
 
-The script ``ds_to_universal`` writes them (source: deepspeed/checkpoint/ds_to_universal.py, 0.19): ``fp32.pt`` and one
-file for each entry of the optimizer's state, such as ``exp_avg.pt`` and ``step.pt``. What does not belong to one
-parameter is in ``optimizer_state.pt``. Imports no torch.
+The script ``ds_to_universal`` writes them (source: deepspeed/checkpoint/ds_to_universal.py, 0.19): ``fp32.pt``, and one
+file for each entry of the optimizer's state, which are not read. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from automodel_ckpt.convert.formats.torch.torch_objects import StoredView
 ZERO_DIRECTORY = "zero"
 FP32 = "fp32"
 _SUFFIX = ".pt"
-_OPTIMIZER_FILE = "optimizer_state.pt"
 
 
 class UniversalDirectory:
@@ -35,17 +33,8 @@ class UniversalDirectory:
             raise unusable(what, self.path, "a link or a file")
         self._names = frozenset(names_in(self.path))
 
-    def entries(self, fqn: str) -> list[str]:
-        """Return the names of the stored entries of a parameter, such as ``exp_avg``, other than its weights."""
-        found: list[str] = []
-        for name in names_in(self._directory(fqn)):
-            entry = name.removesuffix(_SUFFIX)
-            if name.endswith(_SUFFIX) and entry != FP32:
-                found.append(entry)
-        return sorted(found)
-
     def tensor(self, fqn: str, shape: Shape, entry: str) -> Tensor:
-        """Return an entry of a parameter: a tensor of its shape, or (converted from ZeRO stage 3) a flat one.
+        """Return the weights of a parameter: a tensor of its shape, or (converted from ZeRO stage 3) a flat one.
 
         Its slices are in files relative to the directory of the tag.
         """
@@ -60,22 +49,6 @@ class UniversalDirectory:
         vector = FlatVector([replace(segment, file=path)])
         elements = range(segment.num_elements)
         return Tensor(fqn, segment.dtype, shape, tuple(vector.slices(fqn, shape, elements, 0)))
-
-    def number(self, fqn: str, entry: str) -> int | float | bool:
-        """Return the number that is stored as *entry* of a parameter."""
-        file, view = self._file(fqn, entry)
-        return file.number(f"{entry} of {fqn!r}", view)
-
-    def has_number(self, fqn: str, entry: str) -> bool:
-        """Return whether *entry* of a parameter is a tensor without dimensions."""
-        _, view = self._file(fqn, entry)
-        return not view.shape
-
-    def optimizer(self) -> StateFile | None:
-        """Return the file of what does not belong to one parameter; None if it is missing."""
-        if _OPTIMIZER_FILE not in self._names or (self.path / _OPTIMIZER_FILE).is_symlink():
-            return None
-        return StateFile(self.path, _OPTIMIZER_FILE)
 
     def _file(self, fqn: str, entry: str) -> tuple[StateFile, StoredView]:
         file = StateFile(self._directory(fqn), f"{entry}{_SUFFIX}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,12 @@ from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.decoded import decoded_directory
 from automodel_ckpt.convert.formats.files import first_bytes
 from automodel_ckpt.convert.formats.format import Format, Inventory, TensorSummary
-from automodel_ckpt.convert.formats.gguf.header import MAGIC, TensorInfo
+from automodel_ckpt.convert.formats.gguf.header import (
+    MAGIC,
+    GgufHeader,
+    TensorInfo,
+    read_gguf_header,
+)
 from automodel_ckpt.convert.formats.gguf.kinds import F32
 from automodel_ckpt.convert.formats.gguf.model import (
     GgufModel,
@@ -30,7 +35,6 @@ from automodel_ckpt.convert.formats.gguf.model import (
     model_of_metadata,
     name_faults,
 )
-from automodel_ckpt.convert.formats.gguf.parts import GgufParts, read_gguf_parts
 from automodel_ckpt.errors import CheckpointUnusable
 
 _FACTORS = "rope_freqs.weight"
@@ -84,10 +88,9 @@ class GgufFile(Format):
 
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
         """Describe the model. A file of an unknown architecture is described under its own names, with a note."""
-        parts = read_gguf_parts(path)
-        header = parts.header
-        model, reason = _model_of(parts)
-        stored = _stored(parts, model)
+        file, header = _read(path)
+        model, reason = _model_of(file, header)
+        stored = _stored(file, header, model)
         notes = [_UNCHECKED]
         if model is None:
             notes.append(f"only weights are read, under the names of GGUF: {reason}")
@@ -97,13 +100,13 @@ class GgufFile(Format):
         config = None
         if model is not None:
             config = _config(model, stored, header.values)
-        tensors, side_files = _described(parts.paths, stored, config, model)
+        tensors, side_files = _described(file, stored, config, model)
         omitted: tuple[str, ...] = ()
         if "tokenizer.ggml.model" in header.values:
             omitted = (_NO_TOKENIZER,)
         return Source(
             Path("/"),
-            parts.paths[0].parent,
+            file.parent,
             tensors,
             notes=tuple(notes),
             omitted=omitted,
@@ -113,15 +116,12 @@ class GgufFile(Format):
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
         """Return the architecture, the tensor types and the tokenizer, for display."""
-        parts = read_gguf_parts(path)
-        header = parts.header
+        _, header = _read(path)
         kinds: dict[str, int] = {}
         for info in header.tensors.values():
             kinds[info.kind.name] = kinds.get(info.kind.name, 0) + 1
         types = ", ".join(f"{count} {name}" for name, count in sorted(kinds.items()))
         lines = [f"version: {header.version}", f"tensor types: {types}"]
-        if len(parts.paths) > 1:
-            lines.append(f"parts: {len(parts.paths)}")
         for key in _SHOWN:
             if isinstance(header.values.get(key), str | int):
                 lines.append(f"{key}: {header.values[key]!s:.200}")
@@ -129,18 +129,17 @@ class GgufFile(Format):
 
     def inventory(self, path: Path) -> Inventory:
         """Return names, dtypes and shapes by the header alone: nothing is decoded."""
-        parts = read_gguf_parts(path)
-        model, _ = _model_of(parts)
+        file, header = _read(path)
+        model, _ = _model_of(file, header)
         summaries = {}
-        for item in _stored(parts, model):
+        for item in _stored(file, header, model):
             summaries[item.fqn] = TensorSummary(item.dtype, item.info.shape, 1)
-        return Inventory(summaries, num_values=len(parts.header.values))
+        return Inventory(summaries, num_values=len(header.values))
 
 
-def _model_of(parts: GgufParts) -> tuple[GgufModel | None, str]:
+def _model_of(path: Path, header: GgufHeader) -> tuple[GgufModel | None, str]:
     """Return the model that the metadata describe; or None, and why it is not one that can be converted."""
-    header, infos = parts.header, parts.header.tensors
-    path = parts.files.get(_FACTORS, parts.paths[0])
+    infos = header.tensors
     shapes = {name: info.shape for name, info in infos.items()}
     try:
         factors = _factors(path, infos.get(_FACTORS))
@@ -174,18 +173,18 @@ def _factors(path: Path, info: TensorInfo | None) -> list[float]:
         return list(struct.unpack(f"<{info.shape[0]}f", file.read(info.nbytes)))
 
 
-def _stored(parts: GgufParts, model: GgufModel | None) -> list[_Stored]:
-    """Return the model's tensors in the order of the files, under the names that they get."""
+def _stored(file: Path, header: GgufHeader, model: GgufModel | None) -> list[_Stored]:
+    """Return the model's tensors in the order of the *file*, under the names that they get."""
     targets: dict[str, GgufTensor] = {}
     if model is not None:
         targets = {tensor.name: tensor for tensor in model.tensors()}
     found = []
-    for name, info in parts.header.tensors.items():
+    for name, info in header.tensors.items():
         target = targets.get(name)
         if model is not None and target is None:
             continue
         fqn = target.fqn if target is not None else name
-        found.append(_Stored(fqn, parts.files[name], info, target))
+        found.append(_Stored(fqn, file, info, target))
     return found
 
 
@@ -206,7 +205,7 @@ def _config(model: GgufModel, stored: list[_Stored], values: Mapping[str, Any]) 
 
 
 def _described(
-    paths: Sequence[Path],
+    source: Path,
     stored: list[_Stored],
     config: Mapping[str, Any] | None,
     model: GgufModel | None,
@@ -232,7 +231,7 @@ def _described(
                     for block in decoded_blocks(item.file, item.info, item.target, head_dim):
                         file.write(block)
 
-        directory = decoded_directory(paths[0], _variant(paths[1:]), decode)
+        directory = decoded_directory(source, _VARIANT, decode)
     tensors: dict[str, Tensor] = {}
     at = 0
     for item in stored:
@@ -249,10 +248,17 @@ def _described(
     return tensors, side_files
 
 
-def _variant(others: Sequence[Path]) -> str:
-    """Return the way of decoding, which depends on the *others* of the model's parts as they are now."""
-    states: list[str] = [_VARIANT]
-    for path in others:
-        status = os.stat(path)
-        states.append(f"{path}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}")
-    return "\n".join(states)
+def _read(path: Path) -> tuple[Path, GgufHeader]:
+    """Return the file *path* without links, and its header. Raises :class:`CheckpointUnusable`."""
+    real = Path(os.path.realpath(path))
+    header = read_gguf_header(real)
+    # Source: llama.cpp, tools/gguf-split.
+    count = header.values.get("split.count", 1)
+    if count not in (0, 1):
+        raise CheckpointUnusable(
+            "this file is a part of a model in several GGUF files",
+            where=str(path),
+            value=f"split.count {count!r:.20}",
+            hint="join them with llama.cpp: llama-gguf-split --merge FIRST_PART OUT.gguf",
+        )
+    return real, header

@@ -43,7 +43,6 @@ from automodel_ckpt.convert.formats.torch.dcp_directory import (
 )
 from automodel_ckpt.convert.formats.torch.torch_files import read_archive
 from automodel_ckpt.convert.formats.torch.torch_objects import Opaque
-from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
 from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.dimensions import config_of_arguments, dimensions_of_arguments
 from automodel_ckpt.convert.names.megatron_names import is_model_tensor
@@ -57,6 +56,7 @@ _WEIGHTS = "weights"
 _LATEST = "latest_checkpointed_iteration.txt"
 _TORCH_DIST = "torch_dist"
 _ZARR = "zarr"
+_LEFT = "Megatron stores the optimizer in flat buffers of its ranks"
 _ITERATION = re.compile(r"(?:iter_([0-9]{1,12})|release)", re.ASCII)
 _RANK = re.compile(r"mp_rank_[0-9]{2}(_[0-9]{3})*", re.ASCII)
 _UNCHECKED = "the .distcp files are unchecked: there is no manifest with their digests"
@@ -157,20 +157,8 @@ class MegatronCore(Format):
             step=stated.get("iteration"), consumed_samples=stated.get("consumed_train_samples")
         )
 
-    def has_training_state(self, path: Path) -> bool:
-        """Return False: the counters alone are not a state to continue from."""
-        return False
-
-    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
-        """Return the counters. The optimizer is not transferred: Megatron stores it in its ranks' flat buffers."""
-        if not _counters(read_common(path)):
-            return None
-        counters = self.counters(path)
-        return TrainingState(
-            step=counters.step,
-            consumed_samples=counters.consumed_samples,
-            omitted=("the optimizer's state", "the random numbers of the ranks"),
-        )
+    def training_left(self, path: Path) -> str:
+        return _LEFT
 
 
 class MegatronRun(Format):
@@ -212,13 +200,8 @@ class MegatronRun(Format):
         newest = self._newest(path)
         return self._format(newest).counters(newest)
 
-    def has_training_state(self, path: Path) -> bool:
-        """Return False: the counters alone are not a state to continue from."""
-        return False
-
-    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
-        newest = self._newest(path)
-        return self._format(newest).training_state(newest, parameters)
+    def training_left(self, path: Path) -> str:
+        return _LEFT
 
     def _newest(self, path: Path) -> Path:
         """Return the directory of the newest checkpoint. Raises :class:`CheckpointUnusable` if it is missing."""
@@ -288,12 +271,8 @@ class Nemo2(Format):
     def counters(self, path: Path) -> Counters:
         return MegatronCore().counters(path / _WEIGHTS)
 
-    def has_training_state(self, path: Path) -> bool:
-        """Return False: the counters alone are not a state to continue from."""
-        return False
-
-    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
-        return MegatronCore().training_state(path / _WEIGHTS, parameters)
+    def training_left(self, path: Path) -> str:
+        return _LEFT
 
 
 # ---------------------------------------------------------------- metadata.json and common.pt

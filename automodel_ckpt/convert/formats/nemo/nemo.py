@@ -1,9 +1,9 @@
 """Models of NeMo: a ``.nemo`` file, which is a tar archive, and the directory that one is unpacked to. No torch.
 
 Layout (source: nemo.core.connectors.save_restore_connector, NeMo 3.0): ``model_config.yaml``; the weights, which are
-one file of torch.save (``model_weights.ckpt``), a distributed checkpoint of Megatron-Core (``model_weights/``), or such
-a file in a directory for each rank of tensor and pipeline parallelism (``nemo_ranks.py``); and *artifacts*, for example
-a tokenizer. The config refers to an artifact by the text ``nemo:`` and its name in the archive.
+one file of torch.save (``model_weights.ckpt``) or a distributed checkpoint of Megatron-Core (``model_weights/``); and
+*artifacts*, for example a tokenizer. The config refers to an artifact by the text ``nemo:`` and its name in the
+archive. NeMo 1 also wrote a file for each rank, which is not read.
 
 NeMo 3 writes uncompressed archives, whose tensors are read in place. Older ones compress with gzip: these are
 decompressed once to a temporary file.
@@ -20,16 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.base.units import left_out, values_text
-from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.nemo.megatron import MegatronCore
-from automodel_ckpt.convert.formats.nemo.nemo_ranks import (
-    RankedFile,
-    merged_ranks,
-    rank_of_directory,
-)
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
     files_in_archive,
@@ -38,18 +31,9 @@ from automodel_ckpt.convert.formats.nemo.packed_files import (
     read_beginning,
 )
 from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml, scalars_in
-from automodel_ckpt.convert.formats.torch.dcp_directory import (
-    DcpContent,
-    Described,
-    Item,
-    max_metadata_bytes,
-    parse_content,
-    read_tensors,
-)
-from automodel_ckpt.convert.formats.torch.torch_files import TorchModel, read_model
+from automodel_ckpt.convert.formats.torch.torch_files import read_model
 from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.dimensions import config_of_arguments, dimensions_of_arguments
-from automodel_ckpt.convert.names.megatron_names import is_model_tensor
 from automodel_ckpt.convert.names.registry import converter_of
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -58,6 +42,8 @@ WEIGHTS = "model_weights.ckpt"
 DISTRIBUTED_WEIGHTS = "model_weights"
 ARTIFACT_PREFIX = "nemo:"
 MAX_CONFIG_BYTES = 1 << 20
+# Source: nemo.utils.model_utils.inject_model_parallel_rank, NeMo 3.0.
+_RANK = re.compile(r"(mp_rank_[0-9]{2,4}|tp_rank_[0-9]{2,4}_pp_rank_[0-9]{3,4})/", re.ASCII)
 _GATED_SILU = re.compile(r"(fast-)?swiglu", re.ASCII)
 _DIMENSIONS = (
     "num_layers",
@@ -82,7 +68,12 @@ class NemoFile(Format):
         """Describe the model. Symbolic links to the file are followed: the user chose it."""
         packed = files_in_archive(path)
         if packed.names_below(DISTRIBUTED_WEIGHTS):
-            return _distributed_source(packed, path.parent)
+            raise CheckpointUnusable(
+                "a distributed checkpoint in a .nemo file is read after it was unpacked",
+                where=str(path),
+                value=f"{DISTRIBUTED_WEIGHTS}/",
+                hint=f"unpack it (`ckpt unpack {path} DIR`), and use the directory",
+            )
         return _source(packed, path.parent)
 
     def conversion(self, path: Path) -> Conversion | None:
@@ -139,7 +130,7 @@ def _names(path: Path) -> list[str]:
 def _is_weights(path: Path, name: str) -> bool:
     if name == WEIGHTS:
         return True
-    is_weights = name == DISTRIBUTED_WEIGHTS or rank_of_directory(name) is not None
+    is_weights = name == DISTRIBUTED_WEIGHTS or _RANK.match(f"{name}/") is not None
     return is_weights and (path / name).is_dir()
 
 
@@ -232,14 +223,11 @@ def nemo_details(
 
 def _source(packed: PackedFiles, directory: Path) -> Source:
     config = read_config(packed)
-    if WEIGHTS in packed.files:
-        model = _model(packed, WEIGHTS)
-        tensors = model.tensors_in(packed.files[WEIGHTS].file)
-        num_values = model.num_values
-    else:
-        ranked = list(_ranked_files(packed))
-        tensors = merged_ranks(ranked, config, packed.path)
-        num_values = sum(item.model.num_values for item in ranked)
+    if WEIGHTS not in packed.files:
+        raise _no_weights(packed)
+    stored = packed.files[WEIGHTS]
+    model = read_model(packed.root / stored.file, start=stored.start, nbytes=stored.nbytes)
+    num_values = model.num_values
     notes = [_UNCHECKED]
     omitted: list[str] = []
     if num_values:
@@ -251,70 +239,22 @@ def _source(packed: PackedFiles, directory: Path) -> Source:
     return Source(
         packed.root,
         directory,
-        tensors,
+        model.tensors_in(stored.file),
         notes=tuple(notes),
         omitted=tuple(omitted),
         stated_config=_stated_config(config),
     )
 
 
-def _distributed_source(packed: PackedFiles, directory: Path) -> Source:
-    """Describe a distributed checkpoint of Megatron-Core that is packed in an archive."""
-    path = packed.path / DISTRIBUTED_WEIGHTS / layout.DCP_METADATA
-    _check_backend(packed)
-    total = sum(stored.nbytes for stored in packed.files.values())
-    name = f"{DISTRIBUTED_WEIGHTS}/{layout.DCP_METADATA}"
-    content = parse_content(packed.read(name, max_metadata_bytes(total)), path)
-    weights: dict[str, Described] = {}
-    for fqn, described in content.tensors.items():
-        if is_model_tensor(fqn):
-            chunks = tuple(
-                (box, _packed_item(item, packed, path)) for box, item in described.chunks
-            )
-            weights[fqn] = replace(described, chunks=chunks)
-    tensors: dict[str, Tensor] = {}
-    for tensor in read_tensors(packed.root, DcpContent(weights, {})):
-        tensors[tensor.fqn] = tensor
-    if not tensors:
-        raise unusable("there are no weights in this .nemo file", path, "no tensors of a model")
-    stated = _stated_config(read_config(packed))
-    return Source(packed.root, directory, tensors, notes=(_UNCHECKED,), stated_config=stated)
-
-
-def _packed_item(item: Item, packed: PackedFiles, path: Path) -> Item:
-    """Return the byte range of the archive for an item of a packed ``.distcp`` file."""
-    name = f"{DISTRIBUTED_WEIGHTS}/{item.file}"
-    stored = packed.files.get(name)
-    if stored is None:
-        raise unusable("a file of the distributed checkpoint is missing", path, name)
-    if item.start + item.nbytes > stored.nbytes:
-        value = f"{name} has {stored.nbytes} bytes, an item ends at {item.start + item.nbytes}"
-        raise unusable("a file of the distributed checkpoint is truncated", path, value)
-    return Item(stored.file, stored.start + item.start, item.nbytes)
-
-
-def _check_backend(packed: PackedFiles) -> None:
-    """Raise :class:`CheckpointUnusable` for a distributed checkpoint in another form than PyTorch DCP's."""
-    if f"{DISTRIBUTED_WEIGHTS}/{layout.DCP_METADATA}" not in packed.files:
-        raise CheckpointUnusable(
-            "the distributed checkpoint in this .nemo file cannot be read in place",
-            where=str(packed.path),
-            value=f"{DISTRIBUTED_WEIGHTS}/ without {layout.DCP_METADATA}",
-            hint=f"unpack it (`ckpt unpack {packed.path} DIR`), and use the directory",
-        )
-
-
-def _ranked_files(packed: PackedFiles) -> Iterator[RankedFile]:
-    for directory in packed.directories():
-        rank = rank_of_directory(directory)
-        if rank is None:
-            continue
-        name = f"{directory}/{WEIGHTS}"
-        if name not in packed.files:
-            raise unusable("a rank's weights are missing", packed.path / directory, WEIGHTS)
-        yield RankedFile(*rank, _model(packed, name), packed.files[name].file)
-
-
-def _model(packed: PackedFiles, name: str) -> TorchModel:
-    stored = packed.files[name]
-    return read_model(packed.root / stored.file, start=stored.start, nbytes=stored.nbytes)
+def _no_weights(packed: PackedFiles) -> CheckpointUnusable:
+    ranks = sorted(name for name in packed.files if _RANK.match(name))
+    if not ranks:
+        value = f"no {WEIGHTS} or {DISTRIBUTED_WEIGHTS}/"
+        return unusable("there are no weights in this checkpoint of NeMo", packed.path, value)
+    return CheckpointUnusable(
+        "this model of NeMo has a file of weights for each rank",
+        where=str(packed.path),
+        value=f"{len(ranks)} files, such as {ranks[0][:100]}",
+        hint="merge them with NeMo 1's examples/nlp/language_modeling/megatron_change_num_partitions.py "
+        "(tensor and pipeline parallel size 1)",
+    )

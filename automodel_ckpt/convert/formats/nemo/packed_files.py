@@ -82,15 +82,6 @@ class PackedFiles:
                 names.append(rest)
         return sorted(names)
 
-    def directories(self) -> list[str]:
-        """Return the names of the top directories that contain files, in order."""
-        found: set[str] = set()
-        for name in self.files:
-            directory, separator, _ = name.partition("/")
-            if separator:
-                found.add(directory)
-        return sorted(found)
-
 
 def is_archive(path: Path) -> bool:
     """Return whether *path* is a tar archive, compressed with gzip or not. Raises OSError if it cannot be read."""

@@ -3,8 +3,8 @@
 Layout (source: nvidia-modelopt 0.47, modelopt.torch.export): ``config.json`` with ``producer``, ``architecture``,
 ``mapping`` and ``quantization``, and a file ``rank{i}.safetensors`` for each rank. ``.qnemo`` files add a tokenizer.
 
-The weights of models that are not quantized are read: those of Llama and Mistral as Hugging Face tensors, whose parts
-on the ranks are merged; those of other architectures under their own names, if there is one rank.
+The weights of models of one rank that are not quantized are read: those of Llama and Mistral as Hugging Face tensors,
+those of other architectures under their own names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.files import names_in, read_json
 from automodel_ckpt.convert.formats.format import Format
-from automodel_ckpt.convert.formats.nemo.nemo_ranks import concatenated
 from automodel_ckpt.convert.formats.nemo.packed_files import (
     PackedFiles,
     files_in_archive,
@@ -28,9 +27,9 @@ from automodel_ckpt.convert.formats.nemo.packed_files import (
     has_member,
     read_beginning,
 )
-from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
+from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.slicing import RowRange, join_rows
-from automodel_ckpt.convert.names.tensorrt_llm import Rule, heads_of_rank, rules
+from automodel_ckpt.convert.names.tensorrt_llm import rules
 from automodel_ckpt.errors import CheckpointUnusable
 
 CONFIG = "config.json"
@@ -165,19 +164,18 @@ def _stored(packed: PackedFiles) -> StoredTensors:
 def _source(packed: PackedFiles, directory: Path) -> Source:
     config = _config(packed)
     _check_not_quantized(config, packed)
+    where = packed.path / CONFIG
     num_ranks = _num_ranks(config, packed)
-    parts = [_rank_tensors(packed, rank) for rank in range(num_ranks)]
-    if config.get("decoder") == LLAMA_DECODER:
-        tensors = _LlamaRanks(parts, config, str(packed.path / CONFIG)).merged()
-    elif num_ranks == 1:
-        tensors = parts[0]
-    else:
+    if num_ranks > 1:
         raise CheckpointUnusable(
-            "the ranks of this architecture cannot be merged",
-            where=str(packed.path / CONFIG),
-            value=str(config.get("architecture"))[:100],
-            hint="export it again with tensor parallel size 1; the ranks of Llama and Mistral are merged",
+            "the ranks of a checkpoint of TensorRT-LLM are not merged",
+            where=str(where),
+            value=f"tp_size {num_ranks}",
+            hint="use the model that it was made from, or export it again with tensor parallel size 1",
         )
+    tensors = _rank_tensors(packed, 0)
+    if config.get("decoder") == LLAMA_DECODER:
+        tensors = _hugging_face(tensors, config, where)
     return Source(packed.root, directory, tensors, notes=(_UNCHECKED,))
 
 
@@ -195,95 +193,45 @@ def _check_not_quantized(config: Mapping[str, Any], packed: PackedFiles) -> None
         )
 
 
-class _LlamaRanks:
-    """The tensors of all ranks of a Llama, in order. Raises :class:`CheckpointUnusable` if they contradict the config.
+def _hugging_face(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], where: Path
+) -> dict[str, Tensor]:
+    """Return the tensors of a Llama of one rank under Hugging Face names.
 
-    *where* is the path of the config.
+    Raises :class:`CheckpointUnusable` if they contradict the config, which is the file *where*.
     """
-
-    def __init__(
-        self, ranks: list[dict[str, Tensor]], config: Mapping[str, Any], where: str
-    ) -> None:
-        self.ranks = ranks
-        self.where = where
-        names = {"head_dim": "head_size"}
-        keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
-        translated = {key: config.get(names.get(key, key)) for key in (*keys, "head_dim")}
-        translated["vocab_size"] = config.get("vocab_size")
-        self.dimensions: Dimensions = dimensions_of_config(translated, where)
-        heads = heads_of_rank(self.dimensions, len(ranks))
-        if heads is None or self.dimensions.vocab_size is None:
-            value = f"{self.dimensions.num_heads} heads on {len(ranks)} ranks"
-            raise unusable("the ranks cannot divide the model's heads", Path(where), value)
-        self.heads = heads
-        self.vocab_size = self.dimensions.vocab_size
-
-    def merged(self) -> dict[str, Tensor]:
-        """Return the tensors of the Hugging Face model."""
-        if self.dimensions.num_layers > len(self.ranks[0]):
-            raise self._unusable("there are fewer tensors than layers", self.dimensions.num_layers)
-        found: dict[str, Tensor] = {}
-        used: set[str] = set()
-        for rule in rules(self.dimensions.num_layers):
-            parts = self._parts(rule.name)
-            if not parts:
-                # The output layer of a model with a shared embedding table.
-                if rule.name == "lm_head.weight":
-                    continue
-                raise self._unusable("a tensor of the model is missing", rule.name)
-            used.add(rule.name)
-            for name, tensor in self._hugging_face(rule, parts):
-                found[name] = tensor.renamed(name)
-        for tensors in self.ranks:
-            unknown = sorted(tensors.keys() - used)
-            if unknown:
-                raise self._unusable("the checkpoint has an unknown tensor", unknown[0])
-        return found
-
-    def _parts(self, name: str) -> list[Tensor]:
-        """Return the tensor of each rank, all of one shape and dtype; empty if no rank has it."""
-        found = [tensors[name] for tensors in self.ranks if name in tensors]
-        if not found:
-            return []
-        if len(found) != len(self.ranks):
-            raise self._unusable("a rank lacks a tensor", name)
-        if len({(part.dtype, part.shape) for part in found}) > 1:
-            raise self._unusable("the ranks have different shapes or dtypes of a tensor", name)
-        return found
-
-    def _hugging_face(self, rule: Rule, parts: list[Tensor]) -> list[tuple[str, Tensor]]:
-        target = rule.hugging_face[0]
-        shape = parts[0].shape
-        if rule.division == "equal":
-            return [(target, parts[0])]
-        if len(shape) != 2:
-            raise self._unusable("a tensor is not a matrix", f"{rule.name} {list(shape)}")
-        if rule.division == "rows":
-            return [(target, concatenated(parts, axis=0))]
-        if rule.division == "columns":
-            return [(target, concatenated(parts, axis=1))]
-        if rule.division == "vocabulary":
-            num_rows = -(-self.vocab_size // len(parts))
-            if shape[0] != num_rows:
-                raise self._unusable("a tensor has other rows than the vocabulary", rule.name)
-            whole = concatenated(parts, axis=0)
-            return [(target, join_rows(target, [whole], [RowRange(0, 0, self.vocab_size)]))]
-        return self._queries_keys_and_values(rule, parts)
-
-    def _queries_keys_and_values(self, rule: Rule, parts: list[Tensor]) -> list[tuple[str, Tensor]]:
-        query_rows, key_rows = self.heads.query_rows, self.heads.key_rows
-        if parts[0].shape[0] != query_rows + 2 * key_rows:
-            text = f"{rule.name} {list(parts[0].shape)}"
-            raise self._unusable("a tensor does not have the rows of the model's heads", text)
-        queries = [RowRange(rank, 0, query_rows) for rank in range(len(parts))]
-        # Ranks can share key-value heads: those of the first rank are used.
-        owners = range(0, len(parts), self.heads.num_sharing)
-        keys = [RowRange(rank, query_rows, key_rows) for rank in owners]
-        values = [RowRange(rank, query_rows + key_rows, key_rows) for rank in owners]
-        found: list[tuple[str, Tensor]] = []
-        for name, ranges in zip(rule.hugging_face, (queries, keys, values), strict=True):
-            found.append((name, join_rows(name, parts, ranges)))
-        return found
-
-    def _unusable(self, what: str, value: object) -> CheckpointUnusable:
-        return unusable(what, Path(self.where), value)
+    keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
+    translated = {key: config.get(key) for key in (*keys, "vocab_size")}
+    translated["head_dim"] = config.get("head_size")
+    dimensions = dimensions_of_config(translated, str(where))
+    if dimensions.num_layers > len(tensors):
+        raise unusable("there are fewer tensors than layers", where, dimensions.num_layers)
+    found: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for rule in rules(dimensions.num_layers):
+        stored = tensors.get(rule.name)
+        if stored is None:
+            # The output layer of a model with a shared embedding table.
+            if rule.name == "lm_head.weight":
+                continue
+            raise unusable("a tensor of the model is missing", where, rule.name)
+        used.add(rule.name)
+        if rule.division != "qkv":
+            (name,) = rule.hugging_face
+            found[name] = stored.renamed(name)
+            continue
+        num_groups = dimensions.num_query_groups
+        first = 0
+        for name, num_heads in zip(
+            rule.hugging_face, (dimensions.num_heads, num_groups, num_groups), strict=True
+        ):
+            rows = RowRange(0, first, num_heads * dimensions.head_size)
+            found[name] = join_rows(name, [stored], [rows])
+            first += rows.num_rows
+        if stored.shape[:1] != (first,):
+            what = "a tensor does not have the rows of the model's heads"
+            raise unusable(what, where, f"{rule.name} {list(stored.shape)}")
+    unknown = sorted(tensors.keys() - used)
+    if unknown:
+        raise unusable("the checkpoint has an unknown tensor", where, unknown[0])
+    return found

@@ -1,37 +1,34 @@
-"""Arrays of zarr (version 2): a directory for each tensor. Imports no torch, and tensorstore only for compressed ones.
+"""Arrays of zarr (version 2): a directory for each tensor. Imports no torch.
 
-The deprecated backend ``zarr`` of Megatron-Core writes such directories, as does ``ckpt export --to zarr``. ``.zarray``
-describes the array, and each chunk is a file whose name has its position in the grid of chunks (source: the zarr v2
-specification). All chunks have the same shape; those at the end of a dimension contain values beyond it. The bytes of
-an uncompressed chunk are the slice itself. Compressed chunks are decoded once by tensorstore, the extra ``zarr``.
+The deprecated backend ``zarr`` of Megatron-Core writes such directories, without compression. ``.zarray`` describes the
+array, and each chunk is a file whose name has its position in the grid of chunks (source: the zarr v2 specification).
+All chunks have the same shape; those at the end of a dimension contain values beyond it. The bytes of a chunk are the
+slice itself.
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts, nbytes_of, whole_tensor
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts, nbytes_of
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault, tiling_fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
-from automodel_ckpt.convert.decoded import decoded_directory
 from automodel_ckpt.convert.formats.files import names_in
-from automodel_ckpt.convert.formats.format import Format, Inventory, TensorSummary
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.convert.formats.format import Inventory, TensorSummary
+from automodel_ckpt.errors import CheckpointUnusable
 
 ARRAY = ".zarray"
-DTYPES = {
+_DTYPES = {
     "<f8": "F64",
     "<f4": "F32",
     "<f2": "F16",
@@ -48,9 +45,6 @@ _UNCHECKED = "these arrays are unchecked: there is no manifest with their digest
 _MAX_ARRAY_BYTES = 1 << 20
 _MAX_CHUNKS = 1 << 20
 _MAX_SLICES = 1 << 16
-# What compression can gain on weights is a factor of two or so. A larger one means fill values, or a bomb.
-_MAX_RATIO = 64
-_FREE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +56,6 @@ class ZarrArray:
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
     separator: str
-    is_compressed: bool
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -73,25 +66,6 @@ class ZarrArray:
     def chunk_file(self, index: tuple[int, ...]) -> str:
         """Return the path of a chunk, relative to the directory of all arrays."""
         return f"{self.name}/{self.separator.join(map(str, index)) or '0'}"
-
-
-class ZarrArrays(Format):
-    """A directory whose subdirectories are arrays of zarr."""
-
-    name = "arrays of zarr"
-
-    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
-        return any((path / name / ARRAY).is_file() for name in names_in(path))
-
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
-        """Describe the arrays. Symbolic links are never followed."""
-        return zarr_source(path, read_arrays(path))
-
-    def parts(self, path: Path) -> frozenset[str]:
-        return frozenset(name for name in names_in(path) if (path / name / ARRAY).is_file())
-
-    def inventory(self, path: Path) -> Inventory:
-        return zarr_inventory(read_arrays(path))
 
 
 def read_arrays(directory: Path) -> dict[str, ZarrArray]:
@@ -119,26 +93,14 @@ def zarr_inventory(arrays: Mapping[str, ZarrArray]) -> Inventory:
 
 
 def zarr_source(directory: Path, arrays: Mapping[str, ZarrArray]) -> Source:
-    """Describe the tensors of *arrays* in *directory*. Compressed ones are decoded to a temporary directory.
+    """Describe the tensors of *arrays* in *directory*.
 
-    Raises :class:`CheckpointUnusable` if a chunk is missing or damaged, and :class:`RecipeError` if an array is
-    compressed and tensorstore is not installed.
+    Raises :class:`CheckpointUnusable` if a chunk is missing or damaged.
     """
     if not arrays:
         raise unusable("there are no arrays of zarr here", directory, f"no */{ARRAY}")
-    compressed = {name: array for name, array in arrays.items() if array.is_compressed}
-    if not compressed:
-        tensors = {name: _tensor(directory, array, "") for name, array in arrays.items()}
-        return Source(directory, directory, tensors, notes=(_UNCHECKED,))
-    # Slices name files below a root, and the decoded ones are in another directory.
-    real = Path(os.path.realpath(directory))
-    tensors = {}
-    for name, array in arrays.items():
-        if name in compressed:
-            tensors[name] = _decoded(real, array)
-        else:
-            tensors[name] = _tensor(real, array, str(real).lstrip("/") + "/")
-    return Source(Path("/"), directory, tensors, notes=(_UNCHECKED,))
+    tensors = {name: _tensor(directory, array) for name, array in arrays.items()}
+    return Source(directory, directory, tensors, notes=(_UNCHECKED,))
 
 
 # ---------------------------------------------------------------- .zarray
@@ -151,18 +113,23 @@ def _array(name: str, value: Any, path: Path) -> ZarrArray:
     if shape is None or chunks is None or len(shape) != len(chunks) or 0 in chunks:
         raise unusable("the shape of this array is invalid", path, str(value)[:200])
     dtype = value.get("dtype")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise unusable("the dtype of this array is not supported", path, str(dtype)[:100])
     separator = value.get("dimension_separator", ".")
     if value.get("order", "C") != "C" or separator not in (".", "/") or value.get("filters"):
         what = "this array is stored in an unusual way (order, filters or names of chunks)"
         raise unusable(what, path, str(value)[:200])
+    if value.get("compressor") is not None:
+        raise CheckpointUnusable(
+            "compressed arrays of zarr are not read",
+            where=str(path),
+            value=str(value["compressor"])[:200],
+            hint="write them without compression, as Megatron-Core does, or as safetensors",
+        )
     fault = shape_fault(shape) or shape_fault(chunks)
     if fault is not None:
         raise unusable("the shape of this array is invalid", path, fault)
-    array = ZarrArray(
-        name, DTYPES[dtype], shape, chunks, separator, value.get("compressor") is not None
-    )
+    array = ZarrArray(name, _DTYPES[dtype], shape, chunks, separator)
     if math.prod(array.grid) > _MAX_CHUNKS:
         raise unusable("this array has too many chunks", path, math.prod(array.grid))
     return array
@@ -171,14 +138,14 @@ def _array(name: str, value: Any, path: Path) -> ZarrArray:
 # ---------------------------------------------------------------- chunks
 
 
-def _tensor(directory: Path, array: ZarrArray, prefix: str) -> Tensor:
-    """Describe an uncompressed array. *prefix* leads from the root of the source to *directory*."""
+def _tensor(directory: Path, array: ZarrArray) -> Tensor:
+    """Describe an array in *directory*."""
     slices: list[Slice] = []
     chunk_bytes = nbytes_of(array.dtype, array.chunks)
     for index in itertools.product(*map(range, array.grid)):
         file = array.chunk_file(index)
         _check_chunk(directory, file, chunk_bytes)
-        slices.extend(_slices(array, index, prefix + file))
+        slices.extend(_slices(array, index, file))
         if len(slices) > _MAX_SLICES:
             what = "the chunks of this array are cut into too many parts"
             raise unusable(what, directory / array.name, f"more than {_MAX_SLICES}")
@@ -226,62 +193,3 @@ def _slices(array: ZarrArray, index: tuple[int, ...], file: str) -> Iterator[Sli
         box_sizes = (*[1] * num_apart, *inner_sizes)
         nbytes = nbytes_of(array.dtype, box_sizes)
         yield Slice(array.name, array.dtype, box_offsets, box_sizes, file, start, nbytes)
-
-
-# ---------------------------------------------------------------- compressed arrays
-
-
-def load_tensorstore(where: str) -> Any:
-    """Return the module tensorstore. Raises :class:`RecipeError`, which names the extra, if it is not installed."""
-    try:
-        return importlib.import_module("tensorstore")
-    except ImportError as error:
-        raise RecipeError(
-            "compressed arrays of zarr need the package tensorstore",
-            where=where,
-            value=str(error),
-            hint="pip install 'automodel_ckpt[zarr]'",
-        ) from error
-
-
-def _decoded(directory: Path, array: ZarrArray) -> Tensor:
-    """Decode a compressed array to a temporary file, and describe it there."""
-    library = load_tensorstore(str(directory / array.name))
-    place = directory / array.name
-    stored = 0
-    for entry in os.scandir(place):
-        if not entry.is_file(follow_symlinks=False):
-            raise unusable("a chunk of this array is not a regular file", Path(entry.path), "")
-        stored += entry.stat(follow_symlinks=False).st_size
-    nbytes = nbytes_of(array.dtype, array.shape)
-    if nbytes > max(_FREE_BYTES, stored * _MAX_RATIO):
-        found = f"{nbytes} bytes in files of {stored}"
-        raise unusable("this array is larger than its files can contain", place, found)
-    for index in itertools.product(*map(range, array.grid)):
-        if not (directory / array.chunk_file(index)).is_file():
-            raise unusable("a chunk of this array is missing", place, array.chunk_file(index))
-    decode = partial(_decode, library, place, array)
-    file = decoded_directory(place / ARRAY, f"zarr {stored}", decode) / "values"
-    return whole_tensor(array.name, array.dtype, array.shape, str(file).lstrip("/"), 0)
-
-
-def _decode(library: Any, place: Path, array: ZarrArray, target: Path) -> None:
-    """Write the values of an array to the file *values*, row-major, some rows at a time."""
-    specification = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(place)}}
-    try:
-        opened = library.open(specification, open=True, read=True).result()
-        with (target / "values").open("wb") as file:
-            if not array.shape:
-                file.write(opened.read().result().tobytes())
-                return
-            step = array.chunks[0]
-            for first in range(0, array.shape[0], step):
-                values = opened[first : min(first + step, array.shape[0])].read().result()
-                file.write(values.tobytes())
-    except (ValueError, TypeError) as error:
-        raise CheckpointUnusable(
-            "this array of zarr cannot be decoded",
-            where=str(place),
-            value=str(error)[:300],
-            hint="take the files from another copy",
-        ) from error

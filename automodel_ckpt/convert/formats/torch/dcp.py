@@ -30,7 +30,7 @@ from automodel_ckpt.convert.formats.torch.nested_state import (
     names_without_wrappers,
 )
 from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
-from automodel_ckpt.convert.names.torchtitan import with_fused_attention
+from automodel_ckpt.convert.names.torchtitan import has_torchtitan_names
 from automodel_ckpt.errors import CheckpointUnusable
 
 DATA_SUFFIX = ".distcp"
@@ -88,15 +88,24 @@ class PyTorchDcp(Format):
 
         They have the names of the parameters: *parameters* is not called.
         """
-        weights = with_fused_attention(self.open(path).tensors)
-        return read_training_state(path, _read(path), weights)
+        if self.training_left(path):
+            return None
+        return read_training_state(path, _read(path), self.open(path).tensors)
+
+    def training_left(self, path: Path) -> str:
+        try:
+            content = _read(path)
+        except CheckpointUnusable:
+            return ""
+        is_torchtitan = has_torchtitan_names(content.tensors) and optimizer_key(content) is not None
+        return "the names in the optimizer are torchtitan's" if is_torchtitan else ""
 
     def counters(self, path: Path) -> Counters:
         return read_counters(path, _read(path))
 
     def has_training_state(self, path: Path) -> bool:
         try:
-            return optimizer_key(_read(path)) is not None
+            return optimizer_key(_read(path)) is not None and not self.training_left(path)
         except CheckpointUnusable:
             return False
 

@@ -2,10 +2,11 @@
 
 ``torch.optim.Optimizer.state_dict()`` (torch 2.13) returns ``{"state": {0: {"exp_avg": ..., "exp_avg_sq": ..., "step":
 ...}}, "param_groups": [{"lr": ..., "params": [0, 1]}]}``. The numbers count the parameters in the order in which the
-optimizer got them, over all groups; ``parameter_orders.py`` finds their names.
+optimizer got them, over all groups. Two orders are known: that of ``model.parameters()`` in one group, and two groups,
+first the parameters with weight decay, as transformers' Trainer has them (5.23, ``Trainer.create_optimizer``).
 
-FSDP and some others store names instead of numbers, and torch stores names beside the numbers if the optimizer got
-``named_parameters()`` itself. Then these names are used, and the shapes are validated as well.
+torch stores names beside the numbers if the optimizer got ``named_parameters()``. Then these names are used. The shapes
+are validated in any case, because moments of other parameters would damage the training without an error.
 """
 
 from __future__ import annotations
@@ -20,10 +21,7 @@ from typing import Any
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.convert.formats.torch.group_division import Shape
 from automodel_ckpt.convert.formats.torch.nested_state import without_wrappers
-from automodel_ckpt.convert.formats.torch.parameter_orders import Key, NumberedGroups, fitting_names
-from automodel_ckpt.convert.formats.torch.stated_groups import StatedGroup, groups_of
 from automodel_ckpt.convert.formats.torch.torch_files import check_view, faults_of, tensor_of_view
 from automodel_ckpt.convert.formats.torch.torch_objects import Archive, StoredView
 from automodel_ckpt.convert.formats.torch.training_state import (
@@ -34,6 +32,12 @@ from automodel_ckpt.convert.formats.torch.training_state import (
 )
 from automodel_ckpt.errors import CheckpointUnusable
 
+Shape = tuple[int, ...]
+Key = int | str
+"""The number or the name under which an optimizer stores the state of a parameter."""
+
+IN_ORDER = "by number, in the order of model.parameters()"
+BY_DECAY = "by number, first the parameters with weight decay"
 _STEP = "step"
 _NUMBERS = {
     "F64": "<d",
@@ -57,23 +61,18 @@ def optimizer_state(
     root: Path,
     file: str,
     rename: Callable[[str], str] | None = None,
-    by_trainer: bool = False,
 ) -> OptimizerState:
     """Return the state of an optimizer under the names of its parameters.
 
     *state_dict* is a value in *archive*, the description of the file ``root / file``: the optimizer's state dict.
-    *parameters* returns the model's parameters; it is called once. It may have the groups that the user states
-    (``stated_groups.py``). *rename* converts names that the file states to those of the model; by default, the prefixes
-    of DDP, torch.compile and FSDP are removed. *by_trainer*: the file is one of transformers' Trainer, which has a rule
-    for its groups.
+    *parameters* returns the model's parameters; it is called once. *rename* converts names that the file states to
+    those of the model; by default, the prefixes of DDP, torch.compile and FSDP are removed.
 
-    Raises :class:`CheckpointUnusable` if the names cannot be determined, and :class:`RecipeError` for a stated group
-    without a parameter.
+    Raises :class:`CheckpointUnusable` if the names cannot be determined.
     """
     path = root / file
     # Not in the block below, which reports any exception as damage of the file.
     model = parameters()
-    stated = groups_of(parameters, model)
     with faults_of(path):
         reader = _Reader(archive, path, file)
         try:
@@ -83,8 +82,6 @@ def optimizer_state(
                 model,
                 root,
                 rename or without_wrappers,
-                stated=stated,
-                by_trainer=by_trainer,
             )
         finally:
             reader.close()
@@ -96,9 +93,6 @@ def _read(
     model: Sequence[ModelParameter],
     root: Path,
     rename: Callable[[str], str],
-    *,
-    stated: Sequence[StatedGroup],
-    by_trainer: bool,
 ) -> OptimizerState:
     entries, groups = _validated(state_dict, reader.path)
     keys = [_keys_of(group, reader.path) for group in groups]
@@ -108,12 +102,8 @@ def _read(
     _check_keys(keys, entries, reader.path)
     names, names_from = _stated_names(groups, keys, rename), ""
     if names is None:
-        plain = [reader.options(group) for group in groups]
-        numbered = NumberedGroups(keys, shapes, plain, reader.path)
-        names, names_from = fitting_names(numbered, model, stated, by_trainer=by_trainer)
-    else:
-        names = _without_prefix(names, frozenset(parameter.name for parameter in model))
-    _check_stated(names, shapes, model, reader.path)
+        names, names_from = _numbered_names(keys, model, reader.path)
+    _check_names(names, shapes, model, reader.path)
     tensors: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, int | float | bool]] = {}
     for key, entry in entries.items():
@@ -230,23 +220,33 @@ def _stated_names(
     return names
 
 
-def _without_prefix(names: dict[Key, str], known: frozenset[str]) -> dict[Key, str]:
-    """Return *names* without the attribute that a script had the model in, if all of them are *known* without it."""
-    if not names or any(name in known for name in names.values()):
-        return names
-    first = next(iter(names.values()))
-    found: list[dict[Key, str]] = []
-    for end, character in enumerate(first):
-        prefix = first[: end + 1]
-        if character != "." or not all(name.startswith(prefix) for name in names.values()):
-            continue
-        shorter = {key: name.removeprefix(prefix) for key, name in names.items()}
-        if known.issuperset(shorter.values()):
-            found.append(shorter)
-    return found[0] if len(found) == 1 else names
+def _numbered_names(
+    keys: Sequence[Sequence[Key]],
+    model: Sequence[ModelParameter],
+    path: Path,
+) -> tuple[dict[Key, str], str]:
+    """Return the names of numbered parameters, and how they were found. Raises :class:`CheckpointUnusable`."""
+    filled = [members for members in keys if members]
+    expected, names_from = [[each.name for each in model]], IN_ORDER
+    if len(filled) == 2:
+        expected = [[each.name for each in model if each.decays == has] for has in (True, False)]
+        names_from = BY_DECAY
+    sizes = [len(members) for members in filled]
+    if sizes != [len(names) for names in expected]:
+        raise CheckpointUnusable(
+            "the optimizer numbers its parameters, and they are not those of the model in a usual order",
+            where=str(path),
+            value=f"groups of {sizes} parameters; the model has {len(model)}",
+            hint="use the config.json of the model that was trained. If parameters were frozen or in other groups: "
+            "import the weights without --training-state",
+        )
+    found: dict[Key, str] = {}
+    for members, names in zip(filled, expected, strict=True):
+        found.update(zip(members, names, strict=True))
+    return found, names_from
 
 
-def _check_stated(
+def _check_names(
     names: Mapping[Key, str],
     shapes: Mapping[Key, Shape | None],
     model: Sequence[ModelParameter],

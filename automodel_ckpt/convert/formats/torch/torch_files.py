@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint.parts.tiling import shape_fault
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.formats.files import first_bytes, names_in
-from automodel_ckpt.convert.formats.format import Counters, Format
+from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.torch.nested_state import (
     Keys,
     keys_of_model,
@@ -41,7 +41,6 @@ from automodel_ckpt.convert.formats.torch.torch_objects import (
     has_tensor,
     views_in,
 )
-from automodel_ckpt.convert.formats.torch.training_state import Parameters, TrainingState
 from automodel_ckpt.convert.formats.unsupported_files import Pickle
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -93,21 +92,14 @@ class TorchFile(Format):
         file = str(real).lstrip("/") if follow_links else real.name
         return model.source(root, path.parent, file)
 
-    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
-        # Imported here: the module describes what this one finds, and imports it.
-        from automodel_ckpt.convert.formats.torch.torch_training_state import read_training_state
-
-        return read_training_state(Path(os.path.realpath(path)), parameters)
-
-    def has_training_state(self, path: Path) -> bool:
-        from automodel_ckpt.convert.formats.torch.torch_training_state import has_training_state
-
-        return has_training_state(Path(os.path.realpath(path)))
-
-    def counters(self, path: Path) -> Counters:
-        from automodel_ckpt.convert.formats.torch.torch_training_state import read_counters
-
-        return read_counters(Path(os.path.realpath(path)))
+    def training_left(self, path: Path) -> str:
+        try:
+            value = read_archive(Path(os.path.realpath(path))).value
+        except CheckpointUnusable:
+            return ""
+        if not isinstance(value, dict) or not any(map(is_optimizer, state_in(value).values())):
+            return ""
+        return "only the weights of a training script's file are read"
 
 
 class TorchModelDirectory(Format):
@@ -145,22 +137,17 @@ class TorchModelDirectory(Format):
 
 
 class TorchModel:
-    """The model in one file: its tensors by name, and the number of other tensors and of other values.
-
-    *attribute* is the attribute of a LightningModule that was removed from all names, with a dot.
-    """
+    """The model in one file: its tensors by name, and the number of other tensors and of other values."""
 
     def __init__(
         self,
         views: Mapping[str, StoredView],
         archive: Archive,
         *,
-        attribute: str,
         num_others: int,
         num_values: int,
     ) -> None:
         self.views = views
-        self.attribute = attribute
         self.num_others = num_others
         self.num_values = num_values
         self._archive = archive
@@ -283,12 +270,9 @@ def _model_of(archive: Archive, path: Path) -> TorchModel:
     num_used = len(set(map(id, views.values())))
     if state_dict is not value:
         num_values += len(value) - 1
-    attribute = _attribute(value, list(views))
     plain = plain_names(value, list(views))
     renamed = {plain[name]: view for name, view in views.items()}
-    return TorchModel(
-        renamed, archive, attribute=attribute, num_others=num_all - num_used, num_values=num_values
-    )
+    return TorchModel(renamed, archive, num_others=num_all - num_used, num_values=num_values)
 
 
 def _state_dict(value: dict[Any, Any]) -> dict[Any, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
@@ -133,7 +134,8 @@ def test_a_prefix_is_removed_if_the_names_are_exactly_those_of_the_model_then(
     assert f"does not have: {prefix}" in capsys.readouterr().err
 
 
-def test_a_prefix_of_a_training_state_is_removed_from_its_names_too(
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_prefix_is_removed_from_the_weights_and_a_training_state_with_it_is_an_error(
     llama: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     model = LlamaForCausalLM.from_pretrained(llama)
@@ -143,13 +145,20 @@ def test_a_prefix_of_a_training_state_is_removed_from_its_names_too(
     model(input_ids=torch.arange(8)[None]).logits.sum().backward()
     optimizer.step()
     weights = {f"policy.{name}": value for name, value in model.state_dict().items()}
-    value = {"model": weights, "optimizer": optimizer.state_dict(), "step": 3}
-    torch.save(value, tmp_path / "state.pt")
+    numbered = optimizer.state_dict()
+    names = [f"policy.{name}" for name, _ in model.named_parameters()]
+    group = {**numbered["param_groups"][0], "params": names}
+    del group["param_names"]
+    state = {"state": {names[n]: each for n, each in numbered["state"].items()}}
+    value = {"model": weights, "optimizer": {**state, "param_groups": [group]}, "step": 3}
+    dcp.save(value, checkpoint_id=tmp_path / "state", no_dist=True)
     run = tmp_path / "run"
-    assert imported(tmp_path / "state.pt", llama, run, "--training-state") == 0
-    tree = Manifest.read(run / "epoch_0_step_3").trees["optimizer"]
-    assert "optimizer.state.model.model.norm.weight.exp_avg" in tree.tensors
-    assert not any("policy" in name for name in tree.tensors)
+    assert imported(tmp_path / "state", llama, run, "--training-state") == 2
+    assert "policy." in capsys.readouterr().err
+    assert imported(tmp_path / "state", llama, run) == 0
+    tensors = Manifest.read(run / "epoch_0_step_3").trees["model"].tensors
+    assert "model.norm.weight" in tensors
+    assert not any("policy" in name for name in tensors)
 
 
 def test_more_or_fewer_tensors_than_the_model_has_are_reported(

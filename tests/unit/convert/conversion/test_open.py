@@ -22,7 +22,6 @@ from automodel_ckpt.checkpoint.state.fill_modules import (
     module_shapes,
 )
 from automodel_ckpt.checkpoint.state.stored_rows import rows_of
-from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.convert.open import open_base, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny
@@ -70,13 +69,15 @@ def test_shards_of_pytorch_with_an_index_are_shards(tmp_path: Path) -> None:
     assert open_weights(tmp_path).modules["model"].tensors["embed.weight"].shape == (2, 3)
 
 
-@pytest.mark.parametrize("kind", ["adapter", "weights", "attention"])
+@pytest.mark.parametrize(
+    "kind", ["adapter", "weights", "self_attn.unembed_out", "mlp.switch_mlp.up_proj"]
+)
 def test_what_only_mlx_reads_is_an_error_that_names_it(tmp_path: Path, kind: str) -> None:
     if kind == "adapter":
         save_file({"q_proj.lora_a": torch.ones(2, 2)}, tmp_path / "adapters.safetensors")
         (tmp_path / "adapter_config.json").write_text("{}")
-    elif kind == "attention":
-        name = "model.layers.0.self_attn.unembed_out.weight"
+    elif kind in ("self_attn.unembed_out", "mlp.switch_mlp.up_proj"):
+        name = f"model.layers.0.{kind}.weight"
         save_file({name: torch.ones(2, 2, 2)}, tmp_path / "model.safetensors")
     else:
         packed = {"q.weight": torch.zeros(4, 2, dtype=torch.uint32)}
@@ -95,25 +96,6 @@ class Net(nn.Module):
 
 def fillings(source: Tensors, *, resized: bool = False) -> dict[str, Filling]:
     return {name: Filling(source, name, resized) for name in source.tensors}
-
-
-def test_experts_that_mlx_stacked_are_separate_tensors_again(tmp_path: Path) -> None:
-    """As mlx-lm 0.32 saves Qwen3 MoE and Mixtral."""
-    stacks = {
-        "layers.0.mlp.switch_mlp.up_proj.weight": torch.arange(12.0).reshape(2, 3, 2),
-        "layers.0.block_sparse_moe.switch_mlp.down_proj.weight": torch.rand(2, 2, 3),
-        "layers.0.mlp.gate.weight": torch.rand(2, 3),
-    }
-    save_file(stacks, tmp_path / "model.safetensors", {"format": "mlx"})
-    module = open_weights(tmp_path).modules["model"]
-    first, second, gate = stacks.values()
-    expected = {"layers.0.mlp.gate.weight": gate}
-    for expert in range(2):
-        expected[f"layers.0.mlp.experts.{expert}.up_proj.weight"] = first[expert]
-        expected[f"layers.0.block_sparse_moe.experts.{expert}.w2.weight"] = second[expert]
-    assert module.tensors.keys() == expected.keys()
-    for name, value in expected.items():
-        assert whole(module.root, module.tensors[name]).tolist() == value.tolist()
 
 
 FOREIGN = {

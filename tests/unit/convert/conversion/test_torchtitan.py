@@ -1,4 +1,4 @@
-"""Checkpoints that torchtitan wrote: converted to a Hugging Face Llama, with the optimizer, and back."""
+"""Checkpoints that torchtitan wrote: converted to a Hugging Face Llama, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from automodel_ckpt.checkpoint.parts.slices import whole_tensor
 from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
 from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.cli.common.model_parameters import parameters_in
 from automodel_ckpt.convert.imports.import_checkpoint import ImportOptions, prepare
 from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint
 from automodel_ckpt.convert.names.dimensions import Dimensions
@@ -29,8 +28,6 @@ from tests.support.models.llamas import llama_checkpoint
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures" / "torchtitan"
 CONFIG = FIXTURES / "config"
-# The heads of the model in the fixture.
-HEADS, GROUPS, SIZE = 4, 2, 8
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +43,7 @@ def recorded(name: str) -> Any:
 
 
 def planned_import(checkpoint: Path, run: Path) -> NewCheckpoint:
-    return prepare(checkpoint, run, ImportOptions(parameters=parameters_in, config=CONFIG))
+    return prepare(checkpoint, run, ImportOptions(config=CONFIG))
 
 
 def test_a_converted_model_has_the_logits_of_torchtitans(checkpoint: Path, tmp_path: Path) -> None:
@@ -59,70 +56,15 @@ def test_a_converted_model_has_the_logits_of_torchtitans(checkpoint: Path, tmp_p
     torch.testing.assert_close(found, torch.tensor(expected["logits"]), rtol=0, atol=2e-5)
 
 
-def test_fused_moments_are_divided_and_rotated_as_their_weights(
-    checkpoint: Path, tmp_path: Path
+def test_only_weights_are_imported_and_one_line_says_so(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planned = planned_import(checkpoint, tmp_path)
-    assert planned.training is not None
-    optimizer = planned.training.state.optimizer
-    assert optimizer is not None
-    assert optimizer.tensors.keys() == planned.weights.tensors.keys()
-    for entry, column in recorded("moments.json").items():
-        fused = np.array(column, np.float32).reshape(GROUPS, HEADS // GROUPS + 2, SIZE)
-        queries, keys, values = fused[:, :-2].reshape(HEADS, SIZE), fused[:, -2], fused[:, -1]
-        # torchtitan rotates neighbors, transformers elements that are half a head apart.
-        half_apart = [*range(0, SIZE, 2), *range(1, SIZE, 2)]
-        expected = {
-            "q_proj": queries[:, half_apart],
-            "k_proj": keys[:, half_apart],
-            "v_proj": values,
-        }
-        for name, rows in expected.items():
-            tensor = optimizer.tensors[f"model.layers.0.self_attn.{name}.weight"][entry]
-            assert tiling_fault([piece.box for piece in tensor.slices], tensor.shape) is None
-            found = np.array(whole(optimizer.root, tensor))[:, 0]
-            assert np.array_equal(found, rows.reshape(-1)), (entry, name)
-
-
-def test_training_continues_with_the_losses_of_torchtitan(checkpoint: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    arguments = ["import", str(checkpoint), str(run), "--config", str(CONFIG), "--training-state"]
-    assert ckpt.main(arguments) == 0
-    model = AutoModelForCausalLM.from_pretrained(run / "epoch_0_step_3" / "model")
-    planned = planned_import(checkpoint, tmp_path / "other")
-    assert planned.training is not None
-    state = planned.training.state
-    assert (planned.training.step, state.optimizer is None) == (3, False)
-    assert state.optimizer is not None
-    (group,) = state.optimizer.groups
-    assert group.options["initial_lr"] == 1e-2
-    parameters = dict(model.named_parameters())
-    options = {name: group.options[name] for name in ("betas", "eps", "weight_decay")}
-    optimizer = torch.optim.AdamW(list(parameters.values()), **options)
-    for name, parameter in parameters.items():
-        entries = state.optimizer.tensors[name]
-        own = {entry: np.array(whole(state.optimizer.root, entries[entry])) for entry in entries}
-        optimizer.state[parameter] = {entry: torch.from_numpy(own[entry]) for entry in own}
-        optimizer.state[parameter]["step"] = torch.tensor(state.optimizer.values[name]["step"])
-    for step in recorded("losses.json"):
-        tokens = torch.tensor(step["tokens"])
-        logits = model(tokens[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        assert loss.item() == pytest.approx(step["loss"], rel=1e-5)
-        optimizer.param_groups[0]["lr"] = step["rate"]
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-
-def test_without_a_config_weights_keep_their_names_and_fused_moments_are_an_error(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    source = open_source(checkpoint)
-    assert "layers.1.attention.qkv_linear.wq.weight" in source.tensors
-    with pytest.raises(CheckpointUnusable, match="fused queries, keys and values") as caught:
-        prepare(checkpoint, tmp_path, ImportOptions(parameters=parameters_in))
-    assert "--config" in str(caught.value)
+    command = ["import", str(checkpoint), str(tmp_path / "run"), "--config", str(CONFIG)]
+    assert ckpt.main([*command, "--dry-run"]) == 0
+    assert "not imported: the names in the optimizer are torchtitan's" in capsys.readouterr().out
+    assert ckpt.main([*command, "--training-state"]) == 3
+    assert "the names in the optimizer are torchtitan's" in capsys.readouterr().err
+    assert "layers.1.attention.qkv_linear.wq.weight" in open_source(checkpoint).tensors
 
 
 def test_both_directions_are_inverse_and_have_few_slices() -> None:

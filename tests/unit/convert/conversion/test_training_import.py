@@ -18,6 +18,20 @@ from tests.unit.convert.formats.test_numbered_optimizer import Model, read
 TRAINER = Path(__file__).parents[3] / "fixtures" / "trainer" / "checkpoint-5"
 
 
+def lightning_file(
+    directory: Path, parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Path:
+    content = {
+        "pytorch-lightning_version": "2.6.0",
+        "state_dict": {name: parameter.detach() for name, parameter in parameters.items()},
+        "optimizer_states": [optimizer.state_dict()],
+        "global_step": 1,
+        "epoch": 0,
+    }
+    torch.save(content, directory / "state.ckpt")
+    return directory / "state.ckpt"
+
+
 @pytest.mark.parametrize(
     ("kind", "has", "has_not"),
     [
@@ -30,15 +44,14 @@ def test_the_options_and_numbers_of_other_adams_are_kept(
     tmp_path: Path, kind: Any, has: set[str], has_not: set[str]
 ) -> None:
     weights = load_file(TRAINER / "model.safetensors")
-    parameters = {name: torch.nn.Parameter(weight) for name, weight in weights.items()}
+    parameters = {f"net.{name}": torch.nn.Parameter(weight) for name, weight in weights.items()}
     optimizer = kind(parameters.items(), lr=0.1)
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
     # It adds options to the groups that no other schedule has.
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=3)
     optimizer.step()
-    source = tmp_path / "state.pt"
-    torch.save({"model": weights, "optimizer": optimizer.state_dict(), "step": 1}, source)
+    source = lightning_file(tmp_path, parameters, optimizer)
     command = ["import", str(source), str(tmp_path / "run"), "--training-state"]
     assert main([*command, "--config", str(TRAINER)]) == 0
     (checkpoint,) = (tmp_path / "run").glob("epoch_*")
@@ -51,10 +64,9 @@ def test_an_optimizer_without_moments_is_called_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = load_file(TRAINER / "model.safetensors")
-    parameters = {name: torch.nn.Parameter(weight) for name, weight in weights.items()}
+    parameters = {f"net.{name}": torch.nn.Parameter(weight) for name, weight in weights.items()}
     optimizer = torch.optim.SGD(parameters.items(), lr=0.1)
-    source = tmp_path / "state.pt"
-    torch.save({"model": weights, "optimizer": optimizer.state_dict(), "step": 1}, source)
+    source = lightning_file(tmp_path, parameters, optimizer)
     command = ["import", str(source), str(tmp_path / "run"), "--training-state", "--dry-run"]
     assert main([*command, "--config", str(TRAINER)]) == 0
     assert "training state  optimizer (without moments), step 1" in capsys.readouterr().out
@@ -82,15 +94,3 @@ def test_a_rate_that_is_not_finite_is_no_schedule(tmp_path: Path) -> None:
     optimizer.param_groups[0]["initial_lr"] = float("nan")
     planned = imported(tmp_path / "optimizer.pt", optimizer, model)
     assert planned.schedule is None and "learning-rate schedule" in planned.absent
-
-
-def test_numbered_parameters_without_a_config_are_an_error_that_asks_for_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = Model()
-    state = torch.optim.SGD(model.parameters(), lr=0.1).state_dict()
-    source = tmp_path / "state.pt"
-    torch.save({"model": model.state_dict(), "optimizer": state, "step": 1}, source)
-    assert main(["import", str(source), str(tmp_path / "run"), "--training-state"]) == 3
-    text = capsys.readouterr().err
-    assert "there is no config.json" in text and "--config" in text

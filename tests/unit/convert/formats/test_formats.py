@@ -175,7 +175,8 @@ def test_a_model_is_found_below_any_keys_and_between_wrappers(
     assert list(module.tensors) == names
     assert whole(module.root, module.tensors["norm.weight"]).tolist() == [[2.0] * 3] * 2
     known = detect(path)
-    assert known is not None and known.has_training_state(path)
+    assert known is not None and known.has_training_state(path) == is_dcp
+    assert bool(known.training_left(path)) != is_dcp
     if is_dcp:
         training = known.training_state(path, no_parameters)
         assert training is not None and training.optimizer is not None

@@ -1,6 +1,6 @@
 """Models of NeMo are read in place, unpacked and packed. The files in tests/fixtures/nemo were written by NeMo 3.0.
 
-``state.safetensors`` there is the model's state dict. Checkpoints of several ranks, and damage, are made here.
+``state.safetensors`` there is the model's state dict. Other archives are made here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.formats.nemo.nemo import NemoDirectory
 from automodel_ckpt.convert.formats.nemo.tar_reading import tar_members
 from automodel_ckpt.convert.formats.nemo.tar_writing import TarWriter
 from automodel_ckpt.convert.formats.registry import detect
@@ -298,103 +296,15 @@ def test_written_archives_are_read_by_tarfile_and_by_this_program(tmp_path: Path
 
 # ---------------------------------------------------------------- several ranks
 
-WIDTH, FEATURES, VOCABULARY = 4, 6, 8
-Tensors = dict[str, torch.Tensor]
 
-
-def layer(number: int) -> Tensors:
-    prefix = f"model.decoder.layers.{number}."
-    shapes = {
-        "self_attention.linear_qkv.layer_norm_weight": (WIDTH,),
-        "self_attention.linear_qkv.weight": (3 * WIDTH, WIDTH),
-        "self_attention.linear_proj.weight": (WIDTH, WIDTH),
-        "self_attention.linear_proj.bias": (WIDTH,),
-        "mlp.linear_fc1.weight": (2 * FEATURES, WIDTH),
-        "mlp.linear_fc2.weight": (WIDTH, FEATURES),
-    }
-    return {prefix + name: torch.randn(shape) for name, shape in shapes.items()}
-
-
-def whole_model(num_layers: int) -> Tensors:
-    torch.manual_seed(1)
-    tensors = {"model.embedding.word_embeddings.weight": torch.randn(VOCABULARY, WIDTH)}
-    for number in range(num_layers):
-        tensors |= layer(number)
-    tensors["model.decoder.final_layernorm.weight"] = torch.randn(WIDTH)
-    tensors["model.output_layer.weight"] = torch.randn(VOCABULARY, WIDTH)
-    return tensors
-
-
-def part(name: str, value: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-    """Return what Megatron keeps of a tensor on one of its tensor-parallel ranks."""
-    if "linear_fc1" in name:
-        gate, up = value.chunk(2)
-        return torch.cat([gate.chunk(num_ranks)[rank], up.chunk(num_ranks)[rank]])
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return value.chunk(num_ranks, dim=1)[rank].clone()
-    if "norm" in name or name.endswith("bias"):
-        return value
-    return value.chunk(num_ranks)[rank].clone()
-
-
-def nemo_of_ranks(num_ranks: int, num_stages: int, tensors: Tensors) -> dict[str, bytes]:
-    files = {"./model_config.yaml": b"activation: fast-swiglu\nmcore_gpt: true\n"}
-    layers_per_stage = 2
-    for stage in range(num_stages):
-        for rank in range(num_ranks):
-            state = {}
-            for name, value in tensors.items():
-                parts = name.split(".")
-                own = name
-                if "layers" in parts:
-                    number = int(parts[3])
-                    if number // layers_per_stage != stage:
-                        continue
-                    parts[3] = str(number % layers_per_stage)
-                    own = ".".join(parts)
-                elif ("embedding" in name) != (stage == 0) and num_stages > 1:
-                    continue
-                state[own] = part(name, value, rank, num_ranks)
-            directory = f"mp_rank_{rank:02d}"
-            if num_stages > 1:
-                directory = f"tp_rank_{rank:02d}_pp_rank_{stage:03d}"
-            files[f"./{directory}/model_weights.ckpt"] = saved(state)
-    return files
-
-
-@pytest.mark.parametrize(("num_ranks", "num_stages"), [(2, 1), (1, 2), (2, 2)])
-def test_the_weights_of_ranks_are_merged(num_ranks: int, num_stages: int, tmp_path: Path) -> None:
-    expected = whole_model(2 * num_stages)
+def test_a_file_for_each_rank_is_an_error_that_names_nemos_script(tmp_path: Path) -> None:
+    ranks = [f"tp_rank_{rank:02d}_pp_rank_000" for rank in range(2)]
+    files = {f"./{rank}/model_weights.ckpt": saved({"w": torch.ones(1)}) for rank in ranks}
     path = tmp_path / "model.nemo"
-    path.write_bytes(tar_of(nemo_of_ranks(num_ranks, num_stages, expected)))
-    assert_equal(values(path), expected)
+    path.write_bytes(tar_of({"./model_config.yaml": b"mcore_gpt: true\n", **files}))
+    assert "megatron_change_num_partitions.py" in error_of(path)
     assert ckpt.main(["unpack", str(path), str(tmp_path / "model")]) == 0
-    assert_equal(values(tmp_path / "model"), expected)
-
-
-def test_the_ranks_of_megatron_core_are_merged_to_the_model_of_one_rank() -> None:
-    directory = FIXTURES / "ranks"
-    source = NemoDirectory().open(directory)
-    expected = load_file(FIXTURES / "ranks.safetensors")
-    assert source.tensors.keys() == expected.keys()
-    for name, value in expected.items():
-        content = bytearray(whole(source.root, source.tensors[name]).tobytes())
-        found = torch.frombuffer(content, dtype=value.dtype).reshape(value.shape)
-        assert torch.equal(found, value), name
-    # The config describes a Llama, so that the names are those of Hugging Face.
-    gate = values(directory)["model.layers.1.mlp.gate_proj.weight"]
-    assert torch.equal(gate, expected["model.decoder.layers.1.mlp.linear_fc1.weight"][:24])
-
-
-def test_a_missing_rank_and_an_unknown_layer_are_errors(tmp_path: Path) -> None:
-    path = tmp_path / "model.nemo"
-    files = nemo_of_ranks(2, 2, whole_model(4))
-    del files["./tp_rank_01_pp_rank_000/model_weights.ckpt"]
-    path.write_bytes(tar_of(files))
-    assert "ranks are missing" in error_of(path)
-    tensors = {"model.conv.kernel": torch.randn(4, 4)}
-    path.write_bytes(tar_of(nemo_of_ranks(2, 1, tensors)))
-    assert "no rule to merge" in error_of(path) and "model.conv.kernel" in error_of(path)
+    assert "megatron_change_num_partitions.py" in error_of(tmp_path / "model")
 
 
 def distributed(config: bytes) -> dict[str, bytes]:
@@ -406,33 +316,12 @@ def distributed(config: bytes) -> dict[str, bytes]:
     return files
 
 
-def test_a_distributed_checkpoint_in_an_archive_is_read_in_place_and_unpacked(
-    tmp_path: Path,
-) -> None:
+def test_a_distributed_checkpoint_is_read_after_it_was_unpacked(tmp_path: Path) -> None:
     path = tmp_path / "model.nemo"
-    path.write_bytes(tar_of(distributed((FIXTURES / "ranks" / "model_config.yaml").read_bytes())))
-    found = values(path)
-    assert "model.layers.1.mlp.gate_proj.weight" in found
+    path.write_bytes(tar_of(distributed((FIXTURES / "distributed_config.yaml").read_bytes())))
+    assert "ckpt unpack" in error_of(path)
     assert ckpt.main(["unpack", str(path), str(tmp_path / "model")]) == 0
-    assert_equal(found, values(tmp_path / "model"))
-
-
-@pytest.mark.parametrize("damage", ["missing", "truncated", "zarr", "metadata"])
-def test_a_damaged_distributed_checkpoint_is_an_error(damage: str, tmp_path: Path) -> None:
-    files = distributed(b"a: 1\n")
-    data = next(name for name in files if name.endswith(".distcp"))
-    if damage == "missing":
-        del files[data]
-    elif damage == "truncated":
-        files[data] = files[data][:-600]
-    elif damage == "zarr":
-        del files["model_weights/.metadata"]
-    else:
-        files["model_weights/.metadata"] = b"\x80\x02cos\nsystem\n."
-    path = tmp_path / "model.nemo"
-    path.write_bytes(tar_of(files))
-    expected = {"missing": "missing", "truncated": "truncated", "zarr": "ckpt unpack"}
-    assert expected.get(damage, "cannot be read") in error_of(path)
+    assert "model.layers.1.mlp.gate_proj.weight" in values(tmp_path / "model")
 
 
 def test_a_tar_archive_of_something_else_is_not_a_model_of_nemo(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The numbers in a torch optimizer's state become names by the order that fits the shapes, or are rejected."""
+"""The numbers in a torch optimizer's state become names by the usual orders, or are rejected."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ def read(
     model: nn.Module,
     *,
     parameters: Parameters | None = None,
-    by_trainer: bool = False,
 ) -> OptimizerState:
     torch.save(value, path)
     archive = read_archive(path)
@@ -86,7 +85,6 @@ def read(
         parameters or parameters_of(model),
         root=path.parent,
         file=path.name,
-        by_trainer=by_trainer,
     )
 
 
@@ -104,14 +102,14 @@ def assert_same(state: OptimizerState, optimizer: torch.optim.Optimizer, model: 
             assert stored.tobytes() == value.detach().numpy().tobytes(), f"{name}.{key}"
 
 
-def error_of(path: Path, value: Any, model: nn.Module, *, by_trainer: bool = False) -> str:
+def error_of(path: Path, value: Any, model: nn.Module) -> str:
     with pytest.raises(CheckpointUnusable) as raised:
-        read(path, value, model, by_trainer=by_trainer)
+        read(path, value, model)
     return str(raised.value)
 
 
 @pytest.mark.parametrize("grouping", [lambda model: model.parameters(), two_groups])
-def test_both_usual_orders_are_found_by_the_shapes(tmp_path: Path, grouping: Any) -> None:
+def test_both_usual_orders_are_read(tmp_path: Path, grouping: Any) -> None:
     model = Model()
     optimizer = trained(model, grouping(model))
     state = read(tmp_path / "o.pt", optimizer.state_dict(), model)
@@ -123,24 +121,25 @@ def test_both_usual_orders_are_found_by_the_shapes(tmp_path: Path, grouping: Any
         assert group.options["betas"] == (0.9, 0.999) and "params" not in group.options
 
 
-def test_frozen_parameters_are_absent_if_only_one_choice_fits(tmp_path: Path) -> None:
-    model = Model()
+def frozen(model: Model) -> Any:
     model.embed.weight.requires_grad_(False)
-    optimizer = trained(model, two_groups(model))
-    state = read(tmp_path / "o.pt", optimizer.state_dict(), model)
-    assert_same(state, optimizer, model)
-    assert "embed.weight" not in state.tensors
+    return two_groups(model)
 
 
-def test_it_is_an_error_if_the_frozen_parameters_can_be_others(tmp_path: Path) -> None:
+def by_block(model: Model) -> Any:
+    model.embed.weight.requires_grad_(False)
+    return [{"params": list(block.parameters())} for block in reversed(model.blocks)]
+
+
+def reverse(model: Model) -> Any:
+    return list(model.parameters())[::-1]
+
+
+@pytest.mark.parametrize("grouping", [frozen, by_block, reverse])
+def test_other_orders_of_numbered_parameters_are_errors(tmp_path: Path, grouping: Any) -> None:
     model = Model()
-    for parameter in model.blocks[0].parameters():
-        parameter.requires_grad_(False)
-    optimizer = trained(model, two_groups(model))
-    text = error_of(tmp_path / "o.pt", optimizer.state_dict(), model)
-    assert "in several ways" in text and "param_names" in text
-    assert "frozen: 5 parameters, unknown which" in text
-    assert "1 with the shape [6, 4] may be blocks.0.up.weight or blocks.1.up.weight" in text
+    optimizer = trained(model, grouping(model))
+    error_of(tmp_path / "o.pt", optimizer.state_dict(), model)
 
 
 def test_a_parameter_without_state_and_without_updates_keeps_its_group(tmp_path: Path) -> None:
@@ -167,16 +166,6 @@ def test_names_that_the_file_states_are_used_and_validated(tmp_path: Path) -> No
     assert "embed.weight" in error_of(tmp_path / "twice.pt", by_name, model)
 
 
-def test_a_model_of_other_shapes_is_an_error_that_names_all_orders(tmp_path: Path) -> None:
-    model, other = Model(), Model()
-    other.blocks[1]["up"] = nn.Linear(4, 5)
-    optimizer = trained(model, two_groups(model))
-    text = error_of(tmp_path / "o.pt", optimizer.state_dict(), other)
-    for order in ("named_parameters()", "with decay first, then without", "matrices first"):
-        assert order in text
-    assert "blocks.1.up.weight [5, 4]" in text and "[6, 4]" in text
-
-
 class Vectors(nn.Module):
     """Two parameters of one shape, of which the Trainer decays the second."""
 
@@ -187,72 +176,6 @@ class Vectors(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return (self.bias * self.scale).sum()
-
-
-def test_a_parameter_for_each_expert_is_an_error_that_says_so(tmp_path: Path) -> None:
-    """As transformers 4 had them."""
-    model = Model()
-    state = trained(model, model.parameters()).state_dict()
-    fused = nn.ParameterList([torch.zeros(2, 6, 4), torch.zeros(7, 4)])
-    with pytest.raises(CheckpointUnusable) as caught:
-        read(tmp_path / "optimizer.pt", state, fused)
-    assert "for each expert" in caught.value.problems[0].hint
-
-
-def test_two_groups_that_can_be_exchanged_are_an_error(tmp_path: Path) -> None:
-    model = Vectors()
-    optimizer = trained(model, two_groups(model))
-    text = error_of(tmp_path / "o.pt", optimizer.state_dict(), model)
-    assert "the groups that begin with 0 and 1 have the same shapes" in text
-
-
-def test_the_rule_of_the_trainer_decides_only_in_its_own_files(tmp_path: Path) -> None:
-    model = Vectors()
-    optimizer = trained(model, two_groups(model))
-    state = read(tmp_path / "o.pt", optimizer.state_dict(), model, by_trainer=True)
-    assert_same(state, optimizer, model)
-    assert state.groups[0].parameters == ("scale",) and "the Trainer's groups" in state.names_from
-    # Another script replaced the Trainer's groups by those of LoRA+ or of layers.
-    others = optimizer.state_dict()
-    others["param_groups"][1]["lr"] = 0.2
-    assert "in several ways" in error_of(tmp_path / "l.pt", others, model, by_trainer=True)
-    others = optimizer.state_dict()
-    others["param_groups"][1]["weight_decay"] = 0.1
-    assert "in several ways" in error_of(tmp_path / "w.pt", others, model, by_trainer=True)
-
-
-def test_groups_of_layers_in_another_order_are_not_taken_for_that_of_the_model(
-    tmp_path: Path,
-) -> None:
-    model = Model()
-    model.embed.weight.requires_grad_(False)
-    groups = [{"params": list(block.parameters())} for block in reversed(model.blocks)]
-    optimizer = trained(model, groups)
-    text = error_of(tmp_path / "o.pt", optimizer.state_dict(), model)
-    assert "the groups that begin with 0 and 5 have the same shapes" in text
-
-
-def test_groups_of_other_programs_are_found_if_only_one_division_fits(tmp_path: Path) -> None:
-    model = Model()
-    norms = [value for name, value in model.named_parameters() if "norm" in name]
-    ups = [block["up"].weight for block in model.blocks]
-    others = [
-        value for name, value in model.named_parameters() if "down" in name or "embed" in name
-    ]
-    biases = [block["up"].bias for block in model.blocks]
-    groups = [
-        {"params": biases, "lr": 0.3},
-        {"params": []},
-        {"params": others},
-        {"params": norms, "lr": 0.2},
-        {"params": ups},
-    ]
-    optimizer = trained(model, groups)
-    state = read(tmp_path / "o.pt", optimizer.state_dict(), model)
-    assert_same(state, optimizer, model)
-    assert [len(group.parameters) for group in state.groups] == [2, 0, 3, 4, 2]
-    assert state.groups[0].parameters == ("blocks.0.up.bias", "blocks.1.up.bias")
-    assert "each group in the order of named_parameters()" in state.names_from
 
 
 def test_names_can_be_added_to_a_file_that_has_only_numbers(tmp_path: Path) -> None:
@@ -269,21 +192,6 @@ def test_state_of_other_shapes_than_the_parameters_is_an_error(tmp_path: Path) -
     optimizer = trained(model, list(model.parameters()), torch.optim.Adafactor)
     text = error_of(tmp_path / "o.pt", optimizer.state_dict(), model)
     assert "row_var" in text and "not supported" in text
-
-
-def test_an_optimizer_without_moments_has_groups_only_if_their_options_are_equal(
-    tmp_path: Path,
-) -> None:
-    model = Model()
-    equal = [{**group, "weight_decay": 0.1} for group in two_groups(model)]
-    optimizer = trained(model, equal, torch.optim.SGD)
-    state = read(tmp_path / "o.pt", optimizer.state_dict(), model)
-    assert not any(state.tensors.values()) and len(state.groups) == 2
-    # Which parameters have decay is not in the file.
-    optimizer = trained(model, two_groups(model), torch.optim.SGD)
-    assert "in several ways" in error_of(tmp_path / "d.pt", optimizer.state_dict(), model)
-    state = read(tmp_path / "t.pt", optimizer.state_dict(), model, by_trainer=True)
-    assert all(decays(name) for name in state.groups[0].parameters)
 
 
 def momentum(groups: Any, lr: float) -> torch.optim.Optimizer:

@@ -99,7 +99,8 @@ def test_the_state_of_an_optimizer_is_never_a_part_of_the_model(tmp_path: Path) 
     path = write(tmp_path / "one.pt", saved)
     assert open_weights(path).modules["model"].tensors.keys() == names.keys()
     known = detect(path)
-    assert known is not None and known.has_training_state(path)
+    assert known is not None and not known.has_training_state(path)
+    assert "only the weights" in known.training_left(path)
 
 
 def test_a_pickle_in_the_place_of_pytorchs_archive_is_an_error_with_a_command(

@@ -34,7 +34,6 @@ LIBRARIES = {
     "compressed-tensors": "compressed_tensors",
     "gguf": "gguf",
     "onnx": "onnxscript",
-    "zarr": "tensorstore",
 }
 
 
