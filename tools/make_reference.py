@@ -10,21 +10,33 @@ import argparse
 import dataclasses
 import sys
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_ckpt.cli.ckpt import parser
 from automodel_ckpt.config.defaults import default_node, default_of
 from automodel_ckpt.config.help import listing as help_page
-from automodel_ckpt.config.help.plugin_help import DATA, builders_of, markdown, other_names_of
+from automodel_ckpt.config.help.plugin_help import (
+    DATA,
+    Argument,
+    BuilderHelp,
+    builders_of,
+    markdown,
+    other_names_of,
+)
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.convert import describe, members, section_type, target_type
 from automodel_ckpt.config.tree.flags import LaunchFlags
 from automodel_ckpt.config.tree.rules import MISSING
+from tools import features
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
+ARGUMENT_HEADER = ("| argument | type | default | meaning |", "|---|---|---|---|")
+SHARED = 3
+"""Builders with the same argument, from which the page describes it once."""
 GENERATED = "<!-- Written by tools/make_reference.py from the code: change that, then run it. -->"
 
 
@@ -163,18 +175,41 @@ def data_page() -> str:
     ]
     for paragraph in DATA:
         lines += ["", f"* {paragraph}"]
-    for builder in builders_of("dataset"):
+    builders = list(builders_of("dataset"))
+    shared = _shared_arguments(builders)
+    lines += [
+        "",
+        "## Shared arguments",
+        "",
+        "Most builders have these. Each builder lists them by name.",
+        "",
+    ]
+    lines += [*ARGUMENT_HEADER, *map(_argument_cells, shared)]
+    for builder in builders:
         lines += ["", f"## {builder.short_name}", "", f"`_target_: {builder.name}`"]
         for paragraph in (builder.summary, *builder.text.split("\n\n")):
             lines += ["", markdown(paragraph)] if paragraph else []
-        lines += ["", "| argument | type | default | meaning |", "|---|---|---|---|"]
-        for each in builder.arguments:
-            default = "*required*" if each.default is None else f"`{each.default}`"
-            cells = (f"`{each.name}`", each.kind, default, each.text or "see above")
-            lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+        own = [each for each in builder.arguments if each not in shared]
+        lines += ["", *ARGUMENT_HEADER, *map(_argument_cells, own)] if own else []
+        if also := [f"`{each.name}`" for each in builder.arguments if each in shared]:
+            lines += ["", f"Shared arguments: {', '.join(also)}."]
     others = ", ".join(f"`{name}`" for name in other_names_of("dataset"))
     lines += ["", "## Other builders", "", f"Without `--trust`: {others}.", ""]
     return "\n".join(lines)
+
+
+def _shared_arguments(builders: list[BuilderHelp]) -> list[Argument]:
+    """The arguments that three or more builders have with the same meaning, type and default, one per name."""
+    counts = Counter(each for builder in builders for each in builder.arguments)
+    most_frequent = {each.name: each for each, _ in reversed(counts.most_common())}
+    found = [each for each in most_frequent.values() if counts[each] >= SHARED]
+    return sorted(found, key=lambda each: -counts[each])
+
+
+def _argument_cells(each: Argument) -> str:
+    default = "*required*" if each.default is None else f"`{each.default}`"
+    cells = (f"`{each.name}`", each.kind, default, each.text or "see above")
+    return "| " + " | ".join(map(_cell, cells)) + " |"
 
 
 def names_page() -> str:
@@ -222,6 +257,8 @@ def main() -> int:
             if not check:
                 file.parent.mkdir(exist_ok=True)
                 file.write_text(text)
+    if not check:
+        features.PAGE.write_text(features.page())
     print(f"{'differ from the code' if check else 'written'}: {', '.join(old) or 'none'}")
     return 1 if check and old else 0
 

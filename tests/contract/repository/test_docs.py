@@ -25,7 +25,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import hints_of
 from tests.contract.repository.test_readme import BIN, ROOT, make_model, write_samples
 from tests.support.servers.command_server import CommandServer
-from tools import make_reference
+from tools import features, make_reference
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -258,3 +258,10 @@ def test_what_troubleshooting_quotes_is_what_the_program_says() -> None:
     ]
     missing = [part for part in quoted if len(part.split()) > 2 and part not in said]
     assert missing == []
+
+
+def test_each_module_belongs_to_a_feature_and_the_page_has_its_row() -> None:
+    rows, others = features.features()
+    assert others == [], "add a pattern or a row to tools/features.py"
+    page = features.PAGE.read_text()
+    assert [row.name for row in rows if f"| {row.name} | " not in page] == []
