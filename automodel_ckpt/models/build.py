@@ -32,8 +32,6 @@ from automodel_ckpt.models.inspect.repository import (
     model_needs_code,
 )
 from automodel_ckpt.models.inspect.tied_weights import note_untied
-from automodel_ckpt.models.quantize import cast_to, dequantized
-from automodel_ckpt.models.task_head import head_differences
 from automodel_ckpt.models.weight_matching import Verdict
 
 log = logging.getLogger("automodel_ckpt")
@@ -79,6 +77,8 @@ def build_model(
         options["attn_implementation"] = attn_implementation
     # transformers changes the configuration that it is given.
     chosen = with_attention_caps(config)
+    from automodel_ckpt.models.quantize import cast_to, dequantized
+
     with _build_errors(from_pretrained, attn_implementation):
         if from_pretrained is None:
             options["dtype"] = fresh_dtype(config, dtype)
@@ -103,6 +103,8 @@ def build_model(
             differences["unexpected"] = set(differences["unexpected"]) - others
         if allow_new_head:
             missing, unexpected = differences["missing"], differences["unexpected"]
+            from automodel_ckpt.models.task_head import head_differences
+
             heads = head_differences(model, missing=missing, unexpected=unexpected)
             differences["missing"] = set(missing) - set(heads.drawn)
             differences["unexpected"] = set(unexpected) - set(heads.ignored)

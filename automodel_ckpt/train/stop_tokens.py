@@ -7,19 +7,19 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG, read_files
 from automodel_ckpt.config.tree.rules import Target
-from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
-from automodel_ckpt.data.conversations.chat_template import ChatTemplate
-from automodel_ckpt.data.conversations.template_choice import CHOICES, read_template
 from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.data.samples.fast_encoding import encode_one
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset
+
+if TYPE_CHECKING:
+    from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -33,9 +33,12 @@ def use_chat_template(section: Any, preprocessor: Any) -> None:
     Text is then generated with it, and exports contain it. Logs a warning if the sections of several data sets give
     different ones.
     """
-    given = {read_template(target.kwargs["chat_template"]) for target in _with_template(section)}
-    if not given or preprocessor is None:
+    sections = list(_with_template(section))
+    if not sections or preprocessor is None:
         return
+    from automodel_ckpt.data.conversations.template_choice import read_template
+
+    given = {read_template(each.kwargs["chat_template"]) for each in sections}
     if len(given) > 1:
         log.warning(
             "the data sets of this recipe have %d chat templates: exports keep the tokenizer's own",
@@ -60,6 +63,9 @@ def add_stop_tokens(section: Any, dataset: Any, preprocessor: Any, model: Any) -
     ends = {end for part in _parts(dataset) for end in _ends_of(part, tokenizer)}
     targets = list(_with_template(section))
     for target in targets:
+        from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
+        from automodel_ckpt.data.conversations.template_choice import read_template
+
         template = read_template(target.kwargs["chat_template"])
         variables = target.kwargs.get("template_kwargs") or {}
         ends.update(_ends_of_template(ChatRenderer(preprocessor, template, variables), tokenizer))
@@ -94,7 +100,7 @@ def _with_template(section: Any) -> Iterator[Target]:
         section = Target(kwargs=dict(section))
     if not isinstance(section, Target):
         return
-    if section.kwargs.get("chat_template") not in CHOICES:
+    if section.kwargs.get("chat_template") not in (None, "original", "training"):
         yield section
     sources = section.kwargs.get("sources")
     for source in sources.values() if isinstance(sources, Mapping) else ():
@@ -116,9 +122,12 @@ def _parts(dataset: Any) -> Iterator[Any]:
 def _ends_of(dataset: Any, tokenizer: Any) -> set[int]:
     """The tokens that end samples of *dataset* and have labels, without what is blank after them."""
     template = getattr(dataset, "template", None)
-    if isinstance(template, ChatTemplate):
-        return _ends_of_template(template.renderer, tokenizer)
+    renderer = getattr(template, "renderer", None)
+    if renderer is not None:
+        return _ends_of_template(renderer, tokenizer)
     if isinstance(dataset, RowStream) and template:
+        from automodel_ckpt.data.conversations.chat_renderer import ChatRenderer
+
         renderer = ChatRenderer(tokenizer, str(tokenizer.get_chat_template()), {})
         return _ends_of_template(renderer, tokenizer)
     if not isinstance(dataset, TokenizedDataset) or not len(dataset.ends):

@@ -43,7 +43,6 @@ from automodel_ckpt.checkpoint.parts.slices import (
     nbytes_of,
     overlap,
 )
-from automodel_ckpt.checkpoint.pickles import pickle_reader
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
 from automodel_ckpt.checkpoint.tensors.float_cast import storage_dtype
 from automodel_ckpt.checkpoint.tensors.strided import map_slice
@@ -147,6 +146,8 @@ def read_value(checkpoint: Path, file: str) -> Any:
 
     Raises :class:`CheckpointUnusable` for any other content, OSError where it is not a regular file of the checkpoint.
     """
+    from automodel_ckpt.checkpoint.pickles import pickle_reader
+
     return pickle_reader.load(read_safely(checkpoint, file), str(checkpoint / file))
 
 
@@ -156,6 +157,8 @@ def read_object(checkpoint: Path, tree: Tree, name: str, remote: ByteRanges | No
     With *remote*, it is read from there, and *checkpoint* is only for messages.
     """
     with _Files(checkpoint, remote) as files:
+        from automodel_ckpt.checkpoint.pickles import pickle_reader
+
         return pickle_reader.load(files.read_blob(tree.objects[name]), name)
 
 
@@ -334,6 +337,8 @@ class _Value:
     def put(self, staging: torch.Tensor) -> set[torch.device]:
         """Replace the value in the state dict."""
         del staging
+        from automodel_ckpt.checkpoint.pickles import pickle_reader
+
         self._state_dict[self._read.fqn] = pickle_reader.load(self._data, self._read.fqn)
         return set()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
@@ -21,19 +21,16 @@ from automodel_ckpt.data.batches.micro_batches import (
     isolated_rng,
     read_all,
 )
-from automodel_ckpt.data.batches.packed_stream import PackedStream
-from automodel_ckpt.data.batches.sampler import accumulation_steps, permutation, rank_part
-from automodel_ckpt.data.batches.stream_batches import (
+from automodel_ckpt.data.batches.sampler import (
     BatchSizes,
-    StreamBatch,
-    StreamPosition,
-    StreamReader,
-    is_split_by_rank,
-    read_stream,
-    restores_exactly,
-    shuffles,
+    accumulation_steps,
+    permutation,
+    rank_part,
 )
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.data.batches.stream_batches import StreamBatch
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +173,11 @@ class GlobalBatchLoader:
         A packed stream is the only data set of which each rank has a part of the state. *gather* returns the objects of
         all ranks.
         """
-        if isinstance(self.dataset, PackedStream) and self._source_state is not None:
+        if self._source_state is None:
+            return
+        from automodel_ckpt.data.batches.packed_stream import PackedStream
+
+        if isinstance(self.dataset, PackedStream):
             self._source_state = self.dataset.merged(gather(self._source_state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -306,6 +307,12 @@ class GlobalBatchLoader:
 
     def _stream_batches(self) -> Generator[GlobalBatch]:
         epoch = self.epoch
+        from automodel_ckpt.data.batches.stream_batches import (
+            StreamPosition,
+            StreamReader,
+            read_stream,
+        )
+
         position = StreamPosition(
             self.seed,
             epoch,
@@ -314,6 +321,8 @@ class GlobalBatchLoader:
             self._start_state,
             self.shuffle,
         )
+        from automodel_ckpt.data.batches.packed_stream import PackedStream
+
         if isinstance(self.dataset, PackedStream):
             found = self.dataset.read(position, self.sizes, self.collate_fn, self.num_workers)
         else:
@@ -343,6 +352,12 @@ class GlobalBatchLoader:
         return "full global batch (drop_last is set)" if self.sizes.drop_last else "sample"
 
     def _prepare_stream(self) -> None:
+        from automodel_ckpt.data.batches.stream_batches import (
+            is_split_by_rank,
+            restores_exactly,
+            shuffles,
+        )
+
         if is_split_by_rank(self.dataset):
             raise RecipeError(
                 "the stream is already split by rank",
@@ -355,6 +370,8 @@ class GlobalBatchLoader:
             self._warn(
                 "an iterable data set is read in its own order; dataloader.shuffle does not apply"
             )
+        from automodel_ckpt.data.batches.packed_stream import PackedStream
+
         if self.num_workers > 1 and not isinstance(self.dataset, PackedStream):
             self._warn(
                 f"an iterable data set is read by one worker process, not {self.num_workers}"
@@ -401,7 +418,11 @@ class GlobalBatchLoader:
             )
 
     def _report_differences(self, state: Mapping[str, Any]) -> None:
-        has_own_order = self.num_samples is None and not shuffles(self.dataset)
+        has_own_order = False
+        if self.num_samples is None:
+            from automodel_ckpt.data.batches.stream_batches import shuffles
+
+            has_own_order = not shuffles(self.dataset)
         names = ("seed",) if has_own_order else ("seed", "shuffle")
         for name in names:
             if state[name] != getattr(self, name):
@@ -418,9 +439,13 @@ class GlobalBatchLoader:
             )
 
     def _load_source_state(self, source_state: Any) -> None:
+        from automodel_ckpt.data.batches.stream_batches import restores_exactly
+
         if source_state is not None and restores_exactly(self.dataset):
             self._source_state = source_state
             return
+        from automodel_ckpt.data.batches.packed_stream import PackedStream
+
         self._source_state = self._start_state if isinstance(self.dataset, PackedStream) else None
         if self.consumed_samples:
             self._warn(

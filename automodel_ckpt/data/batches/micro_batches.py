@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 from automodel_ckpt.base.seeds import seed_everything
 from automodel_ckpt.base.user_code import location_in_user_code
 from automodel_ckpt.data.batches.sampler import derive_seed
-from automodel_ckpt.data.batches.workers import run_workers
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.errors import AutomodelError, RecipeError
 
@@ -182,6 +181,8 @@ def read_all(
     :class:`AutomodelError` for a sample that cannot be read.
     """
     if num_workers:
+        from automodel_ckpt.data.batches.workers import run_workers
+
         items = run_workers(reader, num_workers, sampler=requests)
     else:
         items = (reader[request] for request in requests)

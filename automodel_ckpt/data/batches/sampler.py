@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +16,21 @@ import torch
 from automodel_ckpt.errors import RecipeError
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """How a global batch is divided into micro-batches, and the rank that reads its part.
+
+    *with_preceding*: the collator also gets the sample before those of a micro-batch.
+    """
+
+    global_batch_size: int
+    local_batch_size: int
+    dp_rank: int
+    dp_size: int
+    drop_last: bool
+    with_preceding: bool = False
 
 
 def derive_seed(*parts: int) -> int:

@@ -22,24 +22,9 @@ from automodel_ckpt.data.batches.micro_batches import (
     collate,
     with_location,
 )
-from automodel_ckpt.data.batches.sampler import derive_seed, rank_part
+from automodel_ckpt.data.batches.sampler import BatchSizes, derive_seed, rank_part
 from automodel_ckpt.data.batches.workers import run_workers
 from automodel_ckpt.errors import AutomodelError
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSizes:
-    """How a global batch is divided into micro-batches, and the rank that reads its part.
-
-    *with_preceding*: the collator also gets the sample before those of a micro-batch.
-    """
-
-    global_batch_size: int
-    local_batch_size: int
-    dp_rank: int
-    dp_size: int
-    drop_last: bool
-    with_preceding: bool = False
 
 
 @dataclass(frozen=True, slots=True)

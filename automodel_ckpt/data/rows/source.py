@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.base.hub_access import check_access, explained, is_hub_name
-from automodel_ckpt.data.conversations.messages import without_nulls
 from automodel_ckpt.data.rows.files import (
     LOADERS,
     UNREADABLE,
@@ -226,6 +225,8 @@ class Source(Rows):
             return self._records.read(fields)
         columns = []
         try:
+            from automodel_ckpt.data.conversations.messages import without_nulls
+
             for field in fields:
                 columns.append([without_nulls(value) for value in self._table[field]])
         except UnicodeDecodeError as error:  # Parquet's reader does not check that text is UTF-8
@@ -240,6 +241,8 @@ class Source(Rows):
         except UnicodeDecodeError as error:
             raise self.unreadable(error) from error
         columns = []
+        from automodel_ckpt.data.conversations.messages import without_nulls
+
         for field in fields:
             columns.append([without_nulls(value) for value in rows[field]])
         return columns
@@ -253,6 +256,8 @@ class Source(Rows):
             return self._records.row(number)
         try:
             fields: dict[str, Any] = self._table[number]
+            from automodel_ckpt.data.conversations.messages import without_nulls
+
             return {name: without_nulls(value) for name, value in fields.items()}
         except (OSError, ValueError) as error:
             value = f"{type(error).__name__}: {error}"

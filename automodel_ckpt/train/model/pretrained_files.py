@@ -35,7 +35,6 @@ from automodel_ckpt.models.inspect.multimodal_class import other_parts_in_files
 from automodel_ckpt.models.inspect.vocabulary import log_resized, vocabulary_names
 from automodel_ckpt.models.loss.mtp import copies_in_files, is_of_mtp, mtp_of, with_mtp_names
 from automodel_ckpt.models.loss.mtp_families import patterns_in_files
-from automodel_ckpt.models.task_head import HeadDifferences, head_differences
 from automodel_ckpt.models.weight_matching import (
     Names,
     Shape,
@@ -108,6 +107,8 @@ class PretrainedFiles:
         head of a classification model that the files lack."""
         dtype, self._new_rows = section.dtype, section.new_tokens
         self._allow_new_head = allow_new_head
+        from automodel_ckpt.models.task_head import HeadDifferences
+
         self._head = HeadDifferences((), ())
         self._name, self._config, self._new_mtp = name, config, new_mtp
         directory = fetched_directory(os.path.expanduser(name), section.revision)
@@ -241,6 +242,8 @@ class PretrainedFiles:
 
     def _without_heads(self, model: Any, verdict: Verdict) -> Verdict:
         """Return *verdict* without the differences that another head explains, which are kept and logged."""
+        from automodel_ckpt.models.task_head import head_differences
+
         head = head_differences(model, missing=verdict.missing, unexpected=verdict.unexpected)
         head.log(self._name)
         self._head = head

@@ -92,9 +92,11 @@ def probe(
 
 def _from_tokens(model: nn.Module, sharded: Sharded) -> nn.Module:
     """A model that takes token ids, for probes; pipeline stages, most of which take hidden states, are wrapped."""
+    if sharded.stage is None:
+        return model
     from automodel_ckpt.train.model.pipeline import FromTokens
 
-    return model if sharded.stage is None else FromTokens(model, sharded.stage)
+    return FromTokens(model, sharded.stage)
 
 
 def _check_plan(

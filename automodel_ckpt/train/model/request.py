@@ -8,11 +8,11 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.models.task_head import SEQUENCE_CLASSIFICATION
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.train.model.sections import activation_mode, row_multiple
 
 _FEATURES = "FEATURE_EXTRACTION"
+_CLASSIFICATION = "SEQ_CLS"
 """peft's name of the task of a model without an output layer."""
 
 
@@ -49,7 +49,7 @@ class ModelRequest:
     @property
     def has_task_head(self) -> bool:
         """Whether the model has a classification head, which its pretrained files may lack."""
-        return self.task_type == SEQUENCE_CLASSIFICATION
+        return self.task_type == _CLASSIFICATION
 
     @property
     def predicts_tokens(self) -> bool:

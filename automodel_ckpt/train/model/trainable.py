@@ -47,7 +47,6 @@ from automodel_ckpt.train.model.cuda_graphs import check_cuda_graphs, has_cuda_g
 from automodel_ckpt.train.model.model_config import read_model_config
 from automodel_ckpt.train.model.probes import probe
 from automodel_ckpt.train.model.request import ModelRequest
-from automodel_ckpt.train.model.row_sharing import Rows
 from automodel_ckpt.train.model.sharding import check_mesh, shard_for_training
 from automodel_ckpt.train.model.unsharded import build_unsharded
 
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from automodel_ckpt.models.measure.encoder_decoder_flops import EncoderDecoderFlops
     from automodel_ckpt.parallel.context_parallel import ContextParallel
     from automodel_ckpt.train.model.pipeline import PipelineStage
+    from automodel_ckpt.train.model.row_sharing import Rows
 
 
 @dataclass(frozen=True, slots=True)
