@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.base.former_names import keep_former_names
+from automodel_ckpt.base.version import __version__
 
 if TYPE_CHECKING:
     from automodel_ckpt.api import TrainingResult, load_recipe, train
     from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "CheckpointOptions",

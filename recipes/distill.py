@@ -38,7 +38,7 @@ from automodel_ckpt.models.loss.distillation_targets import (
     TopTargets,
 )
 from automodel_ckpt.models.loss.fused_distillation import Distillation
-from automodel_ckpt.models.loss.token_hits import TokenHits
+from automodel_ckpt.models.loss.loss_inputs import TokenHits
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.train.build.objective import Objective, Tensors
 from automodel_ckpt.train.kinds.teacher import (

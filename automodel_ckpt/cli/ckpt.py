@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from automodel_ckpt import __version__
+from automodel_ckpt.base.version import __version__
 from automodel_ckpt.cli.commands import (
     completion,
     diff,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt import __version__
 from automodel_ckpt.base.units import measure_text
+from automodel_ckpt.base.version import __version__
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.errors import printable
 from automodel_ckpt.hub.bundle import README, Bundle

@@ -20,7 +20,7 @@ from automodel_ckpt.parallel.ranks.group_types import check_gathered_types
 from automodel_ckpt.parallel.running_statistics import RunningStatistics
 from automodel_ckpt.parallel.unused_gradients import UnusedGradients
 from automodel_ckpt.train.build.objective import Objective
-from automodel_ckpt.train.values.forward_time import ForwardTimer
+from automodel_ckpt.train.values.readback import ForwardTimer
 from automodel_ckpt.train.values.records import AUX_LOSS, LossSum
 from automodel_ckpt.train.values.run_log import STEP_FIELDS
 

@@ -35,9 +35,15 @@ from automodel_ckpt.train.measure.validation import Batches, ValidationSets
 from automodel_ckpt.train.measure.validation_metrics import TRAIN_LOSS, measures_of, metric_names
 from automodel_ckpt.train.run_end import RunEnd
 from automodel_ckpt.train.saves.saves import Saves
-from automodel_ckpt.train.values.forward_time import build_forward_timer
 from automodel_ckpt.train.values.pending_steps import PendingSteps
-from automodel_ckpt.train.values.readback import LaunchedStep, Mark, Number, Readback, runs_ahead
+from automodel_ckpt.train.values.readback import (
+    LaunchedStep,
+    Mark,
+    Number,
+    Readback,
+    build_forward_timer,
+    runs_ahead,
+)
 from automodel_ckpt.train.values.records import Control, StepPosition, StepResult, Validation
 from automodel_ckpt.train.values.run_log import RunLog, build_profiler
 from automodel_ckpt.train.values.step_exchange import StepExchange

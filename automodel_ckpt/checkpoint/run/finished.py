@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import automodel_ckpt
 from automodel_ckpt.base.durable_io import replace_file
+from automodel_ckpt.base.version import __version__
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.digests import digest_of
@@ -37,7 +37,7 @@ def note(run: Path, step: int, config_yaml: str, reason: str) -> None:
         return
     newest = str(names[0])
     content = {
-        "version": automodel_ckpt.__version__,
+        "version": __version__,
         "recipe": _digest(config_yaml),
         "checkpoint": newest,
         "manifest": Manifest.read(run / newest).digest,
@@ -63,7 +63,7 @@ def reason_if_finished(run: Path, config_yaml: str, level: Level) -> tuple[int, 
             return None
         step, reason = found["step"], found["reason"]
         is_valid = type(step) is int and isinstance(reason, str) and isinstance(found["made"], list)
-        if not is_valid or found["version"] != automodel_ckpt.__version__:
+        if not is_valid or found["version"] != __version__:
             return None
         if found["recipe"] != _digest(config_yaml):
             return None

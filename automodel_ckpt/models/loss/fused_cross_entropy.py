@@ -22,8 +22,12 @@ from automodel_ckpt.models.loss.head_gradients import (
     stores_errors,
 )
 from automodel_ckpt.models.loss.kernel_choice import kernel_for
-from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform, VocabularyPart
-from automodel_ckpt.models.loss.token_hits import TokenHits
+from automodel_ckpt.models.loss.loss_inputs import (
+    IDENTITY,
+    LogitTransform,
+    TokenHits,
+    VocabularyPart,
+)
 
 if TYPE_CHECKING:
     from automodel_ckpt.models.loss.z_loss import ZLoss

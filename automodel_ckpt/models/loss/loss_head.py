@@ -36,9 +36,9 @@ from automodel_ckpt.models.loss.loss_inputs import (
     Labeled,
     LayerCall,
     LogitTransform,
+    TokenHits,
     VocabularyPart,
 )
-from automodel_ckpt.models.loss.token_hits import TokenHits
 
 if TYPE_CHECKING:
     from automodel_ckpt.models.loss.z_loss import ZLoss

@@ -34,8 +34,8 @@ from automodel_ckpt.models.config_checks import check_context
 from automodel_ckpt.models.inspect.forward import last_layer_output, logits_of
 from automodel_ckpt.models.loss.fused_cross_entropy import widened
 from automodel_ckpt.models.loss.loss_head import LossHead, ModuleLossHead
+from automodel_ckpt.models.loss.loss_inputs import TokenHits
 from automodel_ckpt.models.loss.mtp import MultiTokenPrediction
-from automodel_ckpt.models.loss.token_hits import TokenHits
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.train.counters.step_scheduler import StepScheduler
 from automodel_ckpt.train.measure.evaluation import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed import ProcessGroup
 
-from automodel_ckpt.models.loss.token_hits import TokenHits
+from automodel_ckpt.models.loss.loss_inputs import TokenHits
 from automodel_ckpt.parallel.ranks.agree import gather_objects
 
 HITS = "hits"

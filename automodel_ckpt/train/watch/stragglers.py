@@ -2,7 +2,7 @@
 
 Two times show a slow rank, without a further collective or a wait for the device. The first is how long a rank waits
 for the others at the exchange before each step: the last one to arrive (slow data, host or optimizer) does not wait.
-The second is its own time in a forward pass (:mod:`automodel_ckpt.train.values.forward_time`). Each rank keeps them
+The second is its own time in a forward pass (:mod:`automodel_ckpt.train.values.readback`). Each rank keeps them
 for a
 window of steps, and then adds them to the next exchange.
 """
@@ -22,7 +22,7 @@ from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.hangs import rank_name
-from automodel_ckpt.train.values.forward_time import ForwardTime
+from automodel_ckpt.train.values.readback import ForwardTime
 
 log = logging.getLogger("automodel_ckpt")
 

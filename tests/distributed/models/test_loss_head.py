@@ -18,8 +18,8 @@ from automodel_ckpt.models.loss.fused_cross_entropy import CHUNK_ELEMENTS
 from automodel_ckpt.models.loss.fused_distillation import CapturedHidden
 from automodel_ckpt.models.loss.loss_head import ComputesLoss, LossHead, ModuleLossHead
 from automodel_ckpt.models.loss.loss_head_probe import install_loss_head
+from automodel_ckpt.models.loss.loss_inputs import TokenHits
 from automodel_ckpt.models.loss.position_losses import PositionLosses
-from automodel_ckpt.models.loss.token_hits import TokenHits
 from automodel_ckpt.models.loss.z_loss import ZLoss
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
 from tests.distributed.kinds.test_training import lines, lines_of_steps

@@ -25,9 +25,9 @@ from automodel_ckpt.models.loss.loss_inputs import (
     Labeled,
     LayerCall,
     LogitTransform,
+    TokenHits,
     VocabularyPart,
 )
-from automodel_ckpt.models.loss.token_hits import TokenHits
 from tests.support import ranks
 
 N, H, V = 50, 8, 37

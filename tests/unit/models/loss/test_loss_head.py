@@ -25,8 +25,7 @@ from automodel_ckpt.models.loss.fused_cross_entropy import (
 from automodel_ckpt.models.loss.head_memory import HeadSizes
 from automodel_ckpt.models.loss.loss_head import ComputesLoss, LossHead, ModuleLossHead
 from automodel_ckpt.models.loss.loss_head_probe import install_loss_head
-from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform
-from automodel_ckpt.models.loss.token_hits import TokenHits
+from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform, TokenHits
 from automodel_ckpt.models.loss.z_loss import ZLoss
 from tests.unit.models.building import test_packing_probe
 from tests.unit.models.building.test_packing_probe import build

@@ -17,7 +17,7 @@ from torch import nn
 from automodel_ckpt.checkpoint.run.timeline import ARRIVAL, FORWARD, SAVES, STEPS
 from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.logs.timeline import Timeline
-from automodel_ckpt.train.values.forward_time import ForwardTimer
+from automodel_ckpt.train.values.readback import ForwardTimer
 from automodel_ckpt.train.watch.stragglers import (
     Figures,
     Straggler,
