@@ -40,8 +40,8 @@ from automodel_ckpt.models.loss.distillation_targets import (
 from automodel_ckpt.models.loss.fused_distillation import Distillation
 from automodel_ckpt.models.loss.loss_inputs import TokenHits
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.train.build.objective import Objective, Tensors
-from automodel_ckpt.train.kinds.teacher import (
+from automodel_ckpt.training.build.objective import Objective, Tensors
+from automodel_ckpt.training.kinds.teacher import (
     Order,
     PretrainedTeacher,
     Teacher,
@@ -53,10 +53,10 @@ from automodel_ckpt.train.kinds.teacher import (
     teacher_config,
     with_numbered_labels,
 )
-from automodel_ckpt.train.kinds.teacher_cache import TeacherCaches, check_countable
-from automodel_ckpt.train.recipe import Recipe
-from automodel_ckpt.train.unsupported import Unsupported
-from automodel_ckpt.train.values.records import LossSum
+from automodel_ckpt.training.kinds.teacher_cache import TeacherCaches, check_countable
+from automodel_ckpt.training.recipe import Recipe
+from automodel_ckpt.training.unsupported import Unsupported
+from automodel_ckpt.training.values.records import LossSum
 
 log = logging.getLogger("automodel_ckpt")
 

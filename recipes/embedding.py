@@ -25,8 +25,8 @@ from automodel_ckpt.loss.contrastive import contrastive_losses, ranks_of
 from automodel_ckpt.models.attention.attention_direction import attend_both_ways
 from automodel_ckpt.models.loss.pooling import hidden_states_of, pool
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.train.build.objective import Objective, Tensors
-from automodel_ckpt.train.kinds.embedding_checks import (
+from automodel_ckpt.training.build.objective import Objective, Tensors
+from automodel_ckpt.training.kinds.embedding_checks import (
     UNSUPPORTED,
     check_architecture,
     check_attention,
@@ -35,17 +35,17 @@ from automodel_ckpt.train.kinds.embedding_checks import (
     warn_of_other_pooling,
     with_backbone,
 )
-from automodel_ckpt.train.kinds.embedding_files import sentence_transformers_files
-from automodel_ckpt.train.kinds.embedding_pairs import (
+from automodel_ckpt.training.kinds.embedding_files import sentence_transformers_files
+from automodel_ckpt.training.kinds.embedding_pairs import (
     PairsOverRanks,
     Parts,
     num_pairs_of,
     own_candidates,
     parts_of,
 )
-from automodel_ckpt.train.measure.evaluation import EvaluationSums
-from automodel_ckpt.train.unsupported import Unsupported
-from automodel_ckpt.train.values.records import BatchSize, LossSum
+from automodel_ckpt.training.measure.evaluation import EvaluationSums
+from automodel_ckpt.training.unsupported import Unsupported
+from automodel_ckpt.training.values.records import BatchSize, LossSum
 
 _RANKED_TOGETHER = 512
 """The number of queries of this rank that are ranked together among all documents of a validation set."""

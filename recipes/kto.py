@@ -24,9 +24,9 @@ from automodel_ckpt.recipes.preference import (
     evaluation_pass,
     has_labels,
 )
-from automodel_ckpt.train.build.objective import Objective, Tensors
-from automodel_ckpt.train.measure.evaluation import EvaluationTotals
-from automodel_ckpt.train.values.records import BatchSize, LossSum
+from automodel_ckpt.training.build.objective import Objective, Tensors
+from automodel_ckpt.training.measure.evaluation import EvaluationTotals
+from automodel_ckpt.training.values.records import BatchSize, LossSum
 
 _ROW_TENSORS = ("input_ids", "attention_mask", "labels")
 

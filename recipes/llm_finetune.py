@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a causal language model.
 
 :meth:`LLMFinetune.build` creates the attributes. Everything that is not specific to language models, from the process
-groups to the training loop, is in :class:`~automodel_ckpt.train.recipe.Recipe`. To train something else as well,
+groups to the training loop, is in :class:`~automodel_ckpt.training.recipe.Recipe`. To train something else as well,
 derive a class from this one and give it another attribute in ``build``: it is saved and restored with the rest.
 """
 
@@ -30,14 +30,14 @@ from automodel_ckpt.models.inspect.repository import (
     from_library_first,
     lfs_pointer,
 )
-from automodel_ckpt.train.build.preprocessors import (
+from automodel_ckpt.training.build.preprocessors import (
     absent_tokenizer,
     check_vocabulary_file,
     find_preprocessor,
 )
-from automodel_ckpt.train.build.repository import preprocessor_options
-from automodel_ckpt.train.model.sections import row_multiple
-from automodel_ckpt.train.recipe import Recipe
+from automodel_ckpt.training.build.repository import preprocessor_options
+from automodel_ckpt.training.model.sections import row_multiple
+from automodel_ckpt.training.recipe import Recipe
 
 log = logging.getLogger("automodel_ckpt")
 

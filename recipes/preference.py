@@ -1,7 +1,7 @@
 """Shared code of recipes that train on preferences: log-probabilities of answers, the reference model, and pairs.
 
 The reference is the model that the trained one is compared with: by default the one that training starts from. It is a
-second :class:`~automodel_ckpt.train.model.trainable.Trainable`. With adapters, it is the base with the adapters
+second :class:`~automodel_ckpt.training.model.trainable.Trainable`. With adapters, it is the base with the adapters
 disabled.
 """
 
@@ -37,12 +37,12 @@ from automodel_ckpt.models.loss.loss_head_probe import head_without_adapters
 from automodel_ckpt.models.loss.position_losses import PositionLosses
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.train.build.init_from import start_from
-from automodel_ckpt.train.build.objective import Objective, Tensors
-from automodel_ckpt.train.model.sections import naming_keys
-from automodel_ckpt.train.model.trainable import Trainable
-from automodel_ckpt.train.unsupported import Unsupported
-from automodel_ckpt.train.values.records import BatchSize, LossSum
+from automodel_ckpt.training.build.init_from import start_from
+from automodel_ckpt.training.build.objective import Objective, Tensors
+from automodel_ckpt.training.model.sections import naming_keys
+from automodel_ckpt.training.model.trainable import Trainable
+from automodel_ckpt.training.unsupported import Unsupported
+from automodel_ckpt.training.values.records import BatchSize, LossSum
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -24,9 +24,9 @@ from automodel_ckpt.models.task_head import (
     set_padding,
 )
 from automodel_ckpt.recipes.preference import OF_ANSWERS, PairFinetune, PairObjective
-from automodel_ckpt.train.build.objective import Objective, Tensors
-from automodel_ckpt.train.unsupported import Unsupported
-from automodel_ckpt.train.values.records import LossSum
+from automodel_ckpt.training.build.objective import Objective, Tensors
+from automodel_ckpt.training.unsupported import Unsupported
+from automodel_ckpt.training.values.records import LossSum
 
 _LABEL = "LABEL_0"
 """The name that transformers gives to a single label."""

@@ -37,11 +37,11 @@ from automodel_ckpt.models.task_head import (
     set_padding,
 )
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.train.build.objective import Objective, Tensors
-from automodel_ckpt.train.measure.evaluation import EvaluationTotals
-from automodel_ckpt.train.model.sections import row_multiple
-from automodel_ckpt.train.unsupported import Unsupported
-from automodel_ckpt.train.values.records import BatchSize, LossSum
+from automodel_ckpt.training.build.objective import Objective, Tensors
+from automodel_ckpt.training.measure.evaluation import EvaluationTotals
+from automodel_ckpt.training.model.sections import row_multiple
+from automodel_ckpt.training.unsupported import Unsupported
+from automodel_ckpt.training.values.records import BatchSize, LossSum
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -10,8 +10,8 @@ from automodel_ckpt.data.samples.teacher_targets import SampleKind
 from automodel_ckpt.errors import Problem
 from automodel_ckpt.recipes.distill import DistillationRecipe
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
-from automodel_ckpt.train.kinds.teacher import PretrainedTeacher
-from automodel_ckpt.train.kinds.teacher_images import check_images
+from automodel_ckpt.training.kinds.teacher import PretrainedTeacher
+from automodel_ckpt.training.kinds.teacher_images import check_images
 
 
 class VLMDistill(DistillationRecipe, VLMFinetune):

@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a model of images, audio and text on conversations.
 
 :meth:`VLMFinetune.build` creates the attributes. Everything that is not specific to vision-language models, from the
-process groups to the training loop, is in :class:`~automodel_ckpt.train.recipe.Recipe`.
+process groups to the training loop, is in :class:`~automodel_ckpt.training.recipe.Recipe`.
 
 Needs the packages of the extra ``vision``. Without torchvision images are prepared with Pillow, and a processor's part
 for videos is left out (:mod:`automodel_ckpt.models.processor`).
@@ -24,18 +24,18 @@ from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.multimodal_class import AutoMultimodalModel
 from automodel_ckpt.models.inspect.vision import image_token_ids
-from automodel_ckpt.train.build.preprocessors import check_vocabulary_file, find_preprocessor
-from automodel_ckpt.train.build.processors import (
+from automodel_ckpt.training.build.preprocessors import check_vocabulary_file, find_preprocessor
+from automodel_ckpt.training.build.processors import (
     AUTO_PROCESSOR,
     ProcessorSource,
     check_processor,
     processor_of_target,
     read_from,
 )
-from automodel_ckpt.train.build.repository import preprocessor_options
-from automodel_ckpt.train.loop import TrainingLoop
-from automodel_ckpt.train.model.sections import row_multiple
-from automodel_ckpt.train.recipe import Recipe
+from automodel_ckpt.training.build.repository import preprocessor_options
+from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.model.sections import row_multiple
+from automodel_ckpt.training.recipe import Recipe
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -28,7 +28,7 @@ from automodel_ckpt.checkpoint import Checkpointer, discover
 from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig
-from automodel_ckpt.train.saves.memory_saves import MemorySaves
+from automodel_ckpt.training.saves.memory_saves import MemorySaves
 from tools.bench_async import Bench, ranks_started
 from tools.bench_report import write_block
 from tools.bench_rounds import machine, parse_size

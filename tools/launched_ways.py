@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.training.loop import TrainingLoop
 from tools.loop_ways import SIZES, Steps, Turns, bare, recipe_of, timed_loop
 
 PLAN = "BENCH_LOOP_PLAN"

@@ -258,7 +258,7 @@ def ours(steps: Steps, size: Size, data: str = "blocks", packed: bool = False) -
 
 def timed_loop(steps: Steps) -> Any:
     """The class of a loop that notes its *steps*, and neither validates nor saves."""
-    from automodel_ckpt.train.loop import TrainingLoop
+    from automodel_ckpt.training.loop import TrainingLoop
 
     class TimedLoop(TrainingLoop):
         def step(self, batch: Any, control: Any) -> Any:

@@ -246,8 +246,8 @@ def _observed(
     """Prepare the recipe with a class that records its samples and states. Raises :class:`RecipeError`."""
     from automodel_ckpt.config.callables.prepare import prepare
     from automodel_ckpt.config.callables.trust import Trust
-    from automodel_ckpt.train.recipe import Recipe
-    from automodel_ckpt.train.selftest_probe import observed
+    from automodel_ckpt.training.recipe import Recipe
+    from automodel_ckpt.training.selftest_probe import observed
 
     loaded, recipe = prepare(loaded, Trust(line.flags.trust))
     if not issubclass(recipe, Recipe):
@@ -255,7 +255,7 @@ def _observed(
             "the selftest requires a recipe derived from Recipe",
             where="--selftest-resume",
             value=f"{recipe.__module__}.{recipe.__qualname__}",
-            hint="derive the recipe from automodel_ckpt.train.recipe.Recipe",
+            hint="derive the recipe from automodel_ckpt.training.recipe.Recipe",
         )
     return loaded, observed(recipe, notes, stop_after=stop_after)
 

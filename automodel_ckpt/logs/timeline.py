@@ -56,7 +56,7 @@ class Timeline:
     """
 
     step_times: dict[str, Any] | None = None
-    """What steps usually take, for the starts after this one (``automodel_ckpt/train/watch/step_times.py``)."""
+    """What steps usually take, for the starts after this one (``automodel_ckpt/training/watch/step_times.py``)."""
     outcome: str = FAILED
     """What ended this start: ``done``, ``stopped`` (by a signal, after saving) or ``failed``."""
 

@@ -8,7 +8,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import AT_LEAST_1, FRACTION, setting
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.training.loop import TrainingLoop
 
 
 @dataclass

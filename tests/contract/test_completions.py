@@ -21,9 +21,9 @@ from automodel_ckpt.config.keys.evaluation import GenerationConfig
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.measure.generation import Completion
-from automodel_ckpt.train.measure import completions as recipe_completions
-from automodel_ckpt.train.measure.completions import Completions
-from automodel_ckpt.train.model.trainable import Trainable
+from automodel_ckpt.training.measure import completions as recipe_completions
+from automodel_ckpt.training.measure.completions import Completions
+from automodel_ckpt.training.model.trainable import Trainable
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 from tests.support.servers.command_server import CommandServer
 

@@ -18,7 +18,7 @@ from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.train.values.disk_use import kept_at_once, still_to_come
+from automodel_ckpt.training.values.disk_use import kept_at_once, still_to_come
 from tests.support.models.mtp import FAMILIES
 from tests.support.servers.command_server import CommandServer
 from tools.null_cuda.forecasts import CASES, write_recipe

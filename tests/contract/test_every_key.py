@@ -62,24 +62,24 @@ from automodel_ckpt.recipes.distill import Distill, weights_of
 from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.sequence_classification import SequenceClassification
-from automodel_ckpt.train.build.objective import Objective
-from automodel_ckpt.train.counters.cadence import total_steps
-from automodel_ckpt.train.counters.step_scheduler import StepScheduler
-from automodel_ckpt.train.forecast.activations import num_in_progress
-from automodel_ckpt.train.kinds.embedding_pairs import PairsOverRanks
-from automodel_ckpt.train.kinds.teacher import teacher_model
-from automodel_ckpt.train.loop import TrainingLoop
-from automodel_ckpt.train.measure.cadence import cadence_of
-from automodel_ckpt.train.model.adapters import adapt, quantization
-from automodel_ckpt.train.model.deferred_model import DeferredModel
-from automodel_ckpt.train.model.model_config import read_model_config
-from automodel_ckpt.train.model.sections import row_multiple
-from automodel_ckpt.train.model.sharding import shard
-from automodel_ckpt.train.model.trainable import Trainable
-from automodel_ckpt.train.saves.exports import check_export
-from automodel_ckpt.train.values.records import Control, StepResult
-from automodel_ckpt.train.values.run_log import RunLog, build_profiler
-from automodel_ckpt.train.values.throughput import Throughput
+from automodel_ckpt.training.build.objective import Objective
+from automodel_ckpt.training.counters.cadence import total_steps
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.forecast.activations import num_in_progress
+from automodel_ckpt.training.kinds.embedding_pairs import PairsOverRanks
+from automodel_ckpt.training.kinds.teacher import teacher_model
+from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.measure.cadence import cadence_of
+from automodel_ckpt.training.model.adapters import adapt, quantization
+from automodel_ckpt.training.model.deferred_model import DeferredModel
+from automodel_ckpt.training.model.model_config import read_model_config
+from automodel_ckpt.training.model.sections import row_multiple
+from automodel_ckpt.training.model.sharding import shard
+from automodel_ckpt.training.model.trainable import Trainable
+from automodel_ckpt.training.saves.exports import check_export
+from automodel_ckpt.training.values.records import Control, StepResult
+from automodel_ckpt.training.values.run_log import RunLog, build_profiler
+from automodel_ckpt.training.values.throughput import Throughput
 from tests.support import ranks
 from tests.support.models import tiny
 from tests.support.runs.steps import launched_step

@@ -11,7 +11,7 @@ from automodel_ckpt.cli.checks import show_samples
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE, RecipeError
-from automodel_ckpt.train.sample_preview import PreviewSample, Span
+from automodel_ckpt.training.sample_preview import PreviewSample, Span
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 from tests.support.runs import pair_recipes
 

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "logs": {"base", "checkpoint", "errors"},
     "convert": {"base", "checkpoint", "errors"},
     "hub": {"base", "checkpoint", "config", "errors", "logs"},
-    "train": {
+    "training": {
         "base",
         "checkpoint",
         "config",
@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "loss",
         "models",
         "parallel",
-        "train",
+        "training",
     },
     "cli": {
         "base",
@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "models",
         "optim",
         "parallel",
-        "train",
+        "training",
     },
     "consolidate": {"cli", "errors"},
     "api": {"base", "checkpoint", "config", "errors", "parallel"},
@@ -204,7 +204,7 @@ def test_no_two_packages_may_import_each_other() -> None:
 
 def test_what_the_direction_allows_is_not_reported() -> None:
     assert forbidden("checkpoint", "from automodel_ckpt.parallel.ranks.agree import gather") == []
-    assert forbidden("cli", "from automodel_ckpt.train.recipe import Recipe") == []
+    assert forbidden("cli", "from automodel_ckpt.training.recipe import Recipe") == []
 
 
 def top_imports(file: Path, modules: dict[str, Path]) -> set[str]:

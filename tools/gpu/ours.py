@@ -76,7 +76,7 @@ def forecast_bytes(directory: Path) -> int:
     from automodel_ckpt.config.callables.trust import Trust
     from automodel_ckpt.config.load import load_recipe
     from automodel_ckpt.parallel.mesh_sizes import Sizes
-    from automodel_ckpt.train.forecast.plan import plan
+    from automodel_ckpt.training.forecast.plan import plan
 
     loaded = load_recipe(str(directory / "recipe.yaml"), [], problems=[])
     loaded, recipe_class = prepare(loaded, Trust(["tools"]))

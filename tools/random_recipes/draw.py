@@ -20,7 +20,7 @@ from automodel_ckpt.config.callables.trust import Trust
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.train.unsupported import unsupported_keys
+from automodel_ckpt.training.unsupported import unsupported_keys
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 6

@@ -1,4 +1,4 @@
-"""Compare the records that :mod:`automodel_ckpt.train.selftest_probe` wrote after each step of two runs."""
+"""Compare the records that :mod:`automodel_ckpt.training.selftest_probe` wrote after each step of two runs."""
 
 from __future__ import annotations
 

@@ -36,10 +36,10 @@ from automodel_ckpt.parallel.mesh_sizes import Sizes
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.parts.manifest import Manifest
     from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
-    from automodel_ckpt.train.forecast.memory import Memory
-    from automodel_ckpt.train.forecast.micro_batch import MicroBatchShape
-    from automodel_ckpt.train.forecast.plan import Plan
-    from automodel_ckpt.train.recipe import Recipe
+    from automodel_ckpt.training.forecast.memory import Memory
+    from automodel_ckpt.training.forecast.micro_batch import MicroBatchShape
+    from automodel_ckpt.training.forecast.plan import Plan
+    from automodel_ckpt.training.recipe import Recipe
 
 Rows = Iterator[tuple[str, str]]
 """Title and text of each line of the report; lines without a title continue the line before."""
@@ -63,8 +63,8 @@ def report(
     Raises :class:`RecipeError` if the recipe could not train: unreadable data or model, sizes that do not fit, or a
     checkpoint.checkpoint_dir that cannot be written.
     """
-    from automodel_ckpt.train.forecast.plan import ForecastDevice, plan
-    from automodel_ckpt.train.recipe import Recipe
+    from automodel_ckpt.training.forecast.plan import ForecastDevice, plan
+    from automodel_ckpt.training.recipe import Recipe
 
     loaded = replace(loaded, config=with_local_directory(loaded.config))
     _check_data(loaded)
@@ -227,7 +227,7 @@ def _checkpoints_text(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
     """Describe the size of the checkpoints, *nbytes* each, and whether the disk has enough space."""
     from automodel_ckpt.checkpoint.run.resume import checkpoint_names
     from automodel_ckpt.checkpoint.saving.forecast import free_bytes
-    from automodel_ckpt.train.values.disk_use import kept_at_once, still_to_come
+    from automodel_ckpt.training.values.disk_use import kept_at_once, still_to_come
 
     section = loaded.config.checkpoint
     directory = Path(section.checkpoint_dir)
@@ -366,7 +366,7 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
     the start would.
     """
     from automodel_ckpt.checkpoint import discover
-    from automodel_ckpt.train.build.init_from import inspect_start, paths_of
+    from automodel_ckpt.training.build.init_from import inspect_start, paths_of
 
     section = loaded.config.init_from
     if not section:

@@ -13,7 +13,7 @@ from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.errors import RecipeError
 
 if TYPE_CHECKING:
-    from automodel_ckpt.train.sample_preview import DataSummary, PreviewSample
+    from automodel_ckpt.training.sample_preview import DataSummary, PreviewSample
 
 BEGIN, END = ">>>", "<<<"
 """Text around trained tokens where there is no color."""
@@ -26,15 +26,15 @@ def report(loaded: LoadedRecipe, recipe_class: type, num_samples: int) -> Iterat
 
     Raises :class:`RecipeError` if the data cannot be built, or the class of the recipe is not derived from Recipe.
     """
-    from automodel_ckpt.train.recipe import Recipe
-    from automodel_ckpt.train.sample_preview import built_data, first_samples, summary
+    from automodel_ckpt.training.recipe import Recipe
+    from automodel_ckpt.training.sample_preview import built_data, first_samples, summary
 
     if not issubclass(recipe_class, Recipe):
         raise RecipeError(
             "samples can be shown only of a recipe derived from Recipe",
             where="--show-samples",
             value=f"{recipe_class.__module__}.{recipe_class.__qualname__}",
-            hint="derive the recipe from automodel_ckpt.train.recipe.Recipe",
+            hint="derive the recipe from automodel_ckpt.training.recipe.Recipe",
         )
     arguments = {"config": loaded.config, "config_yaml": loaded.to_yaml()}
     recipe = built_data(recipe_class, arguments)

@@ -104,8 +104,8 @@ def _checkpoint_bytes(loaded: LoadedRecipe, flags: LaunchFlags, sizes: Sizes) ->
     """Return the size of a checkpoint by the forecast of a dry run; None if the model or the data are not here."""
     from automodel_ckpt.config.callables.prepare import prepare
     from automodel_ckpt.config.callables.trust import Trust
-    from automodel_ckpt.train.forecast.plan import plan
-    from automodel_ckpt.train.recipe import Recipe
+    from automodel_ckpt.training.forecast.plan import plan
+    from automodel_ckpt.training.recipe import Recipe
 
     try:
         with without_token(), reporting_user_failures(RecipeError):

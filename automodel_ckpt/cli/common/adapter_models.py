@@ -66,7 +66,7 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     from automodel_ckpt.models.layers.adapter import add_adapters
     from automodel_ckpt.models.layers.adapter_layers import find_parameters
     from automodel_ckpt.models.layers.lora import Lora
-    from automodel_ckpt.train.model.adapters import adapter_assets
+    from automodel_ckpt.training.model.adapters import adapter_assets
 
     # Another base, given with --base, does not have the revisions of this one.
     revision = settings.revision if base == settings.base else None

@@ -38,7 +38,7 @@ SCHEDULE = "lr_scheduler"
 COUNTERS = "step_scheduler"
 DATA = "dataloader"
 RANDOM = "rng"
-"""Attributes of the recipes (``automodel_ckpt/train/recipe.py``), as checkpoints name them."""
+"""Attributes of the recipes (``automodel_ckpt/training/recipe.py``), as checkpoints name them."""
 _ADAM_ENTRIES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 # The options of torch.optim.AdamW (2.13) and their values in the recipes' default optimizer.
 _ADAM_OPTIONS: Mapping[str, Any] = {
@@ -289,7 +289,7 @@ def written_optimizer(written: RankManifest) -> Tree:
 
 
 def _counters(planned: TrainingImport) -> dict[str, Any]:
-    """Return the state of ``train/counters/step_scheduler.py``."""
+    """Return the state of ``training/counters/step_scheduler.py``."""
     return {
         "step": planned.step,
         "epoch": planned.epoch,

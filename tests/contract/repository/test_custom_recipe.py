@@ -17,7 +17,7 @@ from automodel_ckpt.config.callables.trust import Trust
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.training.loop import TrainingLoop
 from tests.support import ranks
 from tests.support.runs.training import digest, digests, killed_after, steps_of
 

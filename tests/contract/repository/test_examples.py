@@ -19,7 +19,7 @@ from automodel_ckpt.cli.train import main
 from automodel_ckpt.recipes.dpo import DPOFinetune
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
-from automodel_ckpt.train.recipe import Recipe
+from automodel_ckpt.training.recipe import Recipe
 from tests.support import ranks
 from tests.support.models.stand_ins import (
     DATA,

@@ -23,7 +23,7 @@ import sys
 import torch
 
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.training.loop import TrainingLoop
 
 
 def rows(fault: str):

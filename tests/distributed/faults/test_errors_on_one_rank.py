@@ -29,17 +29,17 @@ from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
-from automodel_ckpt.train.counters.cadence import Cadence
-from automodel_ckpt.train.counters.spikes import Spike
-from automodel_ckpt.train.counters.step_scheduler import StepScheduler
-from automodel_ckpt.train.model import deferred_model
-from automodel_ckpt.train.saves import hub_uploads
-from automodel_ckpt.train.saves.saves import Saves
-from automodel_ckpt.train.values.run_log import RunLog
-from automodel_ckpt.train.watch import hang_watch as hang_watch_module
-from automodel_ckpt.train.watch import replica_check
-from automodel_ckpt.train.watch.hang_watch import HangWatch
-from automodel_ckpt.train.watch.replica_check import ReplicaCheck
+from automodel_ckpt.training.counters.cadence import Cadence
+from automodel_ckpt.training.counters.spikes import Spike
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.model import deferred_model
+from automodel_ckpt.training.saves import hub_uploads
+from automodel_ckpt.training.saves.saves import Saves
+from automodel_ckpt.training.values.run_log import RunLog
+from automodel_ckpt.training.watch import hang_watch as hang_watch_module
+from automodel_ckpt.training.watch import replica_check
+from automodel_ckpt.training.watch.hang_watch import HangWatch
+from automodel_ckpt.training.watch.replica_check import ReplicaCheck
 from tests.support import ranks
 from tests.support.models import tiny
 

@@ -25,7 +25,7 @@ CODE = """
 import os, signal, time
 from pathlib import Path
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.training.loop import TrainingLoop
 
 def sleep_long():
     time.sleep(1000)

@@ -14,10 +14,10 @@ from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.errors import AutomodelError
 from automodel_ckpt.parallel.mesh import build_mesh, init_distributed
-from automodel_ckpt.train.counters.cadence import Due
-from automodel_ckpt.train.loop import TrainingLoop
-from automodel_ckpt.train.values.records import Control
-from automodel_ckpt.train.watch.replica_check import ReplicaCheck, checksum, outliers
+from automodel_ckpt.training.counters.cadence import Due
+from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.values.records import Control
+from automodel_ckpt.training.watch.replica_check import ReplicaCheck, checksum, outliers
 from tests.support import ranks
 from tests.support.runs import training
 

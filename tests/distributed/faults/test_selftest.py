@@ -14,7 +14,7 @@ from automodel_ckpt.cli.checks.selftest import Runs, plan_of, selftest
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.train.selftest_probe import observed
+from automodel_ckpt.training.selftest_probe import observed
 from tests.support.runs.training import Recipe, build, write_recipe
 
 MIXED = "--distributed.mixed_precision=bfloat16"

@@ -9,9 +9,9 @@ from typing import Any
 
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.logs.goodput import read_goodput
-from automodel_ckpt.train.loop import TrainingLoop
-from automodel_ckpt.train.values.readback import Number
-from automodel_ckpt.train.values.records import Control
+from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.values.readback import Number
+from automodel_ckpt.training.values.records import Control
 from tests.support import ranks
 from tests.support.runs import training
 

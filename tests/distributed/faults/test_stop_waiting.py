@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from automodel_ckpt.errors import Stopped
-from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.training.loop import TrainingLoop
 from tests.distributed.kinds.test_training import installed, saved
 from tests.support import ranks
 from tests.support.runs.training import RECIPE, Recipe, with_loop, write_recipe

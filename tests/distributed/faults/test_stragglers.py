@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.logs import timeline
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.train.loop import TrainingLoop
-from automodel_ckpt.train.values import readback, step_exchange
-from automodel_ckpt.train.values.readback import ForwardTimer
-from automodel_ckpt.train.values.records import Control
+from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.values import readback, step_exchange
+from automodel_ckpt.training.values.readback import ForwardTimer
+from automodel_ckpt.training.values.records import Control
 from tests.distributed.kinds.test_training import lines, run_each
 from tests.support import ranks
 

@@ -19,8 +19,8 @@ from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.recipes.distill import Distill
-from automodel_ckpt.train.forecast.plan import plan
-from automodel_ckpt.train.kinds.teacher import Teacher
+from automodel_ckpt.training.forecast.plan import plan
+from automodel_ckpt.training.kinds.teacher import Teacher
 from tests.fixtures.distill.make_reference_losses import (
     BATCH,
     CASES,

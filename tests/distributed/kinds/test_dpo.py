@@ -17,7 +17,7 @@ from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.dpo import DPOFinetune
 from automodel_ckpt.recipes.orpo import ORPOFinetune
-from automodel_ckpt.train.recipe import Recipe
+from automodel_ckpt.training.recipe import Recipe
 from tests.support import ranks
 from tests.support.runs.preference import TENSOR_PARALLEL, recorded, step_records, write_run
 from tests.support.runs.training import killed_after, steps_of, train

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.errors import RecipeError, Stopped
-from automodel_ckpt.train.loop import TrainingLoop
-from automodel_ckpt.train.values.readback import Number
+from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.values.readback import Number
 from tests.support import ranks
 from tests.support.runs.training import (
     EXPORT,

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, BertForMaskedLM
 from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.loss.contrastive import contrastive_losses
 from automodel_ckpt.recipes.embedding import EmbeddingFinetune
-from automodel_ckpt.train.kinds.embedding_pairs import PairsOverRanks, Parts
+from automodel_ckpt.training.kinds.embedding_pairs import PairsOverRanks, Parts
 from tests.support import ranks
 from tests.support.runs import pair_recipes
 from tests.support.runs.like_one_process import Way, check_killed_run, check_like_one_process

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.recipes.kto import KTO, KTOFinetune
-from automodel_ckpt.train.forecast.plan import plan
-from automodel_ckpt.train.measure.evaluation import EvaluationTotals
+from automodel_ckpt.training.forecast.plan import plan
+from automodel_ckpt.training.measure.evaluation import EvaluationTotals
 from tests.fixtures.preference import tiny_policy
 from tests.support.runs.preference import (
     TENSOR_PARALLEL,

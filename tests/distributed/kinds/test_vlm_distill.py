@@ -21,7 +21,7 @@ from automodel_ckpt.models.inspect.vision import image_token_ids
 from automodel_ckpt.models.processor import read_processor
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.recipes.vlm_distill import VLMDistill
-from automodel_ckpt.train.forecast.plan import plan
+from automodel_ckpt.training.forecast.plan import plan
 from tests.fixtures.distill.make_reference_losses import tiny_llama
 from tests.support import ranks
 from tests.support.models.vision import FAMILIES, make_base, write_conversations

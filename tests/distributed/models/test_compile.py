@@ -14,7 +14,7 @@ from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.attention.by_document import attends_by_document
 from automodel_ckpt.models.layers.compiling import compile_layers
-from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.training.loop import TrainingLoop
 from tests.distributed.kinds.test_training import lines_of_steps, run
 from tests.distributed.parallel.test_packing import DATA, TEXT
 from tests.support.runs.training import Recipe, with_loop

@@ -23,7 +23,7 @@ from automodel_ckpt.models.layers.adapter import add_adapters, copy_saved_module
 from automodel_ckpt.models.layers.lora import Lora
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.train.model.trainable import Trainable
+from automodel_ckpt.training.model.trainable import Trainable
 from tests.distributed.kinds.test_training import lines_of_steps
 from tests.support import ranks
 from tests.support.runs.parallel import (

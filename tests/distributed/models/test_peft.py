@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.train import main as ckpt_train
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.training.loop import TrainingLoop
 from tests.distributed.kinds.test_training import lines_of_steps, run
 from tests.support import ranks
 from tests.support.runs.training import (

@@ -21,11 +21,11 @@ from automodel_ckpt.config.keys.optimizer import EmaConfig
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.parallel.mesh_sizes import Sizes
-from automodel_ckpt.train.counters.cadence import Due
-from automodel_ckpt.train.forecast.plan import plan
-from automodel_ckpt.train.loop import TrainingLoop
-from automodel_ckpt.train.measure.weight_average import WeightAverage
-from automodel_ckpt.train.values.records import Control
+from automodel_ckpt.training.counters.cadence import Due
+from automodel_ckpt.training.forecast.plan import plan
+from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.measure.weight_average import WeightAverage
+from automodel_ckpt.training.values.records import Control
 from tests.distributed.parallel.test_expert_parallel import model_section
 from tests.support import ranks
 from tests.support.runs.training import (

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_ckpt.parallel.parallelize import Parallelism, gradient_sync, parallelize
-from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.training.loop import TrainingLoop
 from tests.distributed.kinds.test_training import lines_of_steps, run_each
 from tests.support import ranks
 from tests.support.runs.parallel import layout_here, model_of

@@ -28,7 +28,7 @@ from automodel_ckpt.parallel.context_parallel import (
 from automodel_ckpt.parallel.gradient_norm import clip_gradients
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize, reshard
-from automodel_ckpt.train.model.context_parallel import divide_rows
+from automodel_ckpt.training.model.context_parallel import divide_rows
 from tests.distributed.kinds.test_training import failure, lines, lines_of_steps, run, run_each
 from tests.support import ranks
 from tests.support.runs.parallel import VOCABULARY, config_of, layout_here, model_of

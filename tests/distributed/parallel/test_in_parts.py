@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
-from automodel_ckpt.train.model.deferred_model import build_deferred
+from automodel_ckpt.training.model.deferred_model import build_deferred
 from tests.support import ranks
 from tests.support.runs.parallel import config_of, layout_here
 

@@ -16,7 +16,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.mesh import build_mesh
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
 from automodel_ckpt.parallel.tensor_parallel import apply_plan
-from automodel_ckpt.train.watch.replicated_gradients import ReplicatedGradients
+from automodel_ckpt.training.watch.replicated_gradients import ReplicatedGradients
 from tests.distributed.kinds.test_training import failure, lines_of_steps, run, run_each
 from tests.support import ranks
 from tests.support.runs.parallel import layout_here, model_of, train_steps, train_steps_in_stages

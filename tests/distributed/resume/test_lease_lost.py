@@ -11,11 +11,11 @@ import pytest
 from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.errors import LeaseLost
-from automodel_ckpt.train.counters.cadence import Due
-from automodel_ckpt.train.loop import TrainingLoop
-from automodel_ckpt.train.saves.saves import Saves
-from automodel_ckpt.train.values.readback import Number
-from automodel_ckpt.train.values.records import Control
+from automodel_ckpt.training.counters.cadence import Due
+from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.saves.saves import Saves
+from automodel_ckpt.training.values.readback import Number
+from automodel_ckpt.training.values.records import Control
 from tests.support import ranks
 from tests.support.runs import training
 

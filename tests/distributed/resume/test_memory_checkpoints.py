@@ -13,8 +13,8 @@ import torch.distributed as dist
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig
-from automodel_ckpt.train.saves import memory_saves
-from automodel_ckpt.train.saves.memory_saves import MemorySaves
+from automodel_ckpt.training.saves import memory_saves
+from automodel_ckpt.training.saves.memory_saves import MemorySaves
 from tests.distributed.faults.test_signals import STEPS, wait_for
 from tests.support import ranks
 from tools.crash import endurance, signals

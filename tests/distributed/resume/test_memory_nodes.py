@@ -22,7 +22,7 @@ import torch.distributed as dist
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig
-from automodel_ckpt.train.saves.memory_saves import MemorySaves
+from automodel_ckpt.training.saves.memory_saves import MemorySaves
 from tests.support import ranks
 from tests.support.models.sharded import ShardedTraining
 from tests.support.servers.node_memory import can_enter, enter_node, make_nodes, memory_of_node

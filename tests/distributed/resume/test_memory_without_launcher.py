@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 CODE = """
 import os, signal
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.train.loop import TrainingLoop
+from automodel_ckpt.training.loop import TrainingLoop
 
 class Loop(TrainingLoop):
     def train_step(self, batch, control):

@@ -22,10 +22,10 @@ from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.errors import SaveFailed
 from automodel_ckpt.parallel.ranks.stop import stop_request
-from automodel_ckpt.train.counters.cadence import Due
-from automodel_ckpt.train.loop import TrainingLoop
-from automodel_ckpt.train.saves.saves import Saves
-from automodel_ckpt.train.values.records import Control
+from automodel_ckpt.training.counters.cadence import Due
+from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.saves.saves import Saves
+from automodel_ckpt.training.values.records import Control
 from tests.distributed.faults.test_signals import wait_for
 from tests.support import ranks
 from tests.support.models import tiny

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from automodel_ckpt.train.recipe import Recipe
+from automodel_ckpt.training.recipe import Recipe
 from tests.support import ranks
 from tests.support.runs.training import killed_after, steps_of, train
 

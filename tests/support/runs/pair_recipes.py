@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from automodel_ckpt.train.recipe import Recipe
+from automodel_ckpt.training.recipe import Recipe
 from tests.fixtures.embedding import tiny_pairs as tiny
 from tests.support.runs.training import build, steps_of, train
 

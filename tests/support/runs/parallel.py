@@ -24,7 +24,7 @@ from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import share_out
 from automodel_ckpt.parallel.parallelize import Parallelism, gradient_sync, parallelize
 from automodel_ckpt.parallel.pipeline import Kind
-from automodel_ckpt.train.model.pipeline import PipelineStage, split_stages, train_stages
+from automodel_ckpt.training.model.pipeline import PipelineStage, split_stages, train_stages
 
 VOCABULARY = 37  # divisible by nothing
 GLOBAL_BATCH = 8

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.train.recipe import Recipe
+from automodel_ckpt.training.recipe import Recipe
 from tests.fixtures.preference import tiny_policy
 from tests.support import ranks
 from tests.support.runs.training import killed_after, steps_of, train

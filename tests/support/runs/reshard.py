@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
 from automodel_ckpt.models.meta_init import put
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize
-from automodel_ckpt.train.model.pipeline import split_stages, train_stages
+from automodel_ckpt.training.model.pipeline import split_stages, train_stages
 from tests.support.runs.parallel import layout_here, model_of
 
 LR = 0.123

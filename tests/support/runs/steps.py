@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from automodel_ckpt.data.batches.loader import GlobalBatch
-from automodel_ckpt.train.values.readback import LaunchedStep, Mark, Readback
-from automodel_ckpt.train.values.records import Control, StepPosition
+from automodel_ckpt.training.values.readback import LaunchedStep, Mark, Readback
+from automodel_ckpt.training.values.records import Control, StepPosition
 
 
 def launched_step(

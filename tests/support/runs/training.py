@@ -23,10 +23,10 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import keys_of
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.train.counters.cadence import Due
-from automodel_ckpt.train.loop import TrainingLoop
-from automodel_ckpt.train.recipe import Recipe as AnyRecipe
-from automodel_ckpt.train.values.records import Control
+from automodel_ckpt.training.counters.cadence import Due
+from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.recipe import Recipe as AnyRecipe
+from automodel_ckpt.training.values.records import Control
 from tests.support.models.tiny_model import tiny_llama
 
 # What each rank would otherwise do for itself after the fork: 0.1 s of regular expressions, some imports, two processes

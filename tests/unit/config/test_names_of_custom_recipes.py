@@ -17,7 +17,7 @@ NAMES = {
     "recipes.dpo": "DPO DPOFinetune",
     "recipes.base": "FinetuneRecipe",
     "recipes.loop": "TrainingLoop",
-    "train.loop": "TrainingLoop",
+    "training.loop": "TrainingLoop",
     "training.adam8bit": "AdamW8bit",
     "recipes.objective": "Objective",
     "recipes.recipe": "Recipe",

@@ -60,8 +60,8 @@ CHANGES = {
     "torch.backends.cudnn": cudnn,
     "automodel_ckpt.models.loss.loss_head_probe": loss_head,
     "automodel_ckpt.models.attention.packing_probe": packing,
-    "automodel_ckpt.train.model.context_parallel": divided_rows,
-    "automodel_ckpt.train.watch.replicated_gradients": replicas,
+    "automodel_ckpt.training.model.context_parallel": divided_rows,
+    "automodel_ckpt.training.watch.replicated_gradients": replicas,
 }
 
 

@@ -40,7 +40,7 @@ from automodel_ckpt.config.keys.hub import HubConfig
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
 from automodel_ckpt.hub.background import Pushes
 from automodel_ckpt.parallel.ranks.stop import StopRequest
-from automodel_ckpt.train.saves.saves import Saves
+from automodel_ckpt.training.saves.saves import Saves
 from tests.support import ranks
 from tests.support.models import tiny
 from tests.support.runs.stored_runs import FIRST, SECOND, URL

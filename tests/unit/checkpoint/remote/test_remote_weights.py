@@ -15,7 +15,7 @@ from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.init_from import InitFromConfig, InitFromSource
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.train.start.remote_weights import with_local_weights
+from automodel_ckpt.training.start.remote_weights import with_local_weights
 from tests.support.models import tiny
 
 AUTOMODEL = Path(__file__).parents[3] / "fixtures" / "automodel"

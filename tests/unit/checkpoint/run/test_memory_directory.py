@@ -28,7 +28,7 @@ from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.train.saves.memory_saves import MemorySaves
+from automodel_ckpt.training.saves.memory_saves import MemorySaves
 from tests.support.models import tiny
 
 

@@ -41,7 +41,7 @@ from automodel_ckpt.models.inspect.repository import base_directory
 from automodel_ckpt.models.layers.freezing import freeze
 from automodel_ckpt.models.quantize import cast_to, check_not_quantized
 from automodel_ckpt.parallel.model_layers import decoder_layers, untied_layers
-from automodel_ckpt.train.model.deferred_model import build_deferred
+from automodel_ckpt.training.model.deferred_model import build_deferred
 from tests.support.servers.serving import serve
 
 TINY: dict[str, Any] = {

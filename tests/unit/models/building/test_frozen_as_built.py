@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.train.model.deferred_model import DeferredModel, build_deferred
+from automodel_ckpt.training.model.deferred_model import DeferredModel, build_deferred
 
 BIAS = "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"
 """It selects experts, is not trained, and stays in float32."""

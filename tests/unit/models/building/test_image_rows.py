@@ -23,7 +23,7 @@ from automodel_ckpt.models.attention.by_document import attend_by_document
 from automodel_ckpt.models.attention.image_positions import rotary_positions
 from automodel_ckpt.models.attention.row_masks import install_row_masks
 from automodel_ckpt.models.inspect.vision import image_token_ids
-from automodel_ckpt.train.model.image_rows import RowProbe
+from automodel_ckpt.training.model.image_rows import RowProbe
 from tests.support.models.vision import FAMILIES, TEXT, write_conversations
 
 SAMPLES = (0, 4, 2, 3, 5, 9, 6)

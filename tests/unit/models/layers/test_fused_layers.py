@@ -37,7 +37,7 @@ from automodel_ckpt.models.layers.fused_rotary import (
     _rotated,
     fuse_rotary_embeddings,
 )
-from automodel_ckpt.train.model.sections import fuses_adapters, fuses_layers
+from automodel_ckpt.training.model.sections import fuses_adapters, fuses_layers
 from tests.unit.models.building.test_packing_probe import build, loss_and_gradients
 
 pytestmark = [

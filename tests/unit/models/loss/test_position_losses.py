@@ -10,7 +10,7 @@ from torch import nn
 from automodel_ckpt.models.loss import fused_cross_entropy
 from automodel_ckpt.models.loss.loss_inputs import IDENTITY, Labeled, LayerCall, LogitTransform
 from automodel_ckpt.models.loss.position_losses import PositionLosses
-from automodel_ckpt.train.forecast.step_trace import LiveBytes
+from automodel_ckpt.training.forecast.step_trace import LiveBytes
 
 
 @pytest.mark.parametrize("transform", [IDENTITY, LogitTransform(0.5, 3.0)])

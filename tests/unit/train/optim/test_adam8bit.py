@@ -19,9 +19,9 @@ from automodel_ckpt.optim import adam8bit
 from automodel_ckpt.optim.adam8bit import AdamW8bit, divided, joined
 from automodel_ckpt.optim.combined_optimizer import CombinedOptimizer
 from automodel_ckpt.optim.moment_codes import decoded, dynamic_table, lookup_of, nearest
-from automodel_ckpt.train.counters.cadence import Cadence
-from automodel_ckpt.train.counters.step_scheduler import StepScheduler
-from automodel_ckpt.train.start.resume_overrides import RecipeOptions
+from automodel_ckpt.training.counters.cadence import Cadence
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.start.resume_overrides import RecipeOptions
 from tests.support.models import tiny
 
 

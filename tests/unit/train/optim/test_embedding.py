@@ -24,7 +24,7 @@ from automodel_ckpt.loss.contrastive import (
 )
 from automodel_ckpt.models.loss.pooling import pool
 from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
-from automodel_ckpt.train.kinds.embedding_pairs import (
+from automodel_ckpt.training.kinds.embedding_pairs import (
     Parts,
     num_pairs_of,
     own_candidates,

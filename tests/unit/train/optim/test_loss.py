@@ -21,8 +21,8 @@ from automodel_ckpt.loss.causal import (
     num_label_tokens,
     shift_labels,
 )
-from automodel_ckpt.train.gradients import checked
-from automodel_ckpt.train.values.records import LossSum
+from automodel_ckpt.training.gradients import checked
+from automodel_ckpt.training.values.records import LossSum
 
 
 def batch(

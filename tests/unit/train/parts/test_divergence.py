@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.errors import TrainingDiverged
-from automodel_ckpt.train.counters.cadence import Cadence, Due
-from automodel_ckpt.train.counters.spikes import SpikeRule
-from automodel_ckpt.train.counters.step_scheduler import StepScheduler
-from automodel_ckpt.train.values.records import ReportedStep
-from automodel_ckpt.train.watch.divergence import Divergence
+from automodel_ckpt.training.counters.cadence import Cadence, Due
+from automodel_ckpt.training.counters.spikes import SpikeRule
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.values.records import ReportedStep
+from automodel_ckpt.training.watch.divergence import Divergence
 
 RULE = SpikeRule(2.0, None, window=2, rollback=1, skip=3, max_rollbacks=2)
 

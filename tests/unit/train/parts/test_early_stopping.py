@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.train.counters.cadence import Cadence
-from automodel_ckpt.train.counters.early_stopping import EarlyStopping, StoppingRule
-from automodel_ckpt.train.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.counters.cadence import Cadence
+from automodel_ckpt.training.counters.early_stopping import EarlyStopping, StoppingRule
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 
 
 def ends_at(values: list[float | None], **rule: Any) -> int | None:

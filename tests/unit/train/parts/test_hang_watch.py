@@ -33,10 +33,10 @@ from automodel_ckpt.parallel.ranks.process_stacks import (
     report_on,
 )
 from automodel_ckpt.parallel.ranks.stop import StopRequest
-from automodel_ckpt.train.watch import step_watches
-from automodel_ckpt.train.watch.hang_watch import HangWatch
-from automodel_ckpt.train.watch.step_times import EarlierTimes, StepTimes
-from automodel_ckpt.train.watch.step_watches import StepWatches
+from automodel_ckpt.training.watch import step_watches
+from automodel_ckpt.training.watch.hang_watch import HangWatch
+from automodel_ckpt.training.watch.step_times import EarlierTimes, StepTimes
+from automodel_ckpt.training.watch.step_watches import StepWatches
 
 STATE = RankState(0, "now", 12, STEPS, 5.0, {"0": 30, "1": 4}, "in a step: f (a.py:1)")
 WORKING = (STEPS, DATA)
@@ -401,7 +401,7 @@ def polled(watched: HangWatch, clock: Clock, *seconds: float) -> list[int]:
 def test_the_time_in_which_the_process_is_suspended_does_not_count(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("automodel_ckpt.train.watch.hang_watch.time", clock)
+    monkeypatch.setattr("automodel_ckpt.training.watch.hang_watch.time", clock)
     timeline = Timeline()
     watched = watch(timeline, tmp_path, min_seconds=60.0, factor=10.0)
     timeline.enter(STEPS)

@@ -14,8 +14,8 @@ from automodel_ckpt.loss.causal import cross_entropy_sum
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.recipes.sequence_classification import OBJECTIVES, SampleObjective
-from automodel_ckpt.train.measure.evaluation import EvaluationTotals
-from automodel_ckpt.train.model.trainable import Trainable
+from automodel_ckpt.training.measure.evaluation import EvaluationTotals
+from automodel_ckpt.training.model.trainable import Trainable
 
 RECORDED = json.loads(
     (Path(__file__).parents[3] / "fixtures/classification/measures.json").read_text()

@@ -16,7 +16,7 @@ from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.optim.lr import build_schedule
-from automodel_ckpt.train.recipe import Recipe
+from automodel_ckpt.training.recipe import Recipe
 from tests.support.runs import training
 
 

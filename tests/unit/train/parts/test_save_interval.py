@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from automodel_ckpt.train.counters.cadence import Cadence
-from automodel_ckpt.train.counters.save_interval import (
+from automodel_ckpt.training.counters.cadence import Cadence
+from automodel_ckpt.training.counters.save_interval import (
     FIRST_STEPS,
     AutoInterval,
     best_interval_seconds,
 )
-from automodel_ckpt.train.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 
 HOUR = 3600.0
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.train.counters.spikes import SpikeDetector, SpikeRule
+from automodel_ckpt.training.counters.spikes import SpikeDetector, SpikeRule
 
 RULE = SpikeRule(
     loss_factor=2.0, grad_norm_factor=10.0, window=4, rollback=1, skip=1, max_rollbacks=3

@@ -18,15 +18,15 @@ from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from automodel_ckpt.logs.timeline import Timeline
-from automodel_ckpt.train.counters.cadence import (
+from automodel_ckpt.training.counters.cadence import (
     Cadence,
     due_after,
     planned_end,
     run_is_over,
     total_steps,
 )
-from automodel_ckpt.train.counters.step_scheduler import StepScheduler
-from automodel_ckpt.train.saves.saves import Saves
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.saves.saves import Saves
 
 counts = st.none() | st.integers(1, 12)
 

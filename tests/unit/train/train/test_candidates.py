@@ -11,9 +11,9 @@ import pytest
 from automodel_ckpt.cli.checks.dry_run import _device_rows
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.parallel.mesh_sizes import Sizes
-from automodel_ckpt.train.forecast import advice
-from automodel_ckpt.train.forecast.advice import Advice, Proposal
-from automodel_ckpt.train.forecast.candidates import compact, smaller
+from automodel_ckpt.training.forecast import advice
+from automodel_ckpt.training.forecast.advice import Advice, Proposal
+from automodel_ckpt.training.forecast.candidates import compact, smaller
 from tests.support.runs.training import RECIPE, build, write_recipe
 
 FSDP2 = "--distributed.strategy=fsdp2"

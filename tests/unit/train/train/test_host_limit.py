@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.train.watch import host_limit
-from automodel_ckpt.train.watch.host_limit import HostLimit
+from automodel_ckpt.training.watch import host_limit
+from automodel_ckpt.training.watch.host_limit import HostLimit
 
 CUDA = torch.device("cuda", 0)
 

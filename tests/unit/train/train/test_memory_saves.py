@@ -22,9 +22,9 @@ from automodel_ckpt.checkpoint.saving import disk_space
 from automodel_ckpt.checkpoint.saving.background import SaveTask
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig
 from automodel_ckpt.errors import LeaseLost, SaveFailed
-from automodel_ckpt.train.saves import memory_saves
-from automodel_ckpt.train.saves.memory_saves import MemorySaves
-from automodel_ckpt.train.start.base_commit import COMMIT, REVISION, recorded_commits
+from automodel_ckpt.training.saves import memory_saves
+from automodel_ckpt.training.saves.memory_saves import MemorySaves
+from automodel_ckpt.training.start.base_commit import COMMIT, REVISION, recorded_commits
 from tests.support.models import tiny
 
 

@@ -13,8 +13,13 @@ from transformers import AutoModel
 
 from automodel_ckpt.models.attention.position_bias import lay_out_position_biases
 from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
-from automodel_ckpt.train.forecast.model_traces import _quantized
-from automodel_ckpt.train.forecast.step_trace import HeadMemory, LiveBytes, StepTrace, traced_step
+from automodel_ckpt.training.forecast.model_traces import _quantized
+from automodel_ckpt.training.forecast.step_trace import (
+    HeadMemory,
+    LiveBytes,
+    StepTrace,
+    traced_step,
+)
 
 INPUTS = {"input_ids": torch.arange(2 * 96).reshape(2, 96) % 100}
 NO_HEAD = HeadMemory(0)

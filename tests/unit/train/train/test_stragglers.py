@@ -17,8 +17,8 @@ from torch import nn
 from automodel_ckpt.checkpoint.run.timeline import ARRIVAL, FORWARD, SAVES, STEPS
 from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.logs.timeline import Timeline
-from automodel_ckpt.train.values.readback import ForwardTimer
-from automodel_ckpt.train.watch.stragglers import (
+from automodel_ckpt.training.values.readback import ForwardTimer
+from automodel_ckpt.training.watch.stragglers import (
     Figures,
     Straggler,
     StragglerWatch,

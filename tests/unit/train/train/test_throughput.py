@@ -19,8 +19,8 @@ from automodel_ckpt.logs.speed import MeasuredStep, speed_of, speed_text
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
-from automodel_ckpt.train.values.run_log import RunLog
-from automodel_ckpt.train.values.throughput import Throughput
+from automodel_ckpt.training.values.run_log import RunLog
+from automodel_ckpt.training.values.throughput import Throughput
 from tests.support.runs.steps import launched_step
 
 

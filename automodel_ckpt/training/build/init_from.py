@@ -1,0 +1,584 @@
+"""``init_from``: the weights of a new run, from a checkpoint or files of any program, or from several of them."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.base.store_url import is_url
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
+from automodel_ckpt.checkpoint.files.layout import RankLayout
+from automodel_ckpt.checkpoint.parts.verify import Level
+from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.state.fill_modules import (
+    Filling,
+    NewRows,
+    fill_module,
+    module_shapes,
+    whole_shapes,
+)
+from automodel_ckpt.checkpoint.state.module_tensors import unwrap
+from automodel_ckpt.config.keys.init_from import InitFromConfig, InitFromSource
+from automodel_ckpt.convert.merging.model_names import fitting_prefixes
+from automodel_ckpt.convert.open import Weights, open_weights
+from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
+from automodel_ckpt.models.inspect.model_files import fetched_directory, require_local
+from automodel_ckpt.models.inspect.repository import base_directory, check_revision
+from automodel_ckpt.models.weight_matching import (
+    Names,
+    Verdict,
+    compare,
+    copies_of_tied,
+    ignored_by,
+)
+from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
+from automodel_ckpt.training.build.init_checks import (
+    Difference,
+    adapter_hint,
+    check_scales,
+    check_tied,
+    other_configs,
+    shared_modules,
+    side_directory,
+)
+from automodel_ckpt.training.build.init_config import config_directory
+from automodel_ckpt.training.build.init_tokenizer import other_vocabularies
+
+log = logging.getLogger("automodel_ckpt")
+
+MODEL = "model"
+_MAX_NAMED = 3
+
+
+Section = InitFromConfig | Sequence[InitFromSource]
+
+
+@dataclass(slots=True)
+class Start:
+    """The weights that a run starts from: those of one source, or of several.
+
+    *tensors* maps names in the model to the module of a source and the name there, *tied* maps aliases to such names.
+    *directories* has the directory with the side files of each module of a source, by id, and *whole* those of sources
+    for the whole model. *differences* are those to the model's config and to the tokenizer.
+    *scopes* are the modules of the model that get weights; empty text is the whole model. *found_prefix* was removed
+    from the names, besides those of ``strip``; *unused* are those without such a prefix. The patterns are those of all
+    sources.
+    """
+
+    sources: list[Weights] = field(default_factory=list)
+    tensors: dict[str, tuple[Tensors, str]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    directories: dict[int, Path | None] = field(default_factory=dict)
+    whole: list[Weights] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    scopes: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    found_prefix: str = ""
+    allow_missing: list[str] = field(default_factory=list)
+    allow_unexpected: list[str] = field(default_factory=list)
+
+    @property
+    def paths(self) -> str:
+        """The paths of all sources, in words."""
+        return ", ".join(str(weights.path) for weights in self.sources)
+
+    def add(self, section: InitFromConfig, weights: Weights, where: str) -> None:
+        """Add a source, whose tensors replace those of earlier ones. *where* is the key of its section.
+
+        Raises :class:`RecipeError` if none of its names begins with ``strip``.
+        """
+        strip, into = "", ""
+        if isinstance(section, InitFromSource):
+            strip, into = _prefix(section.strip), _prefix(section.into)
+        named: dict[str, tuple[Tensors, str]] = {}
+        for attribute, module in weights.modules.items():
+            directory = side_directory(weights, module)
+            self.directories[id(module)] = directory
+            if attribute == MODEL and not strip and not into:
+                self.whole.append(weights)
+            for fqn in module.tensors:
+                full = _qualified(attribute, fqn)
+                if full.startswith(strip):
+                    named[into + full.removeprefix(strip)] = (module, fqn)
+                    self._allow(section, full, into + full.removeprefix(strip))
+                else:
+                    self.unused.append(full)
+            for alias, stored in module.tied.items():
+                names = [_qualified(attribute, name) for name in (alias, stored)]
+                if all(name.startswith(strip) for name in names):
+                    renamed = [into + name.removeprefix(strip) for name in names]
+                    self.tied[renamed[0]] = renamed[1]
+        if not named:
+            raise RecipeError(
+                "no name of a tensor begins with this prefix",
+                where=f"{where}.strip",
+                value=strip,
+                hint=f"the names there: {', '.join(sorted(self.unused)[:5])}",
+            )
+        replaced = named.keys() & self.tensors.keys()
+        if replaced:
+            log.info(
+                "%s replaces %s of earlier sources", weights.path, counted(len(replaced), "tensor")
+            )
+        self.tensors |= named
+        self.sources.append(weights)
+        self.scopes.append(into)
+        self.allow_missing += section.allow_missing
+
+    def _allow(self, section: InitFromConfig, own_name: str, name: str) -> None:
+        # The patterns are those of names in the source: here the names of the model are compared.
+        if any(fnmatchcase(own_name, pattern) for pattern in section.allow_unexpected):
+            self.allow_unexpected.append(glob.escape(name))
+
+    def remove_prefix(self, prefix: str) -> None:
+        """Remove *prefix* from all names in the sources; those without it are not used."""
+        self.found_prefix = prefix
+        self.unused += [name for name in self.tensors if not name.startswith(prefix)]
+        self.tensors = _without(prefix, self.tensors)
+        tied = _without(prefix, self.tied)
+        self.tied = {alias: name.removeprefix(prefix) for alias, name in tied.items()}
+        self.allow_unexpected = self.unexpected_after(prefix)
+
+    def unexpected_after(self, prefix: str) -> list[str]:
+        """The patterns of ``allow_unexpected`` for names without *prefix*."""
+        escaped = glob.escape(prefix)
+        return [name.removeprefix(escaped) for name in self.allow_unexpected]
+
+    def covers(self, name: str) -> bool:
+        """Whether *name* of the model is in one of the modules that get weights."""
+        return name.startswith(tuple(self.scopes))
+
+
+class _Pair(NamedTuple):
+    """The tensors of the modules that get weights, and those of the sources.
+
+    Names on either side may lack *prefix*.
+    """
+
+    here: Names
+    there: Names
+    prefix: str
+
+
+def start_from(
+    section: Section,
+    modules: Mapping[str, nn.Module],
+    *,
+    ranks: RankLayout,
+    group: ProcessGroup | None,
+    resizable: Iterable[str] = (),
+    new_rows: NewRows = "mean",
+    verify: Level = "digest",
+    tokenizer: Any = None,
+) -> Verdict:
+    """Fill the recipe's *modules* (by attribute name) with the weights that ``init_from`` names.
+
+    Names of the module ``model`` are as they are, those of others follow their attribute's name and a dot. *resizable*
+    names those of ``model`` that may have another number of rows. The vocabulary of *tokenizer*, or of a processor's,
+    is compared with that beside the weights. Called on all ranks, each of which reads its part. Raises, the same on all
+    ranks, :class:`RecipeError` for other weights than those of the modules, and :class:`CheckpointUnusable` for damaged
+    ones.
+    """
+    with raise_on_all_ranks(group):
+        start = Start()
+        with config_directory(modules) as config:
+            for one, where in _sections(section):
+                weights = _open(one, where, _config_for(one, config))
+                start.add(one, weights, where)
+        pair, verdict = _compare(section, start, modules, resizable)
+        _check_configs(start, modules)
+        for weights in start.sources:
+            weights.verify(verify, ranks.rank, ranks.world_size)
+        if ranks.rank == 0:
+            _check_tied(start, modules, pair)
+            start.differences += other_vocabularies(tokenizer, start.whole)
+            _warn_of_differences(start)
+    # From here on weights are overwritten: all ranks have compared and verified the files above.
+    log.info("Starting from the weights in %s", start.paths)
+    verdict.log_differences("they and the model")
+    if start.found_prefix:
+        log.info("The names there have the prefix %s, which is removed", start.found_prefix)
+    if start.unused:
+        names = "\n    ".join(sorted(start.unused))
+        log.info("Tensors without the prefix that is removed are not used:\n    %s", names)
+
+    with raise_on_all_ranks(group):
+        for name, module in modules.items():
+            fill_module(module, _fillings(name, module, verdict, start), new_rows)
+    return verdict
+
+
+def inspect_start(
+    section: Section,
+    modules: Mapping[str, nn.Module],
+    *,
+    resizable: Iterable[str] = (),
+    tokenizer: Any = None,
+) -> tuple[Start, Verdict] | None:
+    """The weights that :func:`start_from` would read, and how they match *modules*, from manifests and headers alone.
+
+    No value is read and nothing is fetched: None for a Hub name whose weights are not in the cache. Raises as
+    :func:`start_from`, except for damage that only a digest shows.
+    """
+    start = Start()
+    with config_directory(modules) as config:
+        for one, where in _sections(section):
+            weights = _open_local(one, where, _config_for(one, config))
+            if weights is None:
+                return None
+            start.add(one, weights, where)
+    _, verdict = _compare(section, start, modules, resizable)
+    _check_configs(start, modules)
+    start.differences += other_vocabularies(tokenizer, start.whole)
+    for weights in start.sources:
+        weights.verify("size", 0, 1)
+    return start, verdict
+
+
+def paths_of(section: Section) -> str:
+    """The paths that ``init_from`` names, in words."""
+    return ", ".join(one.path for one, _ in _sections(section))
+
+
+def _sections(section: Section) -> list[tuple[InitFromConfig, str]]:
+    """Each source, with the key of its section."""
+    if isinstance(section, InitFromConfig):
+        return [(section, "init_from")]
+    return [(one, f"init_from.{number}") for number, one in enumerate(section)]
+
+
+def _config_for(section: InitFromConfig, config: Path | None) -> Path | None:
+    """The directory of the model's config, if the weights are for the whole model and not for a part of it."""
+    is_part = isinstance(section, InitFromSource) and bool(section.strip or section.into)
+    return None if is_part else config
+
+
+_Value = TypeVar("_Value")
+
+
+def _without(prefix: str, named: Mapping[str, _Value]) -> dict[str, _Value]:
+    """The items whose names begin with *prefix*, without it."""
+    return {
+        name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)
+    }
+
+
+def _prefix(name: str) -> str:
+    return name if not name or name.endswith(".") else f"{name}."
+
+
+def verify_base(
+    name: str,
+    level: Level,
+    ranks: RankLayout,
+    group: ProcessGroup | None,
+    revision: str | None = None,
+) -> None:
+    """Compare a base model that is an export with its manifest, before anything is read from it; other bases have none.
+
+    *revision* is a branch, tag or commit of a Hub name. Called on all ranks, each of which reads its share. Raises
+    :class:`CheckpointUnusable`, the same on all ranks.
+    """
+
+    with raise_on_all_ranks(group):
+        problems = _base_problems(name, level, ranks, revision)
+        if problems:
+            raise CheckpointUnusable.all_of(problems)
+
+
+def _base_problems(
+    name: str, level: Level, ranks: RankLayout, revision: str | None
+) -> list[Problem]:
+    directory = base_directory(name, revision)
+    if directory is None:
+        return []
+    export = find_export_manifest(directory, follow_links=True)
+    if export is None:
+        return []
+    # Side files that training does not read may be missing from a copy.
+    present = {file for file in export.files if (directory / file).exists()}
+    return export.problems(only=present, level=level, rank=ranks.rank, num_ranks=ranks.world_size)
+
+
+def verify_side_files(name: str, level: Level, revision: str | None = None) -> None:
+    """Compare the small files of a directory that is an export (config, tokenizer, processor) with its manifest, before
+    they are read. Every rank reads them all. Raises :class:`CheckpointUnusable`."""
+    directory = None
+    with contextlib.suppress(OSError, ValueError):  # no name of the Hub, which its reader reports
+        directory = base_directory(name, revision)
+    export = find_export_manifest(directory, follow_links=True) if directory is not None else None
+    if directory is None or export is None:
+        return
+    small = {
+        file
+        for file in export.files
+        if not file.endswith(".safetensors") and (directory / file).exists()
+    }
+    if problems := export.problems(only=small, level=level):
+        raise CheckpointUnusable.all_of(problems)
+
+
+def _open_local(section: InitFromConfig, where: str, config: Path | None) -> Weights | None:
+    """The weights of a path, or of a Hub name that is in the cache; None for any other Hub name, and for a URL.
+
+    *config* is the directory of the config.json to whose names weights of other programs are converted.
+    """
+    path = section.path
+    if is_url(path):
+        return None
+    local = _local_path(section, where)
+    if local is not None:
+        return open_weights(local, config)
+    require_local(path, f"{where}.path")
+    cached = base_directory(path, section.revision)
+    if cached is None or not any(cached.glob("*.safetensors")):
+        return None
+    return open_weights(cached)
+
+
+def _open(section: InitFromConfig, where: str, config: Path | None) -> Weights:
+    local = _local_path(section, where)
+    if local is not None:
+        return open_weights(local, config)
+    path = section.path
+    require_local(path, f"{where}.path")
+    if (fetched := fetched_directory(path, section.revision)) is None:
+        raise RecipeError(
+            "the weights of this name cannot be fetched from the Hub, or are no safetensors",
+            where=f"{where}.path",
+            value=path,
+            hint="check the name (of a directory: that it is there); a Hub name needs the network or a filled cache, "
+            "and for a model that asks for it a login (hf auth login)",
+        )
+    return open_weights(fetched)
+
+
+def _local_path(section: InitFromConfig, where: str) -> Path | None:
+    """The path of *section*; None for the name of a repository. Raises :class:`RecipeError` for a path's revision."""
+    local = Path(section.path).expanduser()
+    # A path in an existing directory is never a Hub name: a typo must not become a download.
+    if not (local.exists() or local.is_symlink() or local.parent.is_dir()):
+        return None
+    check_revision(section.path, section.revision, f"{where}.revision", f"{where}.path")
+    return local
+
+
+def _names_of(start: Start, modules: Mapping[str, nn.Module]) -> _Pair:
+    """The tensors of the *modules* that get weights, and those of the sources."""
+    shapes: dict[str, Any] = {}
+    tied: dict[str, str] = {}
+    for name, module in modules.items():
+        own_shapes, own_tied = whole_shapes(module)
+        shapes |= {_qualified(name, fqn): shape for fqn, shape in own_shapes.items()}
+        tied |= {
+            _qualified(name, alias): _qualified(name, kept) for alias, kept in own_tied.items()
+        }
+    _check_scopes(start, shapes)
+    shapes = {name: shape for name, shape in shapes.items() if start.covers(name)}
+    there_shapes = {
+        name: module.tensors[fqn].shape for name, (module, fqn) in start.tensors.items()
+    }
+    prefix = ""
+    if MODEL in modules:
+        model = unwrap(modules[MODEL])
+        prefix = getattr(model, "base_model_prefix", "")
+        for name in ignored_by(model, there_shapes.keys() - shapes.keys()):
+            del there_shapes[name]
+    return _Pair(Names(shapes, tied), Names(there_shapes, start.tied), prefix)
+
+
+def _check_configs(start: Start, modules: Mapping[str, nn.Module]) -> None:
+    if MODEL in modules:
+        for weights in start.whole:
+            start.differences += other_configs(modules[MODEL], weights)
+        check_scales(modules[MODEL], start.tensors, start.directories, "init_from.path")
+
+
+def _warn_of_differences(start: Start) -> None:
+    for found in start.differences:
+        lines = "".join(f"\n    {line}" for line in found.lines)
+        log.warning("the weights in %s fit, but %s:%s", found.path, found.text, lines)
+
+
+def _check_tied(start: Start, modules: Mapping[str, nn.Module], pair: _Pair) -> None:
+    aliases = dict(pair.here.tied)
+    if MODEL in modules:
+        aliases |= shared_modules(modules[MODEL])
+    copies = copies_of_tied(Names(pair.here.shapes, aliases), pair.there, pair.prefix)
+    check_tied(copies, start.tensors, "init_from.path")
+
+
+def _compare(
+    section: Section, start: Start, modules: Mapping[str, nn.Module], resizable: Iterable[str]
+) -> tuple[_Pair, Verdict]:
+    """Compare the tensors of *start* with those of the *modules*, without the prefix of their names if there is one.
+
+    A list of sources states its prefixes (``strip``). Raises :class:`RecipeError` for differences that the section does
+    not allow.
+    """
+    resizable = set(resizable)
+    pair = _names_of(start, modules)
+    verdict = _verdict(start, pair, resizable, start.allow_unexpected)
+    hint = ""
+    if isinstance(section, InitFromConfig) and verdict.new and verdict.unexpected:
+        prefixes = _prefixes(start, pair, verdict, resizable)
+        if len(prefixes) == 1:
+            start.remove_prefix(prefixes[0])
+            pair = _names_of(start, modules)
+            verdict = _verdict(start, pair, resizable, start.allow_unexpected)
+            hint = _unexpected_hint(prefixes[0], verdict)
+        elif prefixes:
+            sources = " or ".join(f"[{{path: ..., strip: {each[:-1]}}}]" for each in prefixes)
+            hint = f"the names there fit the model after several prefixes; remove one of them with init_from: {sources}"
+    with _with_hint(hint):
+        _check_allowed(section, start, pair, verdict)
+    return pair, verdict
+
+
+def _verdict(
+    start: Start, pair: _Pair, resizable: Collection[str], allow_unexpected: Sequence[str]
+) -> Verdict:
+    return compare(
+        pair.here,
+        pair.there,
+        prefix=pair.prefix,
+        resizable=resizable,
+        allow_missing=start.allow_missing,
+        allow_unexpected=allow_unexpected,
+    )
+
+
+def _prefixes(start: Start, pair: _Pair, verdict: Verdict, resizable: Collection[str]) -> list[str]:
+    """The prefixes of the names in *start* after which these are all of those of the model."""
+
+    def fits(prefix: str) -> bool:
+        tied = {alias: name.removeprefix(prefix) for alias, name in there.tied.items()}
+        stripped = Names(_without(prefix, there.shapes), _without(prefix, tied))
+        allowed = start.unexpected_after(prefix)
+        shorter = _verdict(start, pair._replace(there=stripped), resizable, allowed)
+        return bool(shorter.matches) and shorter.allowed.issuperset(shorter.new)
+
+    there = pair.there
+    return fitting_prefixes([*there.shapes, *there.tied], verdict.new, fits)
+
+
+def _unexpected_hint(prefix: str, verdict: Verdict) -> str:
+    """The hint for tensors that the model lacks, under their names in the source."""
+    names = [name for name in verdict.unexpected if name not in verdict.allowed]
+    patterns = [f"'{prefix}{name}'" for name in names]
+    if len(names) > _MAX_NAMED:
+        patterns = [f"'{prefix}*'"]
+    return (
+        f"the names there are those of the model after the prefix {prefix}, except these; name the weights of this "
+        f"model, or, to ignore these, set init_from.allow_unexpected: [{', '.join(patterns)}]"
+    )
+
+
+def _check_allowed(section: Section, start: Start, pair: _Pair, verdict: Verdict) -> None:
+    paths = paths_of(section)
+    if isinstance(section, InitFromConfig):
+        if not (section.allow_missing or section.allow_unexpected):
+            _check_both_given(
+                paths, ours=_adapted(pair.here.shapes), theirs=_adapted(pair.there.shapes)
+            )
+        with _with_adapter_hint(start, pair):
+            verdict.check_allowed("init_from.path", paths, "init_from")
+    else:
+        verdict.check_allowed("init_from", paths, "init_from.N")
+
+
+@contextlib.contextmanager
+def _with_hint(hint: str) -> Iterator[None]:
+    """Let differences be reported with this *hint*, unless it is empty."""
+    try:
+        yield
+    except RecipeError as error:
+        if not hint:
+            raise
+        raise RecipeError.all_of([replace(each, hint=hint) for each in error.problems]) from None
+
+
+@contextlib.contextmanager
+def _with_adapter_hint(start: Start, pair: _Pair) -> Iterator[None]:
+    """Let a difference between two sets of adapters be reported with the section for those of the source."""
+    try:
+        yield
+    except RecipeError as error:
+        are_adapters = _adapted(pair.here.shapes) and _adapted(pair.there.shapes)
+        hint = adapter_hint(start.directories.values()) if are_adapters else ""
+        if not hint:
+            raise
+        if rows := _rows_there(pair.there):
+            hint += f"; if the vocabulary was resized, model.vocab_size: {rows}"
+        raise RecipeError.all_of([replace(each, hint=hint) for each in error.problems]) from None
+
+
+def _rows_there(there: Names) -> int | None:
+    """The number of rows of an embedding or output layer that the source has beside its adapters."""
+    for name, shape in there.shapes.items():
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            return shape[0]
+    return None
+
+
+def _check_scopes(start: Start, names: Iterable[str]) -> None:
+    """Raise :class:`RecipeError` for a module in ``into`` that the model does not have."""
+    known = list(names)
+    for number, scope in enumerate(start.scopes):
+        if not any(name.startswith(scope) for name in known):
+            modules = sorted({name.rpartition(".")[0] for name in known})
+            raise RecipeError(
+                "the model has no such module",
+                where=f"init_from.{number}.into",
+                value=scope.removesuffix("."),
+                hint=f"modules of the model: {', '.join(modules[:5])}, ...",
+            )
+
+
+def _adapted(names: Iterable[str]) -> bool:
+    """Whether these are the weights of adapters."""
+    return any(".lora_" in name for name in names)
+
+
+def _check_both_given(path: str, *, ours: bool, theirs: bool) -> None:
+    """Adapters alone are no whole model, and a whole model has no adapters."""
+    if theirs and not ours:
+        raise RecipeError(
+            "these are adapters, and this recipe trains a whole model",
+            where="init_from.path",
+            value=path,
+            hint="make one model of base and adapters, by ckpt export --merge, and name that; or give the recipe the "
+            "peft section of the adapters",
+        )
+    if ours and not theirs:
+        raise RecipeError(
+            "this is a whole model, and the recipe trains adapters on one",
+            where="init_from.path",
+            value=path,
+            hint="name it in model.from_pretrained (of a checkpoint of ours its model/consolidated directory, which "
+            "ckpt consolidate makes), and leave init_from out",
+        )
+
+
+def _fillings(name: str, module: nn.Module, verdict: Verdict, start: Start) -> dict[str, Filling]:
+    """What fills the module *name*, by its own names."""
+    names = {fqn: _qualified(name, fqn) for fqn in module_shapes(module)[0]}
+    return {
+        fqn: Filling(*start.tensors[verdict.matches[full]], full in verdict.resized)
+        for fqn, full in names.items()
+        if full in verdict.matches
+    }
+
+
+def _qualified(attribute: str, fqn: str) -> str:
+    return fqn if attribute == MODEL else f"{attribute}.{fqn}"

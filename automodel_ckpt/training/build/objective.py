@@ -1,0 +1,463 @@
+"""What a run minimizes: the summed loss of a micro-batch, computed by a complete model or by pipeline stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from automodel_ckpt.base.device_copies import to_device
+from automodel_ckpt.config.callables.plugins import build_function
+from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.data.batches.packing import IS_TOKEN, longest_sample
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.loss.causal import (
+    WHOLE,
+    LossFn,
+    check_is_sum,
+    check_labels,
+    cross_entropy_sum,
+    in_numpy,
+    labelled_positions,
+    next_token_loss,
+    num_label_tokens,
+    shift_labels,
+)
+from automodel_ckpt.models.attention.host_positions import note_positions
+from automodel_ckpt.models.config_checks import check_context
+from automodel_ckpt.models.inspect.forward import last_layer_output, logits_of
+from automodel_ckpt.models.loss.fused_cross_entropy import widened
+from automodel_ckpt.models.loss.loss_head import LossHead, ModuleLossHead
+from automodel_ckpt.models.loss.loss_inputs import TokenHits
+from automodel_ckpt.models.loss.mtp import MultiTokenPrediction
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.measure.evaluation import (
+    ACCURACY,
+    HITS,
+    PERPLEXITY,
+    EvaluationSums,
+    EvaluationTotals,
+    perplexity,
+)
+from automodel_ckpt.training.model.trainable import Trainable
+from automodel_ckpt.training.values.records import (
+    AUX_LOSS,
+    LABEL_TOKENS,
+    Z_LOSS,
+    BatchSize,
+    LossSum,
+)
+
+if TYPE_CHECKING:
+    from automodel_ckpt.models.loss.z_loss import ZLoss
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Objective:
+    """The loss of predicting the next token wherever there is a label.
+
+    Derive from it to minimize something else: override :meth:`loss`, and :meth:`size_of` and :attr:`terms` where the
+    loss is not a sum over label tokens. The loop divides the sum over the global batch by the count of that batch.
+    """
+
+    terms: ClassVar[str] = LABEL_TOKENS
+    """What :meth:`size_of` counts, in the plural: the logs have the count under this name."""
+    measures: ClassVar[tuple[str, ...] | None] = None
+    """What validations measure beside the loss: keys of the result of :meth:`summarize`. None: the accuracy and the
+    perplexity of the next token, unless a subclass computes another loss."""
+    sums_cross_entropy: ClassVar[bool] = True
+    """Whether training minimizes the sum of cross-entropies, whose gradients the output layer can keep in 16 bits."""
+    check_length: ContextCheck | None = None
+    """Raises for samples that are longer than the model's context; None: nothing is known about the context."""
+    evaluation: EvaluationSums | None = None
+    """Adds up what a validation set measures; None in training."""
+    z_loss: ZLoss | None = None
+    """A loss beside the cross-entropy in training passes. It has a gradient, and is a separate metric in the log; the
+    loss that :meth:`row_loss` returns has the gradient of both, and the value of the cross-entropy."""
+
+    def __init__(
+        self,
+        trainable: Trainable,
+        layout: RankLayout,
+        loss_fn: LossFn,
+        *,
+        sequence_parallel: bool = False,
+        section: Any = None,
+    ) -> None:
+        """*loss_fn* is the loss of full logits, if the output layer does not compute it.
+
+        *section* is the section of the recipe's kind of training, such as ``dpo``; None if there is none.
+        """
+        self.section = section
+        self.trainable, self.layout, self.loss_fn = trainable, layout, loss_fn
+        self.model, self.router_loss = trainable.model, trainable.router_loss
+        self._num_row_parts = layout.num_row_parts(sequence_parallel=sequence_parallel)
+        self._z_loss_sum: torch.Tensor | float = 0.0
+        self._is_known_sum = loss_fn is cross_entropy_sum
+
+    def size_of(self, micro_batch: Tensors) -> BatchSize:
+        """Count the terms of the summed loss of *micro_batch*, its labels, and its tokens, before the forward pass.
+
+        All ranks add up these counts before the first backward pass of a step, since they scale the gradient.
+        """
+        num_labels = self.num_labels_of(micro_batch)
+        # A micro-batch without labels weighs nothing; among them are those that only keep a rank in step.
+        num_tokens = self.num_tokens_of(micro_batch) if num_labels else 0
+        return BatchSize(num_labels, num_labels, num_tokens)
+
+    def num_labels_of(self, micro_batch: Tensors) -> int:
+        """Count the labels of *micro_batch* that a position predicts: not those of the first positions of rows."""
+        return num_label_tokens(micro_batch["labels"])
+
+    def num_tokens_of(self, micro_batch: Tensors) -> int:
+        """Count the tokens of *micro_batch*, without padding, for the log and the router's loss."""
+        mask = micro_batch.get(IS_TOKEN, micro_batch.get("attention_mask"))
+        return (
+            micro_batch["labels"].numel() if mask is None else int(np.count_nonzero(in_numpy(mask)))
+        )
+
+    def flops_of(self, micro_batch: Tensors) -> float:
+        """Count the floating-point operations of a training pass over *micro_batch*, for the log; 0 if unknown.
+
+        They are unknown for an objective that overrides :meth:`loss`, which may call the model any number of times.
+        """
+        count = self.trainable.flop_count
+        if count is None or type(self).loss is not Objective.loss:
+            return 0.0
+        num_labels = self.num_labels_of(micro_batch)
+        # Such a micro-batch only keeps this rank in step with the others.
+        return count.of(micro_batch, num_labels) if num_labels else 0.0
+
+    def size_here(self, micro_batches: Sequence[Tensors], *, with_flops: bool = False) -> BatchSize:
+        """Add up the sizes of this rank's *micro_batches*; zero if another rank reports the same rows.
+
+        The ranks of a tensor or context parallel group, and all stages, have the same rows, which count once.
+        """
+        count, num_labels, num_tokens, flops = 0, 0, 0, 0.0
+        if self.layout.reports:
+            for micro_batch in micro_batches:
+                size = self.size_of(micro_batch)
+                count += size.count
+                num_labels += size.num_label_tokens
+                num_tokens += size.num_tokens
+                if with_flops:
+                    flops += self.flops_of(micro_batch)
+        return BatchSize(count, num_labels, num_tokens, flops)
+
+    def start_batch(self, micro_batches: Sequence[Tensors]) -> None:
+        """Prepare for a global batch, of which *micro_batches* are this rank's. Called on all ranks before its losses.
+
+        Override it to compute what the loss of each micro-batch needs of the whole global batch. It may be a
+        collective: all ranks have the same number of micro-batches.
+        """
+
+    def loss(self, micro_batch: Tensors) -> LossSum:
+        """Compute the loss of *micro_batch*, summed over its :meth:`size_of` terms."""
+        return self.with_aux_loss(self.row_loss(self.rows_of(micro_batch)))
+
+    def with_aux_loss(self, loss: torch.Tensor) -> LossSum:
+        """Add the router's loss, that of further tokens and the z-loss to the metrics, in training passes with them.
+
+        An objective that calls :meth:`row_loss` itself returns the value of this method.
+        """
+        z_loss, self._z_loss_sum = self._z_loss_sum, 0.0
+        # The pass that only counts the routers' choices is in training mode, without gradients.
+        if not self.model.training or not torch.is_grad_enabled():
+            return LossSum(loss)
+        metrics: dict[str, torch.Tensor] = {}
+        if self.router_loss is not None:
+            metrics[AUX_LOSS] = self.router_loss.share()
+        if self.trainable.mtp is not None:
+            from automodel_ckpt.loss.mtp_loss import MTP_LOSS
+
+            metrics[MTP_LOSS] = self.trainable.mtp.take_noted()
+        if self.z_loss is not None:
+            metrics[Z_LOSS] = torch.as_tensor(z_loss)
+        return LossSum(loss, metrics)
+
+    def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[torch.Tensor]:
+        """Compute the summed loss of each micro-batch for validation, and add its metrics to those of the set.
+
+        With stages, only the last one returns losses.
+        """
+        stage = self.trainable.stage
+        if stage is None:
+            return (self._evaluated(micro_batch) for micro_batch in micro_batches)
+        rows = [self.rows_of(micro_batch) for micro_batch in micro_batches]
+        return stage.evaluate(rows, self.stage_output)
+
+    def _evaluated(self, micro_batch: Tensors) -> torch.Tensor:
+        result = self.loss(micro_batch)
+        if self.evaluation is not None:
+            for name, value in result.metrics.items():
+                self.evaluation.add(name, value)
+        return result.loss
+
+    @contextmanager
+    def evaluating(self) -> Iterator[EvaluationSums]:
+        """Add up the metrics of the evaluation passes inside the context: those of one validation set."""
+        sums = self.evaluation = EvaluationSums(self.layout.device)
+        try:
+            yield sums
+        finally:
+            self.evaluation = None
+
+    def summarize(self, totals: EvaluationTotals) -> dict[str, float]:
+        """Compute the :attr:`measures` of a validation set from its totals over all ranks.
+
+        They are the means of the metrics of :meth:`loss` over the terms. Override it for others, such as a ratio of
+        two sums. In evaluation passes, metrics may also be 1-dim.
+        """
+        if self.measures is not None:
+            return {name: totals.mean(name) for name in self.measures}
+        num_labels = totals.num_label_tokens
+        hits = totals.sums[HITS][0]
+        return {
+            ACCURACY: hits / num_labels if num_labels else math.nan,
+            PERPLEXITY: perplexity(totals.mean_loss),
+        }
+
+    def rows_of(self, micro_batch: Tensors) -> Tensors:
+        """The rows of *micro_batch* as the model sees them. Raises :class:`RecipeError` for samples that are too
+        long."""
+        if self.check_length is not None:
+            self.check_length(longest_sample(micro_batch))
+        row_layout = self.trainable.row_layout
+        return row_layout(micro_batch) if row_layout is not None else micro_batch
+
+    def stage_output(self, rows: Tensors, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Run this rank's current pipeline stage: the hidden states [B, t, H] for the next stage, or on the last stage
+        the summed loss. *hidden* are those of the stage before; None on the first. t is the length of a row, or of
+        this rank's slice of it."""
+        stage = self.trainable.stage
+        assert stage is not None
+        if stage.is_last:
+            return self.row_loss(rows, hidden)
+        # Other stages return hidden states in place of the logits.
+        return last_layer_output(self.trainable.forward(self._inputs(rows, hidden)))
+
+    def logits(self, rows: Tensors, trainable: Trainable | None = None) -> torch.Tensor:
+        """Compute the logits [B, T, V] of *rows*, of the trained model or of another one that *trainable* describes.
+
+        Raises :class:`RecipeError` if context parallel ranks divide the rows.
+        """
+        trainable = trainable or self.trainable
+        if trainable.context is not None:
+            raise RecipeError(
+                "this objective needs the logits of complete rows, and context parallel ranks divide them",
+                where="distributed.cp_size",
+                value=trainable.context.size,
+                hint="leave cp_size out",
+            )
+        return logits_of(trainable.forward(self._inputs(rows, None)))
+
+    def row_loss(self, rows: Tensors, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the loss of *rows*, summed over their labels; 0-dim, on the device.
+
+        On the last stage of a pipeline, *hidden* are the hidden states [B, T, H] of the stage before.
+        """
+        trainable = self.trainable
+        if trainable.mtp is not None and self.model.training:
+            return self._row_loss_of_depths(rows, trainable.mtp)
+        z_loss = self.z_loss if self.model.training else None
+        if trainable.loss_head is None:
+            loss = self._loss_from_full_logits(rows, hidden, z_loss)
+        else:
+            loss = self._loss_from_loss_head(rows, hidden, trainable.loss_head, z_loss)
+        return loss if z_loss is None else self._with_gradient_of_z_loss(loss, z_loss)
+
+    def _loss_from_full_logits(
+        self, rows: Tensors, hidden: torch.Tensor | None, z_loss: ZLoss | None
+    ) -> torch.Tensor:
+        """Compute the summed loss of *rows* from the model's logits [B, t, V], with the *z_loss* added, if any."""
+        part = self._part_of_row(rows["labels"].shape[1])
+        inputs = self._inputs(rows, hidden)
+        with self.trainable.compute():
+            output = self._run_model(inputs, rows, part)
+        labels = self._on_device(rows["labels"])
+        logits = logits_of(output)
+        loss = self._loss_of_logits(logits, labels, part)
+        predicted = shift_labels(labels)[:, part].flatten()
+        if self._hits is not None:
+            self._hits.add(logits.flatten(0, 1), predicted)
+        if z_loss is not None:
+            penalty = z_loss.of(widened(logits.flatten(0, 1)), predicted)
+            z_loss.note(penalty)
+            loss = loss + penalty
+        return loss
+
+    def _loss_from_loss_head(
+        self,
+        rows: Tensors,
+        hidden: torch.Tensor | None,
+        loss_head: LossHead | ModuleLossHead,
+        z_loss: ZLoss | None,
+    ) -> torch.Tensor:
+        """Compute the summed loss of *rows* in the output layer, chunk by chunk, with the *z_loss* added, if any."""
+        part = self._part_of_row(rows["labels"].shape[1])
+        inputs = self._inputs(rows, hidden)
+        positions, targets = labelled_positions(
+            rows["labels"], part, all_up_to=self.trainable.all_up_to
+        )
+        if positions is not None:
+            positions = self._on_device(positions)
+        # The root module computes the loss: only its forward pass gathers the root's parameters and
+        # sets the backward hooks of FSDP2, and prepares the reduction of DDP.
+        loss_pass = loss_head.computing_loss(
+            positions, self._on_device(targets), hits=self._hits, z_loss=z_loss
+        )
+        with self.trainable.compute(), loss_pass:
+            output = self._run_model(inputs, rows, part)
+        return loss_pass.loss_in(output)
+
+    def _run_model(self, inputs: Tensors, rows: Tensors, part: slice) -> Any:
+        """Call the model on *inputs*, those of *rows*, and keep what the router's loss needs of its output."""
+        output = self.model(**inputs, **self.trainable.forward_options)
+        self._note_routing(output, rows, part)
+        return output
+
+    def _loss_of_logits(
+        self, logits: torch.Tensor, labels: torch.Tensor, part: slice
+    ) -> torch.Tensor:
+        """Compute :func:`next_token_loss`. The first call with labels checks that the user's loss is a sum."""
+        loss = next_token_loss(logits, labels, self.loss_fn, part)
+        if not self._is_known_sum:
+            shifted = shift_labels(labels)[:, part].flatten()
+            self._is_known_sum = check_is_sum(self.loss_fn, logits.flatten(0, 1), shifted)
+        return loss
+
+    def _with_gradient_of_z_loss(self, total: torch.Tensor, z_loss: ZLoss) -> torch.Tensor:
+        """Take the value of the z-loss out of *total*, whose gradient does not change, and keep it for the metrics."""
+        penalty = z_loss.take()
+        self._z_loss_sum = self._z_loss_sum + penalty
+        return total - penalty
+
+    def _row_loss_of_depths(self, rows: Tensors, mtp: MultiTokenPrediction) -> torch.Tensor:
+        """Compute the loss of *rows* as :meth:`row_loss` does, and keep the losses of further tokens in *mtp*."""
+        trainable = self.trainable
+        part = self._part_of_row(rows["labels"].shape[1])
+        inputs = self._inputs(rows, None)
+        from automodel_ckpt.loss.mtp_loss import labels_of_depths
+
+        labels = labels_of_depths(rows["labels"], mtp.num_depths, rows.get("position_ids"))
+        # The output of the model has the rows of each depth behind those of the model.
+        num_rows = len(rows["labels"])
+        by_depth = torch.split(labels, num_rows)
+        if trainable.loss_head is None:
+            with mtp.computing(), trainable.compute():
+                output = self._run_model(inputs, rows, part)
+            parts = torch.split(logits_of(output), num_rows)
+            found: list[torch.Tensor] = []
+            for logits, targets in zip(parts, by_depth, strict=True):
+                loss = self._loss_of_logits(logits, self._on_device(targets), part)
+                found.append(loss)
+            losses = torch.stack(found)
+        else:
+            positions, targets = labelled_positions(labels, part)
+            assert positions is not None
+            sizes = [len(labelled_positions(each, part)[1]) for each in by_depth]
+            loss_pass = trainable.loss_head.computing_loss(
+                self._on_device(positions), self._on_device(targets), sizes
+            )
+            with mtp.computing(), trainable.compute(), loss_pass:
+                output = self._run_model(inputs, rows, part)
+            losses = loss_pass.loss_in(output)
+        mtp.note(losses[1:])
+        return losses[0]
+
+    def _inputs(self, rows: Tensors, hidden: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        inputs = {
+            name: self._on_device(value)
+            for name, value in rows.items()
+            if name not in ("labels", IS_TOKEN)
+        }
+        if "position_ids" in inputs:
+            note_positions(inputs["position_ids"], rows["position_ids"])
+        if self.trainable.embedding_noise is not None:
+            self.trainable.embedding_noise.note_rows(inputs)
+        stage = self.trainable.stage
+        if stage is not None and hidden is not None:
+            length = inputs.pop("input_ids").shape[1]
+            inputs["inputs_embeds"] = stage.local.receive(hidden, length)
+        return inputs
+
+    def _note_routing(self, output: Any, rows: Tensors, part: slice) -> None:
+        """Keep what the router's loss needs of a forward pass in training; *part* of each row is this rank's."""
+        if self.router_loss is None or not self.model.training:
+            return
+        is_token = rows.get(IS_TOKEN, rows.get("attention_mask"))
+        if num_label_tokens(rows["labels"]) == 0:
+            # Such a micro-batch only keeps this rank in step with the others.
+            is_token = torch.zeros_like(rows["labels"])
+        self.router_loss.note(output, None if is_token is None else is_token[:, part])
+
+    @property
+    def _hits(self) -> TokenHits | None:
+        return None if self.evaluation is None else self.evaluation.hits
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return to_device(tensor, self.layout.device)
+
+    def _part_of_row(self, length: int) -> slice:
+        """The positions in a row of *length* tokens whose outputs this rank computes.
+
+        Raises :class:`RecipeError` for rows that cannot be divided evenly.
+        """
+        context, num_parts = self.trainable.context, self._num_row_parts
+        if length % num_parts:
+            key = "cp_size" if context is not None else "sequence_parallel"
+            raise RecipeError(
+                "a row cannot be divided evenly along the sequence",
+                where=f"distributed.{key}",
+                value=f"{length} tokens among {num_parts} ranks",
+                hint=f"let your collate_fn pad to a multiple of {num_parts}, or leave {key} out",
+            )
+        return WHOLE if context is None else context.slice_of(length)
+
+
+def build_loss_fn(section: Target | None, device: torch.device) -> LossFn:
+    """Build the ``loss_fn`` section (its contract: :data:`~automodel_ckpt.loss.causal.LossFn`), else cross-entropy.
+
+    Raises :class:`RecipeError` for a loss that is not a sum, or that does not take class labels.
+    """
+    if section is None:
+        return cross_entropy_sum
+    loss_fn = build_function("loss_fn", section, reduction="sum")
+    if getattr(loss_fn, "reduction", "sum") != "sum":
+        raise RecipeError(
+            "a loss has to be the sum over the labels: the recipe divides by those of the whole global batch",
+            where="loss_fn.reduction",
+            value=loss_fn.reduction,
+            hint="leave reduction out",
+        )
+    check_labels(loss_fn)
+    if isinstance(loss_fn, nn.Module):
+        loss_fn = loss_fn.to(device)
+        # A module without parameters has nothing to save, and would be state as an attribute; its method is not.
+        return loss_fn if loss_fn.state_dict() else loss_fn.forward
+    return loss_fn  # type: ignore[no-any-return]
+
+
+class ContextCheck:
+    """Checks that samples, padding included, are not longer than a model's context."""
+
+    def __init__(self, model_config: PreTrainedConfig, scheduler: StepScheduler) -> None:
+        self._model_config = model_config
+        self._scheduler = scheduler
+        self._longest = 0
+
+    def __call__(self, num_tokens: int) -> None:
+        """Raise :class:`RecipeError` if a sample of *num_tokens* does not fit."""
+        if num_tokens <= self._longest:
+            return
+        where = f"a sample of step {self._scheduler.step + 1}"
+        check_context(self._model_config, num_tokens, where)
+        self._longest = num_tokens

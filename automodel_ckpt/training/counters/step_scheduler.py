@@ -1,0 +1,391 @@
+"""The counters of a run, which checkpoints contain, and what is due by them and by the clock.
+
+Steps are optimizer steps and count from 1; epochs count from 0. A step that ends an epoch belongs to that epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.training.counters.cadence import Cadence, Due, divides, due_after, run_is_over
+from automodel_ckpt.training.counters.save_interval import AutoInterval
+from automodel_ckpt.training.counters.spikes import SpikeDetector
+
+if TYPE_CHECKING:
+    from automodel_ckpt.training.counters.early_stopping import EarlyStopping
+
+_COUNTERS = ("step", "epoch", "epochs_done", "consumed_samples", "consumed_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReading:
+    """What rank 0's clock decides after a step: *elapsed_seconds* of training so far, whether a save is due by time,
+    and whether ``max_time`` ends the run."""
+
+    elapsed_seconds: float = 0.0
+    save_is_wanted: bool = False
+    time_is_up: bool = False
+
+
+def _check_plausible(state: Mapping[str, Any]) -> None:
+    """Validate the values of a saved state, which may come from an untrusted file."""
+    invalid = []
+    counters = {name: state[name] for name in _COUNTERS}
+    counters["nonfinite_steps"] = state.get("nonfinite_steps", 0)
+    for name, count in counters.items():
+        # Not isinstance, which accepts booleans. Ranks sum numbers in float64, exact below 2**53.
+        if type(count) is not int or not 0 <= count < 2**53:
+            invalid.append(name)
+    for name in ("elapsed_seconds", "best"):
+        number = state[name]
+        if name == "best" and number is None:
+            continue
+        if type(number) is not float or not math.isfinite(number):
+            invalid.append(name)
+    if invalid:
+        raise CheckpointUnusable(
+            "the saved step counters are invalid",
+            where="step_scheduler",
+            value=", ".join(f"{name} {str(state.get(name))[:40]}" for name in invalid),
+            hint="resume from another checkpoint (checkpoint.restore_from)",
+        )
+
+
+class StepScheduler:
+    """The counters of a run, which each checkpoint contains, and the decisions that depend on them.
+
+    Clocks differ between ranks. After a step, :meth:`finish_step` decides what follows from counters.
+    :meth:`apply_clock` decides what follows from :meth:`read_clock` of rank 0. All ranks pass that reading to it, so
+    that all have the same state.
+    """
+
+    def __init__(
+        self,
+        cadence: Cadence,
+        *,
+        planned_steps: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.cadence = cadence
+        self.planned_steps = planned_steps
+        self.planned_before = planned_steps
+        self.step = 0
+        self.epoch = 0
+        self.epochs_done = 0
+        self.consumed_samples = 0
+        self.consumed_tokens = 0
+        self.elapsed_seconds = 0.0
+        self.best: float | None = None
+        self.ended_early = False
+        self.ran_out_of_time = False
+        self.validation_is_due = False
+        self.benchmarks_are_due = False
+        self.save_was_due = False
+        self.nonfinite_steps = 0
+        """Consecutive steps up to the newest one whose loss or gradient norm was not finite, where they are counted."""
+        self.early_stopping: EarlyStopping | None = None
+        if cadence.early_stopping is not None:
+            from automodel_ckpt.training.counters.early_stopping import EarlyStopping
+
+            self.early_stopping = EarlyStopping(cadence.early_stopping)
+        self.spikes: SpikeDetector | None = None
+        if cadence.on_spike is not None:
+            self.spikes = SpikeDetector(cadence.on_spike)
+        self._clock = clock
+        self._session_start = clock()
+        self._elapsed_before = 0.0
+        self._saved_step = 0
+        self._attempted_step = 0
+        self._attempt_time = self._session_start
+        self._step_start: float | None = None
+        self._is_in_step = False
+        self._epoch_ended = False
+        self.clock_is_known = True
+        """Whether the clock of rank 0 after the newest step is known: false from finish_step() to apply_clock()."""
+        self._longest_step_seconds = 0.0
+        self._longest_save_seconds = 0.0
+        self._auto = (
+            AutoInterval(cadence.mtbf_seconds) if cadence.mtbf_seconds is not None else None
+        )
+
+    def is_finished(self) -> bool:
+        """Whether the run has no further step."""
+        if self.ended_early or self.has_stopped_improving:
+            return True
+        return run_is_over(self.cadence, self.step, self.epochs_done)
+
+    @property
+    def has_stopped_improving(self) -> bool:
+        """Whether early stopping ends the run."""
+        return self.early_stopping is not None and self.early_stopping.is_over
+
+    def note_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Pass the *metrics* of a validation after the current step to early stopping."""
+        if self.early_stopping is not None:
+            self.early_stopping.note(self.step, metrics)
+
+    def note_finite(self, is_finite: bool) -> bool:
+        """Count a step whose loss and gradient norm are finite or not. Returns whether the run has to stop.
+
+        Nothing is counted without ``stop_after_nonfinite_steps``.
+        """
+        limit = self.cadence.stop_after_nonfinite_steps
+        if limit is None:
+            return False
+        self.nonfinite_steps = 0 if is_finite else self.nonfinite_steps + 1
+        return self.nonfinite_steps >= limit
+
+    def is_over_for_good(self) -> bool:
+        """Whether no further start of the same recipe can make a step, whatever its time limit and its data."""
+        return self.has_stopped_improving or run_is_over(self.cadence, self.step, self.epochs_done)
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether steps were completed since the last save of this session or the checkpoint that was resumed from."""
+        return self.step != self._saved_step
+
+    def measured_seconds(self) -> float:
+        """Wall-clock seconds of this session, plus those of earlier sessions up to the checkpoint resumed from."""
+        return self._elapsed_before + self._clock() - self._session_start
+
+    def start_step(self) -> None:
+        """Start to measure the duration of a step. Optional; it makes :meth:`time_is_up` more precise."""
+        self._step_start = self._clock()
+
+    def enter_step(self) -> None:
+        """Record that the ranks begin to agree on a step: a signal may now be too late to prevent it."""
+        self._is_in_step = True
+
+    @property
+    def stops_after(self) -> int:
+        """The last step of the run if a signal arrives now: the step in progress, or the last completed one."""
+        return self.step + 1 if self._is_in_step else self.step
+
+    def finish_step(
+        self, *, epoch: int, epochs_done: int, num_samples: int, num_tokens: int
+    ) -> Due:
+        """Count one optimizer step on a global batch of *epoch*, and return what is due by the counters.
+
+        *epochs_done* is the number of complete epochs. :meth:`apply_clock` adds what is due by the clock.
+        """
+        self._epoch_ended = epochs_done > self.epochs_done
+        self._is_in_step = False
+        self.clock_is_known = False
+        self.step += 1
+        self.epoch = epoch
+        self.epochs_done = epochs_done
+        self.consumed_samples += num_samples
+        self.consumed_tokens += num_tokens
+        if self._step_start is not None:
+            seconds = self._clock() - self._step_start
+            self._longest_step_seconds = max(self._longest_step_seconds, seconds)
+            if self._auto is not None:
+                self._auto.note_step(seconds)
+        return self._due(ClockReading(), stop=False)
+
+    def read_clock(self) -> ClockReading:
+        """This rank's clock after the newest step."""
+        return ClockReading(self.measured_seconds(), self.save_is_wanted(), self.time_is_up())
+
+    def apply_clock(self, clock: ClockReading, *, stop: bool) -> Due:
+        """Return what is due after the newest step, by counters and by the *clock* of rank 0.
+
+        *stop* is whether a signal requested a stop.
+        """
+        self.clock_is_known = True
+        self.elapsed_seconds = clock.elapsed_seconds
+        self.ended_early = self.ran_out_of_time = clock.time_is_up
+        due = self._due(clock, stop=stop)
+        if due.anything:
+            # Also if the ranks had begun to agree on the next step: they agree again after what is due.
+            self._is_in_step = False
+        return due
+
+    def _due(self, clock: ClockReading, *, stop: bool) -> Due:
+        due = due_after(
+            self.cadence,
+            self.step,
+            self.epochs_done,
+            epoch_ended=self._epoch_ended,
+            save_is_wanted=clock.save_is_wanted,
+            time_is_up=clock.time_is_up,
+            stop=stop,
+        )
+        self.validation_is_due, self.save_was_due = due.validate, due.save
+        self.benchmarks_are_due = due.benchmarks
+        return due
+
+    def is_beyond_last_epoch(self, epoch: int) -> bool:
+        """Whether *epoch* is after the last epoch of the run."""
+        return self.cadence.num_epochs is not None and epoch >= self.cadence.num_epochs
+
+    def end_early(self) -> None:
+        """Make the current step the last one, because the data ended earlier than expected."""
+        self.ended_early = True
+        self.benchmarks_are_due = self.cadence.has_benchmarks
+
+    def reason_of_end(self) -> str:
+        """A sentence about what ended the run. Call it when :meth:`is_finished` is true."""
+        num_epochs, max_steps = self.cadence.num_epochs, self.cadence.max_steps
+        if max_steps is not None and self.step >= max_steps:
+            return f"max_steps {max_steps} ended the run"
+        of_steps = f" of max_steps {max_steps}" if max_steps is not None else ""
+        if num_epochs is not None and self.epochs_done >= num_epochs:
+            return f"num_epochs {num_epochs} ended the run at step {self.step}{of_steps}"
+        if self.early_stopping is not None and self.early_stopping.is_over:
+            return f"{self.early_stopping.reason()}: the run ended at step {self.step}{of_steps}"
+        if self.ran_out_of_time:
+            limit = f"max_time ({self.cadence.max_time_seconds:g} s)"
+            return f"{limit} ended the run at step {self.step}{of_steps}; the same command continues it"
+        return f"no full batch is left of num_epochs {num_epochs}: the run ended at step {self.step}{of_steps}"
+
+    @property
+    def validation_is_missing(self) -> bool:
+        """Whether a signal prevented the validation that was due after the current step, perhaps before a resume."""
+        return self.validation_is_due and self.cadence.has_validation
+
+    @property
+    def benchmarks_are_missing(self) -> bool:
+        """Whether benchmarks are due after the current step; after a resume, because a signal had prevented them."""
+        return self.benchmarks_are_due and self.cadence.has_benchmarks
+
+    def benchmark_is_due(self, every_steps: int | None) -> bool:
+        """Whether a benchmark with this interval is due after the current step, or because the run ends."""
+        return self.is_finished() or divides(every_steps, self.step)
+
+    def repeat_validation(self) -> None:
+        """Make the validation of the current step due again: a stop follows that saves the step without it."""
+        self.validation_is_due = self.cadence.has_validation
+
+    def note_benchmarks(self) -> None:
+        """Record that the benchmarks of the current step have run."""
+        self.benchmarks_are_due = False
+
+    def note_validated(self) -> None:
+        """Record that the current step is validated."""
+        self.validation_is_due = False
+
+    def note_best(self, value: float) -> bool:
+        """Record the best metric so far. Returns whether it requires a save (``ckpt_on_best``)."""
+        self.best = value
+        return self.cadence.ckpt_on_best
+
+    def note_save(self, seconds: float) -> None:
+        """Record that the current step is saved, which took *seconds* including its validation."""
+        self._saved_step = self.step
+        self._note_attempt()
+        self._longest_save_seconds = max(self._longest_save_seconds, seconds)
+
+    def note_failed_save(self) -> None:
+        """Record that a save failed: the next one is due as long after it as after a successful save.
+
+        Otherwise, with a full disk, the run would validate and try to save after every step.
+        """
+        self._note_attempt()
+
+    def _note_attempt(self) -> None:
+        self._attempted_step = self.step
+        self._attempt_time = self._clock()
+
+    def note_published(self, stall_seconds: float, total_seconds: float) -> str | None:
+        """Record how long a save paused training, and how long it took until its checkpoint was published.
+
+        Called on rank 0, perhaps by another thread. Returns the reason for a new interval between saves, if the run
+        chooses it, or None.
+        """
+        self._longest_save_seconds = max(self._longest_save_seconds, total_seconds)
+        if self._auto is None:
+            return None
+        return self._auto.note_save(stall_seconds, total_seconds)
+
+    def note_lost_save(self) -> None:
+        """Record that the save of the last :meth:`note_save` failed afterwards."""
+        # No step has this number, so the current one counts as unsaved.
+        self._saved_step = -1
+
+    def save_is_wanted(self) -> bool:
+        """Whether a save is due by time, or by the interval that the run has chosen, after the newest step.
+
+        By this rank's clock, ``ckpt_every_minutes`` after the last save. Failed saves count like successful ones.
+        """
+        minutes = self.cadence.ckpt_every_minutes
+        if minutes is not None and self._clock() - self._attempt_time >= 60 * minutes:
+            return True
+        return self._auto is not None and self.step - self._attempted_step >= self._auto.steps
+
+    def time_is_up(self) -> bool:
+        """Whether ``max_time`` may not suffice for one more step and two saves, by this rank's clock."""
+        limit = self.cadence.max_time_seconds
+        if limit is None:
+            return False
+        # Two saves: the step that ends now may have to be saved, and the next one, too.
+        ahead = self._longest_step_seconds + 2 * self._longest_save_seconds
+        return self._clock() - self._session_start + ahead >= limit
+
+    def follow_data(self, *, epochs_done: int, num_samples: int) -> None:
+        """Set the finished epochs and the consumed samples to those of a position in the data.
+
+        Another program that started the run may count both in another way.
+        """
+        self.epochs_done = epochs_done
+        self.consumed_samples = num_samples
+
+    def state_dict(self) -> dict[str, Any]:
+        # Not ended_early and ran_out_of_time: max_time limits one start, and the same command
+        # continues.
+        state: dict[str, Any] = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "epochs_done": self.epochs_done,
+            "consumed_samples": self.consumed_samples,
+            "consumed_tokens": self.consumed_tokens,
+            "elapsed_seconds": self.elapsed_seconds,
+            "planned_steps": self.planned_steps,
+            "best": self.best,
+            "validation_is_due": self.validation_is_due,
+            "save_was_due": self.save_was_due,
+        }
+        if self.cadence.stop_after_nonfinite_steps is not None:
+            state["nonfinite_steps"] = self.nonfinite_steps
+        if self.cadence.has_benchmarks:
+            state["benchmarks_are_due"] = self.benchmarks_are_due
+        if self.early_stopping is not None:
+            state["early_stopping"] = self.early_stopping.state_dict()
+        if self.spikes is not None:
+            state["spikes"] = self.spikes.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the counters of a checkpoint. ``planned_steps`` stays that of this run.
+
+        Raises :class:`CheckpointUnusable` for impossible values.
+        """
+        _check_plausible(state)
+        self.planned_before = state["planned_steps"]
+        self.step = state["step"]
+        self.epoch = state["epoch"]
+        self.epochs_done = state["epochs_done"]
+        self.consumed_samples = state["consumed_samples"]
+        self.consumed_tokens = state["consumed_tokens"]
+        self.elapsed_seconds = state["elapsed_seconds"]
+        self.best = state["best"]
+        # Checkpoints written before 2026-11-21 contain neither.
+        self.validation_is_due = state.get("validation_is_due", False)
+        self.save_was_due = state.get("save_was_due", self.validation_is_due)
+        self.nonfinite_steps = state.get("nonfinite_steps", 0)
+        self.benchmarks_are_due = bool(state.get("benchmarks_are_due", False))
+        if self.early_stopping is not None and "early_stopping" in state:
+            self.early_stopping.load_state_dict(state["early_stopping"])
+        if self.spikes is not None and "spikes" in state:
+            self.spikes.load_state_dict(state["spikes"])
+        # For a run that goes back: the clock decides again after the next step.
+        self.ended_early = self.ran_out_of_time = False
+        # Subtracts the start-up of this session, so that it does not count as training time.
+        self._elapsed_before = self.elapsed_seconds - (self._clock() - self._session_start)
+        self._saved_step = self.step
+        self._attempted_step = self.step

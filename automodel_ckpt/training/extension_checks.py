@@ -1,0 +1,183 @@
+"""Checks that what a user's recipe overrides is called: former methods, hidden methods, and losses of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.training.build.objective import Objective
+from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.saves.saves import Saves
+
+_PACKAGE = "automodel_ckpt."
+_LOOP = "a subclass of TrainingLoop, and name it in loop_class"
+_OBJECTIVE = "a subclass of Objective, and name it in objective_class"
+_SAVES = "a subclass of Saves, and name it in saves_class"
+_TRAINABLE = "build_trainable(), which returns a Trainable"
+
+MOVED_METHODS = {
+    "run_epoch": _LOOP,
+    "batches": _LOOP,
+    "agree_on": _LOOP,
+    "step": _LOOP,
+    "train_step": _LOOP,
+    "accumulate": f"{_LOOP}: override train_step(), which calls self.gradients.accumulate()",
+    "backward": f"{_LOOP}: override train_step(), which calls self.gradients.accumulate()",
+    "count_routed": f"{_LOOP}: override train_step(), which calls self.gradients.accumulate()",
+    "clip_gradients": _LOOP,
+    "finish_step": _LOOP,
+    "explain": _LOOP,
+    "validate": _LOOP,
+    "validation_totals": _LOOP,
+    "validation_sums": _LOOP,
+    "validate_and_save": _LOOP,
+    "make_up_validation": _LOOP,
+    "losses": _LOOP,
+    "acknowledge_stop": _LOOP,
+    "stop": _LOOP,
+    "end": _LOOP,
+    "already_complete": _LOOP,
+    "log_step": f"{_LOOP}: override step(), which can read self.last_step",
+    "micro_batch_loss": f"{_OBJECTIVE}: override loss()",
+    "outcome": f"{_OBJECTIVE}: override row_loss()",
+    "losses_of": f"{_OBJECTIVE}: override losses()",
+    "check_length": f"{_OBJECTIVE}: override rows_of()",
+    "save": _SAVES,
+    "save_now": _SAVES,
+    "note_saved": _SAVES,
+    "settle": f"{_SAVES}: override wait()",
+    "flush_logs": "self.run_log, as flush()",
+    "build_model": _TRAINABLE,
+    "parallelize": _TRAINABLE,
+    "choose_row_layout": f"{_TRAINABLE} with another row_layout",
+    "choose_loss_head": f"{_TRAINABLE} with another loss_head",
+    "build_router_loss": f"{_TRAINABLE} with another router_loss",
+    "draw_up": _TRAINABLE,
+    "prepare_base": _TRAINABLE,
+    "resize": _TRAINABLE,
+    "name_tensors": _TRAINABLE,
+    "router_settings": _TRAINABLE,
+    "compile": _TRAINABLE,
+    "log_model": _TRAINABLE,
+    "num_base_rows": _TRAINABLE,
+    "asked": _TRAINABLE,
+    "attends_by_document": f"{_TRAINABLE} with another row_layout",
+    "check_model_config": "build_training()",
+    "check_sections_for_text": "build()",
+    "checked_processor": "build_processor()",
+    "named_or_the_models": "build_tokenizer() or build_processor()",
+    "hold_checkpointer": "build_checkpointer()",
+    "start_from_weights": "resume()",
+    "check_export": "build_assets()",
+    "packed": "build_dataset()",
+}
+"""Methods that recipes had, and where to override each of them now."""
+
+
+def check_classes(recipe_class: Any) -> None:
+    """Raise :class:`RecipeError` if *recipe_class* names a class of another kind than its attribute requires."""
+    kinds = {"objective_class": Objective, "loop_class": TrainingLoop, "saves_class": Saves}
+    for name, kind in kinds.items():
+        named = getattr(recipe_class, name)
+        if not isinstance(named, type) or not issubclass(named, kind):
+            raise RecipeError(
+                f"{name} of the recipe must be a subclass of {kind.__name__}",
+                where=f"{recipe_class.__name__}.{name}",
+                value=named,
+                hint=f"derive the class from {kind.__module__}.{kind.__name__}",
+            )
+
+
+def check_moved_methods(recipe_class: type) -> None:
+    """Raise :class:`RecipeError` if *recipe_class* has a method that only former versions called."""
+    # Without an error, nothing would call the override, and no message would report it.
+    found = [name for name in MOVED_METHODS if hasattr(recipe_class, name)]
+    if not found:
+        return
+    name = found[0]
+    raise RecipeError(
+        "the recipe overrides a method that another object has now",
+        where=recipe_class.__name__,
+        value=name,
+        hint=f"override it in {MOVED_METHODS[name]} (docs/guides/write-a-recipe.md)",
+    )
+
+
+def built(recipe: object, name: str, part: object, kind: type) -> Any:
+    """Return the *part* that ``build_NAME`` of a *recipe* made.
+
+    Raises :class:`RecipeError` if it is of another *kind*.
+    """
+    if isinstance(part, kind):
+        return part
+    raise RecipeError(
+        f"build_{name}() must return a {kind.__module__}.{kind.__name__}",
+        where=f"{type(recipe).__name__}.build_{name}",
+        value=type(part).__name__,
+        hint=f"return one, or the changed result of super().build_{name}()",
+    )
+
+
+def check_model(recipe: Any) -> None:
+    """Raise :class:`RecipeError` if ``build`` created no model, or replaced ``model`` alone: the loop would train the
+    former one."""
+    if not hasattr(recipe, "model") or not hasattr(recipe, "trainable"):
+        raise RecipeError(
+            "the recipe's build() has created no model",
+            where=f"{type(recipe).__name__}.build",
+            value="",
+            hint="call super().build() in it, and then add your own attributes",
+        )
+    if recipe.model is recipe.trainable.model:
+        return
+    raise RecipeError(
+        "the recipe replaces model after build_trainable, and the loop trains trainable.model",
+        where=f"{type(recipe).__name__}.build",
+        value=type(recipe.model).__name__,
+        hint="extend build_trainable to return dataclasses.replace(trainable, model=...)",
+    )
+
+
+def check_hidden_methods(recipe: object) -> None:
+    """Raise :class:`RecipeError` if ``build`` gave an attribute the name of a method.
+
+    It would be called in the method's place, perhaps hours later.
+    """
+    hidden = []
+    for name, value in vars(recipe).items():
+        if callable(getattr(type(recipe), name, None)) and not callable(value):
+            hidden.append(name)
+    if hidden:
+        raise RecipeError(
+            "an attribute hides a method of the recipe",
+            where=f"{type(recipe).__name__}.build",
+            value=", ".join(sorted(hidden)),
+            hint="give the attribute another name",
+        )
+
+
+def check_pipeline_extensions(
+    recipe_class: type,
+    objective_class: type[Objective],
+    loop_class: type[TrainingLoop],
+) -> None:
+    """Raise :class:`RecipeError` for a loss or a step that a pipeline would not call."""
+    own = []
+    builder: Any = getattr(recipe_class, "build_objective", None)
+    # What the recipes of this package add to an objective, the last stage applies.
+    if not getattr(builder, "__module__", "").startswith(_PACKAGE):
+        own.append(f"{recipe_class.__name__}.build_objective")
+    if loop_class.train_step is not TrainingLoop.train_step:
+        own.append(f"{loop_class.__name__}.train_step")
+    if objective_class.loss is not Objective.loss:
+        own.append(f"{objective_class.__name__}.loss")
+    if own:
+        hint = "leave pp_size out"
+        if not recipe_class.__module__.startswith(_PACKAGE):
+            hint += ", or override Objective.row_loss instead, which the last stage calls"
+        raise RecipeError(
+            "a pipeline computes the loss stage by stage, and this recipe computes it in its own way",
+            where="distributed.pp_size",
+            value=own[0],
+            hint=hint,
+        )

@@ -1,0 +1,142 @@
+"""The steps, the memory and the size of checkpoints that a recipe would need, without allocating its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from automodel_ckpt.base.rng import StatefulRNG
+from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.checkpoint.parts.discovery import classify
+from automodel_ckpt.checkpoint.saving.forecast import (
+    check_manifest_size,
+    forecast_bytes,
+    forecast_manifest_bytes,
+)
+from automodel_ckpt.checkpoint.saving.side_files import Assets
+from automodel_ckpt.checkpoint.state.model_config import CONFIG
+from automodel_ckpt.parallel.mesh import RankLayout, device_type
+from automodel_ckpt.parallel.mesh_sizes import Sizes
+from automodel_ckpt.parallel.precision import resolve_precision
+from automodel_ckpt.training.counters.cadence import planned_end
+from automodel_ckpt.training.forecast.advice import Advice, advice_for
+from automodel_ckpt.training.forecast.memory import Memory, estimate_memory, num_shards
+from automodel_ckpt.training.forecast.micro_batch import MicroBatchShape, micro_batch_shape
+from automodel_ckpt.training.measure.cadence import steps_per_epoch
+from automodel_ckpt.training.recipe import Recipe
+from automodel_ckpt.training.saves.exports import check_export, check_uploads
+from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastDevice:
+    """The device that a forecast is for: its *type*, ``cuda`` or ``cpu``, and its memory; None: not limited."""
+
+    type: str
+    nbytes: int | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A forecast of a run."""
+
+    model: str
+    """The class of the model."""
+    num_parameters: int
+    num_trained: int
+    steps: int | None
+    """The steps of the run; None if they are unknown."""
+    steps_per_epoch: int | None
+    """The steps of an epoch; None if they are unknown."""
+    memory: Memory
+    micro_batch: MicroBatchShape | None
+    """The size of the micro-batch that *memory* is for, with the longest samples; None if it is unknown."""
+    checkpoint_bytes: int | None
+    """The size of one checkpoint; None if the run saves none."""
+    config_json: bytes | None = None
+    """The content of the model's config.json; None with adapters and for a model by ``_target_``."""
+    end: str = ""
+    """A sentence about what will end the run."""
+    device: ForecastDevice | None = None
+    advice: Advice | None = None
+    """Whether the memory of the device suffices, and other settings; None if this is unknown."""
+
+
+def device_here(recipe: Recipe) -> ForecastDevice:
+    """The device that *recipe* would train on here: the GPU of this machine, or its CPU."""
+    if device_type(recipe.config.distributed.backend) == "cpu":
+        return ForecastDevice("cpu")
+    properties = torch.cuda.get_device_properties(0)
+    return ForecastDevice("cuda", properties.total_memory, properties.name)
+
+
+def plan(recipe: Recipe, sizes: Sizes, device: ForecastDevice | None = None) -> Plan:
+    """Build *recipe* without weights for a mesh of *sizes*, and forecast what it needs on *device*, by default that of
+    this machine. Raises :class:`RecipeError` if it could not train."""
+    device = device or device_here(recipe)
+    given = recipe.config
+    _build_without_weights(recipe, sizes, device)
+    num_parameters, num_trained = 0, 0
+    for parameter in recipe.model.parameters():
+        num_parameters += parameter.numel()
+        if parameter.requires_grad:
+            num_trained += parameter.numel()
+    memory = estimate_memory(recipe)
+    micro_batch = micro_batch_shape(recipe)
+    is_saved = recipe.config.checkpoint.enabled
+    assets = recipe.build_assets() if is_saved else {}
+    has_config = bool(assets) and recipe.config.peft is None
+    steps_of_epoch = steps_per_epoch(recipe.dataloader)
+    return Plan(
+        model=type(recipe.model).__name__,
+        num_parameters=num_parameters,
+        num_trained=num_trained,
+        steps=recipe.step_scheduler.planned_steps,
+        steps_per_epoch=steps_of_epoch,
+        memory=memory,
+        micro_batch=micro_batch,
+        checkpoint_bytes=_checkpoint_bytes(recipe, assets) if is_saved else None,
+        config_json=assets["model"].files[CONFIG] if has_config else None,
+        end=planned_end(recipe.step_scheduler.cadence, steps_of_epoch),
+        device=device,
+        advice=advice_for(recipe, given, device.nbytes, memory),
+    )
+
+
+def _build_without_weights(recipe: Recipe, sizes: Sizes, device: ForecastDevice) -> None:
+    """Do what :meth:`Recipe.setup` does before the resume, with a model on the meta device."""
+    recipe.is_dry_run = True
+    # No process group: collectives return this rank's own values.
+    # Nothing is allocated on the device, but it decides about data types.
+    recipe.layout = RankLayout(0, sizes, 0, torch.device(device.type), None)  # type: ignore[arg-type]
+    recipe.config = resolve_precision(recipe.config, sizes, device.type)
+    recipe.check_metric_keys()
+    recipe.check_benchmarks()
+    check_uploads(recipe.config)
+    recipe.check_sections()
+    recipe.config = pin_base(recipe.config, recorded=commits_of_run(recipe.config))
+    recipe.build()
+    recipe.build_weight_average()
+
+
+def _checkpoint_bytes(recipe: Recipe, assets: Mapping[str, Assets]) -> int:
+    """Expected bytes of one checkpoint of this run. Raises :class:`RecipeError` where it could not be read back."""
+    sizes = recipe.layout.sizes
+    # setup() does this in a run. discover() below has to find it.
+    recipe.rng = StatefulRNG(recipe.config.seed, recipe.layout.random_stream, sizes.grid)
+    check_export(recipe.config, assets)
+    items = classify(discover(recipe))
+    save_optimizer = recipe.config.checkpoint.save_optimizer
+    check_manifest_size(
+        forecast_manifest_bytes(items, save_optimizer=save_optimizer, num_shards=num_shards(recipe))
+    )
+    return forecast_bytes(
+        items,
+        world_size=sizes.world,
+        save_optimizer=save_optimizer,
+        side_bytes=sum(each.nbytes for each in assets.values()),
+        num_shards=num_shards(recipe),
+    )

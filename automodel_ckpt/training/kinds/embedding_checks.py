@@ -1,0 +1,198 @@
+"""What the recipe ``embedding`` does not support, and how it uses files of models with a head."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import AutoModel, PreTrainedConfig
+
+from automodel_ckpt.checkpoint.sources.model_files import EMBEDDING_FILES, read_files
+from automodel_ckpt.config.keys.model import ModelConfig
+from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.models.attention.attention_direction import causal_layers
+from automodel_ckpt.models.config_checks import sees_later_tokens
+from automodel_ckpt.models.hf_names import tensor_names_in
+from automodel_ckpt.models.inspect.forward import model_without_adapters
+from automodel_ckpt.models.inspect.model_files import fetched_directory
+from automodel_ckpt.models.inspect.model_names import present_name
+from automodel_ckpt.models.inspect.repository import base_directory
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.model_layers import decoder_layers
+from automodel_ckpt.parallel.parallelize import reshard
+from automodel_ckpt.parallel.ranks.agree import on_all_ranks
+from automodel_ckpt.training.model.sections import row_multiple
+from automodel_ckpt.training.model.trainable import Trainable
+from automodel_ckpt.training.unsupported import Unsupported
+
+log = logging.getLogger("automodel_ckpt")
+
+_DIVIDED = "embeddings are pooled from complete texts, which these ranks would divide"
+UNSUPPORTED = (
+    Unsupported("packed_sequence", "each text has a row, from which its embedding is pooled"),
+    Unsupported("loss_fn", "the section embedding describes the loss"),
+    Unsupported("generation", "a model without an output layer generates no text"),
+    Unsupported("model.mtp", "no further token is predicted"),
+    Unsupported("distributed.pp_size", _DIVIDED, "remove pp_size; tp_size and fsdp2 are supported"),
+    Unsupported("distributed.cp_size", _DIVIDED, "remove cp_size; tp_size and fsdp2 are supported"),
+)
+"""The keys that the recipe does not support."""
+_ATTENTION = "embedding.attention"
+_POOLER = "pooler.*"
+_PROMPTS = ("query_prompt", "document_prompt")
+
+
+def data_sections(config: RecipeConfig) -> Mapping[str, Target | None]:
+    """The sections of data sets by their dotted keys."""
+    sections = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
+    for name, section in config.validation_datasets.items():
+        sections[f"validation_datasets.{name}"] = section
+    return sections
+
+
+def prompts_in_data(config: RecipeConfig) -> list[Problem]:
+    """Describe the prompts in sections of data, which exports would not have."""
+    problems = []
+    for key, each in data_sections(config).items():
+        for name in _PROMPTS:
+            if each is not None and name in each.kwargs:
+                what = "prompts are part of the model, and all of its data have the same"
+                hint = f"set embedding.{name} instead"
+                value = str(each.kwargs[name])
+                problems.append(Problem(what, f"{key}.{name}", value, hint))
+    return problems
+
+
+def warn_of_other_pooling(section: EmbeddingConfig, model: ModelConfig | Target) -> None:
+    """Log a warning for each setting of *section* that differs from the files of the base, if it has such files."""
+    if not isinstance(model, ModelConfig) or model.from_pretrained is None:
+        return
+    directory = base_directory(os.path.expanduser(model.from_pretrained), model.revision)
+    files = read_files(directory, EMBEDDING_FILES) if directory is not None else {}
+    if "modules.json" not in files:
+        return
+    kinds = [str(module["type"]).rpartition(".")[2] for module in json.loads(files["modules.json"])]
+    found = {}
+    others = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+    if others:
+        found["further modules, which are not used"] = ", ".join(others)
+    if ("Normalize" in kinds) != section.normalize:
+        found["embedding.normalize"] = str("Normalize" in kinds).lower()
+    pooling = json.loads(files.get("1_Pooling/config.json", b"{}"))
+    modes = [pooling.get("pooling_mode", "")]
+    modes += [name for name, value in pooling.items() if value is True]
+    if not any(section.pooling in str(mode) for mode in modes):
+        found["embedding.pooling"] = ", ".join(str(mode) for mode in modes if mode)
+    for what, value in found.items():
+        log.warning(
+            "the base computes embeddings with another setting than this recipe: %s: %s",
+            what,
+            value,
+        )
+
+
+def check_architecture(model_config: PreTrainedConfig | None) -> None:
+    """Raise :class:`RecipeError` for an encoder-decoder, whose decoder would need texts as well."""
+    if model_config is not None and getattr(model_config, "is_encoder_decoder", False):
+        raise RecipeError(
+            "the recipe embedding supports encoders and decoders, not both in one model",
+            where="model",
+            value=f"a {model_config.model_type} model",
+            hint="use an encoder such as BERT, or a decoder such as Llama",
+        )
+
+
+def check_attention_setting(
+    config: RecipeConfig, model_config: PreTrainedConfig | None, where: str = _ATTENTION
+) -> None:
+    """Raise :class:`RecipeError` if the key *where* with ``bidirectional`` could not be part of what is exported."""
+    if model_config is None:
+        raise RecipeError(
+            "the attention of a model by _target_ cannot be changed",
+            where=where,
+            value="bidirectional",
+            hint="let your code build such a model, and remove the key",
+        )
+    if config.peft is not None and not sees_later_tokens(model_config):
+        raise RecipeError(
+            "adapters are loaded with the config of their base, in which tokens see only earlier ones",
+            where=where,
+            value="bidirectional, with peft",
+            hint='remove the section peft; or train the adapters on a copy of the base with "is_causal": false in '
+            "its config.json, without this key",
+        )
+
+
+def check_attention(
+    trainable: Trainable, config: RecipeConfig, layout: RankLayout, where: str = _ATTENTION
+) -> None:
+    """Raise :class:`RecipeError` if the model does not follow the setting with which tokens see later ones.
+
+    A collective.
+    """
+    model = model_without_adapters(trainable.model)
+    multiple = row_multiple(config, layout)
+    layers = decoder_layers(model)
+    with trainable.compute():
+        causal = causal_layers(model, layers, multiple, trainable.forward_options)
+    reshard(trainable.model)
+    if on_all_ranks(layout.gloo_group, not causal):
+        return
+    numbers = ", ".join(map(str, causal[:4])) + (", ..." if len(causal) > 4 else "")
+    raise RecipeError(
+        "this model does not support bidirectional attention",
+        where=where,
+        value=f"{type(model).__name__}: tokens do not see later ones in layer {numbers} of {len(layers)}",
+        hint="remove the key, or use a decoder such as Llama, Mistral, Qwen3 or Gemma",
+    )
+
+
+def with_backbone(config: RecipeConfig, model_config: PreTrainedConfig | None) -> RecipeConfig:
+    """Return *config* with the settings for a model without a head, whatever the files of the base contain.
+
+    * Tensors of a head are not used: those without the prefix of the backbone, if other tensors have it.
+    * A pooler, a layer that BERT has after the encoder, is not part of an embedding. It is frozen, because it gets no
+      gradient, for which ddp would wait, and gets no adapters. Files may lack it, and exports contain it unchanged.
+    """
+    section = config.model
+    if not isinstance(section, ModelConfig) or model_config is None:
+        return config
+    # Private in transformers 5.17 to 5.24.
+    found = AutoModel._model_mapping.get(type(model_config), ())
+    classes: tuple[Any, ...] = found if isinstance(found, tuple) else (found,)
+    section = replace(
+        section, allow_unexpected=[*section.allow_unexpected, *_head_tensors(section, classes)]
+    )
+    if any("add_pooling_layer" in inspect.signature(each).parameters for each in classes):
+        section = replace(
+            section,
+            freeze_if_present=[*section.freeze_if_present, _POOLER],
+            allow_missing=[*section.allow_missing, _POOLER],
+        )
+        if config.peft is not None:
+            excluded = [*config.peft.exclude_if_present, _POOLER]
+            config = replace(config, peft=replace(config.peft, exclude_if_present=excluded))
+    return replace(config, model=section)
+
+
+def _head_tensors(section: ModelConfig, classes: Sequence[Any]) -> list[str]:
+    """The names of tensors in the files of a pretrained model that are not of its backbone."""
+    if section.from_pretrained is None:
+        return []
+    directory = fetched_directory(os.path.expanduser(section.from_pretrained), section.revision)
+    if directory is None:
+        return []
+    names = tensor_names_in(directory)
+    prefixes = tuple(f"{each.base_model_prefix}." for each in classes if each.base_model_prefix)
+    heads = [name for name in names if not name.startswith(prefixes)]
+    # The files of a backbone have no prefix at all.
+    # Weights are compared under the names that transformers gives those of the first BERT files (gamma, beta).
+    return [*heads, *map(present_name, heads)] if len(heads) < len(names) else []

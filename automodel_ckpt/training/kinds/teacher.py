@@ -1,0 +1,358 @@
+"""The teacher of a distillation: a second model that is not trained, and what it predicts for a micro-batch."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoTokenizer, PreTrainedConfig
+
+from automodel_ckpt.base.device_copies import to_device
+from automodel_ckpt.config.keys.model import ModelConfig
+from automodel_ckpt.config.kinds.distill import DistillConfig, TeacherConfig
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.data.batches.packing import IS_TOKEN
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.loss.causal import in_numpy, labelled_positions
+from automodel_ckpt.models.attention.host_positions import note_positions
+from automodel_ckpt.models.config_checks import check_task
+from automodel_ckpt.models.config_reading import load_model_config
+from automodel_ckpt.models.inspect.forward import logits_of
+from automodel_ckpt.models.inspect.repository import RepositoryOptions, base_directory
+from automodel_ckpt.models.inspect.vocabulary import wanted_size
+from automodel_ckpt.models.loss.distillation_targets import LogitTargets
+from automodel_ckpt.models.loss.fused_distillation import CapturedHidden
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import choose_strategy
+from automodel_ckpt.parallel.parallelize import gather_root, reshard
+from automodel_ckpt.training.build.repository import repository_options
+from automodel_ckpt.training.model.model_config import text_tokenizer
+from automodel_ckpt.training.model.sections import naming_keys
+from automodel_ckpt.training.model.trainable import Trainable
+
+log = logging.getLogger("automodel_ckpt")
+
+Tensors = Mapping[str, torch.Tensor]
+Order = np.ndarray[Any, Any]
+"""Numbers of labels, int64 [N]."""
+KEY = "distill.teacher"
+_SAMPLE_BYTES = 2**20
+"""Bytes at the beginning and at the end of a file of weights that its digest is computed from."""
+
+
+# ---------------------------------------------------------------- before weights are read
+
+
+def teacher_config(config: RecipeConfig, layout: RankLayout) -> RecipeConfig:
+    """Return a recipe whose ``model`` is the teacher of *config*, for ``build_trainable``."""
+    distributed = config.distributed
+    if _moves_layers(config, layout):
+        distributed = replace(distributed, cpu_offload=True)
+    return replace(config, model=teacher_model(config), peft=None, distributed=distributed)
+
+
+def teacher_model(config: RecipeConfig) -> ModelConfig | Target:
+    """Return the teacher of *config* as a section ``model``."""
+    section = (config.distill or DistillConfig()).teacher
+    if not isinstance(section, TeacherConfig):
+        return section
+    return ModelConfig(
+        from_pretrained=section.from_pretrained,
+        revision=section.revision,
+        trust_remote_code=section.trust_remote_code,
+        dtype=section.dtype,
+        attn_implementation=section.attn_implementation,
+    )
+
+
+def _moves_layers(config: RecipeConfig, layout: RankLayout) -> bool:
+    """Whether fsdp2 moves the teacher's weights between host and device, one layer at a time."""
+    return _offloads(config, layout) and _is_sharded(config, layout)
+
+
+def moves_whole(config: RecipeConfig, layout: RankLayout) -> bool:
+    """Whether the complete teacher is moved between host and device.
+
+    Raises :class:`RecipeError` if tensor parallel ranks share it without fsdp2.
+    """
+    if not _offloads(config, layout) or _is_sharded(config, layout):
+        return False
+    if layout.sizes.tp > 1:
+        raise RecipeError(
+            "a teacher that tensor parallel ranks share can be offloaded only with fsdp2",
+            where="distill.offload_teacher",
+            value=f"strategy {choose_strategy(config.distributed.strategy, layout.sizes)}",
+            hint="set distributed.strategy: fsdp2, or remove offload_teacher",
+        )
+    return True
+
+
+def _offloads(config: RecipeConfig, layout: RankLayout) -> bool:
+    wanted = (config.distill or DistillConfig()).offload_teacher
+    return wanted and layout.device.type != "cpu"
+
+
+def _is_sharded(config: RecipeConfig, layout: RankLayout) -> bool:
+    return choose_strategy(config.distributed.strategy, layout.sizes) == "fsdp2"
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainedTeacher:
+    """A teacher by name, before its weights are read."""
+
+    name: str
+    """Its directory or Hub name."""
+    repository: RepositoryOptions
+    config: PreTrainedConfig
+
+
+def find_teacher(config: RecipeConfig, auto_class: Any) -> PretrainedTeacher | None:
+    """Read the configuration of the teacher; None for a teacher by ``_target_``.
+
+    Raises :class:`RecipeError` if *auto_class* of transformers does not support the model.
+    """
+    model = teacher_model(config)
+    if not isinstance(model, ModelConfig):
+        return None
+    assert model.from_pretrained is not None
+    with naming_the_teacher():
+        options = repository_options(model)
+        found = load_model_config(
+            from_pretrained=model.from_pretrained, repository=options, auto_class=auto_class
+        )
+        check_task(found, auto_class)
+    return PretrainedTeacher(model.from_pretrained, options, found)
+
+
+def check_vocabularies(
+    config: RecipeConfig,
+    teacher: PretrainedTeacher,
+    student: PreTrainedConfig,
+    tokenizer: Any,
+    *,
+    tp_size: int,
+) -> int | None:
+    """Compare the vocabularies of teacher and student; return how many of their first tokens are compared.
+
+    None means all tokens. Vocabularies of different sizes (padding) are accepted if the tokenizers are equal.
+    Raises :class:`RecipeError` for other vocabularies.
+    """
+    of_teacher = _teacher_tokenizer(teacher)
+    tokenizer = text_tokenizer(tokenizer)
+    if of_teacher is not None and tokenizer is not None:
+        _require_equal(tokenizer, of_teacher, teacher.name)
+    asked = config.model.vocab_size if isinstance(config.model, ModelConfig) else None
+    student_size = wanted_size(asked, tokenizer) or _vocab_size(student)
+    teacher_size = _vocab_size(teacher.config)
+    if student_size == teacher_size:
+        return None
+    shared = min(student_size, teacher_size)
+    sizes = f"{teacher_size} tokens; the student has {student_size}"
+    if of_teacher is None or tokenizer is None or len(tokenizer) > shared:
+        raise RecipeError(
+            "the teacher has another vocabulary than the student",
+            where=f"{KEY}.from_pretrained",
+            value=f"{teacher.name}: {sizes}",
+            hint="use a teacher with the tokenizer of the student; sizes may differ only by padding, which needs the "
+            "tokenizer's files in both directories",
+        )
+    if tp_size > 1:
+        raise RecipeError(
+            "tensor parallel ranks cannot compare vocabularies of different sizes",
+            where=f"{KEY}.from_pretrained",
+            value=f"{teacher.name}: {sizes}",
+            hint="set model.vocab_size to the size of the teacher, or remove distributed.tp_size",
+        )
+    log.info(
+        "the tokenizers of teacher and student are equal; the first %d of %s are compared",
+        shared,
+        sizes,
+    )
+    return shared
+
+
+def _vocab_size(config: PreTrainedConfig) -> int:
+    return int(config.get_text_config().vocab_size)
+
+
+def _teacher_tokenizer(teacher: PretrainedTeacher) -> Any:
+    """The tokenizer in the teacher's directory; None if it has none."""
+    name = str(Path(teacher.name).expanduser())
+    options = teacher.repository
+    read: Any = AutoTokenizer.from_pretrained
+    # Whatever it raises for a directory without a tokenizer: without one, the sizes are compared.
+    with suppress(Exception):
+        return read(name, revision=options.revision, trust_remote_code=options.runs_code)
+    return None
+
+
+def _require_equal(student: Any, teacher: Any, name: str) -> None:
+    of_student, of_teacher = student.get_vocab(), teacher.get_vocab()
+    if of_student == of_teacher:
+        return
+    differing = sum(of_teacher.get(token) != number for token, number in of_student.items())
+    raise RecipeError(
+        "the teacher has another tokenizer than the student",
+        where=f"{KEY}.from_pretrained",
+        value=f"{name}: {len(of_teacher)} tokens, the student has {len(of_student)}, of which {differing} have another "
+        "id or none in the teacher",
+        hint="distillation compares probabilities token by token: use a teacher with the tokenizer of the student",
+    )
+
+
+def naming_the_teacher() -> AbstractContextManager[None]:
+    """Let errors about the section ``model`` name ``distill.teacher``: it is built as a model of the recipe."""
+
+    def rename(where: str) -> str:
+        if where == "model" or where.startswith("model."):
+            return KEY + where.removeprefix("model")
+        return where
+
+    return naming_keys(rename)
+
+
+def identity_of(config: RecipeConfig) -> str:
+    """Describe the teacher in one line that changes with it: its name, and a digest of its files or else its revision.
+
+    The digest covers names, sizes, and the beginning and the end of each file with weights, so it is cheap. A teacher
+    by ``_target_`` is described by its section.
+    """
+    section = (config.distill or DistillConfig()).teacher
+    if not isinstance(section, TeacherConfig):
+        return f"{section._target_} {sorted(section.kwargs.items())}"
+    name = section.from_pretrained
+    directory = None
+    with suppress(OSError, ValueError):
+        directory = base_directory(name, section.revision)
+    if directory is None:
+        return f"{name} revision {section.revision} digest unknown"
+    # Without the revision: the same files on another branch are the same teacher.
+    return f"{name} digest {_digest_of(directory)}"
+
+
+def _digest_of(directory: Path) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(directory.iterdir()):
+        if path.suffix not in (".safetensors", ".bin") and path.name != "config.json":
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- predictions
+
+
+def with_numbered_labels(
+    micro_batch: Tensors,
+) -> tuple[dict[str, torch.Tensor], np.ndarray[Any, Any]]:
+    """Replace the labels of *micro_batch* by their numbers 0 to N - 1, sample by sample; returns them beside it.
+
+    Models lay out samples in rows differently: the numbers show which label a position of a row has. The first token of
+    a row predicts nothing and gets -100.
+    """
+    labels = in_numpy(micro_batch["labels"])
+    is_label = labels != IGNORE_INDEX
+    is_label[:, 0] = False
+    numbers = np.full_like(labels, IGNORE_INDEX)
+    numbers[is_label] = np.arange(np.count_nonzero(is_label))
+    return {**micro_batch, "labels": torch.from_numpy(numbers)}, labels[is_label]
+
+
+class Teacher:
+    """Computes what a model that is not trained predicts at the labels of a micro-batch."""
+
+    def __init__(
+        self, trainable: Trainable, layout: RankLayout, num_columns: int | None, *, offload: bool
+    ) -> None:
+        """*num_columns* is the number of tokens that are compared; None: all. With *offload*, the weights are on the
+        device only inside of :meth:`predicting`."""
+        self.trainable = trainable
+        self.num_columns = num_columns
+        self._layout = layout
+        self._host: dict[str, torch.Tensor] = {}
+        if offload:
+            self._host = {
+                name: parameter.data.cpu() for name, parameter in trainable.model.named_parameters()
+            }
+            self._use(self._host)
+
+    @contextmanager
+    def predicting(self, numbered: Tensors, order: Order | None) -> Iterator[LogitTargets]:
+        """Run the teacher on a micro-batch of :func:`with_numbered_labels`; its logits are available in the context.
+
+        *order* are the numbers of the labels [N] in the order in which they are compared; None: 0 to N - 1. A
+        collective of the ranks that share the model, and so is the end of the context.
+        """
+        if self._host:
+            device = self._layout.device
+            self._use({name: value.to(device) for name, value in self._host.items()})
+        try:
+            targets = self._run(numbered, order)
+            self._gather_head()
+            yield targets
+        finally:
+            reshard(self.trainable.model)
+            if self._host:
+                self._use(self._host)
+
+    def _run(self, numbered: Tensors, order: Order | None) -> LogitTargets:
+        trainable = self.trainable
+        layout = trainable.row_layout
+        rows = numbered if layout is None else layout(numbered)
+        found, numbers = labelled_positions(rows["labels"])
+        assert found is not None
+        # The position of label number i comes to place i, then they are put in the order of the student.
+        by_number = in_numpy(found)[np.argsort(in_numpy(numbers), kind="stable")]
+        wanted = by_number if order is None else by_number[order]
+        positions = self._on_device(torch.from_numpy(np.ascontiguousarray(wanted)))
+        inputs = {}
+        for name, value in rows.items():
+            if name not in ("labels", IS_TOKEN):
+                inputs[name] = self._on_device(value)
+        if "position_ids" in inputs:
+            note_positions(inputs["position_ids"], rows["position_ids"])
+        head = trainable.loss_head
+        with torch.no_grad():
+            if head is None:
+                output = logits_of(trainable.forward(inputs))
+                logits = output.flatten(0, 1).index_select(0, positions)
+                return LogitTargets(lambda start, end: logits[start:end].clone(), self.num_columns)
+            captured = CapturedHidden()
+            with head.computing_loss(positions, positions, criterion=captured):
+                trainable.forward(inputs)
+        hidden = captured.hidden
+        assert hidden is not None
+        return LogitTargets(
+            lambda start, end: head.logits_of(hidden[start:end]), self.num_columns, captured.part
+        )
+
+    def _gather_head(self) -> None:
+        """Gather the output layer, whose parameters fsdp2 has freed after the forward pass."""
+        head: Any = self.trainable.loss_head
+        if head is None:
+            return
+        gather_root(self.trainable.model)
+        if isinstance(head, FSDPModule):
+            head.unshard()
+
+    def _use(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self.trainable.model.named_parameters():
+            parameter.data = values[name]
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return to_device(tensor, self._layout.device)

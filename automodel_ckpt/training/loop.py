@@ -1,0 +1,636 @@
+"""The training loop: epochs of global batches, the optimizer step of each, validation, and how a run ends."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from automodel_ckpt.base.rng import StatefulRNG
+from automodel_ckpt.checkpoint import Checkpointer
+from automodel_ckpt.checkpoint.run import timeline
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.data.batches.loader import GlobalBatch, GlobalBatchLoader
+from automodel_ckpt.errors import DeviceMemoryError, RecipeError
+from automodel_ckpt.optim.build import skip_step_if, skips_by_flag
+from automodel_ckpt.optim.lr import current_rate
+from automodel_ckpt.parallel.gradient_norm import clip_gradients, clip_gradients_on_device
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, StopRequest
+from automodel_ckpt.training.build.objective import Objective
+from automodel_ckpt.training.counters.cadence import Due, planned_end
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.gradients import GradientAccumulation
+from automodel_ckpt.training.measure.cadence import steps_per_epoch
+from automodel_ckpt.training.measure.measurements import Benchmark, Measured, Measurements
+from automodel_ckpt.training.measure.validation import Batches, ValidationSets
+from automodel_ckpt.training.measure.validation_metrics import TRAIN_LOSS, measures_of, metric_names
+from automodel_ckpt.training.run_end import RunEnd
+from automodel_ckpt.training.saves.saves import Saves
+from automodel_ckpt.training.values.pending_steps import PendingSteps
+from automodel_ckpt.training.values.readback import (
+    LaunchedStep,
+    Mark,
+    Number,
+    Readback,
+    build_forward_timer,
+    runs_ahead,
+)
+from automodel_ckpt.training.values.records import Control, StepPosition, StepResult, Validation
+from automodel_ckpt.training.values.run_log import RunLog, build_profiler
+from automodel_ckpt.training.values.step_exchange import StepExchange
+from automodel_ckpt.training.values.step_reports import StepReports, warn_of_skipped_update
+from automodel_ckpt.training.values.throughput import Throughput
+from automodel_ckpt.training.watch.batch_errors import BatchErrors
+from automodel_ckpt.training.watch.divergence import Divergence
+from automodel_ckpt.training.watch.out_of_memory import Situation
+from automodel_ckpt.training.watch.replicated_gradients import build_gradient_comparison
+from automodel_ckpt.training.watch.step_watches import StepWatches
+from automodel_ckpt.training.watch.unused_parameters import check_all_trained
+
+if TYPE_CHECKING:
+    from automodel_ckpt.training.measure.completions import Completions
+    from automodel_ckpt.training.measure.weight_average import WeightAverage
+
+log = logging.getLogger("automodel_ckpt")
+
+
+class TrainingLoop:
+    """Trains a model with the parts that a recipe built.
+
+    The attributes are the recipe's objects of the same names. The loop has no state that a checkpoint stores: what has
+    to be stored belongs to the recipe. To change a step or the validation, derive from this class and name the class in
+    the recipe's ``loop_class``. Every method is called on all ranks.
+    """
+
+    rejects_unused_parameters: ClassVar[bool] = False
+    """Whether trained parameters without a gradient in the first step are an error in any case, not only with ddp."""
+
+    def __init__(
+        self,
+        *,
+        config: RecipeConfig,
+        layout: RankLayout,
+        stop_request: StopRequest,
+        objective: Objective,
+        optimizer: Optimizer,
+        lr_scheduler: LRScheduler | None,
+        dataloader: GlobalBatchLoader,
+        validation_batches: Callable[[], Iterator[GlobalBatch]] | None,
+        validation_sets: Mapping[str, Callable[[], Iterator[GlobalBatch]]] | None = None,
+        step_scheduler: StepScheduler,
+        rng: StatefulRNG,
+        checkpointer: Checkpointer | None,
+        saves: Saves,
+        run_log: RunLog,
+        completions: Completions | None = None,
+        weight_average: WeightAverage | None = None,
+        benchmarks: Sequence[Benchmark] = (),
+    ) -> None:
+        """*validation_batches* reads the validation set from its start; None if there is none. *validation_sets* reads
+        the sets of ``validation_datasets`` by name. *completions* generates text after each validation.
+        *weight_average* follows the weights (section ``ema``). *benchmarks* are those of the section ``evaluation``."""
+        # What the recipe built.
+        self.config = config
+        self.layout = layout
+        self.stop_request = stop_request
+        self.objective = objective
+        self.trainable = objective.trainable
+        self.model: nn.Module = objective.trainable.model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.dataloader = dataloader
+        self.validation_batches = validation_batches
+        self.validation_sets = dict(validation_sets or {})
+        self.step_scheduler = step_scheduler
+        self.rng = rng
+        self.checkpointer = checkpointer
+        self.saves = saves
+        self.run_log = run_log
+        self.weight_average = weight_average
+        # The step.
+        self.measures = measures_of(type(objective), config.loss_fn)
+        self.profiler = build_profiler(config, layout)
+        self.runs_ahead = self.queues_work()
+        self._forward_timer = build_forward_timer(self.model, layout, config)
+        self.gradients = GradientAccumulation(
+            objective,
+            layout,
+            rng,
+            keeps_on_device=self.runs_ahead,
+            timer=self._forward_timer,
+        )
+        self._has_checked_gradients = False
+        self._replicated_gradients = build_gradient_comparison(self.model, layout, config)
+        # The numbers of a step, which are known later.
+        self._pending = PendingSteps(
+            runs_ahead=self.runs_ahead,
+            # Tensor and context parallel ranks compute the same loss, which counts once.
+            counts_loss=layout.reports_loss,
+        )
+        self.divergence = Divergence(step_scheduler, saves, run_log)
+        situation = Situation(config, layout, self.model, optimizer)
+        self.errors = BatchErrors(situation, self._pending)
+        # What is measured beside the training loss.
+        sets: dict[str | None, Batches] = {}
+        if validation_batches is not None:
+            sets[None] = validation_batches
+        sets.update(self.validation_sets)
+        self.validations = ValidationSets(
+            sets,
+            objective,
+            rng,
+            stop_request,
+            measures=self.measures,
+            read=self.batches,
+            errors=self.errors,
+            runs_ahead=self.runs_ahead,
+        )
+        self.measurements = Measurements(
+            config,
+            step_scheduler,
+            saves,
+            run_log,
+            measures=self.measures,
+            weight_average=weight_average,
+            benchmarks=benchmarks,
+            completions=completions,
+        )
+        # Reports, the exchange between the ranks, and the end of the run.
+        self.run_end = RunEnd(layout, step_scheduler, stop_request, checkpointer, saves, run_log)
+        self.throughput = Throughput(config, layout, run_log)
+        self._reports = StepReports(
+            run_log,
+            self.divergence,
+            self.throughput,
+            has_router_loss=self.trainable.router_loss is not None,
+        )
+        self._exchange = StepExchange(
+            layout,
+            stop_request,
+            checkpointer,
+            step_scheduler,
+            self._pending,
+            self.errors,
+            self._reports,
+        )
+        self._watches = StepWatches(
+            config, layout, checkpointer, run_log, self._exchange, stop_request
+        )
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """The newest step of this process whose numbers are known; None before there is one.
+
+        With several ranks or on a GPU, that is the step before the newest one: :meth:`finish_pending` waits for the
+        newest.
+        """
+        return self._reports.newest
+
+    def queues_work(self) -> bool:
+        """Whether the host continues while the device computes a step, and reads its numbers a step later."""
+        return runs_ahead(self.layout.device.type)
+
+    # ---------------------------------------------------------------- epochs
+
+    def run(self) -> None:
+        """Train from the present step to the end of the run. Raises :class:`Stopped` after a stop request."""
+        scheduler = self.step_scheduler
+        # Also for a finished run: a stop may have prevented the validation of its last step.
+        self.make_up_validation()
+        if scheduler.is_finished():
+            self.already_complete()
+            return
+        if self.layout.rank == 0:
+            self.stop_request.on_request = self.run_end.acknowledge_stop
+        log.info("%s", planned_end(scheduler.cadence, steps_per_epoch(self.dataloader)))
+        self.run_log.timeline.enter(timeline.STEPS)
+        with self.profiler, self.throughput.reporting(), self._watches.watching():
+            while not scheduler.is_finished():
+                with self.run_log.timeline.phase(timeline.OTHER):
+                    self.divergence.skip_batches(self.dataloader)
+                self.run_epoch()
+        self.run_log.timeline.enter(timeline.OTHER)
+        self.stop_request.on_request = None
+        if self.last_step is None and self.saves.resumed is not None:
+            # The checkpoint was in the last epoch, of which no full batch is left.
+            self.already_complete()
+        else:
+            self.end()
+
+    def run_epoch(self) -> None:
+        """Train on the rest of the current epoch, or until the run is over."""
+        for batch in self.run_log.timeline.waiting_for(self.batches(self.dataloader)):
+            if batch is not None and self.step_scheduler.is_beyond_last_epoch(batch.epoch):
+                self.finish_pending()
+                self._end_early()
+                return
+            control = self._agree_before_step(batch)
+            if control is None:
+                return
+            # This batch was not counted as consumed: the resumed run trains on it.
+            if control.stop or batch is None:
+                self._go_back_after_spike()
+                self.stop()
+            if self._step_and_save(batch, control):
+                return
+
+    def _agree_before_step(self, batch: GlobalBatch | None) -> Control | None:
+        """Agree with all ranks on a step on *batch*, and do what is due after the newest step by its clock. Collective.
+
+        Returns None if no step on *batch* follows: the run is over, or has gone back before a spike.
+        """
+        control = self.agree_on(batch)
+        due = self._due_by_clock(control)
+        if self._go_back_after_spike():
+            # A stop that was requested is agreed on again.
+            return None
+        if due is not None and due.anything and not due.stop:
+            # By the clock: what is due by counters has been done after the step.
+            self.finish_pending()
+            if self._do_what_is_due(due):
+                return None
+            control = self.agree_on(batch)
+        if control.save_failed or control.stop:
+            self.finish_pending()
+        # The flag is summed over the ranks, so that all enter wait(), a collective.
+        if control.save_failed:
+            self.saves.wait()
+        return control
+
+    def _step_and_save(self, batch: GlobalBatch, control: Control) -> bool:
+        """Make a step, and do what is due after it.
+
+        Returns whether no step follows in this pass over the batches: the run is over, or continues with other batches.
+        """
+        due = self._take_step(batch, control)
+        self._watches.note_step(self.step_scheduler.step)
+        if self._do_what_is_due(due) or self._save_in_memory_if_due():
+            return True
+        return self._go_back_after_spike() or self.divergence.skip_is_due()
+
+    def _save_in_memory_if_due(self) -> bool:
+        """Save the present step with ``checkpoint.memory`` if that is due.
+
+        It waits for the step, after which something else can be due by the clock. Returns whether no step follows then,
+        as :meth:`_do_what_is_due` does.
+        """
+        memory = self.saves.memory
+        if memory is None or not memory.is_due(self.step_scheduler):
+            return False
+        # The log must have the line of the step before its checkpoint is published.
+        due = self.finish_pending()
+        if due is not None and self._do_what_is_due(due):
+            return True
+        # A step that is not finite could replace the last good checkpoint.
+        if not self.divergence.found_spike and self._reports.newest_is_finite:
+            memory.save(self.step_scheduler.step, self._save_in_memory)
+        return False
+
+    def _save_in_memory(self, checkpointer: Checkpointer) -> None:
+        """Save the present step with the *checkpointer* of memory checkpoints. A collective."""
+        self.saves.save_in_memory(checkpointer, self.losses(None))
+
+    def _due_by_clock(self, control: Control) -> Due | None:
+        """What is due after the newest step, now that its clock is known; None if it was known before."""
+        if self.step_scheduler.clock_is_known:
+            return None
+        return self.step_scheduler.apply_clock(control.clock, stop=control.stop)
+
+    def _do_what_is_due(self, due: Due) -> bool:
+        """Validate, save or stop after a step. Raises :class:`Stopped` for a stop request.
+
+        Returns whether no step follows in this pass over the batches: the run is over, or has gone back before a spike,
+        and then nothing else is done.
+        """
+        went_back = self._go_back_after_spike()
+        if due.stop:
+            self.stop()
+        if went_back:
+            return True
+        if due.validate or due.benchmarks or due.save:
+            save = due.save and not self.divergence.postpones_save(due)
+            self.validate_and_save(validate=due.validate, save=save, last=due.last)
+        return due.last or self.step_scheduler.has_stopped_improving
+
+    def _go_back_after_spike(self) -> bool:
+        """Go back to an earlier checkpoint if a reported step was a spike; return whether it did. A collective."""
+        if not self.divergence.found_spike:
+            return False
+        # The host may run ahead of the device by a step, which has to be reported before its state is replaced.
+        self.finish_pending()
+        if not self.divergence.go_back():
+            return False
+        self._reports.newest = None
+        return True
+
+    def _take_step(self, batch: GlobalBatch, control: Control) -> Due:
+        """Make a step, and wait for it if something is due after it. An error names what in the batch explains it."""
+        doing = (
+            f"in the forward pass, backward pass or update of step {self.step_scheduler.step + 1}"
+        )
+        try:
+            with self.errors.explained(doing, batch):
+                with self.profiler.step(self.step_scheduler.step + 1):
+                    due = self.step(batch, control)
+                if not isinstance(due, Due):
+                    raise self._wrong_result(due, "step", "what is due after the step")
+                if due.anything:
+                    self.finish_pending()
+        except DeviceMemoryError:
+            if self.layout.world_size == 1:
+                # The record of the step before. With several ranks, it would need a reduction.
+                with suppress(RuntimeError):
+                    self.finish_pending()
+            raise
+        return due
+
+    def _end_early(self) -> None:
+        """End a run whose stream of samples had fewer steps in its last epoch than planned."""
+        self.step_scheduler.end_early()
+        if self.step_scheduler.unsaved:
+            has_validation = self.validation_batches is not None or bool(self.validation_sets)
+            self.validate_and_save(validate=has_validation, save=True, last=True)
+
+    def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:
+        """Yield the batches of *source*, then None if this rank receives a stop request while it waits for one."""
+        with closing(iter(source)) as batches:  # type: ignore[type-var]
+            while True:
+                try:
+                    # Nothing else: an exception within a collective would leave the others in it.
+                    with self.stop_request.interrupting():
+                        batch = next(batches, None)
+                except StoppedWaiting:
+                    yield None
+                    return
+                if batch is None:
+                    return
+                yield batch
+
+    def agree_on(self, batch: GlobalBatch | None) -> Control:
+        """Sum the sizes of *batch* over the ranks, with the flags to stop and of failed saves. One small reduction.
+
+        It also sums the numbers of the oldest step that is done but not logged, and logs that step. None means that
+        this rank received a stop request while it waited for the batch.
+        """
+        size = None
+        if batch is not None:
+            with_flops = self.run_log.logs_mfu
+            size = self.objective.size_here(batch.micro_batches, with_flops=with_flops)
+        # Before the flag is read: a signal from here on may be too late to prevent this step, and is logged as such.
+        self.step_scheduler.enter_step()
+        return self._exchange.run(size, stop=batch is None)
+
+    # ---------------------------------------------------------------- step
+
+    def step(self, batch: GlobalBatch, control: Control) -> Due:
+        """Train on one global batch and count it; returns what is due after it.
+
+        With several ranks, what is due by the clock or because of a signal is known only before the next step.
+        """
+        start = Mark(self.layout.device)
+        self.step_scheduler.start_step()
+        # Read before the schedule moves on: the log has the rate that this step used.
+        lr = current_rate(self.optimizer)
+        trained = self.train_step(batch, control)
+        if not isinstance(trained, tuple) or len(trained) != 2:
+            raise self._wrong_result(trained, "train_step", "the summed loss and the gradient norm")
+        loss_sum, grad_norm = trained
+        # Without labels, the step changed no weight.
+        if self.weight_average is not None and control.count:
+            self.weight_average.update(self.step_scheduler.step + 1, grad_norm)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        launched = self._read_back_later(batch, control, lr, start, loss_sum, grad_norm)
+        return self.finish_step(batch, launched)
+
+    def _read_back_later(
+        self,
+        batch: GlobalBatch,
+        control: Control,
+        lr: float,
+        start: Mark,
+        loss_sum: Number,
+        grad_norm: Number,
+    ) -> LaunchedStep:
+        """Start to copy the numbers of a step to the host, now that all its work is queued."""
+        router_loss = self.trainable.router_loss
+        timer = self._forward_timer
+        numbers = {
+            "loss": loss_sum,
+            "aux_loss": router_loss.value_here if router_loss is not None else 0.0,
+            "grad_norm": grad_norm,
+        }
+        # Sums are by position, and ranks may have added the names in different orders.
+        metrics = sorted(self.gradients.metrics) if control.count else []
+        for name in metrics:
+            numbers[f"metric {name}"] = self.gradients.metrics[name]
+        return LaunchedStep(
+            position=StepPosition(self.step_scheduler.step + 1, batch.epoch),
+            batch=batch,
+            control=control,
+            lr=lr,
+            start=start,
+            numbers=Readback(numbers, self.layout.device),
+            metrics=metrics,
+            may_be_skipped=isinstance(grad_norm, torch.Tensor),
+            forward=timer.take() if timer is not None else None,
+        )
+
+    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[Number, Number]:
+        """Forward, backward, clip, update. Returns this rank's summed loss and the global gradient norm.
+
+        The gradient is that of the mean over the count of the global batch, by default its label tokens. A batch
+        without labels, or with a gradient that is not finite, changes no weight. If the host runs ahead of the device,
+        the results may be tensors, and an optimizer that reads a flag on the device leaves out the update by it.
+        """
+        step = self.step_scheduler.step + 1
+        if self.trainable.fake_quantization is not None:
+            self.trainable.fake_quantization.start(step)
+        if self.trainable.router_loss is not None:
+            self.trainable.router_loss.start_step(control.num_tokens)
+        if control.count == 0:
+            log.warning("step %d: no label in the whole global batch, no update", step)
+            # Without gradients this changes nothing; a learning-rate schedule warns if it is left out.
+            self.optimizer.step()
+            return 0.0, 0.0
+        # DDP and FSDP2 average gradients over the ranks; times this factor they are sums.
+        scale = self.layout.sizes.token_parts / control.count
+        loss_sum = self.gradients.accumulate(batch, scale)
+        self._watches.host_limit.note_gradients()
+        self._check_unused_parameters()
+        if self._replicated_gradients is not None:
+            self._replicated_gradients.check(self.layout.gloo_group)
+        grad_norm = self.clip_gradients()
+        # The norm is global, so all ranks skip the same update. The schedule advances nevertheless.
+        if isinstance(grad_norm, torch.Tensor):
+            skip_step_if(self.optimizer, ~torch.isfinite(grad_norm))
+        elif not math.isfinite(grad_norm):
+            warn_of_skipped_update(step, grad_norm)
+            # step() below skips parameters without a gradient.
+            self.optimizer.zero_grad(set_to_none=True)
+        # The optimizer changes the weights now.
+        self.saves.await_copies()
+        self.optimizer.step()
+        self._watches.host_limit.note_update(grad_norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss_sum if self.runs_ahead else loss_sum.item(), grad_norm
+
+    def _check_unused_parameters(self) -> None:
+        """In the first step, report trained parameters without a gradient."""
+        if self._has_checked_gradients or self.trainable.stage is not None:
+            return
+        # Gradients exist only between the backward pass and zero_grad().
+        self._has_checked_gradients = True
+        check_all_trained(
+            self.model,
+            has_adapters=self.config.peft is not None,
+            is_error=self.rejects_unused_parameters,
+            is_resumed=self.saves.resumed is not None,
+        )
+
+    def clip_gradients(self) -> Number:
+        """Scale all gradients together to ``clip_grad_norm``; returns their 2-norm before that. A collective.
+
+        An optimizer with ``divide_in_step`` scales them as it reads them. The norm is a tensor on the device if the
+        host runs ahead and the optimizer can leave out an update by a flag; otherwise a number.
+        """
+        clip: Callable[..., Number] = clip_gradients
+        if self.runs_ahead and skips_by_flag(self.optimizer):
+            clip = clip_gradients_on_device
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        stage = self.trainable.stage
+        counted_elsewhere = stage.counted_elsewhere if stage is not None else frozenset[int]()
+        return clip(
+            parameters,
+            self.config.clip_grad_norm,
+            in_step=getattr(self.optimizer, "divide_in_step", None),
+            in_stages=self.layout.in_stages,
+            counted_elsewhere=counted_elsewhere,
+        )
+
+    def _wrong_result(self, result: object, method: str, needed: str) -> RecipeError:
+        """The error to raise if a *method* that a subclass overrides returned *result* instead of what is *needed*."""
+        return RecipeError(
+            f"{method}() of the loop must return {needed}",
+            where=f"{type(self).__name__}.{method}",
+            value=type(result).__name__,
+            hint=f"return the result of super().{method}(batch, control)",
+        )
+
+    def finish_step(self, batch: GlobalBatch, launched: LaunchedStep) -> Due:
+        """Count a step, and return what is due after it.
+
+        If something is due by the counters, the ranks exchange their flags now: the next exchange is after what is due,
+        which may be a long export. One rank always does, since its exchange costs nothing.
+        """
+        scheduler = self.step_scheduler
+        self._pending.add(launched)
+        # The loader's position counts finished steps only, not what its workers have prefetched.
+        self.dataloader.mark_consumed(batch)
+        due = scheduler.finish_step(
+            epoch=batch.epoch,
+            epochs_done=self.dataloader.epoch,
+            num_samples=len(batch.sample_ids),
+            num_tokens=launched.control.num_tokens,
+        )
+        if due.anything or self.layout.world_size == 1:
+            control = self._exchange.run(None, stop=False)
+            due = scheduler.apply_clock(control.clock, stop=control.stop)
+        return due
+
+    def finish_pending(self) -> Due | None:
+        """Wait until all steps are done, and log them. A collective if there is a step to wait for.
+
+        The loop calls it before it validates, saves or ends, so that :attr:`last_step` and the logs are complete.
+        Returns what is due by the clock, if that became known.
+        """
+        found = None
+        while self._pending:
+            control = self._exchange.run(None, stop=False, wait=True)
+            due = self._due_by_clock(control)
+            found = due or found
+        return found
+
+    # ---------------------------------------------------------------- validation
+
+    def validate(self) -> Validation | None:
+        """Compute the mean loss over each validation set; None if a stop was requested meanwhile."""
+        return self.validations.measure(self.step_scheduler.step)
+
+    def validate_and_save(self, *, validate: bool, save: bool, last: bool = False) -> None:
+        """Validate first, so that the checkpoint contains the validation of its step, then save.
+
+        *last*: the run ends with this step. Raises :class:`Stopped` if a stop was requested during the validation.
+        """
+        started = time.monotonic()
+        measured = self._measure(validate=validate)
+        losses = self._losses_with(measured)
+        is_best = measured.anything and self.saves.note_if_best(losses)
+        if measured.anything:
+            self.step_scheduler.note_metrics(losses)
+        if self.step_scheduler.has_stopped_improving:
+            save = last = True
+        if (save or is_best) and self.step_scheduler.unsaved:
+            self.saves.save(losses, validated=measured.anything, started=started, last=last)
+
+    def _measure(self, *, validate: bool) -> Measured:
+        """Validate, and run the benchmarks if they are due. Raises :class:`Stopped` if a stop was requested."""
+        measured = self.measurements.take(self.validate if validate else None, self.last_step)
+        if measured is None:
+            self.stop()
+        return measured
+
+    def _losses_with(self, measured: Measured) -> dict[str, Any]:
+        """The content of ``losses.json``, with the metrics of benchmarks."""
+        benchmarks = self.measurements.benchmark_values(measured.benchmarks)
+        return {**self.losses(measured.validation), **benchmarks}
+
+    def make_up_validation(self) -> None:
+        """Run the validation that a stop prevented before the present start; the step's checkpoint exists already.
+
+        Afterwards the best value so far, and its checkpoint, are those of a run that was not stopped.
+        """
+        scheduler = self.step_scheduler
+        if not (scheduler.validation_is_missing or scheduler.benchmarks_are_missing):
+            return
+        log.info("validating step %d, which a signal had prevented", scheduler.step)
+        losses = self._losses_with(self._measure(validate=scheduler.validation_is_missing))
+        self.saves.note_late_validation(losses)
+        scheduler.note_metrics(losses)
+
+    def losses(self, validation: Validation | None) -> dict[str, Any]:
+        """The content of ``losses.json`` at the present step; null for what was not measured at this step."""
+        metrics: dict[str, float | None] = {}
+        for name in metric_names(self.measures, self.validation_sets):
+            metrics[name] = None
+        if validation is not None:
+            metrics.update(validation.metrics)
+        return {
+            "step": self.step_scheduler.step,
+            "epoch": self.step_scheduler.epoch,
+            TRAIN_LOSS: self.last_step.loss if self.last_step else None,
+            **metrics,
+        }
+
+    # ---------------------------------------------------------------- the end
+
+    def stop(self) -> NoReturn:
+        """Save the last completed step unless it is saved. Raises :class:`Stopped`."""
+        self.run_end.stop(self.losses(None))
+
+    def end(self) -> None:
+        """Log the end of a complete run. Raises the failure of the last save if training continued after it."""
+        self.run_end.complete(self.last_step)
+
+    def already_complete(self) -> None:
+        """Log that the run was complete when it was started, and make exports that a kill or a signal prevented."""
+        self.run_end.already_complete(self.losses(None))

@@ -1,0 +1,167 @@
+"""The ``peft`` section: a base on disk, its quantization, adapters in the model, and the side files of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from automodel_ckpt.base.units import size_text
+from automodel_ckpt.base.user_cache import cache_directory
+from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
+from automodel_ckpt.checkpoint.export.hf_assets import HFAssets, TensorSpec, tensor_specs
+from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
+from automodel_ckpt.checkpoint.state.module_tensors import StoredLayout, set_stored_layout
+from automodel_ckpt.config.keys.peft import PeftConfig
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.models.fresh_base import make_base
+from automodel_ckpt.models.inspect.forward import model_without_adapters
+from automodel_ckpt.models.inspect.repository import base_directory
+from automodel_ckpt.models.layers.adapter import Adapted, add_adapters, copy_saved_modules
+from automodel_ckpt.models.layers.lora import Lora
+from automodel_ckpt.models.quantize import quantized_loading
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import choose_strategy
+from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
+from automodel_ckpt.training.build.repository import repository_options
+from automodel_ckpt.training.model.deferred_model import DeferredModel
+
+log = logging.getLogger("automodel_ckpt")
+
+
+def lora_of(section: PeftConfig) -> Lora:
+    """The fields of the section that describe the adapters, without those of the base."""
+    fields = {field.name: getattr(section, field.name) for field in dataclasses.fields(Lora)}
+    return Lora(**fields)
+
+
+def fresh_base(
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    *,
+    auto_class: Any,
+    preprocessor: Any,
+    layout: RankLayout,
+) -> None:
+    """Write a model of ``model.from_config`` with fresh weights to ``peft.base_dir``, unless it exists. A collective.
+
+    Raises :class:`RecipeError` on all ranks if it cannot be written or is another model.
+    """
+    section: Any = config.model
+    assert config.peft is not None and config.peft.base_dir is not None
+    directory, seed = Path(config.peft.base_dir).expanduser(), config.seed
+
+    # Its end is a collective: the other ranks read the base only after rank 0 has written it.
+    with raise_on_all_ranks(layout.gloo_group):
+        if layout.is_rank0 and make_base(
+            directory,
+            model_config,
+            auto_class=auto_class,
+            # The same files on every machine, whatever the device that trains adapters on them.
+            dtype=section.dtype or "float32",
+            seed=seed,
+            preprocessor=preprocessor,
+            repository=repository_options(section),
+        ):
+            log.info("the base model is stored in %s for later starts", directory)
+
+
+def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` for ``peft.quantize_base``; empty without it.
+
+    Raises :class:`RecipeError` if the device or the strategy does not support it.
+    """
+    section: Any = config.model
+    if config.peft is None or config.peft.quantize_base is None:
+        return {}
+    strategy = choose_strategy(config.distributed.strategy, layout.sizes)
+    return quantized_loading(
+        config.peft.quantize_base,
+        device=layout.device,
+        strategy=strategy,
+        dtype=section.dtype or "float32",
+    )
+
+
+def adapt(
+    model: nn.Module,
+    section: PeftConfig,
+    num_base_rows: int | None,
+    task_type: str | None,
+    *,
+    head: Sequence[str] = (),
+) -> Adapted:
+    """Add the adapters of a ``peft`` section to *model*, in place; its base has *num_base_rows* embeddings.
+
+    The modules *head* are trained in full, in addition to those of the section.
+    """
+    # Checkpoints store only the adapters, under peft's names.
+    set_stored_layout(model, StoredLayout())
+    return add_adapters(
+        model, lora_of(section), task_type=task_type, num_base_rows=num_base_rows, head=head
+    )
+
+
+def with_copies(base: DeferredModel, model: nn.Module) -> DeferredModel:
+    """The adapted *model* of *base*; ``modules_to_save`` begin as copies of the base's modules."""
+    materialise = base.materialise
+    if materialise is None:
+        return DeferredModel(model)
+
+    def materialise_both(shared: nn.Module, device: torch.device) -> None:
+        materialise(shared, device)
+        copy_saved_modules(shared)
+
+    return DeferredModel(model, materialise_both)
+
+
+def adapter_assets(
+    model: nn.Module,
+    adapted: Adapted,
+    base_name: str,
+    *,
+    revision: str | None = None,
+    run: Path,
+    preprocessor: Any,
+    reads_base: bool,
+    has_own_config: bool = False,
+    further: Mapping[str, bytes] | None = None,
+) -> AdapterAssets:
+    """The files next to the adapters in a checkpoint.
+
+    *revision* is that of a base with a Hub name. *reads_base*: compute the digest of the base, on rank 0.
+    *has_own_config*: the config of *model* is one of these files, because that of the base has another head.
+    *further* are files of the recipe, by relative path.
+    """
+    directory = base_directory(base_name, revision)
+    tensors: dict[str, TensorSpec] = tensor_specs(model)
+    identity: BaseIdentity | None = None
+    if reads_base and directory is not None:
+        identity = identify_base(base_name, directory, run=run, cache=cache_directory())
+        if identity.nbytes:
+            read = size_text(identity.nbytes)
+            log.info("read the base for its digest: %s in %.1f s, once", read, identity.seconds)
+    # peft loads this revision of the base.
+    peft_config = dict(adapted.peft_config)
+    if revision is not None:
+        peft_config["revision"] = revision
+    config = None
+    if has_own_config:
+        inner = model_without_adapters(model)
+        config = HFAssets.from_model(inner).config_json()
+    return AdapterAssets(
+        peft_config,
+        adapted.description,
+        tensors=tensors,
+        base=identity,
+        tokenizer=preprocessor,
+        base_dir=directory,
+        model_config=config,
+        further=further,
+    )

@@ -1,0 +1,270 @@
+"""A model before it is sharded: on the meta device where possible, with a function that fills this rank's shards."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedConfig
+
+from automodel_ckpt.config.keys.model import ModelConfig
+from automodel_ckpt.models.build import build_model, fresh_dtype, uses_code, with_attention_caps
+from automodel_ckpt.models.inspect.model_files import fetched_directory
+from automodel_ckpt.models.inspect.multimodal_class import other_parts_in_files
+from automodel_ckpt.models.inspect.repository import importing_code
+from automodel_ckpt.models.inspect.vocabulary import set_size
+from automodel_ckpt.models.loss.mtp import add_mtp
+from automodel_ckpt.models.loss.mtp_families import MtpPlan, patterns_in_files
+from automodel_ckpt.models.meta_init import (
+    CANNOT_BUILD,
+    InitialValues,
+    allocate,
+    initialise,
+    is_transient,
+    on_meta,
+)
+from automodel_ckpt.parallel.parallelize import Materialise
+from automodel_ckpt.parallel.ranks.agree import gather_or_raise, raise_on_all_ranks
+from automodel_ckpt.training.build.repository import repository_options
+from automodel_ckpt.training.model.pretrained_files import (
+    NotDeferrable,
+    PretrainedFiles,
+    layout_in_files,
+)
+
+log = logging.getLogger("automodel_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredModel:
+    """A model on the meta device, and the function that fills what is left of it on this rank after sharding.
+
+    If *materialise* is None, the model has its values, which are the same on all ranks.
+    """
+
+    model: nn.Module
+    materialise: Materialise | None = None
+
+
+def build_deferred(
+    section: ModelConfig,
+    config: PreTrainedConfig,
+    *,
+    base: str | None,
+    auto_class: Any,
+    seed: int,
+    group: ProcessGroup | None,
+    vocab_size: int | None = None,
+    needs_values: str = "",
+    loading: Mapping[str, Any] | None = None,
+    mtp: MtpPlan | None = None,
+    allow_new_head: bool = False,
+) -> DeferredModel:
+    """Build the model that a recipe's *section* describes. A collective; all ranks return the same kind of model.
+
+    *base* is the directory or Hub name of the weights: ``from_pretrained`` of the section, or ``peft.base_dir``; None:
+    fresh weights.
+    A pretrained model has an embedding of *vocab_size* rows; None: as many as its files have. Each rank builds the
+    complete model, with the number of rows of the files, if shards of it cannot be filled separately: if the files have
+    other names than the model's tensors, or because of *needs_values* (a reason) or *loading* (further arguments of
+    ``from_pretrained``). The reason is logged. The model gets the layers of *mtp* (None: none). With *allow_new_head*,
+    the head of a classification model gets random values where the files lack it. Raises
+    :class:`RecipeError` as :func:`~automodel_ckpt.models.build.build_model` does, and for a base without these layers.
+    """
+    deferred: DeferredModel | None = None
+
+    def reason_here() -> str:
+        nonlocal deferred
+        try:
+            if needs_values or loading:
+                raise NotDeferrable(needs_values or "its weights are changed while they are read")
+            resized = _resized(config, vocab_size)
+            deferred = _on_meta(
+                section, base, resized, auto_class, seed, group, mtp, allow_new_head=allow_new_head
+            )
+        except NotDeferrable as error:
+            return str(error)
+        return ""
+
+    # If one rank cannot read the files (another cache), all ranks build the complete model.
+    reasons = gather_or_raise(group, reason_here)
+    if deferred is not None and not any(reasons):
+        return deferred
+    if len(reasons) > 1:
+        log.info("each rank builds the complete model first: %s", next(filter(None, reasons)))
+    complete = _complete(
+        section, base, config, auto_class, loading, mtp, allow_new_head=allow_new_head
+    )
+    return DeferredModel(complete)
+
+
+def _resized(config: PreTrainedConfig, vocab_size: int | None) -> PreTrainedConfig:
+    resized = copy.deepcopy(config)
+    if vocab_size is not None:
+        set_size(resized, vocab_size)
+    return resized
+
+
+def _complete(
+    section: ModelConfig,
+    base: str | None,
+    config: PreTrainedConfig,
+    auto_class: Any,
+    loading: Mapping[str, Any] | None,
+    mtp: MtpPlan | None,
+    *,
+    allow_new_head: bool,
+) -> nn.Module:
+    model = build_model(
+        config,
+        auto_class=auto_class,
+        from_pretrained=base,
+        dtype=section.dtype or "float32",
+        attn_implementation=section.attn_implementation,
+        allow_missing=section.allow_missing,
+        allow_unexpected=section.allow_unexpected,
+        loading=loading,
+        repository=repository_options(section),
+        not_in_model=[*patterns_in_files(config), *other_parts_in_files(config)],
+        allow_new_head=allow_new_head,
+    )
+    if base is not None and not loading:
+        _freeze_as_built(model, config, auto_class, section)
+    if mtp is not None:
+        add_mtp(model, mtp)
+        if base is not None and not mtp.is_new:
+            directory = fetched_directory(os.path.expanduser(base), section.revision)
+            # The names of *model* cannot be used: transformers drops its renaming rules when it dequantizes.
+            skeleton = on_meta(lambda: _made(_not_quantized(config), auto_class, {}, mtp))
+            from automodel_ckpt.training.model.mtp_files import fill_mtp
+
+            fill_mtp(model, directory, layout_in_files(skeleton, directory), base)
+    return model
+
+
+def _freeze_as_built(
+    model: nn.Module, config: PreTrainedConfig, auto_class: Any, section: ModelConfig
+) -> None:
+    """Freeze the parameters that the class of *model* creates without gradients, such as biases that select experts.
+
+    transformers' ``from_pretrained`` makes them trainable (seen with 5.23).
+    """
+    uses_code_of_base = uses_code(config, auto_class, repository_options(section))
+    options = {"trust_remote_code": uses_code_of_base}
+    try:
+        with importing_code(uses_code_of_base):
+            built = on_meta(lambda: _made(_not_quantized(config), auto_class, options, None))
+    except CANNOT_BUILD:
+        log.debug("the model cannot be built without memory", exc_info=True)
+        return
+    frozen = {name for name, each in built.named_parameters() if not each.requires_grad}
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+
+
+def _not_quantized(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of *config* without the settings of quantized files."""
+    ordinary = copy.deepcopy(config)
+    if hasattr(ordinary, "quantization_config"):
+        del ordinary.quantization_config
+    return ordinary
+
+
+def _made(
+    config: PreTrainedConfig,
+    auto_class: Any,
+    options: Mapping[str, Any],
+    mtp: MtpPlan | None,
+) -> Any:
+    """A model of *config* with the initial values of its class."""
+    # transformers' from_config changes the config that it gets.
+    model = auto_class.from_config(copy.deepcopy(config), **options)
+    if mtp is not None:
+        add_mtp(model, mtp)
+    return model
+
+
+def _on_meta(
+    section: ModelConfig,
+    base: str | None,
+    config: PreTrainedConfig,
+    auto_class: Any,
+    seed: int,
+    group: ProcessGroup | None,
+    mtp: MtpPlan | None,
+    *,
+    allow_new_head: bool,
+) -> DeferredModel:
+    options: dict[str, Any] = {
+        "dtype": fresh_dtype(config, section.dtype or "float32"),
+        "trust_remote_code": uses_code(config, auto_class, repository_options(section)),
+    }
+    if section.attn_implementation is not None:
+        options["attn_implementation"] = section.attn_implementation
+
+    # Files that can be read in parts are dequantized while they are read.
+    ordinary = with_attention_caps(config if base is None else _not_quantized(config))
+
+    def build() -> Any:
+        with importing_code(options["trust_remote_code"]):
+            return on_meta(lambda: _made(ordinary, auto_class, options, mtp))
+
+    try:
+        # Built twice: InitialValues needs one that nothing else changes, and the model is
+        # resized, adapted and sharded in place.
+        model, values = build(), InitialValues(build(), seed)
+        if not values.are_complete():
+            raise NotDeferrable(
+                f"{type(model).__name__} has values that only its constructor knows"
+            )
+    except CANNOT_BUILD as error:
+        raise NotDeferrable(
+            f"it cannot be built without memory ({type(error).__name__}: {error})"
+        ) from error
+    source = None
+    if base is not None:
+        has_new_mtp = mtp is not None and mtp.is_new
+        source = PretrainedFiles(
+            base, model, config, section, new_mtp=has_new_mtp, allow_new_head=allow_new_head
+        )
+    return DeferredModel(model.train(), _materialiser(model, values, source, group))
+
+
+def _materialiser(
+    model: nn.Module,
+    values: InitialValues,
+    source: PretrainedFiles | None,
+    group: ProcessGroup | None,
+) -> Materialise:
+    # Names before adapters change them: each module's random stream is seeded by its name.
+    modules = dict(model.named_modules())
+    transient = {
+        name: {key for key in module._buffers if is_transient(module, key)}
+        for name, module in modules.items()
+    }
+
+    def wanted(name: str, module: nn.Module) -> Callable[[str], bool]:
+        if source is None:
+            return lambda key: True
+        return lambda key: key in transient[name] or f"{name}.{key}" in source.drawn
+
+    def materialise(shared: nn.Module, device: torch.device) -> None:
+        allocate(shared, device)
+        # A pipeline stage has lost the modules of the other stages.
+        here = set(shared.modules())
+        left = {name: module for name, module in modules.items() if module in here}
+        initialise(left, values, wanted)
+        if source is not None:
+            # A node reads its own copy of the files, which may be damaged or missing there only.
+            with raise_on_all_ranks(group):
+                source.fill(shared, left)
+
+    return materialise

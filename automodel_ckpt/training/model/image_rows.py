@@ -1,0 +1,176 @@
+"""Rows that several samples with images share: whether a model keeps their attention and their images separate."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.data.batches.packing import IS_TOKEN
+from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.data.media.image_conversations import ImageText
+from automodel_ckpt.data.media.image_packing import ImagePack, ImageRowLayout, PackCollator
+from automodel_ckpt.data.media.images import pillow
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.attention.by_document import attend_by_mask
+from automodel_ckpt.models.attention.image_positions import rotary_positions
+from automodel_ckpt.models.attention.packing_probe import Answer
+from automodel_ckpt.models.attention.row_masks import install_row_masks
+from automodel_ckpt.models.inspect.forward import (
+    attention_of,
+    logits_of,
+    side_effect_free,
+)
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.ranks.agree import on_all_ranks
+from automodel_ckpt.training.model.row_sharing import choose_document_kernel
+
+log = logging.getLogger("automodel_ckpt")
+
+_PIXELS = 64
+
+
+def choose_image_rows(
+    model: nn.Module,
+    collate: ImageTextCollator,
+    layout: RankLayout,
+    options: Mapping[str, Any],
+    compute: Callable[[], AbstractContextManager[Any]],
+    config: RecipeConfig,
+    *,
+    row_multiple: int,
+    marks_tokens: bool,
+) -> ImageRowLayout:
+    """How packs of samples with images share rows. Raises :class:`RecipeError` if *model* does not separate them.
+
+    A collective: runs *model* with *options*, in the context *compute*, on a few small images. *marks_tokens*: the rows
+    contain a mask of the tokens that are not padding.
+    """
+    attention = attention_of(model)
+    # Flash attention finds the samples by their position ids only in a batch of one row.
+    one_row = "flash" in attention
+    rows = ImageRowLayout(rotary_positions(model), one_row, row_multiple, marks_tokens)
+    probe = RowProbe(model, collate, rows, options, compute, layout.device)
+    apart = probe.keeps_samples_apart()
+    masks = None
+    # All ranks take the same branch: the probe is a collective of those that share the model.
+    if not on_all_ranks(layout.gloo_group, bool(apart)):
+        # For example Gemma 3: see row_masks.
+        masks = install_row_masks(model)
+        if masks is not None:
+            apart = probe.keeps_samples_apart()
+            if not on_all_ranks(layout.gloo_group, bool(apart)):
+                masks.remove()
+    if not on_all_ranks(layout.gloo_group, bool(apart)):
+        raise RecipeError(
+            "this model does not keep the samples of a pack apart, or their images",
+            where="packed_sequence",
+            value=f"{type(model).__name__}, {attention} attention{apart.reason}",
+            hint="leave packed_sequence out, or use another model or attn_implementation",
+        )
+    kind = "rotary positions of images" if rows.positions_of is not None else "position ids"
+    kernel = ""
+    if masks is None:
+        kernel = choose_document_kernel(model, config, layout, options, compute, row_multiple)
+    if kernel:
+        # All packs in one row, whose documents the kernel finds.
+        in_one_row = replace(rows, one_row=True)
+        apart = replace(probe, rows=in_one_row).keeps_samples_apart()
+        if on_all_ranks(layout.gloo_group, bool(apart)):
+            log.info(
+                "packing samples with images; attention is limited to each sample (%s)", kernel
+            )
+            return in_one_row
+        attend_by_mask(model)
+    log.info(
+        "packing samples with images; %s attention separates them by their %s", attention, kind
+    )
+    return rows
+
+
+@dataclass(frozen=True)
+class RowProbe:
+    """Runs a model on samples with and without images, alone in a row and in a row that they share."""
+
+    model: nn.Module
+    collate: ImageTextCollator
+    rows: ImageRowLayout
+    options: Mapping[str, Any]
+    compute: Callable[[], AbstractContextManager[Any]]
+    device: torch.device
+
+    def keeps_samples_apart(self) -> Answer:
+        """Whether samples have the same logits in a row alone and after another sample, whatever that one is.
+
+        The logits may differ by a tenth of the effect that attention to the sample before has. Rounding is far below
+        this in every dtype. The answer is false if the forward pass fails.
+        """
+        # The image is at another place than in the samples before, and the last sample has none: a model may look up
+        # images at the positions of the first sample.
+        last = [self._sample(1, "words before it", is_first=False), self._without_image()]
+        first = self._sample(2, "the first text")
+        other = self._sample(3, "another text that is longer")
+        try:
+            with side_effect_free(self.model):
+                alone = torch.cat([self._logits([sample]) for sample in last])
+                length = len(alone)
+                after_first = self._logits([first, *last])[-length:]
+                after_other = self._logits([other, *last])[-length:]
+                crossed = self._logits([first, *last], is_crossed=True)[-length:]
+        except Exception as error:
+            log.debug("could not probe the model for packed images", exc_info=True)
+            return Answer.of_error(error)
+        allowed = 0.1 * _distance(crossed, alone)
+        largest = max(_distance(after_first, alone), _distance(after_other, alone))
+        return Answer(largest <= allowed)
+
+    def _without_image(self) -> ImageText:
+        """A sample without an image; with one if the processor rejects text alone."""
+        sample = self._sample(None, "no image")
+        try:
+            self.collate.num_tokens(sample)
+        except RecipeError:
+            return self._sample(4, "the last text")
+        return sample
+
+    def _sample(self, seed: int | None, text: str, *, is_first: bool = True) -> ImageText:
+        """Make a sample with an image of random pixels before or after the text; *seed* None: without an image."""
+        image = None
+        if seed is not None:
+            generator = np.random.default_rng(seed)
+            pixels = generator.integers(0, 256, (_PIXELS, _PIXELS, 3), dtype=np.uint8)
+            image = pillow().fromarray(pixels)
+        return self.collate.unlabeled(image, text, image_is_first=is_first)
+
+    def _logits(self, samples: list[ImageText], *, is_crossed: bool = False) -> torch.Tensor:
+        """The logits [T, V] of samples in one row, without those of its padding.
+
+        With *is_crossed*, the positions of the text do not restart, so that attention crosses the samples.
+        """
+        lengths = [self.collate.num_tokens(sample) for sample in samples]
+        batch = PackCollator(self.collate)([ImagePack(samples, lengths)])
+        inputs = dict(self.rows(batch))
+        positions = inputs["position_ids"]
+        if is_crossed:
+            continued = positions.clone()
+            # The first of several kinds of positions is that of the text.
+            of_text = continued[0] if continued.ndim == 3 else continued
+            of_text[:] = torch.arange(of_text.shape[-1])
+            inputs["position_ids"] = continued
+        del inputs["labels"]
+        inputs.pop(IS_TOKEN, None)
+        moved = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        with self.compute():
+            output = self.model(**moved, **self.options)
+        return logits_of(output)[0, : sum(lengths)].float()
+
+
+def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left - right).abs().max())

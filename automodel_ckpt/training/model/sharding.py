@@ -1,0 +1,137 @@
+"""From an unsharded model to this rank's shards, or to its stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from automodel_ckpt.config.callables.plugins import build
+from automodel_ckpt.config.keys.model import CompileConfig
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
+from automodel_ckpt.models.stage_division import check_stages
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import choose_strategy
+from automodel_ckpt.parallel.model_layers import decoder_layers
+from automodel_ckpt.parallel.parallelize import compute_context, parallelize
+from automodel_ckpt.training.model.cuda_graphs import has_cuda_graphs, marking_steps
+from automodel_ckpt.training.model.deferred_model import DeferredModel
+from automodel_ckpt.training.model.request import ModelRequest
+from automodel_ckpt.training.model.sections import num_micro_batches, parallelism
+
+if TYPE_CHECKING:
+    from automodel_ckpt.models.layers.activation_memory import HostActivations
+    from automodel_ckpt.training.model.pipeline import PipelineStage
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A model with this rank's values, the context of its forward pass, and its pipeline stage if it has one."""
+
+    model: nn.Module
+    compute: Callable[[], AbstractContextManager[Any]]
+    stage: PipelineStage | None = None
+
+
+def check_mesh(request: ModelRequest, model: nn.Module) -> None:
+    """Raise :class:`RecipeError` if *model* cannot be divided over the dimensions of the device mesh."""
+    layout = request.layout
+    if layout.in_stages:
+        if request.has_task_head:
+            raise RecipeError(
+                "a model with a classification head cannot be divided into pipeline stages",
+                where="distributed.pp_size",
+                value=layout.sizes.pp,
+                hint="remove pp_size: fsdp2 shards the model over the same ranks",
+            )
+        check_stages(model, layout.sizes.pp * request.config.distributed.stages_per_rank)
+    if layout.sizes.cp > 1:
+        from automodel_ckpt.parallel.context_parallel import check_context_parallel
+
+        check_context_parallel(model)
+    if layout.sizes.ep > 1:
+        from automodel_ckpt.parallel.expert_parallel import check_experts
+
+        check_experts(model, layout)
+
+
+def shard_for_training(request: ModelRequest, deferred: DeferredModel) -> Sharded:
+    """Shard a model for training. Its forward pass offloads activations and uses CUDA graphs as the recipe states."""
+    sharded = shard(deferred, request.config, request.layout)
+    compute = sharded.compute
+    if request.offloads_activations:
+        from automodel_ckpt.models.layers.activation_memory import HostActivations
+
+        compute = _offloading(compute, HostActivations(request.layout.device))
+    if has_cuda_graphs(request.config, request.layout):
+        compute = marking_steps(compute)
+    return replace(sharded, compute=compute)
+
+
+def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> Sharded:
+    """Leave this rank's shards of a model in place, with their values, as the section ``distributed`` asks.
+
+    Decoder layers are compiled before, as ``compile`` asks. A collective. Raises :class:`RecipeError` for what this
+    model does not support.
+    """
+    model, section = deferred.model, config.distributed
+    plan = build(section.tp_plan, model=model) if section.tp_plan is not None else None
+    how = replace(parallelism(section), tp_plan=plan)
+    strategy = choose_strategy(how.strategy, layout.sizes)
+    if strategy == "fsdp2":
+        how = replace(how, float32_names=float32_names(model, how.compute_dtype))
+        how = replace(how, constants=constants_in(model, how.compute_dtype))
+    compute = compute_context(strategy, layout.device, how.compute_dtype)
+    stages = None
+    if layout.in_stages:
+        from automodel_ckpt.training.model.pipeline import split_stages
+
+        # Under autocast, residual additions keep the hidden states in the weights' dtype.
+        hidden_dtype = how.compute_dtype if strategy == "fsdp2" else None
+        stages = split_stages(model, layout, plan, hidden_dtype, section.stages_per_rank)
+        how = replace(how, tp_plan=stages.tp_plan)
+    if config.compile.enabled:
+        # Layer by layer and in place: torch.compile(model) would add `_orig_mod.` to all names.
+        _compile(model, config.compile, layout.device)
+    mesh = stages.mesh if stages is not None else None
+    sharded = parallelize(model, layout, how, deferred.materialise, mesh)
+    if stages is None:
+        return Sharded(sharded, compute)
+    from automodel_ckpt.training.model.pipeline import PipelineStage, log_idle_share
+
+    stage = PipelineStage(sharded, layout, stages, section.pp_schedule)
+    log_idle_share(num_micro_batches(config, layout.dp_size), layout, section.stages_per_rank)
+    return Sharded(sharded, compute, stage)
+
+
+def _compile(model: nn.Module, section: CompileConfig, device: torch.device) -> None:
+    from automodel_ckpt.models.layers.compiling import compile_layers, num_row_widths
+
+    compile_layers(
+        decoder_layers(model),
+        backend=section.backend,
+        mode=section.mode,
+        fullgraph=section.fullgraph,
+        dynamic=section.dynamic,
+        device=device,
+        num_widths=num_row_widths(section.row_widths, section.dynamic, device.type),
+    )
+
+
+def _offloading(
+    compute: Callable[[], AbstractContextManager[Any]], host: HostActivations
+) -> Callable[[], AbstractContextManager[Any]]:
+    """The context *compute* of a forward pass, in which activations are moved to the host."""
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with compute(), host.saving():
+            yield
+
+    return both

@@ -1,0 +1,279 @@
+"""Building a model for training or for inference next to one: from files or a configuration to this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from automodel_ckpt.checkpoint.state.module_tensors import StoredLayout, stored_layout
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.models.inspect.converted_layers import convert_layers
+from automodel_ckpt.models.inspect.float32_parts import float32_names
+from automodel_ckpt.models.inspect.forward import accepts_use_cache
+from automodel_ckpt.models.inspect.shared_memory import check_separate_memory
+from automodel_ckpt.models.loss.loss_head import LossHead, ModuleLossHead
+from automodel_ckpt.models.loss.mtp import MultiTokenPrediction
+from automodel_ckpt.models.measure.flop_count import FlopCount, count_flops
+from automodel_ckpt.models.model_checks import check_attention, check_trained_types
+from automodel_ckpt.models.routers import router_settings
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.mesh_sizes import choose_strategy
+from automodel_ckpt.parallel.model_layers import decoder_layers
+from automodel_ckpt.parallel.precision import (
+    compute_dtype,
+    describe_precision,
+    float32_precision,
+    keeps_frozen_types,
+    keeps_masters,
+    resolve_precision,
+    with_parameter_type,
+)
+from automodel_ckpt.parallel.running_statistics import keep_frozen_statistics
+from automodel_ckpt.training.model.additions import (
+    add_embedding_noise,
+    add_fake_quantization,
+    choose_router_settings,
+    install_mtp,
+    remove_dropout,
+)
+from automodel_ckpt.training.model.changes import change_model
+from automodel_ckpt.training.model.cuda_graphs import check_cuda_graphs, has_cuda_graphs
+from automodel_ckpt.training.model.model_config import read_model_config
+from automodel_ckpt.training.model.probes import probe
+from automodel_ckpt.training.model.request import ModelRequest
+from automodel_ckpt.training.model.sharding import check_mesh, shard_for_training
+from automodel_ckpt.training.model.unsharded import build_unsharded
+
+if TYPE_CHECKING:
+    from automodel_ckpt.loss.router_loss import RouterLoss
+    from automodel_ckpt.models.layers.adapter import Adapted
+    from automodel_ckpt.models.layers.fake_quantization import FakeQuantization
+    from automodel_ckpt.models.layers.neftune import EmbeddingNoise
+    from automodel_ckpt.models.measure.encoder_decoder_flops import EncoderDecoderFlops
+    from automodel_ckpt.parallel.context_parallel import ContextParallel
+    from automodel_ckpt.training.model.pipeline import PipelineStage
+    from automodel_ckpt.training.model.row_sharing import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """This rank's shards of a model, or of one pipeline stage, and how its forward pass is called."""
+
+    model: nn.Module
+    forward_options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of each forward pass besides the rows."""
+    compute: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The context of each forward pass, which sets the dtype that all ranks compute in."""
+    row_layout: Rows | None = None
+    """How samples share rows; None: each sample is padded to the longest."""
+    overwrites_outputs: bool = False
+    """Whether layers run as CUDA graphs, which overwrite their earlier outputs and gradients."""
+    loss_head: LossHead | ModuleLossHead | None = None
+    """The output layer, if it computes the loss; None: the loss is computed from full logits."""
+    all_up_to: int = 0
+    """Number of positions in a micro-batch up to which the loss head takes those without a label too."""
+    context: ContextParallel | None = None
+    """How context parallel ranks divide rows; None: rows are not divided."""
+    stage: PipelineStage | None = None
+    """This rank's stage of a pipeline; None: the model is complete."""
+    router_loss: RouterLoss | None = None
+    """The load balancing loss of a mixture of experts; None: the model has none, or the recipe switches it off."""
+    embedding_noise: EmbeddingNoise | None = None
+    """The noise that training adds to embeddings (``model.neftune_alpha``); None: there is none."""
+    mtp: MultiTokenPrediction | None = None
+    """The layers that predict further tokens; None without a section ``model.mtp``."""
+    adapted: Adapted | None = None
+    """The adapters and their description; None without a ``peft`` section."""
+    fake_quantization: FakeQuantization | None = None
+    """The layers that compute with rounded values; None without a ``qat`` section."""
+    resized: tuple[str, ...] = ()
+    """Names in files of the parameters that ``model.vocab_size`` gives another number of rows."""
+    has_task_head: bool = False
+    """Whether the model has a classification head, which its pretrained files may lack."""
+    other_head: tuple[str, ...] = ()
+    """Names of tensors in which exports and the pretrained files differ because they have different heads."""
+    flop_count: FlopCount | EncoderDecoderFlops | None = None
+    """The operations of a training step of the complete model; None if they are unknown."""
+    summary: str = ""
+    """The class and size of the model and how ranks share it, for the log."""
+    precision: str = ""
+    """The data types of the weights and of the computation, for the log."""
+
+    @property
+    def stored_layout(self) -> StoredLayout:
+        """How checkpoints store the tensors of the model."""
+        return stored_layout(self.model)
+
+    def forward(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+        """Call the model with *inputs* on its device, in the dtype that all ranks compute in; returns its output."""
+        with self.compute():
+            return self.model(**inputs, **self.forward_options)
+
+
+def build_trainable(
+    config: RecipeConfig,
+    layout: RankLayout,
+    *,
+    auto_class: Any,
+    task_type: str | None = None,
+    preprocessor: Any = None,
+    model_config: PreTrainedConfig | None = None,
+    shares_rows: bool = False,
+    packs_images: bool = False,
+    uses_dropout: bool = True,
+    is_trained: bool = True,
+    is_dry_run: bool = False,
+) -> Trainable:
+    """Build the model that the sections ``model``, ``peft``, ``distributed`` and ``compile`` of *config* describe.
+
+    A collective. Call it once for each model of a run: for another one (a reference, a teacher, a reward model) pass
+    ``dataclasses.replace(config, model=..., peft=...)``. A model that is not trained is frozen and in evaluation mode.
+
+    Args:
+        config: The recipe; it is not changed.
+        layout: The ranks that share the model.
+        auto_class: The class of transformers whose ``from_pretrained`` and ``from_config`` make the model.
+        task_type: peft's name of the task; None if peft has no class of models for it.
+        preprocessor: The tokenizer or processor; None if there is none.
+        model_config: What :func:`read_model_config` returned for ``config.model``; None: it is read here.
+        shares_rows: Whether samples may share rows without padding, if the model supports it.
+        packs_images: Whether the samples of ``packed_sequence`` have images, which *preprocessor* prepares.
+        uses_dropout: Whether the model keeps its dropout in training.
+        is_trained: Whether the parameters get gradients, as far as ``model.freeze`` and ``peft`` allow.
+        is_dry_run: Whether the model stays on the meta device, complete and without values, to be counted.
+
+    Raises :class:`RecipeError` for what the model or the ranks do not support, on all ranks, and
+    :class:`CheckpointUnusable` for damaged files of the base.
+    """
+    # Another model of a run is described by values of a recipe file too, and so by null and auto.
+    config = resolve_precision(config, layout.sizes, layout.device.type)
+    if model_config is None:
+        model_config = read_model_config(
+            config, layout, auto_class=auto_class, preprocessor=preprocessor
+        )
+    typed = with_parameter_type(
+        config, model_config, device_type=layout.device.type, is_trained=is_trained
+    )
+    request = ModelRequest(
+        typed,
+        layout,
+        auto_class=auto_class,
+        task_type=task_type,
+        preprocessor=preprocessor,
+        model_config=model_config,
+        shares_rows=shares_rows,
+        packs_images=packs_images,
+        uses_dropout=uses_dropout,
+        is_trained=is_trained,
+        is_dry_run=is_dry_run,
+        keeps_masters=keeps_masters(config),
+        keeps_frozen_types=keeps_frozen_types(config),
+    )
+    return _build(request)
+
+
+def _build(request: ModelRequest) -> Trainable:
+    """Build the model, change it, shard it, and probe what it supports."""
+    changed = change_model(request, build_unsharded(request))
+    model = changed.deferred.model
+    convert_layers(model)
+    if request.is_trained:
+        remove_dropout(request, model)
+        check_trained_types(model)
+        check_separate_memory(model)
+        keep_frozen_statistics(model)
+    options = _forward_options(model)
+    router = choose_router_settings(request, model)
+    if router is None and router_settings(model) is not None:
+        # Otherwise the model would compute router logits that nothing uses.
+        options["output_router_logits"] = False
+    check_mesh(request, model)
+    unsharded = Trainable(
+        model,
+        options,
+        adapted=changed.adapted,
+        fake_quantization=add_fake_quantization(request, model),
+        resized=changed.resized,
+        has_task_head=request.has_task_head,
+        other_head=changed.other_head,
+        # Before the model is divided: this rank's shards have other shapes.
+        flop_count=count_flops(model, decoder_layers(model)),
+        summary=_summary(request, model),
+        precision=_precision(request, model),
+    )
+    if request.is_dry_run:
+        return unsharded
+    _check_device(request, model, has_routers=router is not None)
+    sharded = shard_for_training(request, changed.deferred)
+    probed = probe(request, model, sharded, options, router)
+    return replace(
+        unsharded,
+        model=sharded.model,
+        compute=sharded.compute,
+        stage=sharded.stage,
+        overwrites_outputs=has_cuda_graphs(request.config, request.layout),
+        router_loss=probed.router_loss,
+        row_layout=probed.row_layout,
+        loss_head=probed.loss_head,
+        all_up_to=probed.all_up_to,
+        context=probed.context,
+        # After the probes, which compare outputs.
+        embedding_noise=add_embedding_noise(request, model),
+        mtp=install_mtp(model, probed.context),
+    )
+
+
+def _forward_options(model: nn.Module) -> dict[str, Any]:
+    # A cache of keys and values serves generation only, and costs time and memory in each step. With one, models
+    # of transformers do not look for the samples of a packed row.
+    return {"use_cache": False} if accepts_use_cache(model) else {}
+
+
+def _check_device(request: ModelRequest, model: nn.Module, *, has_routers: bool) -> None:
+    """Raise :class:`RecipeError` if this device does not support what the recipe asks of *model*."""
+    config, layout = request.config, request.layout
+    check_attention(model, layout.device)
+    if request.offloads_activations:
+        from automodel_ckpt.models.layers.activation_memory import check_offload
+
+        check_offload(layout.device)
+    if has_cuda_graphs(config, layout) and request.is_trained:
+        check_cuda_graphs(config, layout, has_routers=has_routers)
+
+
+def _summary(request: ModelRequest, model: nn.Module) -> str:
+    num_all, num_trained = 0, 0
+    for parameter in model.parameters():
+        num_all += parameter.numel()
+        if parameter.requires_grad:
+            num_trained += parameter.numel()
+    text = f"{type(model).__name__} with {num_all:,} parameters"
+    if num_trained != num_all:
+        text += f", {num_trained:,} of them trained"
+    sizes = request.layout.sizes
+    text += "; 1 rank" if sizes.world == 1 else f"; {sizes.world} ranks"
+    text += f", {choose_strategy(request.config.distributed.strategy, sizes)}"
+    if max(sizes.dp_replicate, sizes.tp, sizes.pp, sizes.cp, sizes.ep) > 1:
+        text += f" ({sizes})"
+    return text
+
+
+def _precision(request: ModelRequest, model: nn.Module) -> str:
+    section, device_type = request.config.distributed, request.layout.device.type
+    products = float32_precision(request.config, device_type) if device_type == "cuda" else None
+    strategy = choose_strategy(section.strategy, request.layout.sizes)
+    dtype = compute_dtype(section)
+    kept = float32_names(model, dtype) if strategy == "fsdp2" else ()
+    return describe_precision(
+        model,
+        strategy=strategy,
+        compute_type=dtype,
+        products=products,
+        num_in_float32=sum(model.get_parameter(name).dtype == torch.float32 for name in kept),
+    )

@@ -1,0 +1,491 @@
+"""The checkpoints of a run: which is the best, what follows a failed save, what is exported, and how a run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from automodel_ckpt.checkpoint import Checkpointer, SaveReport
+from automodel_ckpt.checkpoint.checkpointer import Resumed
+from automodel_ckpt.checkpoint.export.next_steps import model_files_lines, try_command
+from automodel_ckpt.checkpoint.parts.failures import text_while_running
+from automodel_ckpt.checkpoint.run import finished, policy
+from automodel_ckpt.checkpoint.run.timeline import SAVES
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.data.batches.loader import GlobalBatchLoader
+from automodel_ckpt.errors import (
+    AutomodelError,
+    CheckpointUnusable,
+    ExportFailed,
+    RecipeError,
+    SaveFailed,
+)
+from automodel_ckpt.parallel.ranks.stop import StopRequest
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.saves.final_exports import make_final_exports
+from automodel_ckpt.training.saves.hub_uploads import HubUploads
+from automodel_ckpt.training.saves.save_messages import saved_line, saving_view
+from automodel_ckpt.training.values.disk_use import warn_of_little_space
+from automodel_ckpt.training.values.run_log import RunLog
+
+if TYPE_CHECKING:
+    from automodel_ckpt.training.saves.memory_saves import MemorySaves
+    from automodel_ckpt.training.watch.replica_check import ReplicaCheck
+
+log = logging.getLogger("automodel_ckpt")
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _measured(
+    method: Callable[Concatenate[Saves, _Arguments], _Result],
+) -> Callable[Concatenate[Saves, _Arguments], _Result]:
+    """Count the time in a method of :class:`Saves` as that of saves."""
+
+    @functools.wraps(method)
+    def measured(
+        self: Saves, /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs
+    ) -> _Result:
+        with self.timeline.phase(SAVES):
+            return method(self, *arguments, **keywords)
+
+    return measured
+
+
+class Saves:
+    """Saves the state of a run, and applies ``checkpoint.on_save_failure`` if a save fails.
+
+    A run without checkpoints (``checkpoint.enabled: false``) has no *checkpointer*: then nothing is saved. All methods
+    are called on all ranks, except :meth:`note_saved`.
+    """
+
+    failure: AutomodelError | None
+    """The last save's failure, if training continues after it; the run ends with it."""
+    last_save: SaveReport | None
+    """The newest checkpoint of this process. An asynchronous one may still fail, until :meth:`wait` returns."""
+    resumed: Resumed | None
+    """The checkpoint that this process resumed from. ``training/start/resume.py`` sets it, and :meth:`roll_back`."""
+    memory: MemorySaves | None
+    """The section ``checkpoint.memory``, set at the resume; None without it."""
+    recipe_yaml: str
+    """The recipe that checkpoints contain. A resume sets in it the values that it takes from its checkpoint."""
+    replica_check: ReplicaCheck | None
+    """Compares the replicas of the model before each save (``checkpoint.verify_replicas``), set by the recipe; None
+    without it."""
+
+    def __init__(
+        self,
+        config: RecipeConfig,
+        checkpointer: Checkpointer | None,
+        scheduler: StepScheduler,
+        run_log: RunLog,
+        state: Callable[[], Mapping[str, Any]],
+        *,
+        config_yaml: str,
+        num_ranks: int,
+        sample_noun: str = "sample",
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
+    ) -> None:
+        """*state* returns everything that a checkpoint stores, by attribute name. *gather* returns the objects of all
+        ranks, in their order.
+
+        *sample_noun* is what an item of the data set is, in the singular: for "pair", checkpoints count consumed pairs.
+        """
+        self.checkpointer = checkpointer
+        self.failure = None
+        self.last_save = None
+        self._save_before: SaveReport | None = None
+        """The checkpoint before :attr:`last_save`, while that is being written."""
+        self.resumed = None
+        self.memory = None
+        self.replica_check = None
+        self._compared_step: int | None = None
+        self.hub_uploads = HubUploads(config.hub, checkpointer)
+        self._config = config
+        self._section = config.checkpoint
+        self._config_yaml = config_yaml
+        self.recipe_yaml = config_yaml
+        self._scheduler = scheduler
+        self._run_log = run_log
+        self.timeline = run_log.timeline
+        self._state = state
+        self._num_ranks = num_ranks
+        self._gather = gather
+        self._sample_noun = sample_noun
+        self._unknown_metrics: set[str] = set()
+        self._is_stopping = False
+        self._shown_command: str | None = None
+        """The command in the log that exports the newest checkpoint."""
+        self._figures: dict[int, str] = {}
+        """What the line about the save of a step says of training, until the save is published."""
+
+    # ---------------------------------------------------------------- before the first step
+
+    def check_space(self, state: Mapping[str, Any], steps_per_epoch: int | None) -> None:
+        """Check that a checkpoint fits on the disk and in memory; warn if the disk cannot hold all that the run keeps.
+
+        *steps_per_epoch* is None for a stream. Raises :class:`SaveFailed` if ``on_save_failure`` is ``stop``.
+        """
+        if self.checkpointer is None or self._scheduler.is_finished():
+            return
+        if self.memory is not None:
+            self.memory.check_space(state)
+        try:
+            forecast = self.checkpointer.check_disk_space(state)
+        except SaveFailed as failure:
+            self._handle(failure)
+            return
+        if forecast is None:
+            return
+        # On rank 0 only: a warning must not end this rank while the others wait for it.
+        with contextlib.suppress(OSError):
+            warn_of_little_space(
+                self._config,
+                forecast,
+                self.checkpointer.directory,
+                planned_steps=self._scheduler.planned_steps,
+                steps_per_epoch=steps_per_epoch,
+                exports_at_end=self.checkpointer.exports.only_at_end,
+            )
+
+    @_measured
+    def make_missing_export(self) -> None:
+        """Export the checkpoint that the run continues from, where each checkpoint is to have an export."""
+        if self.checkpointer is None or self.resumed is None or self._scheduler.is_finished():
+            return
+        # A checkpoint in memory has no export: the next one on disk will.
+        if self.resumed.in_memory:
+            return
+        try:
+            self.checkpointer.exports.export_if_missing(self.resumed.path, last=False)
+        except SaveFailed as failure:
+            self._handle(failure)
+
+    # ---------------------------------------------------------------- during training
+
+    def await_copies(self) -> None:
+        """Call this before state on the device is changed: an asynchronous save may still be copying it."""
+        if self.checkpointer is not None:
+            self.checkpointer.await_copies()
+        if self.memory is not None and self.memory.checkpointer is not None:
+            self.memory.checkpointer.await_copies()
+
+    def roll_back(self, step: int) -> Resumed | None:
+        """Load the newest checkpoint of *step* or an earlier one, on disk or in memory. A collective.
+
+        Returns None, with no effect, if there is none.
+        """
+        if self.checkpointer is None:
+            return None
+        self.wait()
+        if self.memory is not None:
+            self.memory.finish_save()
+            self.memory.find()
+        state = self._state()
+        resumed = self.checkpointer.roll_back(state, step)
+        if resumed is None:
+            return None
+        self._compared_step = None
+        self.hub_uploads.roll_back(resumed.step)
+        # It may be of a step after this one, and is renamed by the next save.
+        self.last_save = self._save_before = None
+        self.resumed = resumed
+        if resumed.in_memory:
+            # A stop must save this step on disk.
+            self._scheduler.note_lost_save()
+        if self.memory is not None:
+            self.memory.start(resumed, resumed.step)
+        return resumed
+
+    def note_if_best(self, losses: Mapping[str, Any]) -> bool:
+        """Whether *losses* of the present step are the best so far, by ``best_metric_key`` and ``best_mode``, and a
+        better value is to be saved (``ckpt_on_best``)."""
+        value = policy.metric_of(losses, self._section.best_metric_key)
+        if value is None or not policy.is_better(
+            value, self._scheduler.best, self._section.best_mode
+        ):
+            return False
+        return self._scheduler.note_best(value)
+
+    def note_late_validation(self, losses: Mapping[str, Any]) -> None:
+        """Record *losses* of the resumed step, whose validation a signal had prevented, for its checkpoint."""
+        is_wanted = self.note_if_best(losses) or self._scheduler.save_was_due
+        if is_wanted and self.checkpointer is not None and self.resumed is not None:
+            measured = {key: value for key, value in losses.items() if value is not None}
+            self.checkpointer.note_validation(self.resumed, measured)
+
+    @_measured
+    def save(
+        self, losses: Mapping[str, Any], *, validated: bool, started: float, last: bool
+    ) -> None:
+        """Save the present step, with *losses* in its ``losses.json``.
+
+        *validated*: the losses include a validation. *started* is when the step's validation began, in seconds of
+        ``time.monotonic``. *last*: the run ends with this step.
+
+        If ``on_save_failure`` is ``stop``, raises :class:`SaveFailed`, and :class:`RecipeError` for state that cannot
+        be stored. Raises :class:`LeaseLost` if another run took over the run directory.
+        """
+        if self.checkpointer is None:
+            self._scheduler.note_save(0.0)
+            return
+        self.wait()
+        try:
+            report = self.save_now(self.checkpointer, losses, validated=validated, last=last)
+        # A RecipeError: state that cannot be stored, which the run has had only since its start.
+        except (SaveFailed, RecipeError) as failure:
+            # Before _handle(), which may raise. A failed save must not be retried after every step.
+            self._scheduler.note_failed_save()
+            self._handle(failure)
+            return
+        self._scheduler.note_save(time.monotonic() - started)
+        self.last_save, self._save_before = report, self.last_save
+        # An asynchronous save is not published yet: wait() clears an earlier failure then.
+        if report.published:
+            self.failure = None
+        if report.export_failure is not None:
+            self._handle(report.export_failure)
+
+    def save_now(
+        self, checkpointer: Checkpointer, losses: Mapping[str, Any], *, validated: bool, last: bool
+    ) -> SaveReport:
+        """Write the checkpoint of the present step, or with ``is_async`` begin to. Raises :class:`SaveFailed`."""
+        scheduler = self._scheduler
+        if validated:
+            self._warn_of_unknown_metric(losses)
+        # Now: when an asynchronous save is published, training is at a later step.
+        self._figures = {scheduler.step: self._run_log.figures(losses)}
+        self._run_log.progress.follow(lambda: saving_view(checkpointer.saving(), self._num_ranks))
+        return self._write_checkpoint(
+            checkpointer, losses, validated=validated, last=last, on_saved=self.note_saved
+        )
+
+    @_measured
+    def save_in_memory(self, checkpointer: Checkpointer, losses: Mapping[str, Any]) -> None:
+        """Save the present step with the *checkpointer* of memory checkpoints. Raises :class:`SaveFailed`."""
+        self._write_checkpoint(checkpointer, losses)
+
+    def _write_checkpoint(
+        self,
+        checkpointer: Checkpointer,
+        losses: Mapping[str, Any],
+        *,
+        validated: bool = False,
+        last: bool = False,
+        on_saved: Callable[[SaveReport], None] | None = None,
+    ) -> SaveReport:
+        """Pass the state and the counters of the present step to *checkpointer*. Raises :class:`SaveFailed`."""
+        scheduler = self._scheduler
+        self._compare_replicas(scheduler.step)
+        # Discovered for each save: a recipe may have replaced an attribute.
+        state = self._state()
+        for value in state.values():
+            if isinstance(value, GlobalBatchLoader):
+                value.gather_state(self._gather)
+        return checkpointer.save(
+            state,
+            step=scheduler.step,
+            epoch=scheduler.epoch,
+            config_yaml=self.recipe_yaml,
+            losses=losses,
+            progress={
+                f"consumed_{self._sample_noun}s": scheduler.consumed_samples,
+                "consumed_tokens": scheduler.consumed_tokens,
+                "elapsed_seconds": scheduler.elapsed_seconds,
+            },
+            validated=validated,
+            last=last,
+            # A resume truncates the logs to the checkpoint's step; it cannot restore lines.
+            before_publishing=self._run_log.flush,
+            on_saved=on_saved,
+        )
+
+    def _compare_replicas(self, step: int) -> None:
+        """Raise :class:`AutomodelError` on all ranks if replicas of the model differ after *step*. Collective."""
+        if self.replica_check is not None and step != self._compared_step:
+            self.replica_check.check(step)
+            self._compared_step = step
+
+    def _warn_of_unknown_metric(self, losses: Mapping[str, Any]) -> None:
+        key = self._section.best_metric_key
+        if key not in losses and key not in self._unknown_metrics:
+            self._unknown_metrics.add(key)
+            log.warning(
+                "no best checkpoint: checkpoint.best_metric_key is %s, and there are only %s",
+                key,
+                ", ".join(losses),
+            )
+
+    def note_saved(self, report: SaveReport) -> None:
+        """Log a published checkpoint. Called on rank 0, by a save in the background from another thread."""
+        reasoning = self._scheduler.note_published(report.stall_seconds, report.total_seconds)
+        self._run_log.progress.note_saved(report.step)
+        log.info("%s", saved_line(report, self._figures.get(report.step, "")))
+        # A stop logs the command itself, with the reason.
+        if report.export_command and not report.export and not self._is_stopping:
+            self._shown_command = report.export_command
+            log.info("  to export it: %s", report.export_command)
+        if reasoning is not None:
+            log.info("%s", reasoning)
+        self._run_log.log_save(report)
+        self.hub_uploads.note_saved(report.path.name)
+
+    @_measured
+    def wait(self) -> None:
+        """Wait for a save in the background, and handle its failure.
+
+        Raises :class:`LeaseLost` if another run took over the run directory, and :class:`SaveFailed` if
+        ``on_save_failure`` is ``stop``; the same on all ranks.
+        """
+        if self.checkpointer is None:
+            return
+        self.checkpointer.check_lease_on_all_ranks()
+        try:
+            if self.checkpointer.wait_for_save():
+                self.failure = None
+        except SaveFailed as failure:
+            # If only the export failed, the checkpoint is published, and the step counts as saved.
+            if not isinstance(failure, ExportFailed):
+                self._scheduler.note_lost_save()
+                self.last_save = self._save_before
+            self._handle(failure)
+
+    def _handle(self, failure: AutomodelError) -> None:
+        """Apply ``checkpoint.on_save_failure``: raise *failure* now, or continue and raise it at the end of the run."""
+        if self._section.on_save_failure == "stop":
+            raise failure
+        self.failure = failure
+        if not isinstance(failure, SaveFailed):
+            # For the exit code: the recipe was right when the run started.
+            self.failure = SaveFailed.all_of(failure.problems)
+        log.warning("%s", text_while_running(failure))
+        log.warning("training continues, since checkpoint.on_save_failure is continue")
+
+    # ---------------------------------------------------------------- the end
+
+    @_measured
+    def stop(self, losses: Mapping[str, Any]) -> None:
+        """Save the last completed step unless it is saved, without an export. Raises the failure of that save."""
+        self._is_stopping = True
+        if self.checkpointer is not None:
+            # An export may take longer than a scheduler's grace period. The next start makes it.
+            self.checkpointer.disable_exports()
+        if self._scheduler.unsaved:
+            self.save(losses, validated=False, started=time.monotonic(), last=False)
+        self.wait()
+        if self.failure is not None:
+            raise self.failure
+        self._log_how_to_export()
+
+    @_measured
+    def upload_before_stop(self, request: StopRequest) -> None:
+        """Wait for uploads after the signal of *request*, as long as there is time. A collective."""
+        if self.checkpointer is None:
+            return
+        with request.waiting() as is_repeated:
+            self.checkpointer.upload_before_stop(
+                request.seconds_since_request,
+                is_repeated.is_set,
+                grace_seconds=request.grace_seconds,
+            )
+
+    def _log_how_to_export(self) -> None:
+        newest = self.last_save or self.resumed
+        if self.checkpointer is None or newest is None or not newest.path.is_dir():
+            # One that was loaded from a store is not on the disk.
+            return
+        command = self.checkpointer.exports.command(newest.path)
+        if command in (None, self._shown_command):
+            return
+        if not self.checkpointer.exports.is_exported(newest.path):
+            log.info(
+                "not exported, because a signal leaves little time\n  to export it: %s", command
+            )
+
+    @_measured
+    def end(self, request: StopRequest) -> None:
+        """Log the newest checkpoint, export the best, average the last ones, and wait for the uploads.
+
+        The second signal of *request* ends that wait. Raises the failure of the last save.
+        """
+        if self.last_save is not None:
+            log.info("newest checkpoint: %s", self.last_save.path)
+            if self.last_save.export is not None:
+                log.info("Hugging Face export: %s", self.last_save.export)
+                log.info("try it: %s", try_command(Path(self.last_save.export)))
+            elif self.checkpointer is not None:
+                files = self.checkpointer.exports.own_files(self.last_save.path)
+                for line in model_files_lines(files) if files is not None else ():
+                    log.info("%s", line)
+        if self.checkpointer is not None:
+            self._make_final_exports(self.checkpointer)
+        if self.failure is not None:
+            raise self.failure
+        if self.checkpointer is not None:
+            self._finish_uploads(self.checkpointer, request)
+
+    def _make_final_exports(self, checkpointer: Checkpointer) -> None:
+        newest = self.last_save or self.resumed
+        path = newest.path if newest is not None else None
+        make_final_exports(checkpointer, self._section, path, self.wait)
+
+    def _finish_uploads(self, checkpointer: Checkpointer, request: StopRequest) -> None:
+        """Wait for the uploads of models and of checkpoints, until the second signal of *request* at the latest.
+
+        Raises :class:`SaveFailed` for required ones.
+        """
+        newest = self.last_save or self.resumed
+        request.on_request = _report_signal_at_end
+        try:
+            with request.waiting() as is_repeated:
+                if newest is not None:
+                    self.hub_uploads.finish(newest.path.name, is_repeated.is_set)
+                checkpointer.finish_uploads(is_repeated.is_set)
+        finally:
+            request.on_request = None
+
+    @_measured
+    def export_finished(self, request: StopRequest) -> None:
+        """Make the exports and uploads of a finished run that a kill or a signal had prevented, as :meth:`end` does.
+
+        Raises :class:`SaveFailed`.
+        """
+        if self.checkpointer is not None and self.resumed is not None:
+            self.checkpointer.exports.export_if_missing(self.resumed.path, last=True)
+            self._make_final_exports(self.checkpointer)
+            self._finish_uploads(self.checkpointer, request)
+
+    def note_finished(self) -> None:
+        """Record that nothing is left to do, so that the next start reports this before it builds the run.
+
+        Does nothing if the same command may continue the run: after ``max_time``, or if the data may have grown.
+        Called on rank 0.
+        """
+        scheduler = self._scheduler
+        checkpointer = self.checkpointer
+        if checkpointer is None or scheduler.validation_is_missing:
+            return
+        if not scheduler.is_over_for_good():
+            return
+        with contextlib.suppress(OSError, CheckpointUnusable):
+            checkpointer.check_lease()
+            finished.note(
+                checkpointer.directory,
+                scheduler.step,
+                self._config_yaml,
+                scheduler.reason_of_end(),
+            )
+
+
+def _report_signal_at_end(number: int) -> None:
+    """Log that a signal was received while a run that is complete waits for its uploads; 0: by another rank."""
+    name = signal.Signals(number).name if number else "a signal to another rank"
+    again = "press Ctrl-C again" if number == signal.SIGINT else "send it again"
+    log.info("%s: training is done, and uploads are not; %s to stop waiting for them", name, again)

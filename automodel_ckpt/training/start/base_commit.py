@@ -1,0 +1,198 @@
+"""The commits of what a recipe reads from the Hub: resolved once at the start of a run, recorded in its checkpoints.
+
+A branch can get other files while a run is interrupted. A resumed run continues with the commits that it started with,
+and all ranks of a run read the same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from automodel_ckpt.base.hub_access import (
+    MAIN,
+    chain_of,
+    check_access,
+    go_offline,
+    is_commit,
+    resolve_commit,
+)
+from automodel_ckpt.checkpoint import Checkpointer
+from automodel_ckpt.checkpoint.parts.manifest import Summary
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.fetched import own_name
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.tree.urls import with_local_directory
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.inspect.model_files import require_local
+from automodel_ckpt.parallel.ranks.agree import broadcast_object, raise_on_all_ranks
+from automodel_ckpt.training.start.hub_names import (
+    HubName,
+    Place,
+    hub_names,
+    is_repository,
+    with_revisions,
+)
+
+log = logging.getLogger("automodel_ckpt")
+
+COMMIT, REVISION = "base_commit", "base_revision"
+"""Notes in a manifest's ``environment``: NAME@COMMIT, and the revision that the recipe asked for."""
+FURTHER = "hub_commits"
+"""Note about other names: NAME@REVISION=COMMIT, with a comma between them; names of data sets follow datasets/."""
+_DATA = "datasets/"
+_MODEL_KEYS = ("model.from_pretrained", "model.from_config")
+
+Recorded = Mapping[str, str]
+"""NAME@REVISION -> commit, as :data:`FURTHER` has them."""
+
+
+def pin_base(
+    config: RecipeConfig,
+    checkpointer: Checkpointer | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    recorded: Recorded | None = None,
+) -> RecipeConfig:
+    """Return *config* with the commits of all names of the Hub as their revisions, and check the access to them.
+
+    They are those that the checkpoint to resume from records, if its recipe asked for the same revisions. Without a
+    *checkpointer*, they are those in *recorded*. What is in a local directory has none.
+
+    Collective: rank 0 makes the requests. Raises :class:`RecipeError` on all ranks if something cannot be read, and
+    states what to do.
+    """
+    commits: dict[Place, str] = {}
+    notes: dict[str, str] = {}
+    is_offline = False
+    with raise_on_all_ranks(group):
+        if group is None or dist.get_rank(group) == 0:
+            if checkpointer is not None:
+                recorded = recorded_commits(checkpointer.expected())
+            commits, notes = _commits(config, recorded)
+            is_offline = _is_offline()
+    commits, notes, is_offline = broadcast_object(group, (commits, notes, is_offline))
+    if is_offline:
+        go_offline("the Hub cannot be reached")
+    if checkpointer is not None:
+        checkpointer.notes.update(notes)
+    return with_revisions(config, commits)
+
+
+def commits_of_run(config: RecipeConfig) -> Recorded | None:
+    """Return the commits that a dry run expects the run to continue with; None in a new run.
+
+    They are those of the checkpoint to resume from, if it is on this machine.
+    """
+    section = with_local_directory(config).checkpoint
+    if not section.enabled:
+        return None
+    root = Path(section.checkpoint_dir).absolute()
+    memory = None
+    if section.memory is not None:
+        from automodel_ckpt.checkpoint.memory.directory import memory_of
+
+        memory = memory_of(root, Path(section.memory.directory))
+    restore_from = own_name(section.restore_from, section.remote)
+    return recorded_commits(resume.expected(root, restore_from, memory))
+
+
+def recorded_commits(summary: Summary | None) -> Recorded | None:
+    """Return the commits that a checkpoint to resume from records; None without one."""
+    if summary is None:
+        return None
+    environment = summary.environment
+    recorded = {}
+    for entry in str(environment.get(FURTHER, "")).split(", "):
+        name, _, commit = entry.partition("=")
+        recorded[name] = commit
+    base, _, commit = str(environment.get(COMMIT, "")).partition("@")
+    recorded[f"{base}@{environment.get(REVISION)}"] = commit
+    return {name: commit for name, commit in recorded.items() if is_commit(commit)}
+
+
+def _commits(
+    config: RecipeConfig, recorded: Recorded | None
+) -> tuple[dict[Place, str], dict[str, str]]:
+    """Determine the commits of all names, by the places of their revisions, and the notes about them."""
+    commits: dict[Place, str] = {}
+    notes: dict[str, str] = {}
+    further: dict[str, str] = {}
+    for name in hub_names(config):
+        if not _is_on_hub(name):
+            continue
+        asked = _asked(name)
+        commit = further.get(asked) or _commit_of(name, recorded)
+        if commit is None:
+            continue
+        commits[name.place] = commit
+        is_base = name.where in _MODEL_KEYS
+        if is_base:
+            notes |= {COMMIT: f"{name.name}@{commit}", REVISION: name.revision or MAIN}
+        if asked not in further:
+            origin = " (recorded in the checkpoint)" if recorded and asked in recorded else ""
+            label = "base model" if is_base else name.where
+            log.info("%s: %s at commit %s%s", label, name.name, commit[:12], origin)
+        further[asked] = commit
+    if further:
+        notes[FURTHER] = ", ".join(f"{asked}={commit}" for asked, commit in further.items())
+    return commits, notes
+
+
+def _asked(name: HubName) -> str:
+    """The name and the revision that the recipe asks for, as :data:`FURTHER` has them."""
+    owner = _DATA if name.kind == "dataset" else ""
+    return f"{owner}{name.name}@{name.revision or MAIN}"
+
+
+def _commit_of(name: HubName, recorded: Recorded | None) -> str | None:
+    """Return the commit of a repository; None if it is unknown."""
+    commit = None if recorded is None else recorded.get(_asked(name))
+    if commit is not None and name.is_optional:
+        # This start does not read it, and must not fail if it is gone.
+        return commit
+    try:
+        if name.kind == "model":
+            return resolve_commit(name.name, commit or name.revision, where=name.where)
+        found = check_access(name.name, commit or name.revision, kind="dataset", where=name.where)
+    except RecipeError as error:
+        if commit is None or not _is_unknown_revision(error):
+            raise
+        raise _no_longer_there(name, commit) from error
+    # Checkpoints of earlier versions record no data sets. A commit would look like other data to their loaders.
+    is_new = recorded is None or commit is not None
+    return commit or found if is_new else None
+
+
+def _is_unknown_revision(error: BaseException) -> bool:
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    return any(isinstance(each, RevisionNotFoundError) for each in chain_of(error))
+
+
+def _no_longer_there(name: HubName, commit: str) -> RecipeError:
+    revision = ".".join(str(part) for part in name.place if part != "kwargs")
+    return RecipeError(
+        "the Hub no longer has the commit that the checkpoint records",
+        where=name.where,
+        value=f"{name.name}@{commit}",
+        hint=f"to continue with other files, set {revision} to a commit that is there",
+    )
+
+
+def _is_on_hub(name: HubName) -> bool:
+    """Whether this is a repository. Raises :class:`RecipeError` for a path that does not exist."""
+    if not is_repository(name.name):
+        return False
+    if name.kind == "model":
+        require_local(name.name, name.where)
+    return True
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)

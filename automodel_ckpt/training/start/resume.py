@@ -1,0 +1,184 @@
+"""Loading the newest checkpoint into the parts of a run, and preparing these for the step to continue from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from automodel_ckpt.base.rng import StatefulRNG
+from automodel_ckpt.checkpoint import Checkpointer, Manifest, Resumed
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.layout import CONFIG
+from automodel_ckpt.config.help.changes import Change, effective_recipe, ignored_by_resume
+from automodel_ckpt.config.keys.optimizer import OptimizerConfig, OptimizerTarget
+from automodel_ckpt.data.batches.loader import GlobalBatchLoader
+from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.measure.cadence import steps_per_epoch
+from automodel_ckpt.training.saves.saves import Saves
+from automodel_ckpt.training.start.resume_overrides import RecipeOptions, compare_recipes
+from automodel_ckpt.training.values.run_log import RunLog
+
+if TYPE_CHECKING:
+    from automodel_ckpt.training.saves.memory_saves import MemorySaves
+
+log = logging.getLogger("automodel_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeSource:
+    """The recipe of this start, to compare with that of a checkpoint."""
+
+    config_yaml: str
+    """The text of the resolved recipe."""
+    precision: str
+    """The data types of the weights and of the computation."""
+    origins: Mapping[str, str]
+    """Where each value comes from, by dotted key."""
+    overridden: Collection[str]
+    """The dotted keys that the command line gives."""
+    optimizer: OptimizerConfig | OptimizerTarget
+    """The section ``optimizer``. Its ``on_resume`` is whose options the optimizer gets: checkpoint or recipe."""
+    earlier_schedule: Callable[[Optimizer], LRScheduler] | None = None
+    """Builds the schedule of versions that rounded the warm-up of ``warmup_ratio``; None without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """The parts of a run that a checkpoint changes or that depend on the step to continue from."""
+
+    checkpointer: Checkpointer
+    memory: MemorySaves | None
+    saves: Saves
+    run_log: RunLog
+    step_scheduler: StepScheduler
+    dataloader: GlobalBatchLoader
+    rng: StatefulRNG
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler | None
+
+
+def load_checkpoint(parts: RunParts, source: RecipeSource, state: Mapping[str, Any]) -> None:
+    """Load the newest usable checkpoint into *state*, and prepare the saves and the logs for the next step. Collective.
+
+    Without a checkpoint, the run begins. Raises :class:`CheckpointUnusable` if none can be used, and
+    :class:`RecipeError` for state that cannot be saved and for changes of the recipe that a resume does not allow.
+    """
+    checkpointer, scheduler = parts.checkpointer, parts.step_scheduler
+    checkpointer.check(state)
+    # Made before the checkpoint's options are loaded into the optimizer: it records those of the recipe.
+    recipe_options = RecipeOptions(
+        parts.optimizer,
+        parts.lr_scheduler,
+        from_recipe=source.optimizer.on_resume == "recipe",
+        overridden=source.overridden,
+        section=source.optimizer,
+        earlier_schedule=source.earlier_schedule,
+    )
+    comparison = _Comparison(source, parts.lr_scheduler)
+    resumed = checkpointer.load(state, before_loading=comparison.report)
+    parts.saves.resumed = resumed
+    if parts.memory is not None:
+        _start_memory(parts.memory, parts, resumed)
+    parts.run_log.open(checkpointer.directory, checkpointer.check_lease)
+    if resumed is not None:
+        _continue_from(parts, resumed)
+        # After the load: an earlier resume may have kept options that no recipe shows.
+        recipe_options.compare(scheduler, resumed.loaded, resumed.path)
+        parts.saves.recipe_yaml = comparison.effective_recipe(resumed, recipe_options.kept)
+    parts.saves.check_space(state, steps_per_epoch(parts.dataloader))
+    if not scheduler.is_finished():
+        checkpointer.prepare(state)
+    # Only now is the step known to which the logs are truncated.
+    parts.run_log.resume(scheduler, resumed.path.name if resumed is not None else None)
+    parts.saves.make_missing_export()
+
+
+def check_own(restore_from: str | None) -> None:
+    """Raise :class:`CheckpointUnusable` if ``checkpoint.restore_from`` is a path with files of another program."""
+    path = Path(restore_from or "").expanduser()
+    is_ours = layout.parse_checkpoint_name(path.name) or os.path.lexists(path / layout.MANIFEST)
+    if restore_from is None or "://" in restore_from or is_ours or not path.is_dir():
+        return
+    from automodel_ckpt.convert.formats.registry import detect
+
+    known = detect(path)
+    if known is not None:
+        raise CheckpointUnusable(
+            f"this is a checkpoint of another program: {known.name}",
+            where="checkpoint.restore_from",
+            value=str(path),
+            hint="import it (`ckpt import DIRECTORY RUN`, with --training-state to continue its run), and name RUN in "
+            "checkpoint.checkpoint_dir; or start from its weights with init_from.path",
+        )
+
+
+class _Comparison:
+    """Compares the recipe of a checkpoint with *source*. *schedule* is the LR schedule of this run, if there is one."""
+
+    def __init__(self, source: RecipeSource, schedule: LRScheduler | None) -> None:
+        self._source = source
+        # The rates of LambdaLR are computed again with the recipe's function.
+        self._keeps_schedule = schedule is not None and not isinstance(schedule, LambdaLR)
+        self._changes: list[Change] = []
+
+    def report(self, path: Path, manifest: Manifest) -> None:
+        """Log the differences before the checkpoint in *path* is loaded. Called on rank 0."""
+        self._changes = compare_recipes(
+            path,
+            manifest,
+            config_yaml=self._source.config_yaml,
+            precision=self._source.precision,
+            origins=self._source.origins,
+            overridden=self._source.overridden,
+            on_resume=self._source.optimizer.on_resume,
+            keeps_schedule=self._keeps_schedule,
+        )
+
+    def effective_recipe(self, resumed: Resumed, options: Mapping[str, Any]) -> str:
+        """Return the recipe with the values that the run uses; on rank 0, which saves it.
+
+        *options* are the values of optimizer options that continue as saved, by dotted key.
+        """
+        on_resume = self._source.optimizer.on_resume
+        # Not what the checkpoint has: state that was not loaded begins with the recipe's values.
+        kept = ignored_by_resume(
+            self._changes, resumed.loaded, on_resume, keeps_schedule=self._keeps_schedule
+        )
+        if not self._source.config_yaml or not (kept or options):
+            return self._source.config_yaml
+        return effective_recipe(self._source.config_yaml, resumed.path / CONFIG, kept, options)
+
+
+def _start_memory(memory: MemorySaves, parts: RunParts, resumed: Resumed | None) -> None:
+    scheduler = parts.step_scheduler
+    if resumed is not None and resumed.in_memory:
+        # A stop must save this step on disk.
+        scheduler.note_lost_save()
+        log.info("step %d was loaded from memory%s", resumed.step, memory.origins())
+    memory.start(resumed, scheduler.step)
+    parts.saves.memory = memory
+
+
+def _continue_from(parts: RunParts, resumed: Resumed) -> None:
+    """Count seconds from the save of the checkpoint, and set what a checkpoint of another program has no state for."""
+    # Wall-clock time: the checkpoint may be from another process or node.
+    seconds_since_save = time.time() - resumed.manifest.created
+    parts.run_log.progress.note_saved(resumed.step, seconds_since_save)
+    if resumed.manifest.is_imported_run:
+        from automodel_ckpt.training.start.imported_run import continue_imported_run
+
+        continue_imported_run(
+            resumed,
+            dataloader=parts.dataloader,
+            step_scheduler=parts.step_scheduler,
+            rng=parts.rng,
+        )

@@ -1,0 +1,360 @@
+"""What changed between a checkpoint's recipe and this one, and which of both values a resumed run uses."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.files.layout import CONFIG
+from automodel_ckpt.checkpoint.parts.discovery import left_out
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint.state.mismatch import first_lines
+from automodel_ckpt.config.help.changes import (
+    Change,
+    change_lines,
+    changed_keys,
+    check_overrides,
+    ignored_by_resume,
+    override_problem,
+    recipe_of,
+    saved_recipe,
+)
+from automodel_ckpt.config.tree.yaml_tree import DEFAULT
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.optim.lr import (
+    current_rate,
+    fast_forward,
+    follow_schedule,
+    keep_rounded_warmup,
+)
+from automodel_ckpt.training.build.optimizers import optimizers_8bit
+from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+
+log = logging.getLogger("automodel_ckpt")
+
+OPTIMIZER = "optimizer"
+SCHEDULE = "lr_scheduler"
+"""Attributes of a recipe, as checkpoints name them."""
+
+
+def compare_recipes(
+    checkpoint: Path,
+    manifest: Manifest,
+    *,
+    config_yaml: str,
+    precision: str,
+    origins: Mapping[str, str],
+    overridden: Collection[str],
+    on_resume: str,
+    keeps_schedule: bool = False,
+) -> list[Change]:
+    """Log and return which settings changed since *checkpoint* was saved. Called on rank 0.
+
+    *config_yaml* is the recipe of this run, *precision* the data types that it uses, *origins* where its values come
+    from, *overridden* the keys that the command line gives, *on_resume* the setting of that name, *keeps_schedule*
+    whether the state of the LR schedule contains its settings. Raises :class:`RecipeError` for overrides on the command
+    line that the resume would ignore.
+    """
+    saved_precision = manifest.environment.get("precision")
+    if isinstance(saved_precision, str) and saved_precision != precision:
+        # Defaults depend on the device, so that the recipes may be equal.
+        log.warning(
+            "the precision is not that of %s, which was trained with %s",
+            checkpoint.name,
+            ascii(saved_precision[:200]),
+        )
+    saved = saved_recipe(checkpoint / CONFIG)
+    if not saved or not config_yaml:
+        return []  # imported from another program, or run by a script without a recipe file
+    given = {key for key, origin in origins.items() if origin != DEFAULT}
+    changes = changed_keys(saved, recipe_of(config_yaml), given)
+    ignored = ignored_by_resume(changes, manifest.saved, on_resume, keeps_schedule=keeps_schedule)
+    check_overrides(ignored, overridden, checkpoint)
+    if changes:
+        lines = change_lines(changes, ignored)
+        log.warning("settings changed since %s was saved:%s", checkpoint.name, first_lines(lines))
+    return changes
+
+
+def log_omitted_state(recipe: object, untracked: Collection[str]) -> None:
+    """Log which attributes of *recipe* have state that is not saved, and why."""
+    omitted = dict(left_out(recipe))
+    for name, why in omitted.items():
+        log.info("not saved, since %s: %s", why, name)
+    for name in sorted(set(untracked) - omitted.keys()):
+        log.warning("untracked names %r, but the recipe has no such attribute", name)
+
+
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Options of torch's optimizers that choose an implementation, and not what it computes."""
+_APPLY = " (optimizer.on_resume: recipe applies it)"
+_KEPT = "the optimizer's %s%s continues as saved, %s; the recipe's %s is not applied" + _APPLY
+_TAKEN = "the optimizer's %s%s is the recipe's from here on, %s; it was %s"
+
+
+class RecipeOptions:
+    """The recipe's options of an optimizer and its *schedule* (None: a constant rate), to compare with a checkpoint's.
+
+    Create it before a checkpoint is loaded into both. With *from_recipe*, the recipe's options replace the saved ones.
+    *overridden* are the keys that the command line gives, *section* is the recipe's section ``optimizer``,
+    *earlier_schedule* builds the schedule that versions before 2026-11-28 had.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        schedule: LRScheduler | None,
+        *,
+        from_recipe: bool = False,
+        overridden: Collection[str] = (),
+        section: object = None,
+        earlier_schedule: Callable[[Optimizer], LRScheduler] | None = None,
+    ) -> None:
+        self._earlier_schedule = earlier_schedule
+        self._section = section
+        self._of_section: dict[str, list[Any]] = {}
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._from_recipe = from_recipe
+        self._overridden = overridden
+        self._rates: list[Any] = []
+        if schedule is not None:
+            self._rates = list(schedule.base_lrs)
+        self._options = self._present_options()
+        self._8bit = optimizers_8bit(optimizer)
+        self._state_options = [each.state_options for each in self._8bit]
+        self._new_schedule = copy.deepcopy(schedule.state_dict()) if schedule is not None else {}
+        self._checkpoint = Path()
+        self._groups = [_options_of(group) for group in optimizer.param_groups]
+
+    def compare(self, scheduler: StepScheduler, saved: Collection[str], checkpoint: Path) -> None:
+        """Give the optimizer its options and its rate after *checkpoint* was loaded, and log what changes.
+
+        *saved* are the names of the attributes whose state the checkpoint has. Raises :class:`RecipeError` if the
+        command line gives an option and the saved one is used instead. The checkpoint's config.yaml does not show
+        that: it is the recipe of its run, which may have used other options after an earlier resume.
+        """
+        self._checkpoint = checkpoint
+        saved_rate = current_rate(self._optimizer)
+        if SCHEDULE in saved:
+            self._keep_earlier_warmup()
+        if OPTIMIZER in saved:
+            self._compare_state_options()
+        if self._from_recipe:
+            self._take_options()
+        elif OPTIMIZER in saved:
+            self._log_kept_options(has_lost_schedule=self._schedule is None and SCHEDULE in saved)
+        if self._schedule is None:
+            if SCHEDULE in saved:
+                self._leave_out_schedule(scheduler)
+        elif SCHEDULE in saved:
+            self._follow(self._schedule, scheduler, saved_rate)
+        else:
+            self._begin_schedule(self._schedule, scheduler)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The options of the section that continue as saved in all its groups, by dotted key of the recipe."""
+        return {
+            f"{OPTIMIZER}.{name}": values[0][0] if len(values[0]) == 1 else values[0]
+            for name, values in self._of_section.items()
+            if values.count(values[0]) == len(values) and values[0] != self._in_section(name)
+        }
+
+    def _in_section(self, name: str) -> list[float]:
+        arguments = getattr(self._section, "kwargs", {})
+        return _numbers(getattr(self._section, name, arguments.get(name)))
+
+    def _note(self, name: str, saved: list[Any], new: list[Any]) -> None:
+        """Note that an option of a group continues as *saved*, if the group would have *new* from the section."""
+        if self._in_section(name) == new:
+            self._of_section.setdefault(name, []).append(saved)
+
+    def _keep_earlier_warmup(self) -> None:
+        schedule, build = self._schedule, self._earlier_schedule
+        if build is None or not isinstance(schedule, LambdaLR):
+            return
+        if keep_rounded_warmup(schedule, build):
+            log.info("the warm-up of warmup_ratio continues as it was, rounded to the nearest step")
+
+    def _present_options(self) -> list[dict[str, list[float]]]:
+        """The numbers and switches among the options of each group; the learning rate only if no schedule moves it."""
+        ignored = (*self._scheduled_options(), *_IMPLEMENTATION)
+        options = []
+        for group in self._optimizer.param_groups:
+            numbers = {name: _numbers(value) for name, value in group.items()}
+            options.append(
+                {name: value for name, value in numbers.items() if value and name not in ignored}
+            )
+        return options
+
+    def _scheduled_options(self) -> tuple[str, ...]:
+        """Options that a schedule sets in each step; without a schedule there are none."""
+        if self._schedule is None:
+            return ()
+        # OneCycleLR moves the momentum, too.
+        is_cycle = getattr(self._schedule, "cycle_momentum", False)
+        return ("lr", "initial_lr", *(("betas", "momentum") if is_cycle else ()))
+
+    def _compare_state_options(self) -> None:
+        """Log the options that the loaded state decides instead of the recipe, or change the state as it requires."""
+        for optimizer, of_recipe in zip(self._8bit, self._state_options, strict=True):
+            loaded = optimizer.state_options
+            for name, new in of_recipe.items():
+                if loaded[name] == new:
+                    continue
+                if self._from_recipe:
+                    log.warning(_TAKEN, name, "", new, loaded[name])
+                else:
+                    self._check_override(name, [loaded[name]], [new])
+                    log.warning(_KEPT, name, "", loaded[name], new)
+                    self._note(name, [loaded[name]], [new])
+            options = of_recipe if self._from_recipe else loaded
+            optimizer.set_state_options(**options)
+            if loaded != of_recipe:
+                # The log has the summary of the state that the recipe describes.
+                log.info("%s: %s", type(optimizer).__name__, optimizer.state_summary)
+
+    def _log_kept_options(self, *, has_lost_schedule: bool) -> None:
+        # A rate of a schedule that is left out is replaced by the recipe's.
+        ignored = ("lr", "initial_lr") if has_lost_schedule else ()
+        pairs = zip(self._options, self._present_options(), strict=False)
+        for number, (new, saved) in enumerate(pairs):
+            where = f" of parameter group {number}" if len(self._options) > 1 else ""
+            for name in new:
+                if name in ignored or name not in saved:
+                    continue
+                self._note(name, saved[name], new[name])
+                if new[name] == saved[name]:
+                    continue
+                if not self._is_by_no_decay(name, new[name]):
+                    self._check_override(name, saved[name], new[name])
+                saved_text, new_text = _as_text(saved[name]), _as_text(new[name])
+                log.warning(_KEPT, name, where, saved_text, new_text)
+
+    def _is_by_no_decay(self, name: str, new: list[float]) -> bool:
+        """Whether a group has no weight decay because of ``optimizer.no_decay``, not because an override is 0."""
+        if name != "weight_decay" or new != [0.0]:
+            return False
+        # With an override of 0, no group would have weight decay.
+        return any(options.get(name) not in (None, [0.0]) for options in self._options)
+
+    def _check_override(self, name: str, saved: list[Any], new: list[Any]) -> None:
+        """Raise :class:`RecipeError` if the command line gives the option *name*, and the resume ignores it."""
+        for key in self._overridden:
+            section, _, _ = key.partition(".")
+            _, _, option = key.rpartition(".")
+            is_whole_section = key == OPTIMIZER
+            if not is_whole_section and (section != OPTIMIZER or option != name):
+                continue
+            changed = f"{OPTIMIZER}.{name}" if is_whole_section else key
+            change = Change(changed, _as_text(saved), _as_text(new))
+            problem = override_problem(key, [change], self._checkpoint)
+            raise RecipeError.all_of([problem])
+
+    def _take_options(self) -> None:
+        """Replace all options that were loaded; a schedule computes its rates again."""
+        scheduled = self._scheduled_options()
+        pairs = zip(self._optimizer.param_groups, self._groups, strict=True)
+        for number, (group, options) in enumerate(pairs):
+            where = f" of parameter group {number}" if len(self._groups) > 1 else ""
+            for name, value in options.items():
+                if name not in scheduled and group.get(name, value) != value:
+                    log.warning(_TAKEN, name, where, value, group[name])
+                group[name] = value
+        if self._schedule is not None and self._rates != self._schedule.base_lrs:
+            log.warning(
+                "the peak learning rate is the recipe's from here on, %s; it was %s",
+                self._rates,
+                self._schedule.base_lrs,
+            )
+            self._schedule.base_lrs = list(self._rates)
+
+    def _leave_out_schedule(self, scheduler: StepScheduler) -> None:
+        """Use the recipe's constant rate; the checkpoint has the last rate of its schedule, which may be 0.0."""
+        saved = current_rate(self._optimizer)
+        self._restore_rates()
+        message = (
+            "the checkpoint's schedule is left out: "
+            "the learning rate of step %d is the recipe's, %.6g; it was %.6g"
+        )
+        log.warning(message, scheduler.step + 1, current_rate(self._optimizer), saved)
+
+    def _begin_schedule(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
+        """Continue the recipe's schedule at the present step; the checkpoint has no state of a schedule."""
+        self._restore_rates()
+        fast_forward(schedule, scheduler.step)
+        message = (
+            "no schedule was loaded: the recipe's continues at step %d with the learning rate %.6g"
+        )
+        log.warning(message, scheduler.step + 1, current_rate(self._optimizer))
+
+    def _replay(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
+        """Set *schedule* and what it sets in the optimizer to the recipe's, at the present step.
+
+        A schedule computes a rate from the one before it: the rates that were saved are those of other settings.
+        """
+        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for name in self._scheduled_options():
+                if name in options:
+                    group[name] = options[name]
+        schedule.load_state_dict(copy.deepcopy(self._new_schedule))
+        fast_forward(schedule, scheduler.step)
+
+    def _restore_rates(self) -> None:
+        """Set the rates that the recipe built; a schedule changes them in place."""
+        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for name in ("lr", "initial_lr"):
+                if name in options:
+                    group[name] = options[name]
+                else:
+                    group.pop(name, None)
+
+    def _follow(self, schedule: LRScheduler, scheduler: StepScheduler, saved_rate: float) -> None:
+        """Set the rates of *schedule* at the present step, and log if that of the next step is not *saved_rate*."""
+        if self._rates != schedule.base_lrs:
+            self._check_override("lr", schedule.base_lrs, self._rates)
+            message = (
+                "the peak learning rate continues as saved, %s; the recipe's %s is not applied"
+                + _APPLY
+            )
+            log.warning(message, schedule.base_lrs, self._rates)
+            for saved, new in zip(schedule.base_lrs, self._rates, strict=True):
+                self._note("lr", [saved], [new])
+        if isinstance(schedule, LambdaLR):
+            # Its rates are a function of the step alone, so they can be computed again.
+            follow_schedule(schedule)
+        elif self._from_recipe:
+            self._replay(schedule, scheduler)
+        now = current_rate(self._optimizer)
+        if now != saved_rate and not scheduler.is_finished():
+            why = ""
+            before, planned = scheduler.planned_before, scheduler.planned_steps
+            # An imported run was planned by another program, which may not state it.
+            if before is not None and before != planned and not self._from_recipe:
+                why = f" (the run was planned for {counted(before, 'step')}, now for {planned})"
+            message = "the schedule changed%s: the learning rate of step %d is %.6g, it would have been %.6g"
+            log.warning(message, why, scheduler.step + 1, now, saved_rate)
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group, without its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _numbers(value: Any) -> list[float]:
+    """A number or a switch, or several, as a list; empty for anything else."""
+    values = value if isinstance(value, tuple | list) else [value]
+    # bool is a subclass of int.
+    return list(values) if all(isinstance(each, int | float) for each in values) else []
+
+
+def _as_text(numbers: list[Any]) -> str:
+    return str(numbers[0] if len(numbers) == 1 else numbers)

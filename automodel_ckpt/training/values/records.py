@@ -1,0 +1,176 @@
+"""The values that the parts of a run pass to each other: what all ranks agreed on, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
+from automodel_ckpt.training.counters.step_scheduler import ClockReading
+
+Z_LOSS = "z_loss"
+"""The metric of a micro-batch that is its z-loss, times its coefficient."""
+LABEL_TOKENS = "label_tokens"
+"""What the loss of predicting the next token is a mean over; both logs have the count under this name."""
+AUX_LOSS = "aux_loss"
+"""The metric of a micro-batch that is its share of the router's load balancing loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """How large a micro-batch is: the terms that its loss is summed over, its label tokens, and its tokens.
+
+    *flops* are the floating-point operations of a training pass over it; 0 if they are unknown or not logged.
+    """
+
+    count: int
+    num_label_tokens: int
+    num_tokens: int
+    flops: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """The loss of a micro-batch, summed over its terms (0-dim, on the device), and metrics by name.
+
+    The metric ``aux_loss`` has a gradient, which the loop adds to that of the loss. Other metrics are sums over the
+    same terms, under the same names on all ranks; the log has their means.
+    """
+
+    loss: torch.Tensor
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What all ranks agreed on before a step: the size of the global batch, whether to stop, and whether a save in the
+    background has failed. The loss of the global batch is a mean over *count* terms; *flops* are the floating-point
+    operations of training on it, 0 if they are unknown or not logged. *clock* is that of rank 0 after the step before.
+    """
+
+    count: int
+    num_label_tokens: int
+    num_tokens: int
+    stop: bool
+    save_failed: bool = False
+    flops: float = 0.0
+    clock: ClockReading = field(default_factory=ClockReading)
+
+    def summed(
+        self, group: ProcessGroup | None, further: Sequence[float] = ()
+    ) -> tuple[Control, list[float]]:
+        """Combine the values of all ranks. A collective; returns the control, and the sums of *further* numbers.
+
+        Counts are summed, and a flag is set if any rank sets it. Only one rank may pass a clock. All ranks pass equally
+        many further numbers.
+        """
+        # The sums are float64, exact for counts below 2**53.
+        count, num_label_tokens, num_tokens, stop, save_failed, flops, *sums = sum_over_ranks(
+            group,
+            self.count,
+            self.num_label_tokens,
+            self.num_tokens,
+            self.stop,
+            self.save_failed,
+            self.flops,
+            self.clock.elapsed_seconds,
+            self.clock.save_is_wanted,
+            self.clock.time_is_up,
+            *further,
+        )
+        elapsed_seconds, save_is_wanted, time_is_up, *further_sums = sums
+        control = Control(
+            int(count),
+            int(num_label_tokens),
+            int(num_tokens),
+            stop > 0,
+            save_failed > 0,
+            flops,
+            ClockReading(elapsed_seconds, save_is_wanted > 0, time_is_up > 0),
+        )
+        return control, further_sums
+
+
+class Position(Protocol):
+    """The step and the epoch that a log record is about."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepPosition:
+    """The number of a step, and the epoch of its samples."""
+
+    step: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step: the global batch's mean loss (NaN if its count is 0), gradient norm and learning rate.
+
+    *aux_loss* is the load balancing loss of a mixture of experts, without its coefficient; None where there is none.
+    *metrics* are the means of the objective's metrics over the terms of the loss.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    aux_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedStep:
+    """What the rules that stop a run, or let it go back, get of a step.
+
+    *is_finite* is whether the sum of the losses and the gradient norm are finite, which they are without labels.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    has_labels: bool
+    is_finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The mean loss over the validation set, the number of its label tokens, and that of the terms of its loss.
+
+    *losses* are the mean losses over the sets in ``validation_datasets``, by name. *further* are the metrics beside the
+    losses, by the names that logs have.
+    """
+
+    loss: float
+    num_label_tokens: int
+    count: int
+    losses: Mapping[str, float] = field(default_factory=dict)
+    further: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All metrics by the names that logs and ``losses.json`` have."""
+        named = {f"val_loss_{name}": loss for name, loss in self.losses.items()}
+        return {"val_loss": self.loss, **named, **self.further}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCompletion:
+    """A *prompt* of the recipe, and the *text* of *num_tokens* tokens that the model generated after it."""
+
+    prompt: str
+    text: str
+    num_tokens: int
+
+    def record(self) -> Mapping[str, Any]:
+        """The completion as JSON."""
+        return {"prompt": self.prompt, "text": self.text, "tokens": self.num_tokens}

@@ -1,0 +1,386 @@
+"""Watch for steps that do not end (section ``hangs``): dump the stacks of all ranks, and name the rank that is late."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from automodel_ckpt.checkpoint.files.layout import HANGS
+from automodel_ckpt.checkpoint.run.timeline import DATA, STEPS, read_timeline
+from automodel_ckpt.config.keys.monitoring import HangsConfig
+from automodel_ckpt.logs.timeline import Timeline
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.ranks import hang_action, hangs
+from automodel_ckpt.parallel.ranks.agree import gather_or_raise
+from automodel_ckpt.parallel.ranks.hangs import RankState, Verdict
+from automodel_ckpt.parallel.ranks.process_stacks import (
+    ProcessAddress,
+    StackDump,
+    kill_if_suspended,
+    report_on,
+)
+from automodel_ckpt.parallel.ranks.stop import StopRequest
+from automodel_ckpt.training.watch.step_times import EarlierTimes, StepTimes
+
+log = logging.getLogger("automodel_ckpt")
+
+_PAUSE_POLLS = 20
+_JOIN_SECONDS = 15.0
+_WORKING = (STEPS, DATA)
+_SUSPENDED_SECONDS = 1.0
+"""If a poll is so much late, the process was suspended."""
+_STOP_MIN_SECONDS = 60.0
+"""In place of a longer ``min_seconds`` after a stop request. Launchers leave a run two minutes at least."""
+_STOP_POLL_SECONDS = 1.0
+_TIMEOUT_SHARE = 2 / 3
+"""A step with nothing to compare it with hangs if a rank waits in it for this share of the timeout of collectives."""
+_PHASES = {DATA: "waiting for data", STEPS: "in a step"}
+
+
+class HangWatch:
+    """A thread on each rank that notices a step which takes much longer than usual; a context manager.
+
+    Time in saves, validations and start-up does not count, nor does the wait for the data of the first step: a stream
+    may have to go to its position. Neither does the time in which this process is suspended: if a rank is suspended
+    alone, the others report it, and if all are, none is late. The first steps of a run may take long, but a rank must
+    not wait in a collective for most of its timeout. The thread works while the main thread waits in a collective. The
+    rank with the lowest number that responds reports what all ranks have written.
+    """
+
+    def __init__(
+        self,
+        settings: HangsConfig,
+        layout: RankLayout,
+        timeline: Timeline,
+        run: Path,
+        times: StepTimes | None = None,
+        *,
+        timeout_seconds: float = math.inf,
+        arrival_seconds: float = 0.0,
+        stop_request: StopRequest | None = None,
+    ) -> None:
+        """*times* has the configuration of this start; what steps took in earlier ones is read from *run*.
+
+        *timeout_seconds* is that of the collectives. *arrival_seconds* is how long a file takes until all ranks see it:
+        nodes without shared storage send each other what they write. After a *stop_request*, which waits for the
+        present step, a hang is found sooner, and ends the run.
+        """
+        self._settings = settings
+        self._layout = layout
+        self._timeline = timeline
+        self._run = run
+        self._root = run / HANGS
+        self._arrival_seconds = arrival_seconds
+        self._stop_request = stop_request
+        self._has_noticed_stop = False
+        self._times = times or StepTimes()
+        self._completed = 0
+        self._worked_before = 0.0
+        self._timeout_seconds = timeout_seconds
+        self._collectives: dict[str, int] = {}
+        self._worked_at_collective = 0.0
+        """The time in steps when this rank was last seen to begin a collective."""
+        self._times_guard = threading.Lock()
+        """Held while the thread changes the two times above, which the main thread sets after each step."""
+        self._reported: set[int] = set()
+        self._answered: set[int] = set()
+        self._newest_reported: int | None = None
+        self._num_overdue = 0
+        self._done = threading.Event()
+        self._dump: StackDump | None = None
+        self._addresses: list[ProcessAddress | None] = []
+        self.hosts: list[str] = []
+        """The names of the nodes of all ranks, once it is entered."""
+        self._start = uuid.uuid4().hex
+        self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
+
+    def __enter__(self) -> HangWatch:
+        """Start to watch. A collective."""
+        self._worked_before = self._worked_at_collective = self._worked()
+        # It needs a temporary file, which a rank may not be able to create.
+        gathered = gather_or_raise(self._layout.gloo_group, self._describe)
+        self._addresses = [address for address, _, _, _ in gathered]
+        self.hosts = [host for _, host, _, _ in gathered]
+        self._start, self._times.earlier = gathered[0][2:]
+        self._thread.start()
+        return self
+
+    def _describe(self) -> tuple[ProcessAddress | None, str, str, EarlierTimes]:
+        """Return the address of this process, which dumps its stacks from here on, its host, an id of the start, and,
+        on rank 0, what steps took in earlier starts."""
+        address = None
+        if threading.current_thread() is threading.main_thread():
+            self._dump = StackDump()
+            address = self._dump.address
+        earlier = self._earlier_times() if self._layout.rank == 0 else EarlierTimes()
+        return address, socket.gethostname(), self._start, earlier
+
+    def _earlier_times(self) -> EarlierTimes:
+        # Without them, the first steps are compared with nothing.
+        with contextlib.suppress(OSError):
+            return EarlierTimes.read(read_timeline(self._run), self._times.configuration)
+        return EarlierTimes()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._done.set()
+        self._thread.join(_JOIN_SECONDS)
+        if self._dump is not None:
+            self._dump.close()
+
+    def note_step(self, step: int) -> None:
+        """Note that *step* is complete on this rank."""
+        with self._times_guard:
+            self._times.note(self._worked() - self._worked_before)
+            self._timeline.step_times = self._times.record
+            self._worked_before, self._completed = self._worked(), step
+
+    def _worked(self) -> float:
+        return self._timeline.seconds_in(_WORKING if self._times.has_noted else (STEPS,))
+
+    # ---------------------------------------------------------------- the thread
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._stop_request is not None and self._stop_request.wanted
+
+    @property
+    def _poll_seconds(self) -> float:
+        seconds = hangs.poll_seconds(self._settings.min_seconds)
+        return min(seconds, _STOP_POLL_SECONDS) if self._is_stopping else seconds
+
+    @property
+    def _min_seconds(self) -> float:
+        seconds = self._settings.min_seconds
+        return min(seconds, _STOP_MIN_SECONDS) if self._is_stopping else seconds
+
+    def _watch(self) -> None:
+        while True:
+            seconds, begin = self._poll_seconds, time.monotonic()
+            if self._done.wait(seconds):
+                return
+            try:
+                self._leave_out(time.monotonic() - begin - seconds)
+                self._check()
+            except Exception:
+                # Nothing here may fail a run.
+                log.debug("the watch for steps that hang failed", exc_info=True)
+
+    def _leave_out(self, seconds: float) -> None:
+        """Do not count *seconds* in which this thread could not run as a part of the present step."""
+        if seconds < _SUSPENDED_SECONDS:
+            return
+        with self._times_guard:
+            worked = self._worked()
+            # At most to now: the step may have begun later, or the process was suspended in a save.
+            self._worked_before = min(self._worked_before + seconds, worked)
+            self._worked_at_collective = min(self._worked_at_collective + seconds, worked)
+
+    def _check(self) -> None:
+        self._follow()
+        if self._is_stopping and not self._has_noticed_stop:
+            self._has_noticed_stop = True
+            # A hang that was reported without a restart now ends the run.
+            self._reported.clear()
+        step = self._completed + 1
+        seconds = self._seconds()
+        is_overdue = seconds > self._limit()
+        # Twice: this thread may read the time while the main thread adds to it.
+        self._num_overdue = self._num_overdue + 1 if is_overdue else 0
+        if step not in self._reported and self._num_overdue >= 2:
+            self._reported.add(step)
+            self._newest_reported = step
+            self._report(step, seconds)
+        elif step not in self._reported:
+            self._answer(step)
+
+    def _limit(self) -> float:
+        usual = self._times.usual
+        if usual is not None:
+            return max(self._min_seconds, self._settings.factor * usual)
+        if self._is_stopping:
+            # For ranks that do not respond. Others may compile: _is_certain().
+            return self._min_seconds
+        return self._first_limit
+
+    @property
+    def _first_limit(self) -> float:
+        """The limit of a step with nothing to compare it with."""
+        return max(self._min_seconds, _TIMEOUT_SHARE * self._timeout_seconds)
+
+    def _seconds(self) -> float:
+        """The seconds of the present step, or, with nothing to compare them with, since it began a collective."""
+        worked = self._worked()
+        if self._times.usual is not None:
+            return worked - self._worked_before
+        collectives = hangs.collective_counts()
+        if collectives != self._collectives:
+            self._collectives, self._worked_at_collective = collectives, worked
+        return worked - max(self._worked_before, self._worked_at_collective)
+
+    def _answer(self, step: int) -> None:
+        """Write the state of this rank if another one has found that a step hangs."""
+        for number in (step - 1, step, step + 1):
+            directory = self._root / f"step_{number}"
+            if number not in self._answered and hangs.read_states(directory, self._start):
+                self._answered.add(number)
+                self._newest_reported = number
+                hangs.write_state(directory, self._state(is_overdue=False))
+
+    def _state(self, *, is_overdue: bool) -> RankState:
+        phase = self._timeline.current_phase
+        place = hangs.place_of_main_thread()
+        return RankState(
+            self._layout.rank,
+            self._start,
+            self._completed,
+            phase,
+            self._worked() - self._worked_before,
+            hangs.collective_counts(),
+            f"{_PHASES.get(phase, phase)}: {place}",
+            is_overdue,
+        )
+
+    def _report(self, step: int, seconds: float) -> None:
+        """Write the state of this rank, wait for those of the others, and report if this is the lowest overdue rank."""
+        directory = self._root / f"step_{step}"
+        mine = self._state(is_overdue=True)
+        hangs.write_state(directory, mine)
+        states = self._collect(directory) | {self._layout.rank: mine}
+        overdue = [rank for rank, state in states.items() if state.is_overdue]
+        silent = [rank for rank in range(self._layout.world_size) if rank not in states]
+        notes = self._examine(directory, silent, overdue)
+        if self._layout.rank != min(overdue):
+            return
+        notes |= self._notes_of_others(directory, [rank for rank in silent if rank not in notes])
+        found = hangs.verdict(states, range(self._layout.world_size), notes, _WORKING, self.hosts)
+        if found is None or not self._is_certain(found, overdue, states, seconds):
+            # Another rank saves, for example, or compiles. Look again later.
+            self._reported.discard(step)
+            self._num_overdue = -_PAUSE_POLLS
+            return
+        if self._completed + 1 != step:
+            return
+        text = self._text(step, seconds, found, directory)
+        ends = self._settings.restart and hang_action.may_restart(os.environ)
+        if self._is_stopping and hang_action.restart is not None:
+            ends = True
+            text += (
+                "\n  the step was not completed after the request to stop, and nothing was saved"
+            )
+        mark = self._restart_mark if ends else f"start {self._start} waits"
+        # A rank with a lower number may have been too slow to write its state, and then reports, too.
+        if mark in hangs.read_text(directory / hangs.REPORT):
+            return
+        hangs.write_text(directory, hangs.REPORT, f"{text}\n  {mark}\n")
+        if ends:
+            assert hang_action.restart is not None
+            # The end of this rank can end the process that sends the report to other nodes.
+            time.sleep(self._arrival_seconds)
+            self._end_suspended()
+            hang_action.restart(text)
+        log.error("%s", text)
+
+    def _is_certain(
+        self,
+        found: Verdict,
+        overdue: Sequence[int],
+        states: Mapping[int, RankState],
+        seconds: float,
+    ) -> bool:
+        """Whether a step hangs in which the ranks *overdue* take too long, this one *seconds*.
+
+        With nothing to compare the step with, another rank must have waited so long for those that are late: all may
+        compile for as long as they want. After a request to stop, those without a state in *states* hang sooner: they
+        do not respond.
+        """
+        if self._times.usual is not None:
+            return True
+        if self._is_stopping and states.keys().isdisjoint(found.ranks):
+            return bool(found.ranks)
+        if self._is_stopping and seconds <= self._first_limit:
+            return False
+        return bool(found.ranks) and not set(overdue) <= set(found.ranks)
+
+    @property
+    def _restart_mark(self) -> str:
+        """What a report has if the ranks are ended. They start again, unless a stop was requested."""
+        return f"start {self._start} is restarted"
+
+    def _follow(self) -> None:
+        """End this rank if another one has reported that the ranks are restarted, where the launcher would not."""
+        if hang_action.leave is None or self._newest_reported is None:
+            return
+        report = self._root / f"step_{self._newest_reported}" / hangs.REPORT
+        if self._restart_mark in hangs.read_text(report):
+            self._end_suspended()
+            hang_action.leave()
+
+    def _end_suspended(self) -> None:
+        """End the suspended ranks of this node, where the launcher would wait for them."""
+        if hang_action.leave is not None:
+            for address in self._addresses:
+                if address is not None:
+                    kill_if_suspended(address)
+
+    def _collect(self, directory: Path) -> dict[int, RankState]:
+        """Wait until all ranks have written their states, at most for a few polls of their threads."""
+        end = time.monotonic() + 4 * self._poll_seconds + 2.0 + 2 * self._arrival_seconds
+        states = hangs.read_states(directory, self._start)
+        while len(states) < self._layout.world_size and time.monotonic() < end:
+            time.sleep(self._poll_seconds / 2)
+            states = hangs.read_states(directory, self._start)
+        return states
+
+    def _examine(
+        self, directory: Path, silent: Sequence[int], overdue: Sequence[int]
+    ) -> dict[int, str]:
+        """Find out what the *silent* ranks of this node do; returns notes about them, by rank.
+
+        Only the lowest of the *overdue* ranks of a node does it: each dump takes a while.
+        """
+        notes = {}
+        here = [rank for rank in overdue if self._is_on_this_node(rank)]
+        for rank in silent if min(here) == self._layout.rank else ():
+            address = self._addresses[rank]
+            report = report_on(address) if address is not None else None
+            if report is not None:
+                notes[rank] = report.note
+                hangs.write_note(directory, rank, self._start, report)
+        return notes
+
+    def _is_on_this_node(self, rank: int) -> bool:
+        address = self._addresses[rank]
+        return rank == self._layout.rank or (address is not None and address.is_on_this_node)
+
+    def _notes_of_others(self, directory: Path, ranks: Sequence[int]) -> dict[int, str]:
+        """Wait for what other nodes find out about *ranks*, which do not respond."""
+        # The other nodes look every poll_seconds, and then need some time.
+        end = time.monotonic() + 2 * self._poll_seconds + 3.0 + self._arrival_seconds
+        while True:
+            notes = hangs.read_notes(directory, self._start)
+            found = {rank: notes[rank] for rank in ranks if rank in notes}
+            if len(found) == len(set(ranks)) or time.monotonic() >= end:
+                return found
+            time.sleep(self._poll_seconds / 2)
+
+    def _text(self, step: int, seconds: float, found: Verdict, directory: Path) -> str:
+        duration = f"no collective has begun for {seconds:.0f} s"
+        if self._times.usual is not None:
+            duration = (
+                f"it takes {seconds:.0f} s, and {self._times.text} is {self._times.usual:.3g} s"
+            )
+        return f"step {step} hangs: {duration}\n  {found.text}\n  stacks of all ranks: {directory}"

@@ -1,0 +1,238 @@
+"""Find ranks that are persistently slower than the others, from what each rank measures in its steps.
+
+Two times show a slow rank, without a further collective or a wait for the device. The first is how long a rank waits
+for the others at the exchange before each step: the last one to arrive (slow data, host or optimizer) does not wait.
+The second is its own time in a forward pass (:mod:`automodel_ckpt.training.values.readback`). Each rank keeps them
+for a
+window of steps, and then adds them to the next exchange.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from automodel_ckpt.checkpoint.run.timeline import ARRIVAL, DATA, FORWARD, STEPS, STRAGGLER
+from automodel_ckpt.config.keys.monitoring import HangsConfig
+from automodel_ckpt.logs.timeline import Timeline
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.parallel.ranks.hangs import rank_name
+from automodel_ckpt.training.values.readback import ForwardTime
+
+log = logging.getLogger("automodel_ckpt")
+
+_NUM_FIGURES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a rank measured in a window of steps, in seconds.
+
+    *wait* is the mean wait for the others before a step, *step* the mean time of a step, *forward* the median of its
+    own time in a forward pass, and *per_token* the median of that time for each token; both 0 if not measured.
+    """
+
+    wait: float
+    step: float
+    forward: float
+    per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that is slower than the others.
+
+    *part* ``forward``: its forward passes take *seconds*, and the median of the others takes *usual_seconds*. *part*
+    ``arrival``: it begins steps later than the median of the others, who wait *seconds* for it in each step of
+    *usual_seconds*.
+    """
+
+    rank: int
+    part: str
+    seconds: float
+    usual_seconds: float
+
+    @property
+    def share(self) -> float:
+        """By which share of the usual time it is slower."""
+        late = self.seconds - self.usual_seconds if self.part == FORWARD else self.seconds
+        return late / self.usual_seconds if self.usual_seconds > 0 else 0.0
+
+
+def slower_ranks(
+    figures: Sequence[Figures], stages: Sequence[int], share: float
+) -> list[Straggler]:
+    """Return the ranks that are slower than the median of the others by more than a *share*.
+
+    *figures* and *stages* are by rank. A rank's forward passes are compared with those of its pipeline *stage*. Rows
+    have different lengths, so that it must be slower by its time as well as by its time for each token.
+    """
+    waits = sorted(each.wait for each in figures)
+    forwards: dict[int, list[float]] = {}
+    per_token: dict[int, list[float]] = {}
+    for stage, each in zip(stages, figures, strict=True):
+        if each.forward > 0:
+            insort(forwards.setdefault(stage, []), each.forward)
+            insort(per_token.setdefault(stage, []), each.per_token)
+    found = []
+    for rank, (stage, mine) in enumerate(zip(stages, figures, strict=True)):
+        late = _median_of_others(waits, mine.wait) - mine.wait
+        if late > share * mine.step:
+            found.append(Straggler(rank, ARRIVAL, late, mine.step))
+        if mine.forward <= 0 or len(forwards[stage]) == 1:
+            continue
+        usual = _median_of_others(forwards[stage], mine.forward)
+        usual_per_token = _median_of_others(per_token[stage], mine.per_token)
+        if mine.forward > (1 + share) * usual and mine.per_token > (1 + share) * usual_per_token:
+            found.append(Straggler(rank, FORWARD, mine.forward, usual))
+    return found
+
+
+def _median_of_others(values: Sequence[float], own: float) -> float:
+    """Return the median of sorted *values*, of which there are at least two, without one that is equal to *own*.
+
+    A sort for each of thousands of ranks would take seconds.
+    """
+    position = bisect_left(values, own)
+    num_others = len(values) - 1
+
+    def other(index: int) -> float:
+        return values[index if index < position else index + 1]
+
+    return (other((num_others - 1) // 2) + other(num_others // 2)) / 2
+
+
+class StragglerWatch:
+    """Collects the times of this rank, and reports slow ranks: in the log of rank 0, and with *log_record*."""
+
+    def __init__(
+        self,
+        settings: HangsConfig,
+        layout: RankLayout,
+        timeline: Timeline,
+        hosts: Sequence[str],
+        log_record: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """*hosts* are the names of the nodes of all ranks. *log_record* writes a line of ``training.jsonl``."""
+        self._settings = settings
+        self._layout = layout
+        self._timeline = timeline
+        self._hosts = hosts
+        self._log_record = log_record
+        # Pipeline stages are the outermost dimension of the mesh.
+        ranks_per_stage = max(1, layout.world_size // layout.sizes.pp)
+        self._stages = [rank // ranks_per_stage for rank in range(layout.world_size)]
+        self._slow_before: set[tuple[int, str]] = set()
+        self._num_windows: Counter[tuple[int, str]] = Counter()
+        self._interrupted = 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._worked = self._timeline.seconds_in((STEPS, DATA))
+        self._num_steps = 0
+        self._waits: list[float] = []
+        self._forwards: list[float] = []
+        self._per_token: list[float] = []
+
+    def note_step(self) -> None:
+        """Count a step."""
+        self._num_steps += 1
+
+    def note_wait(self, seconds: float) -> None:
+        """Note how long this rank has waited for the others at an exchange, if training was not interrupted before.
+
+        After a save or a validation, the others wait for the rank that has the most work in it.
+        """
+        interrupted = self._timeline.seconds_outside((STEPS, DATA))
+        if interrupted == self._interrupted:
+            self._waits.append(seconds)
+        self._interrupted = interrupted
+
+    def note_forward(self, forward: ForwardTime | None) -> None:
+        """Note a forward pass that the device has done."""
+        if forward is not None:
+            seconds = forward.seconds
+            self._forwards.append(seconds)
+            self._per_token.append(seconds / max(1, forward.num_tokens))
+
+    def figures_here(self) -> list[float]:
+        """Return what this rank adds to the sums of an exchange: nothing, or, after a window, a list for all ranks."""
+        if self._num_steps < self._settings.straggler_steps:
+            return []
+        worked = self._timeline.seconds_in((STEPS, DATA)) - self._worked
+        mine = (
+            sum(self._waits) / max(1, len(self._waits)),
+            worked / self._num_steps,
+            median(self._forwards) if self._forwards else 0.0,
+            median(self._per_token) if self._per_token else 0.0,
+        )
+        figures = [0.0] * (_NUM_FIGURES * self._layout.world_size)
+        begin = _NUM_FIGURES * self._layout.rank
+        figures[begin : begin + _NUM_FIGURES] = mine
+        return figures
+
+    def compare(self, step: int, sums: Sequence[float]) -> None:
+        """Report ranks that were slow in two windows in a row. *sums* are those of :meth:`figures_here`."""
+        if not sums:
+            return
+        num_steps = self._num_steps
+        self._clear()
+        if not self._layout.is_rank0:
+            return
+        figures = []
+        for begin in range(0, len(sums), _NUM_FIGURES):
+            figures.append(Figures(*sums[begin : begin + _NUM_FIGURES]))
+        found = slower_ranks(figures, self._stages, self._settings.straggler_share)
+        slow = {(each.rank, each.part): each for each in found}
+        again = self._slow_before & slow.keys()
+        self._slow_before = set(slow)
+        for key in sorted(self._num_windows.keys() - again):
+            log.info("%s is no longer slower than the others", self._name(key[0]))
+            del self._num_windows[key]
+        for key in sorted(again):
+            self._report(step, slow[key], num_steps)
+
+    def _report(self, step: int, straggler: Straggler, num_steps: int) -> None:
+        """Write a line for each window, and messages less and less often."""
+        key = (straggler.rank, straggler.part)
+        # The first report is about two windows.
+        num_before = self._num_windows[key]
+        self._num_windows[key] += 1 if num_before else 2
+        num_windows = self._num_windows[key]
+        steps = num_steps * (1 if num_before else 2)
+        record = asdict(straggler) | {"share": straggler.share}
+        self._log_record(
+            {
+                "event": STRAGGLER,
+                "step": step,
+                **record,
+                "node": self._hosts[straggler.rank],
+                "steps": steps,
+            }
+        )
+        if num_windows & (num_windows - 1) == 0:
+            log.warning("%s", straggler_text(straggler, self._hosts, num_steps * num_windows))
+
+    def _name(self, rank: int) -> str:
+        return rank_name(rank, self._hosts)
+
+
+def straggler_text(straggler: Straggler, hosts: Sequence[str], num_steps: int) -> str:
+    """Return the report on a rank that was slow in *num_steps* steps."""
+    name = f"rank {straggler.rank} (node {hosts[straggler.rank]}) is slower than the others"
+    share = f"{straggler.share:.0%}"
+    if straggler.part == FORWARD:
+        return (
+            f"{name}: for {num_steps} steps, its forward passes have taken {straggler.seconds:.3g} s, {share} more "
+            f"than the median of the other ranks ({straggler.usual_seconds:.3g} s)"
+        )
+    return (
+        f"{name}: for {num_steps} steps, it has begun each step {straggler.seconds:.3g} s later than the median of "
+        f"the other ranks, which is {share} of a step ({straggler.usual_seconds:.3g} s): its data, host or optimizer "
+        "is slow"
+    )
