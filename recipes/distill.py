@@ -40,7 +40,6 @@ from automodel_ckpt.models.loss.distillation_targets import (
 from automodel_ckpt.models.loss.fused_distillation import Distillation
 from automodel_ckpt.models.loss.loss_inputs import TokenHits
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.build.objective import Objective, Tensors
 from automodel_ckpt.training.kinds.teacher import (
     Order,
     PretrainedTeacher,
@@ -54,6 +53,7 @@ from automodel_ckpt.training.kinds.teacher import (
     with_numbered_labels,
 )
 from automodel_ckpt.training.kinds.teacher_cache import TeacherCaches, check_countable
+from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.recipe import Recipe
 from automodel_ckpt.training.unsupported import Unsupported
 from automodel_ckpt.training.values.records import LossSum

@@ -24,7 +24,7 @@ from automodel_ckpt.recipes.preference import (
     label_counts,
 )
 from automodel_ckpt.recipes.reference_scores import score_all
-from automodel_ckpt.training.build.objective import Objective, Tensors
+from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.values.records import LossSum
 
 

@@ -25,7 +25,6 @@ from automodel_ckpt.loss.contrastive import contrastive_losses, ranks_of
 from automodel_ckpt.models.attention.attention_direction import attend_both_ways
 from automodel_ckpt.models.loss.pooling import hidden_states_of, pool
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.build.objective import Objective, Tensors
 from automodel_ckpt.training.kinds.embedding_checks import (
     UNSUPPORTED,
     check_architecture,
@@ -44,6 +43,7 @@ from automodel_ckpt.training.kinds.embedding_pairs import (
     parts_of,
 )
 from automodel_ckpt.training.measure.evaluation import EvaluationSums
+from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.unsupported import Unsupported
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 

@@ -24,8 +24,8 @@ from automodel_ckpt.recipes.preference import (
     evaluation_pass,
     has_labels,
 )
-from automodel_ckpt.training.build.objective import Objective, Tensors
 from automodel_ckpt.training.measure.evaluation import EvaluationTotals
+from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 
 _ROW_TENSORS = ("input_ids", "attention_mask", "labels")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from automodel_ckpt.config.kinds.orpo import ORPOConfig
 from automodel_ckpt.loss.causal import IGNORE_INDEX
 from automodel_ckpt.recipes.preference import PairFinetune, PairObjective, label_counts
-from automodel_ckpt.training.build.objective import Objective, Tensors
+from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.values.records import LossSum
 
 _LOG_HALF = -0.6931471805599453

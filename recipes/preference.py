@@ -37,10 +37,10 @@ from automodel_ckpt.models.loss.loss_head_probe import head_without_adapters
 from automodel_ckpt.models.loss.position_losses import PositionLosses
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.build.init_from import start_from
-from automodel_ckpt.training.build.objective import Objective, Tensors
 from automodel_ckpt.training.model.sections import naming_keys
 from automodel_ckpt.training.model.trainable import Trainable
+from automodel_ckpt.training.parts.init_from import start_from
+from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.unsupported import Unsupported
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 

@@ -29,9 +29,9 @@ from automodel_ckpt.data.rows.row_stream import RowStream
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.loss.z_loss import ZLoss
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.build.objective import Objective
-from automodel_ckpt.training.build.width import factor_of, scale_initial_values
 from automodel_ckpt.training.model.trainable import Trainable
+from automodel_ckpt.training.parts.objective import Objective
+from automodel_ckpt.training.parts.width import factor_of, scale_initial_values
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -30,13 +30,13 @@ from automodel_ckpt.models.task_head import (
     set_padding,
 )
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.build.objective import Objective, Tensors
 from automodel_ckpt.training.kinds.embedding_checks import (
     check_attention,
     check_attention_setting,
     data_sections,
 )
 from automodel_ckpt.training.model.sections import row_multiple
+from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.unsupported import Unsupported
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 

@@ -24,7 +24,7 @@ from automodel_ckpt.models.task_head import (
     set_padding,
 )
 from automodel_ckpt.recipes.preference import OF_ANSWERS, PairFinetune, PairObjective
-from automodel_ckpt.training.build.objective import Objective, Tensors
+from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.unsupported import Unsupported
 from automodel_ckpt.training.values.records import LossSum
 

@@ -37,9 +37,9 @@ from automodel_ckpt.models.task_head import (
     set_padding,
 )
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.build.objective import Objective, Tensors
 from automodel_ckpt.training.measure.evaluation import EvaluationTotals
 from automodel_ckpt.training.model.sections import row_multiple
+from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.unsupported import Unsupported
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 

@@ -16,7 +16,7 @@ FORMER = {
     "distributed.agree": "parallel.ranks.agree",
     "recipes.base": "training.base",
     "recipes.loop": "training.loop",
-    "recipes.objective": "training.build.objective",
+    "recipes.objective": "training.parts.objective",
     "recipes.pairs": "recipes.preference",
     "recipes.recipe": "training.recipe",
     "training.adam8bit": "optim.adam8bit",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.build.objective import Objective
 from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.saves.saves import Saves
 
 _PACKAGE = "automodel_ckpt."

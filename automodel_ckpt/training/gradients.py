@@ -19,7 +19,7 @@ from automodel_ckpt.parallel.ranks.call_order import check_call_order
 from automodel_ckpt.parallel.ranks.group_types import check_gathered_types
 from automodel_ckpt.parallel.running_statistics import RunningStatistics
 from automodel_ckpt.parallel.unused_gradients import UnusedGradients
-from automodel_ckpt.training.build.objective import Objective
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.readback import ForwardTimer
 from automodel_ckpt.training.values.records import AUX_LOSS, LossSum
 from automodel_ckpt.training.values.run_log import STEP_FIELDS

@@ -25,7 +25,6 @@ from automodel_ckpt.optim.lr import current_rate
 from automodel_ckpt.parallel.gradient_norm import clip_gradients, clip_gradients_on_device
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.stop import StoppedWaiting, StopRequest
-from automodel_ckpt.training.build.objective import Objective
 from automodel_ckpt.training.counters.cadence import Due, planned_end
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.gradients import GradientAccumulation
@@ -33,6 +32,7 @@ from automodel_ckpt.training.measure.cadence import steps_per_epoch
 from automodel_ckpt.training.measure.measurements import Benchmark, Measured, Measurements
 from automodel_ckpt.training.measure.validation import Batches, ValidationSets
 from automodel_ckpt.training.measure.validation_metrics import TRAIN_LOSS, measures_of, metric_names
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.run_end import RunEnd
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.values.pending_steps import PendingSteps

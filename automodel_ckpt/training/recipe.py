@@ -42,9 +42,6 @@ from automodel_ckpt.parallel.parallelize import check_parallelism
 from automodel_ckpt.parallel.precision import resolve_precision
 from automodel_ckpt.parallel.ranks.agree import gather_objects, raise_on_all_ranks
 from automodel_ckpt.parallel.ranks.stop import StopRequest
-from automodel_ckpt.training.build.objective import ContextCheck, Objective, build_loss_fn
-from automodel_ckpt.training.build.optimizers import build_optimizer, log_groups
-from automodel_ckpt.training.build.parameter_groups import AddUp
 from automodel_ckpt.training.counters.cadence import total_steps
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.extension_checks import (
@@ -67,6 +64,9 @@ from automodel_ckpt.training.measure.validation_metrics import (
 from automodel_ckpt.training.model.model_config import read_model_config, with_model_limits
 from automodel_ckpt.training.model.sections import parallelism
 from automodel_ckpt.training.model.trainable import Trainable, build_trainable
+from automodel_ckpt.training.parts.objective import ContextCheck, Objective, build_loss_fn
+from automodel_ckpt.training.parts.optimizers import build_optimizer, log_groups
+from automodel_ckpt.training.parts.parameter_groups import AddUp
 from automodel_ckpt.training.saves.checkpointing import (
     open_checkpointer,
     open_memory,
@@ -742,7 +742,7 @@ class Recipe:
         if self.saves.resumed is not None or not section:
             return
         with self.local_init_from(section) as local_section:
-            from automodel_ckpt.training.build.init_from import start_from
+            from automodel_ckpt.training.parts.init_from import start_from
 
             start_from(
                 local_section,

@@ -62,7 +62,6 @@ from automodel_ckpt.recipes.distill import Distill, weights_of
 from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.sequence_classification import SequenceClassification
-from automodel_ckpt.training.build.objective import Objective
 from automodel_ckpt.training.counters.cadence import total_steps
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.forecast.activations import num_in_progress
@@ -76,6 +75,7 @@ from automodel_ckpt.training.model.model_config import read_model_config
 from automodel_ckpt.training.model.sections import row_multiple
 from automodel_ckpt.training.model.sharding import shard
 from automodel_ckpt.training.model.trainable import Trainable
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.saves.exports import check_export
 from automodel_ckpt.training.values.records import Control, StepResult
 from automodel_ckpt.training.values.run_log import RunLog, build_profiler

@@ -14,9 +14,9 @@ from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.save import SaveReport
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.build.objective import Objective
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.values.readback import Number
 from automodel_ckpt.training.values.records import Control, LossSum

@@ -366,7 +366,7 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
     the start would.
     """
     from automodel_ckpt.checkpoint import discover
-    from automodel_ckpt.training.build.init_from import inspect_start, paths_of
+    from automodel_ckpt.training.parts.init_from import inspect_start, paths_of
 
     section = loaded.config.init_from
     if not section:

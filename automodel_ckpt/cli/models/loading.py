@@ -49,7 +49,7 @@ from automodel_ckpt.models.build import with_attention_caps
 from automodel_ckpt.models.config_checks import check_sizes
 from automodel_ckpt.models.inspect.error_texts import naming_files
 from automodel_ckpt.models.inspect.multimodal_class import AutoMultimodalModel
-from automodel_ckpt.training.build.preprocessors import absent_tokenizer, check_vocabulary_file
+from automodel_ckpt.training.parts.preprocessors import absent_tokenizer, check_vocabulary_file
 
 MODEL = "model"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

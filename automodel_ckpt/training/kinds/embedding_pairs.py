@@ -12,7 +12,7 @@ from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.loss.contrastive import Candidates, Texts, hidden_rows
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.gather import data_group, gather_parts
-from automodel_ckpt.training.build.objective import Tensors
+from automodel_ckpt.training.parts.objective import Tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.forward import class_and_message
-from automodel_ckpt.training.build.decoder_inputs import shifted
+from automodel_ckpt.training.parts.decoder_inputs import shifted
 
 _START_HINT = (
     "set decoder_start_token_id and pad_token_id in model.from_config, or in model.config_overrides"

@@ -12,9 +12,9 @@ from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
 from automodel_ckpt.parallel.ranks.stop import StopRequest
-from automodel_ckpt.training.build.objective import Objective
 from automodel_ckpt.training.measure.evaluation import EvaluationTotals, sum_by_name
 from automodel_ckpt.training.measure.validation_metrics import LOSS, metric_name
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.readback import Number
 from automodel_ckpt.training.values.records import Validation
 from automodel_ckpt.training.watch.batch_errors import BatchErrors

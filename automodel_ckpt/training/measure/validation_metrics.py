@@ -9,8 +9,8 @@ from automodel_ckpt.config.recipe_rules import has_validation
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.build.objective import Objective
 from automodel_ckpt.training.measure.evaluation import ACCURACY, PERPLEXITY
+from automodel_ckpt.training.parts.objective import Objective
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.counters.early_stopping import StoppingRule

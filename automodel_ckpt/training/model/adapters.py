@@ -29,8 +29,8 @@ from automodel_ckpt.models.quantize import quantized_loading
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
-from automodel_ckpt.training.build.repository import repository_options
 from automodel_ckpt.training.model.deferred_model import DeferredModel
+from automodel_ckpt.training.parts.repository import repository_options
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -32,12 +32,12 @@ from automodel_ckpt.models.meta_init import (
 )
 from automodel_ckpt.parallel.parallelize import Materialise
 from automodel_ckpt.parallel.ranks.agree import gather_or_raise, raise_on_all_ranks
-from automodel_ckpt.training.build.repository import repository_options
 from automodel_ckpt.training.model.pretrained_files import (
     NotDeferrable,
     PretrainedFiles,
     layout_in_files,
 )
+from automodel_ckpt.training.parts.repository import repository_options
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.state.quantized_tensors import (
 from automodel_ckpt.convert.open import open_base
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.loss.mtp import ATTRIBUTE, is_of_mtp, mtp_of
-from automodel_ckpt.training.build.init_from import MODEL
+from automodel_ckpt.training.parts.init_from import MODEL
 
 
 def mtp_names(layout: StoredLayout) -> set[str]:

@@ -120,7 +120,7 @@ class PretrainedFiles:
         keep_in_float32(model, fresh_dtype(config, dtype or "float32"))
         try:
             from automodel_ckpt.convert.open import open_base
-            from automodel_ckpt.training.build.init_from import MODEL
+            from automodel_ckpt.training.parts.init_from import MODEL
 
             self._tensors: Tensors = open_base(directory).modules[MODEL]
         except (CheckpointUnusable, OSError, KeyError) as error:

@@ -40,7 +40,7 @@ def build_unsharded(request: ModelRequest) -> DeferredModel:
     if base is not None:
         # A dry run reads no weights.
         level = "size" if request.is_dry_run else config.checkpoint.verify
-        from automodel_ckpt.training.build.init_from import verify_base
+        from automodel_ckpt.training.parts.init_from import verify_base
 
         verify_base(base, level, layout, layout.gloo_group, section.revision)
     files = f"config.json and generation_config.json of {base}" if base else "model.from_config"

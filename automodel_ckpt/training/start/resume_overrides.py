@@ -34,8 +34,8 @@ from automodel_ckpt.optim.lr import (
     follow_schedule,
     keep_rounded_warmup,
 )
-from automodel_ckpt.training.build.optimizers import optimizers_8bit
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.parts.optimizers import optimizers_8bit
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -115,7 +115,7 @@ def test_one_module_starts_python() -> None:
         if found := set(starts_of(ast.parse(path.read_bytes()))):
             starts[path.relative_to(PACKAGE).as_posix()] = found
     assert starts == {
-        "python_child.py": {"subprocess.Popen"},
+        "base/python_child.py": {"subprocess.Popen"},
         "cli/common/terminal.py": {"os.execve"},  # the same command again, in another mode
         "checkpoint/saving/environment.py": {"subprocess.run"},  # git
         "cli/commands/env.py": {"subprocess.run"},  # git, nvidia-smi

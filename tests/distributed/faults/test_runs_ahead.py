@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_ckpt.data.batches.loader import GlobalBatch
-from automodel_ckpt.training.build.objective import Objective
 from automodel_ckpt.training.counters.cadence import Due
 from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.readback import runs_ahead
 from automodel_ckpt.training.values.records import Control, LossSum
 from tests.distributed.kinds.test_training import lines, losses, run

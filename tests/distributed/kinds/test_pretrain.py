@@ -12,7 +12,7 @@ import torch
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.pretrain import Pretrain
-from automodel_ckpt.training.build.parameter_groups import trained_parameters
+from automodel_ckpt.training.parts.parameter_groups import trained_parameters
 from tests.support import ranks
 from tests.support.models.tiny_model import tiny_llama
 from tests.support.runs.training import build, killed_after, steps_of, train, write_recipe

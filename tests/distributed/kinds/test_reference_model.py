@@ -14,7 +14,7 @@ import torch
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.preference import PreferenceFinetune, PreferenceObjective
-from automodel_ckpt.training.build.objective import Objective
+from automodel_ckpt.training.parts.objective import Objective
 from tests.support import ranks
 from tests.support.runs.training import RECIPE, build, train, write_recipe
 

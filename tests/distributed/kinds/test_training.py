@@ -18,7 +18,7 @@ import torch
 
 from automodel_ckpt.errors import RecipeError, Stopped
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.build.objective import Objective, Tensors
+from automodel_ckpt.training.parts.objective import Objective, Tensors
 from tests.support import ranks
 from tests.support.runs.training import (
     EXPORT,

@@ -11,8 +11,8 @@ import torch
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.build.objective import Objective
 from automodel_ckpt.training.model.trainable import Trainable
+from automodel_ckpt.training.parts.objective import Objective
 from tests.support import ranks
 from tests.support.runs.training import MODEL, RECIPE, build, train, write_recipe
 

@@ -12,8 +12,8 @@ from torch import nn
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.pipeline import idle_share
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.build.objective import Objective
 from automodel_ckpt.training.model.pipeline import train_stages
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.records import LossSum
 from tests.distributed.kinds.test_training import failure, lines_of_steps, run, run_each
 from tests.support import ranks

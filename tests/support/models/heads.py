@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 from automodel_ckpt.models.inspect.forward import logits_of
 from automodel_ckpt.models.task_head import SEQUENCE_CLASSIFICATION, set_labels, set_padding
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.build.objective import Objective
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 
 LABELS = ("low", "middle", "high")

@@ -16,9 +16,9 @@ from transformers import LlamaConfig
 
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.build.objective import Objective
 from automodel_ckpt.training.counters.cadence import Due
 from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.values.readback import Number
 from automodel_ckpt.training.values.records import Control, LossSum
 

@@ -36,7 +36,7 @@ from automodel_ckpt.models.layers.freezing import freeze
 from automodel_ckpt.models.measure.flop_count import count_flops
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
-from automodel_ckpt.training.build.processors import check_processor
+from automodel_ckpt.training.parts.processors import check_processor
 from automodel_ckpt.training.sample_preview import built_data, summary
 from tests.support.models.audio import FAMILIES, RATE, tone, write_conversations, write_wav
 

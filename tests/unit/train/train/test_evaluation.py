@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.training.build.objective import Objective
 from automodel_ckpt.training.measure.evaluation import EvaluationSums, EvaluationTotals, sum_by_name
 from automodel_ckpt.training.measure.validation_metrics import measures_of, rising_measure
+from automodel_ckpt.training.parts.objective import Objective
 from tests.support import ranks
 
 

@@ -21,9 +21,9 @@ from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.dpo import DPOFinetune
-from automodel_ckpt.training.build import init_from
-from automodel_ckpt.training.build.preprocessors import find_preprocessor
-from automodel_ckpt.training.build.repository import preprocessor_options
+from automodel_ckpt.training.parts import init_from
+from automodel_ckpt.training.parts.preprocessors import find_preprocessor
+from automodel_ckpt.training.parts.repository import preprocessor_options
 from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base, recorded_commits
 from automodel_ckpt.training.start.hub_names import hub_names, with_revisions
 from tests.support.models import tiny

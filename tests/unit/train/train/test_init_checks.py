@@ -25,8 +25,8 @@ from automodel_ckpt.convert.names.dimensions import config_of_arguments
 from automodel_ckpt.convert.targets.gguf import export_gguf
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import build_model
-from automodel_ckpt.training.build.init_checks import _side_json, side_directory
-from automodel_ckpt.training.build.init_from import inspect_start, start_from
+from automodel_ckpt.training.parts.init_checks import _side_json, side_directory
+from automodel_ckpt.training.parts.init_from import inspect_start, start_from
 from tools.clients.gguf_models import MODELS
 
 pytestmark = pytest.mark.filterwarnings(

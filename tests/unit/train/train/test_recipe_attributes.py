@@ -23,13 +23,13 @@ from automodel_ckpt.parallel.mesh_sizes import Sizes
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from automodel_ckpt.training import recipe as recipe_module
-from automodel_ckpt.training.build.objective import Objective
 from automodel_ckpt.training.counters.cadence import Cadence
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.extension_checks import check_model, check_moved_methods
 from automodel_ckpt.training.gradients import GradientAccumulation
 from automodel_ckpt.training.model.cuda_graphs import check_cuda_graphs
 from automodel_ckpt.training.model.trainable import Trainable
+from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.start.resume_overrides import RecipeOptions, compare_recipes
 from automodel_ckpt.training.values.records import LossSum

@@ -8,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.config.keys.optimizer import OptimizerConfig
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.build.optimizers import build_optimizer
-from automodel_ckpt.training.build.width import factor_of, scale_initial_values
+from automodel_ckpt.training.parts.optimizers import build_optimizer
+from automodel_ckpt.training.parts.width import factor_of, scale_initial_values
 
 BASE = 32
 RATES = (4e-3, 1.6e-2, 6.4e-2)

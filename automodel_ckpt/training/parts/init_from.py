@@ -42,7 +42,7 @@ from automodel_ckpt.models.weight_matching import (
     ignored_by,
 )
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
-from automodel_ckpt.training.build.init_checks import (
+from automodel_ckpt.training.parts.init_checks import (
     Difference,
     adapter_hint,
     check_scales,
@@ -51,8 +51,8 @@ from automodel_ckpt.training.build.init_checks import (
     shared_modules,
     side_directory,
 )
-from automodel_ckpt.training.build.init_config import config_directory
-from automodel_ckpt.training.build.init_tokenizer import other_vocabularies
+from automodel_ckpt.training.parts.init_config import config_directory
+from automodel_ckpt.training.parts.init_tokenizer import other_vocabularies
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -11,7 +11,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.model_files import reject_other_weights, require_local
 from automodel_ckpt.models.inspect.repository import check_revision
-from automodel_ckpt.training.build.repository import preprocessor_options
+from automodel_ckpt.training.parts.repository import preprocessor_options
 
 _BASE = "model.from_pretrained"
 _VOCABULARY = (
@@ -37,7 +37,7 @@ def find_preprocessor(
         revision = preprocessor_options(config, name, where).revision
         if where != _BASE:
             check_revision(name, revision, f"{key}.revision", where)
-        from automodel_ckpt.training.build.init_from import verify_side_files
+        from automodel_ckpt.training.parts.init_from import verify_side_files
 
         verify_side_files(name, config.checkpoint.verify, revision)
     return name, where

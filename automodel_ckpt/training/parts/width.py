@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.build.parameter_groups import trained_parameters
+from automodel_ckpt.training.parts.parameter_groups import trained_parameters
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -11,7 +11,7 @@ from typing import Any
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.convert.open import Weights
-from automodel_ckpt.training.build.init_checks import Difference, side_directories
+from automodel_ckpt.training.parts.init_checks import Difference, side_directories
 
 _TOKENIZER = "tokenizer.json"
 _MAX_NAMED = 3

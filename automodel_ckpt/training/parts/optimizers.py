@@ -23,7 +23,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.optim.adam8bit import AdamW8bit
 from automodel_ckpt.optim.build import adamw, check_optimizer
 from automodel_ckpt.optim.combined_optimizer import CombinedOptimizer
-from automodel_ckpt.training.build.parameter_groups import (
+from automodel_ckpt.training.parts.parameter_groups import (
     AddUp,
     PlannedGroup,
     Section,
