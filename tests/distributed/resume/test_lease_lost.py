@@ -85,7 +85,7 @@ def ended(
     recipe: Path, directory: Path, recipe_class: type[training.Recipe], *overrides: str
 ) -> tuple[str, int, int]:
     """(message, exit code, last step) of a run that lost its lease."""
-    made = training.parts(
+    made = training.build(
         recipe, "--checkpoint.checkpoint_dir", str(directory), *overrides, recipe_class=recipe_class
     )
     try:

@@ -111,7 +111,7 @@ class WriterKilled(training.Recipe):
 
 def writer_killed(recipe: Path, directory: Path, *overrides: str) -> tuple[str, int, int | None]:
     """(what ended the run, its exit code, the last step before it was reported)"""
-    made = training.parts(
+    made = training.build(
         recipe,
         "--checkpoint.checkpoint_dir",
         str(directory),

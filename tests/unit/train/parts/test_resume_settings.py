@@ -22,7 +22,7 @@ from tests.support.runs import training
 
 def resumed(recipe_file: Path, *overrides: str) -> Recipe:
     """The recipe, set up and closed again without a step."""
-    recipe = training.parts(recipe_file, *overrides)
+    recipe = training.build(recipe_file, *overrides)
     try:
         recipe.setup()
     finally:
