@@ -181,9 +181,6 @@ crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance
 	    "signals --points 120" "goodput --points 150" "goodput-nodes --points 150" "node-disks --points 60" "remote --points 600" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
 	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/jobs/test_background.py || failed=1; exit $${failed:-0}
 
-bench-remote: $(STAMP)  ## uploads to an object store beside s3fs's put, and what they cost training: five minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_remote $(BENCH_ARGS)
-
 remote-points: $(STAMP)  ## kill and fault at every request of uploads to stores and to the Hub: half an hour
 	@REMOTE_POINTS=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --timeout 3600 \
 	    tests/unit/hub/test_kills.py tests/unit/checkpoint/remote/test_remote.py tests/unit/checkpoint/remote/test_remote_writers.py

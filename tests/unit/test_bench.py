@@ -16,7 +16,6 @@ from tools import (
     bench_loss_head,
     bench_loss_kernels,
     bench_report,
-    bench_stored_errors,
 )
 from tools.bench_rounds import ROOT, Group, Memory, Row, as_json, llama_shapes, parse_size, rounds
 from tools.loop_ways import WARM_UP, Steps, Turns
@@ -185,16 +184,6 @@ def test_every_implementation_of_the_loss_is_compared_on_a_device(
             assert ("error_weight" in rows[name]) == trained
             assert rows[name]["time_in_products"] > 0
     assert capsys.readouterr().out.count("| ours, torch |") == 2
-
-
-def test_sizes_of_stored_errors_are_compared_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    from automodel_ckpt.models.loss import fused_cross_entropy, head_gradients
-
-    before = fused_cross_entropy.stores_errors, head_gradients.BLOCK_ELEMENTS
-    bench_stored_errors.main(["--dry-run"])
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.endswith("0.000 |")]
-    assert len(rows) == 9 and rows[0].startswith("| sum in float32 |")
-    assert (fused_cross_entropy.stores_errors, head_gradients.BLOCK_ELEMENTS) == before
 
 
 def test_kernels_of_adamw_are_compared_on_a_cpu(
