@@ -109,21 +109,21 @@ format: $(STAMP)  ## format the code and sort its imports
 	@$(BIN)/ruff format --quiet .
 
 bench: $(STAMP)  ## time to the first step; cost of saving, loading and consolidating beside plain reads, writes and cp (12 GB of disk)
-	@$(BIN)/python tools/bench_startup.py
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_checkpoint --docs $(if $(AUTOMODEL_TOOL),--automodel-tool "$(AUTOMODEL_TOOL)") $(BENCH_ARGS)
+	@$(BIN)/python -m tools.bench.startup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench.checkpoint --docs $(if $(AUTOMODEL_TOOL),--automodel-tool "$(AUTOMODEL_TOOL)") $(BENCH_ARGS)
 	@$(MAKE) --no-print-directory bench-async
 
 bench-forecast: $(STAMP)  ## memory and disk as --dry-run foretells them, and as they then are: ten minutes
-	@$(BIN)/python -m tools.bench_forecast
+	@$(BIN)/python -m tools.bench.forecast
 
 bench-async: $(STAMP)  ## what asynchronous saves cost the training beside them, ours and torch's (6 GB of disk)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_async --docs $(BENCH_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench.async_saves --docs $(BENCH_ARGS)
 
 bench-loop: $(STAMP)  ## the training loop beside a bare one, accelerate and Trainer: about 40 minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_loop --docs $(BENCH_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench.loop --docs $(BENCH_ARGS)
 
 bench-loss: $(STAMP)  ## time and memory of the loss head beside full logits: three minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_loss_head --docs $(BENCH_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench.loss_head --docs $(BENCH_ARGS)
 
 # Only CUDA builds of torch depend on Triton. The interpreter of Triton 3.6 fails with numpy 2.4.
 $(TRITON)/.ready: $(STAMP)

@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 
 from tests.support.servers.command_server import CommandServer
-from tools import (
-    bench_adamw,
-    bench_loop,
-    bench_loss_head,
-    bench_loss_kernels,
-    bench_report,
-)
-from tools.bench_rounds import ROOT, Group, Memory, Row, as_json, llama_shapes, parse_size, rounds
-from tools.loop_ways import WARM_UP, Steps, Turns
+from tools.bench import adamw as bench_adamw
+from tools.bench import loop as bench_loop
+from tools.bench import loss_head as bench_loss_head
+from tools.bench import loss_kernels as bench_loss_kernels
+from tools.bench import report as bench_report
+from tools.bench.loop_ways import WARM_UP, Steps, Turns
+from tools.bench.rounds import ROOT, Group, Memory, Row, as_json, llama_shapes, parse_size, rounds
 
 
 def group() -> Group:
@@ -157,7 +155,7 @@ def test_loops_are_compared_turn_by_turn_and_by_their_tokens() -> None:
 
 @pytest.mark.slow
 def test_consolidation_is_compared_with_cp(tmp_path: Path, commands: CommandServer) -> None:
-    words = ["tools.bench_consolidate", "--size", "1M", "--runs", "1", "--directory", str(tmp_path)]
+    words = ["tools.bench.consolidate", "--size", "1M", "--runs", "1", "--directory", str(tmp_path)]
     done = commands.run("python", "-m", *words, cwd=ROOT, timeout=170)
     assert done.returncode == 0, done.stderr
     for line in (
