@@ -109,21 +109,21 @@ format: $(STAMP)  ## format the code and sort its imports
 	@$(BIN)/ruff format --quiet .
 
 bench: $(STAMP)  ## time to the first step; cost of saving, loading and consolidating beside plain reads, writes and cp (12 GB of disk)
-	@$(BIN)/python tools/bench_startup.py
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_checkpoint --docs $(if $(AUTOMODEL_TOOL),--automodel-tool "$(AUTOMODEL_TOOL)") $(BENCH_ARGS)
+	@$(BIN)/python -m tools.bench.startup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench.checkpoint --docs $(if $(AUTOMODEL_TOOL),--automodel-tool "$(AUTOMODEL_TOOL)") $(BENCH_ARGS)
 	@$(MAKE) --no-print-directory bench-async
 
 bench-forecast: $(STAMP)  ## memory and disk as --dry-run foretells them, and as they then are: ten minutes
-	@$(BIN)/python -m tools.bench_forecast
+	@$(BIN)/python -m tools.bench.forecast
 
 bench-async: $(STAMP)  ## what asynchronous saves cost the training beside them, ours and torch's (6 GB of disk)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_async --docs $(BENCH_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench.async_saves --docs $(BENCH_ARGS)
 
 bench-loop: $(STAMP)  ## the training loop beside a bare one, accelerate and Trainer: about 40 minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_loop --docs $(BENCH_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench.loop --docs $(BENCH_ARGS)
 
 bench-loss: $(STAMP)  ## time and memory of the loss head beside full logits: three minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_loss_head --docs $(BENCH_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench.loss_head --docs $(BENCH_ARGS)
 
 # Only CUDA builds of torch depend on Triton. The interpreter of Triton 3.6 fails with numpy 2.4.
 $(TRITON)/.ready: $(STAMP)
@@ -180,9 +180,6 @@ crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance
 	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "kill-node-files --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
 	    "signals --points 120" "goodput --points 150" "goodput-nodes --points 150" "node-disks --points 60" "remote --points 600" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
 	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/jobs/test_background.py || failed=1; exit $${failed:-0}
-
-bench-remote: $(STAMP)  ## uploads to an object store beside s3fs's put, and what they cost training: five minutes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_remote $(BENCH_ARGS)
 
 remote-points: $(STAMP)  ## kill and fault at every request of uploads to stores and to the Hub: half an hour
 	@REMOTE_POINTS=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --timeout 3600 \

@@ -89,7 +89,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     On a GPU, a Triton kernel updates float32 tensors of at least :data:`LEAST_ELEMENTS` elements. It has the operations
     of torch's kernel in the same order, each with the same rounding. On an H200, all results were bit-equal
-    (tools/bench_adamw.py); elsewhere, the last bits can differ where a compiler combines a product and a sum
+    (tools/bench/adamw.py); elsewhere, the last bits can differ where a compiler combines a product and a sum
     differently. A step that divides gradients may leave ``grad`` as it was, or divided.
     """
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.gpu import DEVICE, needs_gpu
 from tests.support.servers.command_server import CommandServer
-from tools.bench_rounds import ROOT
+from tools.bench.rounds import ROOT
 from tools.gpu import plain
 
 RECIPE = ROOT / "examples" / "vlm_finetune" / "tiny_digits.yaml"

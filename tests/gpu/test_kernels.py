@@ -15,7 +15,7 @@ from automodel_ckpt.models.loss.fused_cross_entropy import linear_cross_entropy
 from automodel_ckpt.models.loss.kernel_choice import KERNELS
 from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform
 from tests.support.gpu import HAS_GPU, both_devices, only_gpu
-from tools.bench_loss_kernels import compare, preferring
+from tools.bench.loss_kernels import compare, preferring
 
 RUNS = ((70, 2), (1, 3), (129, 1), (40, 1))
 SHORT_RUNS = ((40, 1), (1, 2), (50, 1))

@@ -14,7 +14,7 @@ import yaml
 from tests.gpu.test_images import losses
 from tests.support.gpu import DEVICE, needs_gpu
 from tests.support.servers.command_server import CommandServer
-from tools.bench_rounds import ROOT
+from tools.bench.rounds import ROOT
 from tools.gpu import plain
 
 EXAMPLES = ROOT / "examples"

@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 
 from tests.support.servers.command_server import CommandServer
-from tools import (
-    bench_adamw,
-    bench_loop,
-    bench_loss_head,
-    bench_loss_kernels,
-    bench_report,
-    bench_stored_errors,
-)
-from tools.bench_rounds import ROOT, Group, Memory, Row, as_json, llama_shapes, parse_size, rounds
-from tools.loop_ways import WARM_UP, Steps, Turns
+from tools.bench import adamw as bench_adamw
+from tools.bench import loop as bench_loop
+from tools.bench import loss_head as bench_loss_head
+from tools.bench import loss_kernels as bench_loss_kernels
+from tools.bench import report as bench_report
+from tools.bench.loop_ways import WARM_UP, Steps, Turns
+from tools.bench.rounds import ROOT, Group, Memory, Row, as_json, llama_shapes, parse_size, rounds
 
 
 def group() -> Group:
@@ -151,7 +148,7 @@ def test_loops_are_compared_turn_by_turn_and_by_their_tokens() -> None:
 
 @pytest.mark.slow
 def test_consolidation_is_compared_with_cp(tmp_path: Path, commands: CommandServer) -> None:
-    words = ["tools.bench_consolidate", "--size", "1M", "--runs", "1", "--directory", str(tmp_path)]
+    words = ["tools.bench.consolidate", "--size", "1M", "--runs", "1", "--directory", str(tmp_path)]
     done = commands.run("python", "-m", *words, cwd=ROOT, timeout=170)
     assert done.returncode == 0, done.stderr
     for line in (
@@ -178,16 +175,6 @@ def test_every_implementation_of_the_loss_is_compared_on_a_device(
             assert ("error_weight" in rows[name]) == trained
             assert rows[name]["time_in_products"] > 0
     assert capsys.readouterr().out.count("| ours, torch |") == 2
-
-
-def test_sizes_of_stored_errors_are_compared_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    from automodel_ckpt.models.loss import fused_cross_entropy, head_gradients
-
-    before = fused_cross_entropy.stores_errors, head_gradients.BLOCK_ELEMENTS
-    bench_stored_errors.main(["--dry-run"])
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.endswith("0.000 |")]
-    assert len(rows) == 9 and rows[0].startswith("| sum in float32 |")
-    assert (fused_cross_entropy.stores_errors, head_gradients.BLOCK_ELEMENTS) == before
 
 
 def test_kernels_of_adamw_are_compared_on_a_cpu(

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.parallel.precision import set_float32_precision
 from tests.support.servers.command_server import CommandServer
-from tools.bench_report import PAGE
-from tools.bench_rounds import ROOT
+from tools.bench.report import PAGE
+from tools.bench.rounds import ROOT
 from tools.gpu import goals, machine, plain, shapes, wheels
 from tools.gpu.__main__ import PARTS, _named, share
 from tools.gpu.results import RUNNING, Results, read_all

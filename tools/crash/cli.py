@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 
-from tools.bench_report import write_block
-from tools.bench_rounds import machine
+from tools.bench.report import write_block
+from tools.bench.rounds import machine
 from tools.crash import (
     baseline,
     endurance,

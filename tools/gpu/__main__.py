@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 
 from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
-from tools.bench_rounds import ROOT
+from tools.bench.rounds import ROOT
 from tools.gpu import goals, machine
 from tools.gpu.session import Figures, PartRun, Session, StopRequested, raise_on_signals
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.bench_report import write_block
+from tools.bench.report import write_block
 from tools.gpu.results import NOT_RUN, read_all
 
 DATASHEET_TFLOPS = 989.0

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tools.bench_rounds import ROOT
+from tools.bench.rounds import ROOT
 
 NEEDED = (
     "datasets", "jinja2", "numpy", "omegaconf", "peft", "pyyaml", "safetensors", "tokenizers",

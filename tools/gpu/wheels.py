@@ -11,7 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from tools.bench_rounds import ROOT
+from tools.bench.rounds import ROOT
 
 WHEELS = ROOT / ".gpu-wheels"
 PINS = (

@@ -4,7 +4,7 @@ peft computes ``base(x) + B(A(x)) * scaling``. Scaling and addition read and wri
 which is much larger than A(x): for the layers of an 8B model, a quarter of the memory traffic beside matrix products.
 Here, the base's matrix product adds its result to B(A(x)) * scaling in place, and the backward pass adds the gradients
 of the input in the same way. In the other order, reading and writing the output would take as long, but the adapter's
-small product could not hide it (tools/bench_adapters.py).
+small product could not hide it.
 
 torch.compile would write both products, and add them in another kernel. Compiled layers call operators that do the same
 as layers that are not compiled.

@@ -12,7 +12,7 @@ from automodel_ckpt.base.kernel_trial import has_triton, succeeds
 KERNELS = {"cuda": ("triton", "torch"), "cpu": ("torch",)}
 """What computes them, by type of device. The first that is installed is used.
 
-tools/bench_loss_kernels.py compares them on a device.
+tools/bench/loss_kernels.py compares them on a device.
 """
 
 

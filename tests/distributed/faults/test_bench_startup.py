@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.servers.command_server import CommandServer, Starting
-from tools import bench_startup
+from tools.bench import startup as bench_startup
 
 
 def test_the_bench_measures_the_first_step_of_the_main_example(

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support import ranks
 from tests.support.models import tiny
-from tools.bench_memory import growth
+from tools.bench.memory import growth
 
 WIDTH, NUM_LAYERS = 2048, 6
 TENSOR_BYTES = WIDTH * WIDTH * 4

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from automodel_ckpt.checkpoint.saving.environment import environment
-from tools.bench_memory import give_back_free_memory
+from tools.bench.memory import give_back_free_memory
 
 # Of processor time: how long a case takes by the clock is up to what else the machine does.
 SECONDS = 10.0

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.bench_rounds import ROOT
+from tools.bench.rounds import ROOT
 from tools.gpu.machine import version_of
 from tools.gpu.session import Figures, PartRun
 

@@ -21,7 +21,7 @@ def _compare(name: str, device: str, sizes: tuple[int, int, int], trains: bool) 
     import torch
 
     from automodel_ckpt.models.loss.kernel_choice import kernel_for
-    from tools.bench_loss_kernels import compare
+    from tools.bench.loss_kernels import compare
 
     found = compare(device, *sizes, trains=trains, rounds=10 if device == "cuda" else 1)
     default = f"ours, {kernel_for(device, torch.float32)}"

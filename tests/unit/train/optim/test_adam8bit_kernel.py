@@ -18,7 +18,7 @@ from torch import nn
 from automodel_ckpt.optim import adam8bit
 from automodel_ckpt.optim.adam8bit import AdamW8bit, update_blocks
 from automodel_ckpt.optim.moment_codes import dynamic_table, nearest
-from tools import bench_adamw
+from tools.bench import adamw as bench_adamw
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

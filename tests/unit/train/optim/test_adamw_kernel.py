@@ -16,7 +16,7 @@ from automodel_ckpt.optim import build as optim
 from automodel_ckpt.optim.build import FusedAdamW
 from tests.distributed.parallel.test_optim import values_after_steps
 from tests.support import ranks
-from tools import bench_adamw
+from tools.bench import adamw as bench_adamw
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,5 +1,5 @@
-"""The loops of :mod:`tools.loop_ways` on several ranks, which ``ckpt-train`` starts: the recipe alternates with a bare
-loop in its processes and process group."""
+"""The loops of :mod:`tools.bench.loop_ways` on several ranks, which ``ckpt-train`` starts: the recipe alternates with a
+bare loop in its processes and process group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.loop import TrainingLoop
-from tools.loop_ways import SIZES, Steps, Turns, bare, recipe_of, timed_loop
+from tools.bench.loop_ways import SIZES, Steps, Turns, bare, recipe_of, timed_loop
 
 PLAN = "BENCH_LOOP_PLAN"
 """The environment variable with a :class:`Plan` as JSON."""

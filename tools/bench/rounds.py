@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.export import output as export_output
 from automodel_ckpt.checkpoint.files import durable_file
 from automodel_ckpt.checkpoint.jobs import shared_file
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _WIDTH = 2048
 _SUFFIXES = {"K": 1e3, "M": 1e6, "G": 1e9}
 

@@ -1,9 +1,9 @@
 """What planning, finalizing and reading a checkpoint of thousands of ranks costs each rank, by simulation.
 
-    python -m tools.bench_planner                  # 8, 64, 512 and 4,096 ranks: about five minutes on one core
-    python -m tools.bench_planner --ranks 8 512
-    python -m tools.bench_planner --docs           # also writes the table into docs/performance.md
-    python -m tools.bench_planner --files-per-node 1 --ranks 512
+    python -m tools.bench.planner                  # 8, 64, 512 and 4,096 ranks: about five minutes on one core
+    python -m tools.bench.planner --ranks 8 512
+    python -m tools.bench.planner --docs           # also writes the table into docs/performance.md
+    python -m tools.bench.planner --files-per-node 1 --ranks 512
 
 One process is one rank of a fake process group at a time, with 300 parameters that `fully_shard` would shard over all
 ranks, and AdamW's two moments of each. The code of saves and loads runs as it does in a run, except that digests are
@@ -58,9 +58,9 @@ from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.publisher import Publisher
 from automodel_ckpt.checkpoint.saving.save import Proposal, Save
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
-from tools.bench_report import write_block
+from tools.bench.report import write_block
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 NUM_TENSORS = 300
 # Llama's shapes, without its width: rows that 4,096 ranks can share.
@@ -221,7 +221,7 @@ def measured(num_ranks: int, directory: Path, files_per_node: int | None) -> Fig
     figures.nbytes["tables"] = sum(table.stat().st_size for table in tables)
     checkpoint = commit.publish(staging, "epoch_0_step_20")
     # A new process, so that its memory is that of the load.
-    words = [sys.executable, "-m", "tools.bench_planner", "--load", str(checkpoint), str(num_ranks)]
+    words = [sys.executable, "-m", "tools.bench.planner", "--load", str(checkpoint), str(num_ranks)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     seconds, nbytes = done.stdout.split()
     figures.seconds["load"], figures.nbytes["load memory"] = float(seconds), int(nbytes)

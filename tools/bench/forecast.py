@@ -1,7 +1,7 @@
 """Compare the estimates of `ckpt-train --dry-run` with training: memory of a rank, bytes of a checkpoint.
 
-    python -m tools.bench_forecast               # all cases, about ten minutes on two cores
-    python -m tools.bench_forecast vlm lora      # some of them
+    python -m tools.bench.forecast               # all cases, about ten minutes on two cores
+    python -m tools.bench.forecast vlm lora      # some of them
 
 Prints a table in Markdown. The exit code is 1 if an estimate of memory is wrong by more than a quarter, or one of a
 checkpoint by more than a tenth.
@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TEXT, ADAPTERS, IMAGES, SUMMARIES = (
     str(ROOT / "examples" / name)
     for name in (

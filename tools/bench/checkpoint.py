@@ -1,6 +1,6 @@
 """Compare the cost of saving, loading and consolidating with moving the same bytes, and with other programs.
 
-    python -m tools.bench_checkpoint [--size 1G] [--ranks 2] [--runs 3] [--docs] [--json FILE] [--automodel-tool FILE]
+    python -m tools.bench.checkpoint [--size 1G] [--ranks 2] [--runs 3] [--docs] [--json FILE] [--automodel-tool FILE]
 
 A Llama-shaped bf16 model, sharded by FSDP2 over gloo ranks. Every row runs once in each round, so that changes in the
 machine's speed affect all rows equally. The figures are medians over the rounds. Ratios are relative to the first row
@@ -43,10 +43,10 @@ from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, Manifest, discover
 from automodel_ckpt.checkpoint.parts.verify import verify
-from tools import bench_consolidate
-from tools.bench_memory import growth
-from tools.bench_report import as_text, write_page
-from tools.bench_rounds import (
+from tools.bench import consolidate
+from tools.bench.memory import growth
+from tools.bench.report import as_text, write_page
+from tools.bench.rounds import (
     Group,
     Memory,
     Row,
@@ -374,7 +374,7 @@ def main() -> None:
         (Path(root) / "ranks").mkdir()
         groups, memory = by_ranks(arguments, Path(root) / "ranks")
         shutil.rmtree(Path(root) / "ranks")
-        more, other = bench_consolidate.measure(
+        more, other = consolidate.measure(
             Path(root), arguments.size, arguments.runs, arguments.automodel_tool
         )
     results = as_json([*groups, *more], [*memory, *other], arguments.size)

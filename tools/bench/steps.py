@@ -9,8 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from tools.bench_memory import reset_peak, status_megabytes
-from tools.bench_rounds import ROOT
+from tools.bench.memory import reset_peak, status_megabytes
+from tools.bench.rounds import ROOT
 
 Figures = dict[str, float]
 """``seconds`` of a step, and the ``megabytes`` of its peak above the memory before it."""

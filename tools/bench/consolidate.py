@@ -1,6 +1,6 @@
-"""Compare the cost of consolidating with ``cp`` of the same bytes. bench_checkpoint.py runs this, too.
+"""Compare the cost of consolidating with ``cp`` of the same bytes. checkpoint.py runs this, too.
 
-    python -m tools.bench_consolidate [--size 1G] [--runs 3] [--directory DIR] [--automodel-tool FILE]
+    python -m tools.bench.consolidate [--size 1G] [--runs 3] [--directory DIR] [--automodel-tool FILE]
 
 Our consolidations are durable and compare every byte with its digest. Torch's and NeMo AutoModel's do neither. In the
 groups with fsync, their files are fsynced afterwards.
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from tools.bench_rounds import (
+from tools.bench.rounds import (
     ROOT,
     Group,
     Memory,
@@ -35,7 +35,7 @@ from tools.bench_rounds import (
     unflushed,
     warm,
 )
-from tools.bench_sources import write_source
+from tools.bench.sources import write_source
 
 _TORCH = "from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files"
 _OURS = "from automodel_ckpt.checkpoint.export.consolidate import consolidate"
@@ -228,8 +228,8 @@ def main() -> None:
         help="offline_hf_consolidation.py of NeMo AutoModel",
     )
     arguments = parser.parse_args()
-    from tools.bench_report import as_text
-    from tools.bench_rounds import as_json
+    from tools.bench.report import as_text
+    from tools.bench.rounds import as_json
 
     with tempfile.TemporaryDirectory(prefix="bench-consolidate-", dir=arguments.directory) as root:
         groups, memory = measure(

@@ -1,6 +1,6 @@
 """Measure the time from the command to the end of the first optimizer step, compared with the imports alone.
 
-    python tools/bench_startup.py [--runs 5] [--ranks 2] [--json]
+    python -m tools.bench.startup [--runs 5] [--ranks 2] [--json]
 
 Each run trains the main example in a fresh directory, on data that a run before prepared, and is killed after its first
 step, whose end is the timestamp of its line in training.jsonl. Runs of all rows alternate, so that a load on
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "examples/llm_finetune/tiny_llama_python_docs.yaml"
 GOAL_SECONDS = 4.5
 

@@ -1,6 +1,6 @@
 """Compare implementations of the output layer's cross-entropy on a device: time, memory and error of the gradients.
 
-    python -m tools.bench_loss_kernels [--device cuda] [--vocabulary 128256] [--hidden 4096] [--tokens 4096 8192]
+    python -m tools.bench.loss_kernels [--device cuda] [--vocabulary 128256] [--hidden 4096] [--tokens 4096 8192]
         [--json FILE]
 
 Rows: the three matrix products of a linear layer alone, full logits, this project's chunks with each entry of KERNELS

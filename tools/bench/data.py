@@ -1,6 +1,6 @@
 """Measure how many tokens per second the data of a rank come with: rows of 2048 tokens, as a recipe collates them.
 
-``python -m tools.bench_data`` writes 20 million tokens to a file, and documents to JSON lines, and reads them as one
+``python -m tools.bench.data`` writes 20 million tokens to a file, and documents to JSON lines, and reads them as one
 rank with local batches of 4 rows. Each source runs in a new process, with and without worker processes. ``--docs``
 writes the figures to docs/performance.md.
 """
@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench_report import write_block
-from tools.bench_rounds import ROOT, machine
+from tools.bench.report import write_block
+from tools.bench.rounds import ROOT, machine
 
 SIZE = 2048
 """Tokens of a row."""
@@ -169,7 +169,7 @@ def _measure_all(num_tokens: int, seconds: float, rounds: int) -> dict[tuple[str
         for _ in range(rounds):
             for source in _SOURCES:
                 for num_workers in (0, 1, 2):
-                    command = [sys.executable, "-m", "tools.bench_data", "--seconds", str(seconds)]
+                    command = [sys.executable, "-m", "tools.bench.data", "--seconds", str(seconds)]
                     command += ["--one", source, str(num_workers), scratch]
                     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
                     done = subprocess.run(

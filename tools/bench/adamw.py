@@ -1,6 +1,6 @@
 """Compare AdamW's kernels on a GPU: torch's, and this project's for large tensors with several sizes of blocks.
 
-    python -m tools.bench_adamw [--dry-run] [--moments float32|8-bit] [--layers 7] [--rounds 10] [--json FILE]
+    python -m tools.bench.adamw [--dry-run] [--moments float32|8-bit] [--layers 7] [--rounds 10] [--json FILE]
 
 The tensors are the matrices of Llama 8B with 7 of its 32 layers, in float32: 2.1e9 parameters, 33 GB. The bytes of an
 update are 28 per parameter: parameter, gradient and two moments are read, all but the gradient written. torch's kernel

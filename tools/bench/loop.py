@@ -1,8 +1,8 @@
 """Compare the training loop with a bare loop, Hugging Face's Trainer and accelerate.
 
-    python -m tools.bench_loop [--sizes tiny 5M 50M] [--rounds N] [--only TEXT] [--docs] [--profile]
+    python -m tools.bench.loop [--sizes tiny 5M 50M] [--rounds N] [--only TEXT] [--docs] [--profile]
 
-The bare loop and one other program alternate every few steps in one process, on one thread (:mod:`tools.loop_ways`),
+The bare loop and one other program alternate every few steps in one process, on one thread (:mod:`.loop_ways`),
 so that changes in the machine's speed affect both equally. (With all programs in one process, some were slowed down by
 what others left in it.) Each step is compared with the bare loop's steps next to it; the result is the median over all
 of them and all processes. ``--docs`` writes the figures to docs/performance.md. All measurements are stored in
@@ -25,10 +25,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tools.bench_report import write_block
-from tools.bench_rounds import ROOT, machine
-from tools.bench_startup import first_step_seconds
-from tools.loop_ways import PACK, SIZES, WAYS, Size, dataset_of, recipe_of, train_here
+from tools.bench.loop_ways import PACK, SIZES, WAYS, Size, dataset_of, recipe_of, train_here
+from tools.bench.report import write_block
+from tools.bench.rounds import ROOT, machine
+from tools.bench.startup import first_step_seconds
 
 KEPT = ROOT / "build" / "bench-loop.json"
 LONGEST_SECONDS = 600
@@ -71,7 +71,7 @@ def measure(ways: list[str], size: str, *options: str) -> dict[str, Any]:
             environment |= more
         else:
             command = [
-                "tools.bench_loop",
+                "tools.bench.loop",
                 "--sizes",
                 size,
                 *options,
@@ -100,7 +100,7 @@ def _launched(
     ways: list[str], size: str, directory: Path, output: Path
 ) -> tuple[list[str], dict[str, str]]:
     """The words of ``ckpt-train`` that trains *ways* in turns, and variables of its environment."""
-    from tools.launched_ways import PLAN, Plan
+    from tools.bench.launched_ways import PLAN, Plan
 
     bare, ours = ways
     plan = Plan(ours, bare, size, WAYS[bare][0], str(output))

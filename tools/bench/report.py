@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tools.bench_rounds import ROOT
+from tools.bench.rounds import ROOT
 
 PAGE = ROOT / "docs" / "performance.md"
 

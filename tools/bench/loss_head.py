@@ -1,6 +1,6 @@
 """Compare time and memory of the loss head with full logits, forward and backward, with a large vocabulary.
 
-    python -m tools.bench_loss_head [--vocabulary 128000] [--hidden 512] [--tokens 2048] [--rounds 3] [--docs]
+    python -m tools.bench.loss_head [--vocabulary 128000] [--hidden 512] [--tokens 2048] [--rounds 3] [--docs]
 
 Each measurement is a separate process. The implementations alternate, and the result is the median of the ratios within
 a round.
@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import statistics
 
-from tools.bench_report import write_block
-from tools.bench_rounds import machine
-from tools.bench_steps import Figures, arguments, figures_of, in_a_process
+from tools.bench.report import write_block
+from tools.bench.rounds import machine
+from tools.bench.steps import Figures, arguments, figures_of, in_a_process
 
 WAYS = ("full", "chunks")
 PARTS = (1.0, 0.2)
@@ -62,7 +62,7 @@ def main() -> None:
     found: Found = {(way, part): [] for part in PARTS for way in WAYS}
     for _ in range(given.rounds):
         for way, part in found:
-            found[way, part].append(in_a_process("tools.bench_loss_head", way, part))
+            found[way, part].append(in_a_process("tools.bench.loss_head", way, part))
     block = as_markdown(found, *sizes)
     print(block)
     if given.docs:

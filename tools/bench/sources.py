@@ -14,7 +14,7 @@ from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.shard_header import Entry, shard_header
-from tools.bench_rounds import llama_shapes
+from tools.bench.rounds import llama_shapes
 
 
 def write_source(

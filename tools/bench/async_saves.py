@@ -1,6 +1,6 @@
 """Measure what an asynchronous save costs the training that continues meanwhile, on real ranks.
 
-    python -m tools.bench_async [--size 512M] [--runs 5] [--directory DIR] [--docs]
+    python -m tools.bench.async_saves [--size 512M] [--runs 5] [--directory DIR] [--docs]
 
 First one rank with an idle core, then two ranks that share two. A rank's state is that of AdamW over bf16 weights; a
 step is a forward and a backward of a small network, and with two ranks a sum between them. In each round every row
@@ -39,9 +39,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
-from tools.bench_checkpoint import model_of
-from tools.bench_report import write_block
-from tools.bench_rounds import machine, parse_size
+from tools.bench.checkpoint import model_of
+from tools.bench.report import write_block
+from tools.bench.rounds import machine, parse_size
 
 NUM_ALONE = 10
 BYTES_PER_WEIGHT = 2 + 2 + 2

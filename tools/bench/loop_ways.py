@@ -1,4 +1,4 @@
-"""The training loops that :mod:`tools.bench_loop` compares, and how those of one process take turns.
+"""The training loops that :mod:`tools.bench.loop` compares, and how those of one process take turns.
 
 All train the same Llama on the same text with fused AdamW in float32 on one thread. The bare loop is forward, backward
 and step, without a metric; the others log loss and gradient norm (accelerate: the loss) in each step.
