@@ -177,7 +177,7 @@ harness: $(HARNESS)/.ready  ## `ckpt eval` and `evaluation.harness` with lm-eval
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(HARNESS)/bin/python -m pytest -q tests/unit/cli/test_eval.py tests/contract/test_benchmarks.py
 
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, failures with checkpoints in memory, and what others keep: about two hours
-	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "kill-node-files --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
+	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
 	    "signals --points 120" "goodput --points 150" "goodput-nodes --points 150" "node-disks --points 60" "remote --points 600" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
 	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/jobs/test_background.py || failed=1; exit $${failed:-0}
 

@@ -58,8 +58,6 @@ class Options(Protocol):
     @property
     def incremental(self) -> bool | Literal["auto"]: ...
     @property
-    def files_per_node(self) -> int | None: ...
-    @property
     def scratch_dir(self) -> str | None: ...
     @property
     def restore_from(self) -> str | None: ...
@@ -122,8 +120,6 @@ class CheckpointOptions:
     incremental: bool | Literal["auto"] = "auto"
     """Share files of tensors that do not train with an earlier checkpoint by hard links. ``auto``: if they take 16 MiB
     or more, and never with the checkpoint just before, so that two checkpoints stay independent; True: always."""
-    files_per_node: int | None = None
-    """The largest number of files per tree that the ranks of a node write together; None: each rank writes its own."""
     scratch_dir: str | None = None
     """If the directory is a URL: the local directory in which the run gets its own; None: the user's cache."""
     restore_from: str | None = None
@@ -195,7 +191,7 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "best_mode": get_args(policy.Mode),
     "verify": get_args(Level),
 }
-_AT_LEAST = {"keep_last": 1, "keep_best": 0, "keep_every_steps": 1, "files_per_node": 1}
+_AT_LEAST = {"keep_last": 1, "keep_best": 0, "keep_every_steps": 1}
 
 
 def _check_values(options: Options) -> None:
@@ -213,13 +209,6 @@ def _check_values(options: Options) -> None:
 def validate_options(options: Options) -> None:
     """Raise :class:`RecipeError` for invalid options, and for those of the model's files that exclude each other."""
     _check_values(options)
-    if options.files_per_node is not None and options.incremental is True:
-        raise RecipeError(
-            "files that several ranks write are not shared with an earlier checkpoint",
-            where="checkpoint.incremental",
-            value=options.incremental,
-            hint="remove this key, or checkpoint.files_per_node",
-        )
     if options.model_layout in (None, "shards") or options.model_save_format == "safetensors":
         return
     raise RecipeError(

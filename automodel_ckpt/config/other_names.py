@@ -101,6 +101,11 @@ _CHECKPOINTS = {
         note="without it, a run resumes from its newest checkpoint",
     ),
     **_same("checkpointer", "model.from_pretrained", "checkpoint"),
+    # A key of this program until November 2026.
+    **_same(
+        "checkpoint.files_per_node",
+        note="remove it: each rank writes its own files, or with checkpoint.model_layout hf all ranks write the same",
+    ),
 }
 
 _PRETRAINING = {

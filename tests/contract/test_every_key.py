@@ -1202,11 +1202,6 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "tests/unit/checkpoint/jobs/test_incremental.py::test_nothing_is_shared_if_that_is_switched_off",
         "false",
     ),
-    "checkpoint.files_per_node": Proven(
-        "tests/distributed/saves/test_files_per_node.py::"
-        "test_the_ranks_of_a_node_share_files_of_which_every_byte_is_checked",
-        "2",
-    ),
     "checkpoint.export_best": Proven(
         "tests/distributed/saves/test_save_failures.py::"
         "test_export_best_exports_what_lowest_val_points_to_and_a_killed_final_export_is_made_up_for",

@@ -1,4 +1,4 @@
-"""Makes tests/golden/v3_*: checkpoints of format version 3 that every later version has to read.
+"""Makes tests/golden/v2_*: checkpoints of format version 2 that every later version has to read.
 
 python -m tests.golden.make_golden tests/golden        # only ever for a new format version; old ones stay as they are
 """
@@ -28,12 +28,11 @@ def golden_state(seed: int = 5) -> SimpleNamespace:
 
 
 def save_golden(root: Path, model_save_format: str) -> None:
-    """Save on two ranks, which write common files: version 3 is that of files of several ranks."""
+    """Save on two ranks."""
     tiny.save(
         root,
         golden_state(),
         model_save_format=model_save_format,
-        files_per_node=1,
         losses={"step": 20, "val_loss": 0.5},
         validated=True,
     )

@@ -13,11 +13,13 @@ from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.checkpoint.parts.manifest_file import FORMAT_VERSION
 from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.errors import CheckpointUnusable
 from tests.golden.make_golden import golden_state
 from tests.support.models import tiny
 
 HERE = Path(__file__).parent
-GOLDEN = sorted(path.name for path in HERE.glob("v*_*"))
+GOLDEN = sorted(path.name for path in HERE.glob("v[12]_*"))
+OF_SEVERAL_RANKS = HERE / "v3_safetensors"
 
 
 @pytest.fixture(params=GOLDEN)
@@ -69,3 +71,13 @@ def test_it_is_listed_and_exported(golden: Path, capsys: pytest.CaptureFixture[s
         == 0
     )
     assert (golden / "export/model.safetensors.index.json").is_file()
+
+
+def test_one_of_version_3_names_the_revision_that_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(OF_SEVERAL_RANKS, tmp_path / "run")
+    with pytest.raises(CheckpointUnusable, match="files_per_node: revision e40da6e4 reads it"):
+        tiny.load(tmp_path / "run", tiny.recipe(9, tracker=tiny.Counter()))
+    assert main(["verify", str(tmp_path / "run/epoch_0_step_20")]) == 3
+    assert "revision e40da6e4 reads it" in capsys.readouterr().out

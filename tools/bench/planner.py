@@ -3,7 +3,6 @@
     python -m tools.bench.planner                  # 8, 64, 512 and 4,096 ranks: about five minutes on one core
     python -m tools.bench.planner --ranks 8 512
     python -m tools.bench.planner --docs           # also writes the table into docs/performance.md
-    python -m tools.bench.planner --files-per-node 1 --ranks 512
 
 One process is one rank of a fake process group at a time, with 300 parameters that `fully_shard` would shard over all
 ranks, and AdamW's two moments of each. The code of saves and loads runs as it does in a run, except that digests are
@@ -36,15 +35,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.collector import collector_paused
 from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
-from automodel_ckpt.checkpoint.files.ownership import node_identity
 from automodel_ckpt.checkpoint.formats import safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.description import LocalBoxes
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.jobs.jobs import Chunk, Job, SharedFileJob, _add_entry
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob, _add_entry
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
-    WrittenRange,
     finalize,
     merge_trees,
     read_rank_manifests,
@@ -66,7 +63,6 @@ NUM_TENSORS = 300
 # Llama's shapes, without its width: rows that 4,096 ranks can share.
 SHAPES = ((8192, 16), (8192, 8), (28672, 8), (8192,))
 RANKS = (8, 64, 512, 4096)
-RANKS_PER_NODE = 8
 
 
 @dataclass
@@ -113,15 +109,13 @@ def be_rank(rank: int, num_ranks: int) -> None:
 
 
 @collector_paused()
-def planned(
-    rank: int, num_ranks: int, figures: Figures, files_per_node: int | None
-) -> tuple[SaveSettings, Save]:
+def planned(rank: int, num_ranks: int, figures: Figures) -> tuple[SaveSettings, Save]:
     """Plan a save as one rank."""
     be_rank(rank, num_ranks)
     trees = trees_of(num_ranks)
     ranks = layout.DataParallelRanks(rank, num_ranks)
     run: Any = SimpleNamespace(path=Path(), root=Path())
-    settings = SaveSettings(run, ranks, {}, CheckpointOptions(files_per_node=files_per_node))
+    settings = SaveSettings(run, ranks, {}, CheckpointOptions())
     save = Save(layout.CheckpointName(20, 0), "", {}, {}, False, False, None, None, 0.0)
     save.plan.trees, save.plan.tied = trees, {"model": {}}
     started = time.process_time()
@@ -130,12 +124,8 @@ def planned(
     save.descriptions = {name: tree.describe() for name, tree in trees.items()}
     summaries = {name: summarize(each, {}) for name, each in save.descriptions.items()}
     proposal = Proposal(summaries, {"rng": digest_of(b""), "loader": digest_of(b"")}, rank)
-    if files_per_node is not None:
-        proposal.node, proposal.sizes = node_identity(Path.cwd()), {"rng": 1000, "loader": 1000}
     sent = pickle.dumps(proposal)
     proposals = [pickle.loads(sent) for _ in range(num_ranks)]
-    for number, each in enumerate(proposals):
-        each.node += str(number // RANKS_PER_NODE)
     shares: dict[str, list[Share]] = {}
     for name, tree in trees.items():
         of_tree = [proposal.trees[name] for proposal in proposals]
@@ -150,40 +140,31 @@ def planned(
 def rank_manifests(save: Save, num_ranks: int) -> Iterator[RankManifest]:
     """What each rank writes, without the bytes of the tensors."""
     model, optimizer = save.plan.trees.values()
-    files = safetensors.ShardFiles(groups=save.plan.groups)
+    files = safetensors.ShardFiles()
     for rank in range(num_ranks):
         written = RankManifest(rank)
         for tree in (model, optimizer):
             tree.take(rank)
             written.trees[tree.name] = save.plan.layouts[tree.name].rank_tree()
-        group = () if save.plan.groups is None else save.plan.groups.of(rank)
         jobs = [
             *safetensors.plan_jobs(model, rank, files),
-            *torch_save.plan_jobs(optimizer, rank, group),
+            *torch_save.plan_jobs(optimizer, rank),
         ]
         for job in jobs:
             _pretend_to_write(job, written)
-        if save.plan.groups is None:
-            for name in ("rng", "dataloader"):
-                file = f"{name}/{name}_dp_rank_{rank}.pt"
-                written.files[file] = FileRecord(1000, digest_of(file.encode()))
+        for name in ("rng", "dataloader"):
+            file = f"{name}/{name}_dp_rank_{rank}.pt"
+            written.files[file] = FileRecord(1000, digest_of(file.encode()))
         yield written
 
 
-def _pretend_to_write(job: Job, written: RankManifest) -> None:
+def _pretend_to_write(job: FileJob, written: RankManifest) -> None:
     assert job.tree is not None
     end = 0
     for chunk in job.chunks:
         end = max(end, chunk.start + _nbytes(chunk))
         _add_entry(written.trees[job.tree], chunk, digest_of(os.urandom(8)))
-    digest = digest_of(job.file.encode())
-    if isinstance(job, SharedFileJob):
-        if job.header is not None:
-            written.placed[job.file] = FileRecord(job.nbytes, digest)
-    elif job.start is not None:
-        written.ranges[job.file] = WrittenRange(job.start, end - job.start, digest)
-    else:
-        written.files[job.file] = FileRecord(end, digest)
+    written.files[job.file] = FileRecord(end, digest_of(job.file.encode()))
 
 
 def _nbytes(chunk: Chunk) -> int:
@@ -193,10 +174,10 @@ def _nbytes(chunk: Chunk) -> int:
     return len(data) if isinstance(data, bytes | memoryview) else 0
 
 
-def measured(num_ranks: int, directory: Path, files_per_node: int | None) -> Figures:
+def measured(num_ranks: int, directory: Path) -> Figures:
     """Measure a number of ranks."""
     figures = Figures(num_ranks)
-    settings, save = planned(num_ranks // 2, num_ranks, figures, files_per_node)
+    settings, save = planned(num_ranks // 2, num_ranks, figures)
     staging = commit.reserve(directory, "epoch_0_step_20")
     save.staging.path = staging
     for tree in save.plan.trees.values():
@@ -290,7 +271,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--docs", action="store_true")
-    parser.add_argument("--files-per-node", type=int, help="with 8 ranks per node")
     parser.add_argument("--load", nargs=2, metavar=("CHECKPOINT", "RANKS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -301,7 +281,7 @@ def main() -> None:
     for num_ranks in arguments.ranks:
         directory = Path(tempfile.mkdtemp(prefix="bench-planner-"))
         try:
-            figures.append(measured(num_ranks, directory, arguments.files_per_node))
+            figures.append(measured(num_ranks, directory))
         finally:
             shutil.rmtree(directory)
         print(figures[-1], flush=True)

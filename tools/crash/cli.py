@@ -30,7 +30,6 @@ from tools.crash.subjects import (
     OURS,
     OURS_ASYNC,
     OURS_INCREMENTAL,
-    OURS_NODE_FILES,
     Subject,
 )
 from tools.crash.syscalls import unsupported
@@ -105,10 +104,6 @@ def _kill_incremental(options: argparse.Namespace) -> Iterable[Record]:
     return _kill_sweep(options, OURS_INCREMENTAL, "kill sweep, incremental")
 
 
-def _kill_node_files(options: argparse.Namespace) -> Iterable[Record]:
-    return _kill_sweep(options, OURS_NODE_FILES, "kill sweep, files of several ranks")
-
-
 def _kill_sweep(
     options: argparse.Namespace, subjects: tuple[Subject, ...], name: str
 ) -> Iterable[Record]:
@@ -156,7 +151,7 @@ def _faults(options: argparse.Namespace) -> Iterable[Record]:
 
 def _flips(options: argparse.Namespace) -> Iterable[Record]:
     # An asynchronous save writes the same files.
-    subjects = (*OURS, *OURS_NODE_FILES[:2])
+    subjects = OURS
     return [flips.run(subjects, points=options.points, seed=options.seed, seconds=options.seconds)]
 
 
@@ -226,11 +221,6 @@ CAMPAIGNS: dict[
         _kill_incremental,
         _no_calls,
         "the same where saves share files with the checkpoint before",
-    ),
-    "kill-node-files": (
-        _kill_node_files,
-        _no_calls,
-        "the same where the ranks write into common files",
     ),
     "power-incremental": (
         _power_incremental,

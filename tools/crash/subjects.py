@@ -98,7 +98,6 @@ class Ours:
     is_async: bool = False
     incremental: bool = False
     """Share the file of the frozen parameter with the checkpoint before."""
-    files_per_node: int | None = None
 
     @property
     def name(self) -> str:
@@ -108,8 +107,6 @@ class Ours:
             name += ", asynchronous"
         if self.incremental:
             name += ", incremental"
-        if self.files_per_node is not None:
-            name += ", files of several ranks"
         return name
 
     def open(self, root: Path, options: Options) -> OursSession:
@@ -128,7 +125,6 @@ class OursSession:
             keep_last=options.keep_last,
             is_async=subject.is_async,
             incremental=subject.incremental,
-            files_per_node=subject.files_per_node,
         )
         self._checkpointer = Checkpointer(root, options=ours, assets={"model": SideFiles()})
 
@@ -264,11 +260,6 @@ OURS_INCREMENTAL = (
     Ours("safetensors", incremental=True),
     Ours("safetensors", "hf", incremental=True),
     Ours("safetensors", "hf", is_async=True, incremental=True),
-)
-OURS_NODE_FILES = (
-    Ours("safetensors", files_per_node=1),
-    Ours("torch_save", files_per_node=1),
-    Ours("safetensors", is_async=True, files_per_node=1),
 )
 BASELINES = (PlainDcp(), PlainSafetensors())
 

@@ -33,30 +33,23 @@ class DurableFile:
     first, so that a full disk is found before data is written. A file of 8 MiB or more bypasses the page cache where
     the file system supports it, which leaves host memory to others. A failed write or fsync is never retried. Raises
     :class:`OSError` naming the file.
-
-    With *start*, other processes write other byte ranges of the same file, in any order: it need not be new, and
-    :attr:`record` is that of the bytes from *start*.
     """
 
-    def __init__(self, path: Path, *, nbytes: int = 0, start: int | None = None) -> None:
+    def __init__(self, path: Path, *, nbytes: int = 0) -> None:
         self.path = path
-        self._is_shared = start is not None
         self.record: FileRecord | None = None
         self._hash = xxhash.xxh3_128()
         self._small = bytearray()
         self._written = 0
-        self._position = start or 0
+        self._position = 0
         self._failure: OSError | None = None
         self._stream: DirectStream | None = None
         # O_EXCL: a leftover or a second writer is an error, and their bytes are never mixed.
-        how = os.O_NOFOLLOW if self._is_shared else os.O_EXCL
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | how, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL
+        self._descriptor = os.open(path, flags, 0o666)
         try:
             with self._named():
-                if self._is_shared:
-                    reserve_range(self._descriptor, self._position, nbytes)
-                else:
-                    preallocate(self._descriptor, nbytes)
+                preallocate(self._descriptor, nbytes)
                 if nbytes >= DIRECT_FROM_BYTES:
                     self._stream = DirectStream(self._descriptor, path)
         except OSError:
@@ -111,9 +104,8 @@ class DurableFile:
                 try:
                     if self._stream is not None:
                         self._stream.close(finish=True)
-                    if not self._is_shared:
-                        # The reserved size can be larger than what was written.
-                        os.ftruncate(descriptor, self._written)
+                    # The reserved size can be larger than what was written.
+                    os.ftruncate(descriptor, self._written)
                     # A failed fsync is not repeated: the kernel may have dropped the data, and a
                     # second call can succeed without it.
                     os.fsync(descriptor)

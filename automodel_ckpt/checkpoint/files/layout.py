@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, Protocol
@@ -258,11 +258,6 @@ def rank_file(attribute: str, scope: Scope, ranks: RankLayout) -> str:
     return f"{attribute}/{attribute}_global_rank_{ranks.rank}.pt"
 
 
-def ranks_file(attribute: str, ranks: Sequence[int]) -> str:
-    """Return the file of *ranks* (ascending) with an object whose state differs between ranks."""
-    return f"{attribute}/{attribute}_ranks_{ranks[0]:05}-{ranks[-1]:05}.bin"
-
-
 def shard_file(
     directory: str, rank: int, file_index: int, num_files: int, *, kind: str = "model"
 ) -> str:
@@ -279,9 +274,9 @@ def objects_file(directory: str, rank: int) -> str:
     return f"{directory}/objects-{rank + 1:05}.bin"
 
 
-def distcp_file(directory: str, rank: int, number: int = 0) -> str:
-    """Return a rank's file in PyTorch's DCP format; *number* counts those of one rank from 0."""
-    return f"{directory}/__{rank}_{number}.distcp"
+def distcp_file(directory: str, rank: int) -> str:
+    """Return a rank's file in PyTorch's DCP format."""
+    return f"{directory}/__{rank}_0.distcp"
 
 
 def slice_table_file(directory: str) -> str:

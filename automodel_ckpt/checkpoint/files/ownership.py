@@ -13,7 +13,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -36,22 +35,6 @@ def kernel_boot_id() -> str | None:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() or None
     except OSError:
         return None
-
-
-def node_identity(directory: Path) -> str:
-    """A text that is equal for two ranks of a run only if they are on one node, and share its page cache of the files
-    in *directory*.
-
-    Containers on a node count as several nodes if they have different names or mounts, or if the launcher numbers them
-    so. The directory need not exist yet.
-    """
-    # More than the boot: virtual machines that were cloned while they ran have the same one.
-    parts = [kernel_boot_id() or "", socket.gethostname(), os.environ.get("GROUP_RANK", "")]
-    for place in (directory, *directory.parents):
-        with contextlib.suppress(OSError):
-            parts.append(str(os.stat(place).st_dev))
-            break
-    return " ".join(parts)
 
 
 def pid_namespace() -> str:

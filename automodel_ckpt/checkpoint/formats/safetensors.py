@@ -13,21 +13,15 @@ from functools import cached_property
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.formats.joined import joined_files
 from automodel_ckpt.checkpoint.formats.planning import TreePlan, located
 from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout, ordered
-from automodel_ckpt.checkpoint.jobs.file_groups import FileGroups
-from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob, Job, SharedFileJob
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.parts.manifest import Blob
-from automodel_ckpt.checkpoint.parts.sharding import RegularSlices, Sharding
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.shard_header import Entry, shard_header
 
 NAME = "safetensors"
 _TRAINED = "model"
-# In a group of ranks with common files: the tensors that a rank writes to its own file.
-_APART = "apart"
-
 
 _FileKey = tuple[int, str]
 """The number (from 1) of the base's file, and the kind of the tensors."""
@@ -39,14 +33,11 @@ class ShardFiles:
 
     *file_mapping* has the number (from 1) of the base model's file for each tensor; a rank's tensors are split into the
     same number of files. *untrained* has the kind of each tensor that does not train; those of each kind are stored in
-    separate files, which can be reused. With *groups*, the ranks of a group write into common files
-    (:mod:`~automodel_ckpt.checkpoint.formats.joined`), and *file_mapping* and *untrained* are empty, because each would
-    multiply the number of files.
+    separate files, which can be reused.
     """
 
     file_mapping: Mapping[str, int] = field(default_factory=dict)
     untrained: Mapping[str, str] = field(default_factory=dict)
-    groups: FileGroups | None = None
 
     @cached_property
     def num_files(self) -> int:
@@ -68,27 +59,11 @@ class ShardFiles:
 def lay_out(plan: TreePlan, files: ShardFiles) -> TreeLayout:
     """The order of an assigned plan's tensors in the files of each rank."""
     tensors = plan.assignment.tensors
-    if files.groups is None:
-        keys = {fqn: files.key(fqn) for fqn in tensors}
-        numbers = {key: number for number, key in enumerate(sorted(set(keys.values())))}
-        parts = {fqn: numbers[key] for fqn, key in keys.items()}
-    else:
-        parts = _parts_of_groups(tensors)
+    keys = {fqn: files.key(fqn) for fqn in tensors}
+    numbers = {key: number for number, key in enumerate(sorted(set(keys.values())))}
+    parts = {fqn: numbers[key] for fqn, key in keys.items()}
     by_width = sorted(tensors.values(), key=_width)
     return ordered(sorted(by_width, key=lambda tensor: parts[tensor.fqn]), parts.__getitem__)
-
-
-def _parts_of_groups(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The parts of the files of groups, in their order: a rank has the slices of tensors with the same sharding in the
-    same file, and those of a part one after the other."""
-    shardings: dict[Sharding, int] = {}
-    keys: dict[str, tuple[int, int]] = {}
-    for fqn, tensor in tensors.items():
-        assert isinstance(tensor.slices, RegularSlices)
-        number = shardings.setdefault(tensor.slices.sharding, len(shardings))
-        keys[fqn] = _width(tensor), number
-    numbers = {key: number for number, key in enumerate(sorted(set(keys.values())))}
-    return {fqn: numbers[key] for fqn, key in keys.items()}
 
 
 def _width(tensor: Tensor) -> int:
@@ -96,49 +71,15 @@ def _width(tensor: Tensor) -> int:
     return -DTYPE_BITS[tensor.dtype]
 
 
-def plan_jobs(plan: TreePlan, rank: int, files: ShardFiles) -> Iterator[Job]:
+def plan_jobs(plan: TreePlan, rank: int, files: ShardFiles) -> Iterator[FileJob]:
     """The jobs of *rank* for a tree."""
-    group = (rank,) if files.groups is None else files.groups.of(rank)
-    own = plan.tensors()
-    if files.groups is not None:
-        parts = _parts_of_groups(plan.assignment.tensors)
-        own = sorted(own, key=lambda tensor: parts.get(tensor.fqn, len(parts)))
-    if len(group) > 1:
-        yield from _joined_jobs(plan, rank, group, files)
-        # If a sharding is no formula, the slices in a file of another rank are unknown.
-        own = [tensor for tensor in own if tensor.fqn in plan.assignment.irregular]
-        if own:
-            file = files.name(plan.directory, rank, (1, _APART))
-            yield _shard_job(plan, own, file)
-    else:
-        by_file: dict[_FileKey, list[Tensor]] = {}
-        for tensor in own:
-            by_file.setdefault(files.key(tensor.fqn), []).append(tensor)
-        for key in sorted(by_file):
-            job = _shard_job(plan, by_file[key], files.name(plan.directory, rank, key))
-            yield replace(job, reusable=key[1] != _TRAINED)
+    by_file: dict[_FileKey, list[Tensor]] = {}
+    for tensor in plan.tensors():
+        by_file.setdefault(files.key(tensor.fqn), []).append(tensor)
+    for key in sorted(by_file):
+        job = _shard_job(plan, by_file[key], files.name(plan.directory, rank, key))
+        yield replace(job, reusable=key[1] != _TRAINED)
     yield from values_job(plan, layout.objects_file(plan.directory, rank))
-
-
-def _joined_jobs(
-    plan: TreePlan, rank: int, group: Sequence[int], files: ShardFiles
-) -> Iterator[SharedFileJob]:
-    """The jobs of *rank* for the files that its *group* writes."""
-    tensors = plan.assignment.tensors
-    parts = _parts_of_groups(tensors)
-    in_order = sorted(tensors.values(), key=lambda tensor: parts[tensor.fqn])
-    own = {tensor.fqn: tensor for tensor in plan.tensors()}
-    for number, joined in enumerate(joined_files(in_order, group)):
-        file = files.name(plan.directory, group[number], (1, _TRAINED))
-        chunks: list[Chunk] = []
-        for fqn in joined.slices:
-            start = joined.start_of(own[fqn], rank) if fqn in own else None
-            if start is not None:
-                entry = located(own[fqn], file, start)
-                chunks.append(Chunk(start, plan.fetch(own[fqn]), entry, dtype=own[fqn].dtype))
-        header = joined.header if rank == group[number] else None
-        if chunks or header is not None:
-            yield SharedFileJob(file, joined.nbytes, chunks, plan.name, header, reusable=False)
 
 
 def _shard_job(plan: TreePlan, tensors: Sequence[Tensor], file: str) -> FileJob:

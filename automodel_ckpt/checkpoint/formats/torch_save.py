@@ -9,20 +9,19 @@ nor the pickle in ``.metadata``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES
 from automodel_ckpt.checkpoint.formats.planning import DTYPES, TreePlan, located
 from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout, ordered
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
 from automodel_ckpt.checkpoint.parts.slice_columns import BoxesOf, columns_of
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
     DcpChunk,
     DcpLocation,
@@ -40,48 +39,14 @@ def lay_out(plan: TreePlan) -> TreeLayout:
     return ordered(plan.assignment.tensors.values())
 
 
-def plan_jobs(plan: TreePlan, rank: int, group: Sequence[int] = ()) -> Iterator[FileJob]:
-    """The jobs of *rank* for a tree.
-
-    The ranks of a *group* write their tensors into one file, each a range of bytes; a rank without others has a file of
-    its own. Their values have sizes that the others do not know: they are in a file of the rank that has them.
-    """
+def plan_jobs(plan: TreePlan, rank: int) -> Iterator[FileJob]:
+    """The jobs of *rank* for a tree."""
     file = layout.distcp_file(plan.directory, rank)
-    if len(group) <= 1:
-        chunks = [*_value_chunks(plan, file)]
-        end = _end_of(chunks)
-        tensor_chunks, end = _tensor_chunks(plan, file, end)
-        yield FileJob(file, [*chunks, *tensor_chunks], plan.name, end)
-        return
-    if values := [*_value_chunks(plan, layout.distcp_file(plan.directory, rank, 1))]:
-        yield FileJob(layout.distcp_file(plan.directory, rank, 1), values, plan.name)
-    # After the ranges of the ranks before this one: all ranks compute the same sizes.
-    start = sum(_range_bytes(plan.tensors_of(each)) for each in group if each < rank)
-    shared = layout.distcp_file(plan.directory, group[0])
-    tensor_chunks, end = _tensor_chunks(plan, shared, start)
-    if tensor_chunks:
-        # The range ends at a sector, so that no two ranks write into one.
-        padding = -end % SECTOR_BYTES
-        tensor_chunks.append(Chunk(end, bytes(padding)))
-        yield FileJob(shared, tensor_chunks, plan.name, end + padding - start, start=start)
-
-
-def _value_chunks(plan: TreePlan, file: str) -> Iterator[Chunk]:
+    chunks: list[Chunk] = []
     end = 0
     for fqn, data in plan.values():
-        yield Chunk(end, data, Blob(fqn, file, end, len(data), ""))
+        chunks.append(Chunk(end, data, Blob(fqn, file, end, len(data), "")))
         end += len(data)
-
-
-def _end_of(chunks: Sequence[Chunk]) -> int:
-    blob = chunks[-1].entry if chunks else None
-    return blob.start + blob.nbytes if isinstance(blob, Blob) else 0
-
-
-def _tensor_chunks(plan: TreePlan, file: str, start: int) -> tuple[list[Chunk], int]:
-    """The chunks of this rank's tensors from byte *start* of *file* on, and the byte after the last one."""
-    chunks: list[Chunk] = []
-    end = start
     for tensor in plan.tensors():
         (stored,) = tensor.slices
         archive = tensor_archive(DTYPES[tensor.dtype], stored.sizes, stored.nbytes)
@@ -94,18 +59,7 @@ def _tensor_chunks(plan: TreePlan, file: str, start: int) -> tuple[list[Chunk], 
         chunks.append(Chunk(data_start, plan.fetch(tensor), entry))
         chunks.append(Chunk(tail_start, archive.tail, crc_at=archive.crc_at))
         end = tail_start + len(archive.tail)
-    return chunks, end
-
-
-def _range_bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of a rank's range of a common file, with its padding."""
-    nbytes = sum(_archive_bytes(tensor.dtype, tensor.slices[0]) for tensor in tensors)
-    return nbytes + -nbytes % SECTOR_BYTES
-
-
-def _archive_bytes(dtype: str, stored: Slice) -> int:
-    archive = tensor_archive(DTYPES[dtype], stored.sizes, stored.nbytes)
-    return len(archive.head) + stored.nbytes + len(archive.tail)
+    yield FileJob(file, chunks, plan.name, end)
 
 
 def metadata_of(plan: TreePlan, tree: Tree) -> bytes:
@@ -136,7 +90,7 @@ def _chunks(tensor: Tensor) -> list[DcpChunk]:
     for stored in tensor.slices:
         # torch's reader gets the whole archive, the manifest's entry has only the raw bytes in it.
         archive = tensor_archive(DTYPES[tensor.dtype], stored.sizes, stored.nbytes)
-        length = _archive_bytes(tensor.dtype, stored)
+        length = len(archive.head) + stored.nbytes + len(archive.tail)
         start = stored.start - len(archive.head)
         location = DcpLocation(_file_name(stored.file), start, length)
         chunks.append(DcpChunk(stored.offsets, stored.sizes, location))

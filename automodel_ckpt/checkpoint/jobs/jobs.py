@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint.jobs.checksums import (
     Checksums,
     num_threads,
 )
-from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest, RankTree, WrittenRange
+from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest, RankTree
 from automodel_ckpt.checkpoint.jobs.reuse import Previous, ReusableFiles
 from automodel_ckpt.checkpoint.jobs.shared_file import SharedFile, slice_digest
 from automodel_ckpt.checkpoint.parts.manifest import Blob
@@ -89,12 +89,11 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileJob:
-    """A new file that only this rank writes, or a byte range of it, sequentially.
+    """A new file that only this rank writes, sequentially.
 
     *file* is relative to the checkpoint; *tree* is the tree of the chunks' entries, None for a file without entries.
     *nbytes* of disk space are reserved first; 0 where the size is not known. *reusable*: the content rarely changes, so
-    that the file of the previous checkpoint can be shared. With *start*, the chunks are the range of the file from this
-    byte on, and other ranks write the others.
+    that the file of the previous checkpoint can be shared.
     """
 
     file: str
@@ -102,7 +101,6 @@ class FileJob:
     tree: str | None = None
     nbytes: int = 0
     reusable: bool = False
-    start: int | None = None
 
     @property
     def size(self) -> int:
@@ -129,13 +127,9 @@ class FileJob:
         if comparison is not None and self._link(staging, written, memory, comparison):
             return
         tree = RankTree() if self.tree is None else written.trees.setdefault(self.tree, RankTree())
-        with DurableFile(path, nbytes=self.nbytes, start=self.start) as out:
+        with DurableFile(path, nbytes=self.nbytes) as out:
             _write_chunks(out, self.chunks, memory, tree, pool)
-        record = out.close()
-        if self.start is None:
-            written.files[self.file] = record
-        else:
-            written.ranges[self.file] = WrittenRange(self.start, record.size, record.digest)
+        written.files[self.file] = out.close()
 
     def digested(self, chunk: Chunk, memory: memoryview) -> Tensor | None:
         """The entry of a chunk of a reusable file, with the digest of its bytes; None for the header."""

@@ -13,14 +13,14 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import FileRecord, record_of_ranges
+from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.jobs.reuse import Previous, ReusableFiles
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
-from automodel_ckpt.checkpoint.parts.merkle import FileSlice, file_digest, slices_by_file, slices_in
+from automodel_ckpt.checkpoint.parts.merkle import merkle_digest, slices_by_file
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
 from automodel_ckpt.checkpoint.parts.slice_table import (
     MIN_TABLE_ROWS,
@@ -75,19 +75,10 @@ class RankTree:
         return [tensor for tensor in tensors if tensor.fqn not in self.rows]
 
 
-class WrittenRange(NamedTuple):
-    """The bytes of a file that one rank wrote, from byte *start* on, and their digest."""
-
-    start: int
-    nbytes: int
-    digest: str
-
-
 @dataclass(slots=True)
 class RankManifest:
     """What one rank wrote of a checkpoint. Rank 0 merges those of all ranks into the manifest.
 
-    *ranges* has this rank's range of each file of which several ranks write one each (``checkpoint.files_per_node``).
     *placed* has, for each file that several ranks write and this one created, its size and the digest of its header.
     *reused* names the files that several ranks write, and to which this one wrote nothing, because the previous
     checkpoint has all its slices (``reuse.py``). The names of the fields are keys of the file.
@@ -98,7 +89,6 @@ class RankManifest:
     trees: dict[str, RankTree] = field(default_factory=dict)
     placed: dict[str, FileRecord] = field(default_factory=dict)
     reused: list[str] = field(default_factory=list)
-    ranges: dict[str, WrittenRange] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The content of the file: a line of JSON, then the rows of all segments in their order."""
@@ -138,7 +128,6 @@ class RankManifest:
             files=_parse_records(raw["files"]),
             placed=_parse_records(raw["placed"]),
             reused=list(raw["reused"]),
-            ranges={file: WrittenRange(*each) for file, each in raw["ranges"].items()},
             trees={name: _parse_tree(tree, remaining) for name, tree in raw["trees"].items()},
         )
 
@@ -185,56 +174,18 @@ def merge_files(rank_manifests: Iterable[RankManifest]) -> dict[str, FileRecord]
     return dict(sorted(files.items()))
 
 
-def merge_ranges(rank_manifests: Iterable[RankManifest]) -> dict[str, FileRecord]:
-    """The records of the files that several ranks wrote together, each a byte range.
-
-    Raises :class:`SaveFailed` where the ranges do not make up a file.
-    """
-    ranges_of: dict[str, list[WrittenRange]] = {}
-    for written in rank_manifests:
-        for file, one in written.ranges.items():
-            ranges_of.setdefault(file, []).append(one)
-    files: dict[str, FileRecord] = {}
-    for file, ranges in ranges_of.items():
-        end = 0
-        for one in sorted(ranges):
-            if one.start != end:
-                raise SaveFailed(
-                    "the ranks of a node wrote other parts of a file than planned",
-                    where=file,
-                    value=f"a part begins at byte {one.start}, the one before ends at byte {end}",
-                    hint="earlier checkpoints are unchanged; please report this, and remove checkpoint.files_per_node",
-                )
-            end += one.nbytes
-        files[file] = record_of_ranges([(one.nbytes, one.digest) for one in sorted(ranges)])
-    return files
-
-
 def merge_shared_files(
     rank_manifests: Iterable[RankManifest], trees: Collection[Tree]
 ) -> dict[str, FileRecord]:
     """The records of the files in which several ranks wrote slices, from the digests of their headers and slices."""
-    # Most regular slices are in files of one rank each.
+    # Regular slices without a position are in files of one rank each.
     stored = [tensor for tree in trees for tensor in tree.stored if not in_rank_files(tensor)]
     by_file = slices_by_file(stored)
-    in_tables = _files_in_tables(trees)
     files: dict[str, FileRecord] = {}
     for written in rank_manifests:
         for path, header in written.placed.items():
-            slices: Sequence[FileSlice] = ()
-            if path not in in_tables:
-                slices = by_file.get(path) or slices_in(trees, path)
-            digest = file_digest(trees, path, header.digest, slices)
+            digest = merkle_digest(header.digest, by_file.get(path, ()))
             files[path] = FileRecord(header.size, digest)
-    return files
-
-
-def _files_in_tables(trees: Iterable[Tree]) -> set[str]:
-    """The files whose slices the stored tables of *trees* describe."""
-    files: set[str] = set()
-    for tree in trees:
-        if tree.table is not None and tree.table.is_stored:
-            files.update(tree.table.files)
     return files
 
 
@@ -335,8 +286,7 @@ def finalize(
     """
     if trees is None:
         trees = merge_trees(partial_manifest, rank_manifests)
-    files = merge_files(rank_manifests) | merge_ranges(rank_manifests)
-    # First: the digests of some files depend on whether their slices are in a table.
+    files = merge_files(rank_manifests)
     files |= _write_tables(staging, trees)
     files |= merge_shared_files(rank_manifests, trees.values())
     _complete_reused(staging, files, rank_manifests, trees, previous)

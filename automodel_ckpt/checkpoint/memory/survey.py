@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
-from automodel_ckpt.checkpoint.files.durable_file import file_record, part_digests
+from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.memory.nodes import Nodes
 from automodel_ckpt.checkpoint.memory.requests import NodeFailed, read_range
@@ -251,9 +251,6 @@ def _is_whole(path: Path, record: FileRecord) -> bool:
     if has_merkle_digest(record):
         # Its slices are compared with their digests when they are read.
         return True
-    if record.ranges:
-        sizes = [nbytes for nbytes, _ in record.ranges]
-        return part_digests(path, sizes) == [digest for _, digest in record.ranges]
     return file_record(path) == record
 
 

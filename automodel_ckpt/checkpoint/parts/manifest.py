@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import OF_SEGMENTS, FileRecord
+from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.json_values import flag, integer, mapping, seconds, text
 from automodel_ckpt.checkpoint.parts.manifest_consistency import (
     file_fault,
@@ -220,22 +220,15 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     raw |= {name: getattr(manifest, name) for name in _PLAIN_FIELDS}
     raw["state"] = {name: asdict(record) for name, record in manifest.state.items()}
     raw["trees"] = {name: tree_to_json(tree) for name, tree in manifest.trees.items()}
-    raw["files"] = {path: _file_to_json(record) for path, record in manifest.files.items()}
+    raw["files"] = {
+        path: {"size": record.size, "digest": record.digest}
+        for path, record in manifest.files.items()
+    }
     return raw
 
 
 def _version_of(manifest: Manifest) -> int:
-    for record in manifest.files.values():
-        if record.ranges or record.digest.startswith(OF_SEGMENTS):
-            return 3
     return 2 if any(uses_table(tree) for tree in manifest.trees.values()) else 1
-
-
-def _file_to_json(record: FileRecord) -> dict[str, Any]:
-    raw: dict[str, Any] = {"size": record.size, "digest": record.digest}
-    if record.ranges:
-        raw["ranges"] = record.ranges
-    return raw
 
 
 def _from_json(raw: Mapping[str, Any], read: Read, checkpoint: str) -> Manifest:
@@ -255,7 +248,10 @@ def _from_json(raw: Mapping[str, Any], read: Read, checkpoint: str) -> Manifest:
         lineage=mapping(raw["lineage"]),
         state={text(name): _state_record(record) for name, record in raw["state"].items()},
         trees=trees,
-        files={path: _file_record(record) for path, record in raw["files"].items()},
+        files={
+            path: FileRecord(integer(record["size"]), text(record["digest"]))
+            for path, record in raw["files"].items()
+        },
         digest=text(raw["digest"]),
         format_version=integer(raw["format_version"]),
     )
@@ -266,8 +262,3 @@ def _state_record(raw: Mapping[str, Any]) -> StateRecord:
     return StateRecord(
         **names, files=tuple(map(text, raw["files"])), aliases=tuple(map(text, raw["aliases"]))
     )
-
-
-def _file_record(raw: Mapping[str, Any]) -> FileRecord:
-    ranges = tuple((integer(nbytes), text(digest)) for nbytes, digest in raw.get("ranges", ()))
-    return FileRecord(integer(raw["size"]), text(raw["digest"]), ranges)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import OF_SEGMENTS, OF_SLICES, FileRecord, ranges_fault
+from automodel_ckpt.checkpoint.files.digests import OF_SLICES, FileRecord
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, contiguous_slices, nbytes_of
 from automodel_ckpt.checkpoint.parts.tiling import interleaving_fault, shape_fault, tiling_fault
@@ -31,8 +31,6 @@ def file_fault(path: str, record: FileRecord) -> str | None:
         return f"the file name {path!r}: {reason}"
     if record.size < 0:
         return f"the size of {path!r} is {record.size}"
-    if reason := ranges_fault(record):
-        return f"{path!r}: {reason}"
     return None
 
 
@@ -97,7 +95,8 @@ def overlap_fault(trees: Trees, files: Files, *, with_tables: bool = False) -> s
             for segment in segments:
                 if segment.start + segment.nbytes > files[segment.file].size:
                     return f"the slices of {name!r} exceed {segment.file!r}"
-            parts += [segment for segment in segments if _is_of_one_rank(segment, files)]
+            # A segment of empty slices can begin where another slice does.
+            parts += [segment for segment in segments if segment.nbytes]
     parts.sort(key=lambda part: (part.file, part.start))
     for one, other in itertools.pairwise(parts):
         if one.file == other.file and one.start + one.nbytes > other.start:
@@ -111,16 +110,6 @@ def _segments(name: str, table: SliceTable) -> list[Blob]:
     return [
         Blob(f"slices of {name}", file, start, stop - start, "") for file, start, stop in ranges
     ]
-
-
-def _is_of_one_rank(segment: Blob, files: Files) -> bool:
-    """Whether a segment has bytes that only its rank wrote.
-
-    In other files, the slices of several ranks alternate. Who reads such a file compares them.
-    """
-    is_shared = files[segment.file].digest.startswith((OF_SLICES, OF_SEGMENTS))
-    # A segment of empty slices can begin where another slice does.
-    return segment.nbytes > 0 and not is_shared
 
 
 def gap_fault(trees: Trees, files: Files) -> str | None:

@@ -19,9 +19,9 @@ from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_safely
 from automodel_ckpt.errors import CheckpointUnusable
 
 FORMAT = "automodel_ckpt"
-FORMAT_VERSION = 3
-"""The newest version. A manifest has the lowest version that describes it, so that older programs read it: 3 with files
-of which several ranks wrote a range each, 2 with slice tables, else 1."""
+FORMAT_VERSION = 2
+"""The newest version. A manifest has the lowest version that describes it, so that older programs read it: 2 with slice
+tables, else 1. Version 3 was that of ``checkpoint.files_per_node``: a later one is 4."""
 # The bytes of the tensors are no measure for this limit: the manifest of many tiny tensors is larger than their data.
 MAX_BYTES = 1 << 29
 _TAIL = b'"digest": "%s"\n}\n'
@@ -45,6 +45,13 @@ def decode(data: bytes, path: Path | str) -> dict[str, Any]:
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     # Before the digest: a later version may end in another way, which is not damage.
     version = _claimed_version(data)
+    if version == 3:
+        raise CheckpointUnusable(
+            "the checkpoint was saved with checkpoint.files_per_node: revision e40da6e4 reads it",
+            where=str(path),
+            value="version 3",
+            hint="resume with that revision and without the key, and save again",
+        )
     if version is not None and version > FORMAT_VERSION:
         raise unusable(
             "the checkpoint has a newer format than this version supports",

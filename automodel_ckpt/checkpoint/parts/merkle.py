@@ -3,9 +3,7 @@
 It is the XXH3-128 of a text: a line with the digest of the bytes before the first slice, then a line ``START OFFSETS
 NBYTES DIGEST`` for each slice that is not empty, in the order of start and offsets (decimal; offsets joined by commas;
 DIGEST with the name of its algorithm). The slices' digests are those of the manifest.
-
-If the slices of the file are in a slice table, which has the digests of its segments, the lines are those of segments
-instead: ``RANK PART ROWS START STOP DIGEST``. Their number does not grow with that of the tensors. Imports no torch.
+ Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,20 +11,16 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import xxhash
 
-from automodel_ckpt.checkpoint.files.digests import OF_SEGMENTS, OF_SLICES, FileRecord, digest_from
+from automodel_ckpt.checkpoint.files.digests import OF_SLICES, FileRecord, digest_from
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, runs_in_file
 from automodel_ckpt.checkpoint.parts.tree import Tree, in_rank_files, slices_in_rank_file
-
-if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.parts.slice_table import SliceTable
 
 _BLOCK_BYTES = 4 << 20
 
@@ -41,7 +35,7 @@ class FileSlice:
 
 def has_merkle_digest(record: FileRecord) -> bool:
     """Whether the digest of a file is a Merkle digest."""
-    return record.digest.startswith((OF_SLICES, OF_SEGMENTS))
+    return record.digest.startswith(OF_SLICES)
 
 
 def slices_by_file(
@@ -91,62 +85,15 @@ def merkle_digest(head: str, slices: Iterable[FileSlice]) -> str:
     return OF_SLICES + xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def segments_digest(head: str, table: SliceTable, file: str) -> str:
-    """Compute the digest of a file whose slices are in a *table*. *head* is the digest of the bytes before them."""
-    text = f"{head}\n"
-    for segment in table.segments_in(file):
-        numbers = [str(segment[name]) for name in ("rank", "part", "rows", "start", "stop")]
-        # The text is part of the format, as above.
-        text += f"{' '.join(numbers)} {segment['digest'].tobytes().hex()}\n"
-    return OF_SEGMENTS + xxhash.xxh3_128_hexdigest(text.encode())
-
-
-def file_digest(trees: Iterable[Tree], file: str, head: str, slices: Iterable[FileSlice]) -> str:
-    """Compute the Merkle digest of a file of a checkpoint with these *trees*. *slices* are its slices.
-
-    Raises :class:`CheckpointUnusable` for a damaged table.
-    """
-    for tree in trees:
-        if tree.table is not None and tree.table.is_stored and file in tree.table.files:
-            return segments_digest(head, tree.table, file)
-    return merkle_digest(head, slices)
-
-
-def digest_fits(
-    trees: Collection[Tree], file: str, record: FileRecord, head: str, slices: Sequence[FileSlice]
-) -> bool:
-    """Whether the digest *head* of the bytes before the slices, and those of the slices, give the file's digest.
-
-    The arguments are those of :func:`file_digest`. Slices in tables must also fill the file: their manifest was not
-    compared with them.
-    """
-    is_in_table = record.digest.startswith(OF_SEGMENTS)
-    if is_in_table and not _are_contiguous(slices, record.size):
-        return False
-    return file_digest(trees, file, head, slices) == record.digest
-
-
-def _are_contiguous(slices: Sequence[FileSlice], nbytes: int) -> bool:
-    """Whether the slices follow each other up to byte *nbytes*: a digest covers no bytes in gaps."""
-    ends = [one.stored.start + one.stored.nbytes for one in slices]
-    return [one.stored.start for one in slices[1:]] + [nbytes] == ends
-
-
-def head_fits(
-    root: Path,
-    path: str,
-    record: FileRecord,
-    slices: Sequence[FileSlice],
-    trees: Collection[Tree] = (),
-) -> bool:
+def head_fits(root: Path, path: str, record: FileRecord, slices: Sequence[FileSlice]) -> bool:
     """Whether the bytes before the first slice, and the digests in the manifest, give the file's digest.
 
-    *trees* are those of the checkpoint, if the slices can be in tables. Raises OSError.
+    Raises OSError.
     """
     num_bytes = slices[0].stored.start if slices else record.size
     with _opened(root, path) as descriptor:
         head = _digest(_blocks(descriptor, 0, num_bytes))
-    return digest_fits(trees, path, record, head, slices)
+    return merkle_digest(head, slices) == record.digest
 
 
 def damaged(root: Path, path: str, slices: Iterable[FileSlice]) -> list[Slice]:

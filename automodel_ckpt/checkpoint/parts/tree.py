@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.parts.slice_table import Read, SliceTable
 
 
-OBJECTS = "objects"
-"""The format of a tree with the values of an object that differ between ranks, and no tensors."""
-
-
 @dataclass(frozen=True, slots=True)
 class Blob:
     """A value written with ``torch.save``, at bytes ``start .. start + nbytes`` of a file."""
@@ -37,9 +33,6 @@ class Blob:
 @dataclass(frozen=True, slots=True)
 class Tree:
     """The state of a module or an optimizer: a directory of tensors and a few other values.
-
-    A tree in the format :data:`OBJECTS` has only values: the state of an object on each rank, by the name of the file
-    that the rank would have alone.
 
     *tied* maps each tensor name that was not stored to the stored one that shares its memory. *copies* are tensors
     stored a second time under such a name for other readers; loading ignores them. *table* has the regular slices of

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from automodel_ckpt.base.durable_io import walk
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import ContentDigest, FileRecord, digest_of
-from automodel_ckpt.checkpoint.files.durable_file import file_record, part_digests
+from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, link_on_the_way, open_safely
 from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest
@@ -92,9 +92,7 @@ def _table_problems(checkpoint: Path, manifest: Manifest) -> list[Problem]:
 class _Task(NamedTuple):
     """A file to read, or a part of it.
 
-    If the file has a Merkle digest: ``slices[first:last]``, or the slices of the rank *writer* if a table describes
-    them. If it has byte ranges: the ranges ``first:last``, which begin at byte *start*. Task 0 also reads what is
-    in no slice.
+    If the file has a Merkle digest: ``slices[first:last]``. The first task also reads what is in no slice.
     """
 
     path: str
@@ -102,8 +100,6 @@ class _Task(NamedTuple):
     slices: Sequence[FileSlice] | None = None
     first: int = 0
     last: int = 0
-    writer: int | None = None
-    start: int = 0
 
 
 def _tasks(manifest: Manifest) -> Iterator[_Task]:
@@ -114,16 +110,9 @@ def _tasks(manifest: Manifest) -> Iterator[_Task]:
         slices_by = slices_by_file(stored)
     for path, record in manifest.files.items():
         slices = slices_by.get(path, [])
-        if record.ranges:
-            yield from _range_tasks(path, record.ranges)
-            continue
         if not has_merkle_digest(record):
             # One task: XXH3 digests of parts cannot be combined into that of the file.
             yield _Task(path, record.size)
-            continue
-        if writers := _writers(manifest, path):
-            for number, writer in enumerate(writers):
-                yield _Task(path, record.size // len(writers), first=number, writer=writer)
             continue
         first = 0
         nbytes = 0
@@ -134,25 +123,6 @@ def _tasks(manifest: Manifest) -> Iterator[_Task]:
                 first = last
                 nbytes = 0
         yield _Task(path, nbytes, slices, first, len(slices))
-
-
-def _range_tasks(path: str, ranges: Sequence[tuple[int, str]]) -> Iterator[_Task]:
-    """Divide the byte ranges of a file into tasks of about 64 MiB: a hostile file has a range for each byte."""
-    first = start = nbytes = 0
-    for last, (size, _) in enumerate(ranges, start=1):
-        nbytes += size
-        if nbytes >= _TASK_BYTES or last == len(ranges):
-            yield _Task(path, nbytes, first=first, last=last, start=start)
-            first, start, nbytes = last, start + nbytes, 0
-
-
-def _writers(manifest: Manifest, path: str) -> list[int]:
-    """Return the ranks that store slices in a file according to a table."""
-    ranks: set[int] = set()
-    for tree in manifest.trees.values():
-        if tree.table is not None:
-            ranks.update(tree.table.ranks_in(path))
-    return sorted(ranks)
 
 
 def _share(tasks: Sequence[_Task], rank: int, num_ranks: int) -> list[_Task]:
@@ -232,45 +202,11 @@ def _read_task(checkpoint: Path, manifest: Manifest, task: _Task) -> tuple[bool,
             # The first task of a file also checks the bytes before the first slice.
             is_intact = head_fits(checkpoint, path, record, task.slices)
         return is_intact, [_named(stored) for stored in wrong]
-    if record.ranges:
-        return _read_range(checkpoint, manifest, task)
-    if task.writer is not None:
-        return _read_slices_of_writer(checkpoint, manifest, task, task.writer)
     if file_record(checkpoint / path) == record:
         return True, []
     with mapped(checkpoint, path) as data, contextlib.suppress(CheckpointUnusable):
         return False, list(_damaged(_parts_in(manifest, path, _listed_parts(manifest)), data))
     return False, []
-
-
-def _read_range(checkpoint: Path, manifest: Manifest, task: _Task) -> tuple[bool, list[str]]:
-    """Read byte ranges of a file. Returns as :func:`_read_task`."""
-    ranges = manifest.files[task.path].ranges[task.first : task.last]
-    sizes = [nbytes for nbytes, _ in ranges]
-    if part_digests(checkpoint / task.path, sizes, start=task.start) == [
-        each for _, each in ranges
-    ]:
-        return True, []
-    with mapped(checkpoint, task.path) as data, contextlib.suppress(CheckpointUnusable):
-        parts = _parts_in(manifest, task.path, _listed_parts(manifest))
-        end = task.start + task.nbytes
-        return False, list(
-            _damaged([part for part in parts if task.start <= part.start < end], data)
-        )
-    return False, []
-
-
-def _read_slices_of_writer(
-    checkpoint: Path, manifest: Manifest, task: _Task, writer: int
-) -> tuple[bool, list[str]]:
-    """Read what one rank wrote in a file whose slices a table describes. Returns as :func:`_read_task`."""
-    trees = manifest.trees.values()
-    wrong = damaged(checkpoint, task.path, slices_in(trees, task.path, writer))
-    is_intact = not wrong
-    if is_intact and task.first == 0:
-        record, slices = manifest.files[task.path], slices_in(trees, task.path)
-        is_intact = head_fits(checkpoint, task.path, record, slices, trees)
-    return is_intact, [_named(stored) for stored in wrong]
 
 
 def _listed_parts(manifest: Manifest) -> dict[str, list[Slice | Blob]]:
@@ -369,9 +305,7 @@ def _disagreeing(
     if has_merkle_digest(record):
         return []  # its own digest is of its slices'
     with mapped(checkpoint, path) as data:
-        content = ContentDigest(record)
-        content.update(data)
-        return [*_damaged(parts, data)] if content.digest() == record.digest else []
+        return [*_damaged(parts, data)] if digest_of(data) == record.digest else []
 
 
 def unlisted_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from automodel_ckpt.checkpoint.files.digests import ContentDigest, digest_of
+import xxhash
+
+from automodel_ckpt.checkpoint.files.digests import digest_from, digest_of
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.merkle import (
     FileSlice,
-    digest_fits,
     has_merkle_digest,
+    merkle_digest,
     slices_by_file,
-    slices_in,
 )
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.store.ranges import VerifiedRanges
@@ -35,7 +36,7 @@ def digest_problems(
     with contextlib.closing(VerifiedRanges(run.store, name, manifest)) as ranges:
         for file in files:
             if has_merkle_digest(manifest.files[file]):
-                of_file = slices.get(file) or slices_in(manifest.trees.values(), file)
+                of_file = slices.get(file, ())
                 damage = _damage_by_slices(run, name, manifest, file, ranges, of_file)
             else:
                 damage = _damage(run, name, manifest, file, ranges)
@@ -49,9 +50,9 @@ def _damage(
     run: RemoteRun, name: str, manifest: Manifest, file: str, ranges: VerifiedRanges
 ) -> list[str] | None:
     """Return the names of damaged tensors and values; None if the file is intact."""
-    content = ContentDigest(manifest.files[file])
+    content = xxhash.xxh3_128()
     run.store.stream(f"{name}/{file}", content.update)
-    if content.digest() == manifest.files[file].digest:
+    if digest_from(content) == manifest.files[file].digest:
         return None
     # Only now, a second time: to find where the damage is.
     return ranges.damaged(file)
@@ -70,7 +71,7 @@ def _damage_by_slices(
     end = slices[0].stored.start if slices else record.size
     head = run.store.read_patiently(f"{name}/{file}", 0, end) if end else b""
     damaged = ranges.damaged(file)
-    is_intact = digest_fits(manifest.trees.values(), file, record, digest_of(head), slices)
+    is_intact = merkle_digest(digest_of(head), slices) == record.digest
     return None if is_intact and not damaged else damaged
 
 

@@ -50,7 +50,7 @@ class _ReuseProposal:
     """What a rank reports to the others before a save with the plan of the previous save.
 
     *digests* are those of a :class:`~automodel_ckpt.checkpoint.saving.save.Proposal`, None where the plan does not
-    match that rank's state, and *sizes* its bytes; *replicated* has a digest by tree of what one rank stores; *staging*
+    match that rank's state; *replicated* has a digest by tree of what one rank stores; *staging*
     is the path of the directory that rank 0 created; *failed*, whether rank 0 could not create it; *previous*, the
     checkpoint whose files are shared.
     """
@@ -59,7 +59,6 @@ class _ReuseProposal:
     staging: str = ""
     failed: bool = False
     previous: Previous | None = None
-    sizes: dict[str, int] = field(default_factory=dict)
     replicated: dict[str, str] = field(default_factory=dict)
 
 
@@ -89,13 +88,12 @@ class Reuse:
     live: LiveState
     digests: list[dict[str, str]]
     dp_ranks: list[int]
-    sizes: list[dict[str, int]]
 
     def prepare(self) -> list[FileJob]:
         """Take the present values; return the jobs of objects. The jobs of the trees are those of the plan."""
         for name, tree in self.save.plan.trees.items():
             tree.set_values(self.live.trees[name])
-        return self.planner.object_jobs(self.save, self.digests, self.dp_ranks, self.sizes)
+        return self.planner.object_jobs(self.save, self.digests, self.dp_ranks)
 
 
 class PlanReuse:
@@ -168,8 +166,7 @@ class PlanReuse:
         self._planner.compare_replicas(self._group, save.replicated, replicated)
         save.staging.path = Path(proposals[0].staging)
         save.previous = proposals[0].previous
-        sizes = [proposal.sizes for proposal in proposals]
-        return Reuse(self._planner, save, live, digests, kept.dp_ranks, sizes)
+        return Reuse(self._planner, save, live, digests, kept.dp_ranks)
 
     def _propose(
         self, kept: _Kept, live: LiveState, save: Save
@@ -179,17 +176,16 @@ class PlanReuse:
         Returns this rank's proposal, and the failure on rank 0 or None.
         """
         digests = self._matching_digests(kept, live, save)
-        sizes = save.sizes
         replicated = {name: digest_of_all(values) for name, values in save.replicated.items()}
         if digests is None or self._planner.settings.ranks.rank != 0:
-            return _ReuseProposal(digests, sizes=sizes, replicated=replicated), None
+            return _ReuseProposal(digests, replicated=replicated), None
         try:
             forecast = Forecast(kept.nbytes, free_bytes(self._planner.settings.run.path))
             staging = self._planner.reserve(save, forecast)
         except Exception as error:
             failure = as_failure(error, f"saving {save.name}", self._planner.settings.run.path)
             return _ReuseProposal(digests, failed=True), failure
-        proposal = _ReuseProposal(digests, staging, previous=save.previous, sizes=sizes)
+        proposal = _ReuseProposal(digests, staging, previous=save.previous)
         proposal.replicated = replicated
         return proposal, None
 
@@ -207,7 +203,6 @@ class PlanReuse:
                 if item.name in kept.compared:
                     digests |= digests_of_own(item.name, item.value)
             save.replicated = present_digests(kept.save.replicated, live.trees)
-            self._planner.read_contents(save)
             return digests
         return None
 

@@ -19,11 +19,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.ownership import node_identity
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.jobs.file_groups import groups_of
 from automodel_ckpt.checkpoint.jobs.jobs import FileJob, Job
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
 from automodel_ckpt.checkpoint.jobs.reuse import Previous, links_are_supported
@@ -136,9 +134,6 @@ class Planner:
         for name, description in save.descriptions.items():
             summaries[name] = summarize(description, save.replicated[name])
         proposal = Proposal(summaries, digests, self.settings.ranks.dp_rank)
-        if self.settings.files_per_node is not None:
-            self.read_contents(save)
-            proposal.node, proposal.sizes = node_identity(self.settings.run.root), save.sizes
         if self.settings.ranks.rank == 0:
             states = {tree.name: tree.state_dict for tree in save.plan.trees.values()}
             forecast = self.disk_space.forecast(save.items, states)
@@ -158,11 +153,6 @@ class Planner:
         for name, tree in save.plan.trees.items():
             found[name] = replicated_digests(tree, compares_buffers=name not in copied)
         return found
-
-    def read_contents(self, save: Save) -> None:
-        """Read the bytes of each object's state into *save*, if the other ranks need to know their number."""
-        if self.settings.files_per_node is not None:
-            save.contents = {name: bytes(saved(state)) for name, state in save.objects.items()}
 
     # ---------------------------------------------------------------- what only rank 0 decides
 
@@ -247,9 +237,6 @@ class Planner:
         dp_ranks = [proposal.dp_rank for proposal in proposals]
         check_consistent(digests)
         save.previous = proposals[0].previous
-        if self.settings.files_per_node is not None:
-            nodes = [proposal.node for proposal in proposals]
-            save.plan.groups = groups_of(nodes, self.settings.files_per_node)
         written = RankManifest(self.settings.ranks.rank)
         jobs: list[Job] = []
         self._has_reusable_files = False
@@ -259,8 +246,7 @@ class Planner:
             self._has_reusable_files = self._has_reusable_files or bool(untrained)
             jobs += self._tree_jobs(tree, save, proposals[0], untrained)
             written.trees[tree.name] = save.plan.layouts[tree.name].rank_tree()
-        sizes = [proposal.sizes for proposal in proposals]
-        return written, jobs, self.object_jobs(save, digests, dp_ranks, sizes)
+        return written, jobs, self.object_jobs(save, digests, dp_ranks)
 
     def _untrained_in(self, tree: TreePlan) -> Mapping[str, str]:
         """{name: kind} of the tensors of an assigned tree that separate files store; the same on all ranks."""
@@ -292,37 +278,29 @@ class Planner:
         is_module = name in plan.tied
         if is_module and self.settings.model_format == safetensors.NAME:
             assets = self.settings.assets.get(name)
-            mapping: Mapping[str, int] = {}
-            if assets is not None and plan.groups is None:
-                mapping = assets.file_index_mapping
-            files = safetensors.ShardFiles(mapping, untrained, plan.groups)
+            mapping = {} if assets is None else assets.file_index_mapping
+            files = safetensors.ShardFiles(mapping, untrained)
             plan.formats[name] = safetensors.NAME
             plan.layouts[name] = safetensors.lay_out(tree, files)
             return list(safetensors.plan_jobs(tree, rank, files))
         plan.formats[name] = torch_save.NAME
         plan.layouts[name] = torch_save.lay_out(tree)
-        group = () if plan.groups is None else plan.groups.of(rank)
-        return list(torch_save.plan_jobs(tree, rank, group))
+        return list(torch_save.plan_jobs(tree, rank))
 
     def object_jobs(
         self,
         save: Save,
         digests: Sequence[Mapping[str, str]],
         dp_ranks: Sequence[int],
-        sizes: Sequence[Mapping[str, int]],
     ) -> list[FileJob]:
         """The jobs of objects, which are planned anew at each save; also sets the records of *save*."""
-        objects = ObjectPlanner(self.settings.ranks, digests, dp_ranks, save.plan.groups, sizes)
+        objects = ObjectPlanner(self.settings.ranks, digests, dp_ranks)
         save.records = {item.name: self._record(item, save, objects) for item in save.items}
-        save.bundled = objects.bundled
         return objects.jobs
 
     def _record(self, item: Item, save: Save, objects: ObjectPlanner) -> StateRecord:
         if item.kind == "object":
-            data = save.contents.get(item.name)
-            if data is None:
-                return objects.plan(item, partial(saved, save.objects[item.name]))
-            return objects.plan(item, data)
+            return objects.plan(item, partial(saved, save.objects[item.name]))
         scope: str = item.scope
         if item.kind != "module" and not self.settings.save_optimizer:
             scope = NOT_SAVED

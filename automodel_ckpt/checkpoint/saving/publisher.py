@@ -16,7 +16,6 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
-from automodel_ckpt.checkpoint.parts.tree import OBJECTS
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.environment import environment
@@ -74,8 +73,6 @@ class Publisher:
         trees: dict[str, Tree] = {}
         for name in save.plan.trees:
             trees[name] = _planned_tree(save.plan, name)
-        for name in save.bundled:
-            trees[name] = Tree(OBJECTS, {}, {})
         return Manifest(
             step=save.name.step,
             epoch=save.name.epoch,

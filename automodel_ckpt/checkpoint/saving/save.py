@@ -13,7 +13,6 @@ from automodel_ckpt.checkpoint.formats import hf
 from automodel_ckpt.checkpoint.formats.description import TreeDescription
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout
-from automodel_ckpt.checkpoint.jobs.file_groups import FileGroups
 from automodel_ckpt.checkpoint.jobs.reuse import Previous
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.manifest import StateRecord
@@ -59,10 +58,6 @@ class Proposal:
     digests: dict[str, str]
     """The digests of other state, by name."""
     dp_rank: int
-    node: str = ""
-    """The identity of the rank's node; only with ``checkpoint.files_per_node``."""
-    sizes: dict[str, int] = field(default_factory=dict)
-    """The bytes of other state, by name; only with ``checkpoint.files_per_node``."""
     staging: str | None = None
     """The path of the staging directory that rank 0 created."""
     maps: dict[str, BaseMaps] = field(default_factory=dict)
@@ -88,8 +83,6 @@ class SavePlan:
     """The order of each tree's tensors in the files."""
     file_layouts: dict[str, hf.FileLayout] = field(default_factory=dict)
     """The files of the modules that all ranks write together (``checkpoint.model_layout: hf``, and adapters)."""
-    groups: FileGroups | None = None
-    """The ranks that write into one file; None without ``checkpoint.files_per_node``."""
     metadata: dict[str, bytes] = field(default_factory=dict)
     """The bytes of DCP's ``.metadata`` by tree, which depend on the plan only. Rank 0 adds them when it publishes."""
 
@@ -121,8 +114,6 @@ class Save:
     """The objects with state, each once."""
     objects: dict[str, Any] = field(default_factory=dict)
     """The state of each object that is no module, optimizer or learning-rate schedule, by name."""
-    contents: dict[str, bytes] = field(default_factory=dict)
-    """The bytes of *objects*, where the other ranks must know their number (``checkpoint.files_per_node``)."""
     descriptions: dict[str, TreeDescription] = field(default_factory=dict)
     """What this rank has of each tree. Used until the plan is made."""
     replicated: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -132,8 +123,6 @@ class Save:
     plan: SavePlan = field(default_factory=SavePlan)
     records: dict[str, StateRecord] = field(default_factory=dict)
     """How each attribute is stored, by name, for the manifest."""
-    bundled: list[str] = field(default_factory=list)
-    """The objects of which one file has the state of several ranks (``checkpoint.files_per_node``)."""
 
     # Its progress and result.
     bytes_before: int = 0
@@ -143,11 +132,6 @@ class Save:
     stall_seconds: float | None = None
     """How long training waited for an asynchronous save; None for a synchronous one."""
     is_published: bool = False
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The bytes of the state of each object in *contents*."""
-        return {name: len(data) for name, data in self.contents.items()}
 
 
 def json_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,6 @@ class SaveSettings:
         self.model_format: ModelFormat = options.model_save_format
         self.model_layout: ModelLayout = options.model_layout or "shards"
         self.incremental = options.incremental
-        self.files_per_node = options.files_per_node
         self.export_when = export_when(
             options.save_consolidated, self.model_format, self.model_layout
         )
@@ -61,9 +60,7 @@ class SaveSettings:
         """Whether saves of this format and layout can share files with earlier checkpoints."""
         if self.incremental is False:
             return False
-        # Files of several ranks are not shared with earlier checkpoints, but those of the layout hf.
-        shares_none = self.model_format != "safetensors" or self.files_per_node is not None
-        return not (self.model_layout == "shards" and shares_none)
+        return self.model_layout != "shards" or self.model_format == "safetensors"
 
     def previous(self) -> Previous | None:
         """The checkpoint whose files the next save can share, where hard links are supported; None if there is none.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.safe_open import begins_with
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
-from automodel_ckpt.checkpoint.parts.manifest import Manifest, Tree
+from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.merkle import FileSlice, has_merkle_digest, head_fits
 from automodel_ckpt.checkpoint.parts.slices import Slice
 
@@ -46,13 +46,12 @@ def files_covered_by_slices(root: Path, manifest: Manifest) -> set[str]:
                 entry = (stored.fqn, stored.dtype, stored.offsets, stored.sizes, tensor.shape)
                 slices_by_file.setdefault(stored.file, []).append((stored, entry))
     covered: set[str] = set()
-    trees = manifest.trees.values()
     for path, slices in slices_by_file.items():
         record = manifest.files[path]
         if has_merkle_digest(record):
             filled = [FileSlice(stored, shape) for stored, (*_, shape) in slices if stored.nbytes]
             filled.sort(key=lambda one: (one.stored.start, one.stored.offsets))
-            if _head_fits(root, path, record, filled, trees):
+            if _head_fits(root, path, record, filled):
                 covered.add(path)
         elif _is_covered(root, path, slices, manifest.files[path].size):
             covered.add(path)
@@ -78,14 +77,8 @@ def _is_covered(
     return end == file_bytes
 
 
-def _head_fits(
-    root: Path,
-    path: str,
-    record: FileRecord,
-    slices: Sequence[FileSlice],
-    trees: Collection[Tree],
-) -> bool:
+def _head_fits(root: Path, path: str, record: FileRecord, slices: Sequence[FileSlice]) -> bool:
     try:
-        return head_fits(root, path, record, slices, trees)
+        return head_fits(root, path, record, slices)
     except OSError:
         return False

@@ -10,7 +10,6 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
-from automodel_ckpt.checkpoint.parts.tree import OBJECTS
 from automodel_ckpt.checkpoint.pickles.pickle_records import read_records
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import archive_records
 
@@ -25,14 +24,10 @@ def plain_state(checkpoint: Path, manifest: Manifest, attribute: str) -> dict[st
     """The mapping of text to values in the state of an object, of one rank; empty where it has none or cannot be
     read."""
     record = manifest.state.get(attribute)
-    tree = manifest.trees.get(attribute)
+    if record is None or not record.files:
+        return {}
     try:
-        if tree is not None and tree.format == OBJECTS:
-            state = _value(_bytes_of(checkpoint, next(iter(tree.objects.values()))))
-        elif record is not None and record.files:
-            state = _value(read_safely(checkpoint, record.files[0], limit=_MAX_FILE_BYTES))
-        else:
-            return {}
+        state = _value(read_safely(checkpoint, record.files[0], limit=_MAX_FILE_BYTES))
     except Exception:
         # A damaged or unusual file may make the reader raise anything. It is then not displayed.
         return {}

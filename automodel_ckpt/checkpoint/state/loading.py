@@ -15,14 +15,12 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats.reading import (
     ByteRanges,
     differences,
-    read_object,
     read_tree,
     read_value,
 )
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.parts.slices import have_same_digests
-from automodel_ckpt.checkpoint.parts.tree import OBJECTS
 from automodel_ckpt.checkpoint.state.casts import Cast, casts_of, log_casts
 from automodel_ckpt.checkpoint.state.mismatch import (
     check_differences,
@@ -263,13 +261,6 @@ class Loader:
 
     def _saved_state(self, record: StateRecord) -> tuple[bool, Any]:
         """Whether the checkpoint has an object's state for this rank, and that state."""
-        tree = self._manifest.trees.get(_saved_name(record))
-        if tree is not None and tree.format == OBJECTS:
-            digests = {name: blob.digest for name, blob in tree.objects.items()}
-            name = self._name_of(record, digests)
-            if name is None:
-                return False, None
-            return True, read_object(self._path, tree, name, self._remote)
         file = self._name_of(
             record, {file: self._manifest.files[file].digest for file in record.files}
         )

@@ -148,14 +148,11 @@ def _side(path: Path) -> Side:
 def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
     """Read the checkpoint of this program at *path*, by its *manifest*, which was written at *recorded_at*."""
     from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.parts.tree import OBJECTS
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
     from automodel_ckpt.checkpoint.tensors.float32_weights import further_bits_of
     from automodel_ckpt.config.help.changes import saved_recipe
 
-    tensors = {
-        name: tree.tensors for name, tree in manifest.trees.items() if tree.format != OBJECTS
-    }
+    tensors = {name: tree.tensors for name, tree in manifest.trees.items()}
     found = further_bits_of(tensors)
     # They are compared with the weights that they belong to.
     places = {place for of_module in found.values() for place in of_module.values()}

@@ -105,7 +105,6 @@ def _show_remote(arguments: argparse.Namespace) -> int:
 def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
     """Return the document of ``ckpt show --json`` for a checkpoint of this program."""
     from automodel_ckpt.checkpoint.files import layout
-    from automodel_ckpt.checkpoint.parts.tree import OBJECTS
     from automodel_ckpt.checkpoint.run.late_validations import recall
     from automodel_ckpt.checkpoint.state.display import plain_state
     from automodel_ckpt.config.help.changes import saved_recipe
@@ -128,11 +127,7 @@ def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
         "lineage": dict(manifest.lineage),
         "state": {name: asdict(record) for name, record in manifest.state.items()},
         "files": {name: record.size for name, record in manifest.files.items()},
-        "trees": {
-            name: _tree(path, tree, stats)
-            for name, tree in manifest.trees.items()
-            if tree.format != OBJECTS
-        },
+        "trees": {name: _tree(path, tree, stats) for name, tree in manifest.trees.items()},
     }
 
 

@@ -100,9 +100,6 @@ class CheckpointConfig:
     incremental: Literal["auto"] | bool = "auto"
     """Share the files of tensors that do not train with an earlier checkpoint by hard links. auto: if they take 16 MiB
     or more, and never with the checkpoint just before, so that two checkpoints stay independent; true: always."""
-    files_per_node: int | None = setting(None, AT_LEAST_1)
-    """The ranks of a node write together into at most N files of each kind (model, optimizer, random numbers); null:
-    each rank writes its own. With tensor parallelism, a node has a model file per tensor parallel rank."""
     export_best: bool = False
     """At the end, also export the checkpoint that LOWEST_VAL points to. Not needed with adapters."""
     export_ema: bool = False
@@ -164,12 +161,6 @@ class CheckpointConfig:
             ),
             "save_consolidated and export_best have no effect with model_layout hf",
             "remove them: model/ in each checkpoint already contains the Hugging Face files",
-        ),
-        Relation(
-            ("files_per_node", "incremental"),
-            lambda section: section.files_per_node is None or section.incremental is not True,
-            "files that several ranks write are not shared with an earlier checkpoint",
-            "remove incremental, or files_per_node",
         ),
         Relation(
             ("average_last", "keep_last"),

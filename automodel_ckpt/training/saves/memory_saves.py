@@ -362,7 +362,6 @@ def memory_options(section: CheckpointConfig, *, is_distributed: bool = False) -
     return replace(
         section,
         model_layout="shards" if is_distributed else section.model_layout,
-        files_per_node=None if is_distributed else section.files_per_node,
         is_async=True,
         incremental=False,
         save_consolidated=False,

@@ -49,7 +49,6 @@ VARIANTS = {
     ),
     "dora": (
         "--checkpoint.model_layout=shards",
-        "--checkpoint.files_per_node=1",
         "--peft.use_dora",
         "--peft.target_modules=*.self_attn.*",
         "--peft.modules_to_save=[norm]",

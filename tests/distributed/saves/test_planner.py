@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,8 +27,7 @@ from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout
 from automodel_ckpt.checkpoint.jobs import rank_manifest
-from automodel_ckpt.checkpoint.jobs.file_groups import FileGroups, groups_of
-from automodel_ckpt.checkpoint.jobs.jobs import Job, run_all
+from automodel_ckpt.checkpoint.jobs.jobs import run_all
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
     finalize,
@@ -129,13 +127,12 @@ def part_of(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
     )
 
 
-def save_all(made: list[Case], directory: Path, groups: FileGroups | None) -> Path:
+def save_all(made: list[Case], directory: Path) -> Path:
     """Plan as each rank, divide the work, write what each would write, and publish it as rank 0 would.
 
-    The cases with even numbers are a module, the others an optimizer; each has a table. With *groups*, the ranks of a
-    group write into common files.
+    The cases with even numbers are a module, the others an optimizer; each has a table.
     """
-    files = safetensors.ShardFiles(groups=groups)
+    files = safetensors.ShardFiles()
     trees: dict[int, list[TreePlan]] = {}
     for rank, meshes in as_each_rank():
         states: list[dict[str, Any]] = [{}, {}]
@@ -161,11 +158,10 @@ def save_all(made: list[Case], directory: Path, groups: FileGroups | None) -> Pa
             tree.assign(shares_of(number), rank)
             if number == 0:
                 layouts.append(safetensors.lay_out(tree, files))
-                jobs: list[Job] = list(safetensors.plan_jobs(tree, rank, files))
+                jobs = list(safetensors.plan_jobs(tree, rank, files))
             else:
                 layouts.append(torch_save.lay_out(tree))
-                group = () if groups is None else groups.of(rank)
-                jobs = list(torch_save.plan_jobs(tree, rank, group))
+                jobs = list(torch_save.plan_jobs(tree, rank))
             written.trees[tree.name] = layouts[-1].rank_tree()
             run_all(jobs, staging, written)
         (staging / layout.rank_manifest_file(rank)).write_bytes(written.to_bytes())
@@ -231,11 +227,9 @@ def load_all(made: list[Case], manifest: Manifest, directory: Path) -> list[str]
     return wrong
 
 
-def there_and_back(
-    directory: Path, groups: FileGroups | None
-) -> tuple[list[str], list[str], int, list[str]]:
+def there_and_back(directory: Path) -> tuple[list[str], list[str], int, list[str]]:
     made = cases()
-    checkpoint = save_all(made, directory, groups)
+    checkpoint = save_all(made, directory)
     manifest = Manifest.read(checkpoint)
     torn = []
     num_regular = 0
@@ -251,12 +245,11 @@ def there_and_back(
     return torn, wrong, num_regular, [str(problem) for problem in problems]
 
 
-@pytest.mark.parametrize("groups", [None, groups_of([*"aaaaabbb"], 1), groups_of([*"abababab"], 1)])
 def test_what_random_layouts_save_tiles_each_tensor_and_loads_into_any_other_layout(
-    tmp_path: Path, groups: FileGroups | None
+    tmp_path: Path,
 ) -> None:
     ((torn, wrong, num_regular, problems),) = ranks.run(
-        there_and_back, 1, tmp_path, groups, init=False, timeout=max(170, NUM_LAYOUTS // 3)
+        there_and_back, 1, tmp_path, init=False, timeout=max(170, NUM_LAYOUTS // 3)
     )
     assert torn == []
     assert wrong == []

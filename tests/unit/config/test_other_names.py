@@ -52,6 +52,7 @@ def test_no_name_is_a_top_level_key_or_section_here() -> None:
     [
         ("learning_rate: 1e-5\n", [], "here: optimizer.lr"),
         ("optimizer: {learning_rate: 1e-5}\n", [], "here: optimizer.lr"),
+        ("", ["--checkpoint.files_per_node", "1"], "remove it: each rank writes its own files"),
         ("", ["--per_device_train_batch_size", "4"], "here: step_scheduler.local_batch_size"),
         (
             "gradient_accumulation_steps: 4\n",

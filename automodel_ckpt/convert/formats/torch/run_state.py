@@ -16,7 +16,6 @@ from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
 from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.parts.tree import OBJECTS
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.torch.plain_values import plain_values
@@ -164,13 +163,6 @@ def _position(checkpoint: Path, manifest: Manifest) -> tuple[int, int]:
 
 def _data_states(checkpoint: Path, manifest: Manifest) -> Iterator[Mapping[str, Any]]:
     """Yield the state of the data loader, of one rank after another."""
-    tree = manifest.trees.get("dataloader")
-    if tree is not None and tree.format == OBJECTS:
-        values = _Values(checkpoint)
-        for name, blob in tree.objects.items():
-            state = values.read(name, blob)
-            yield state if isinstance(state, dict) else {}
-        return
     for path in manifest.files:
         if path.startswith("dataloader"):
             yield _state(checkpoint, path)

@@ -6,9 +6,7 @@ import errno
 import json
 import logging
 import os
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from automodel_ckpt.checkpoint.export.export_manifest import (
     export_problems,
 )
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of, record_of_ranges
+from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.safe_open import SPARSE_FROM_BYTES
 from automodel_ckpt.checkpoint.files.safetensors_header import METADATA_KEY, build_header
 from automodel_ckpt.checkpoint.parts import verify
@@ -333,21 +331,3 @@ def test_all_damaged_tensors_up_to_five_are_named() -> None:
         value = str(manifest._damage("w.safetensors", ranges[:count]).value)
         assert "tensor t4" in value and "tensor t5" not in value
         assert (more in value) if more else ("more" not in value)
-
-
-def test_a_hostile_file_with_a_range_for_each_byte_is_verified_in_bounded_time(
-    checkpoint: Path,
-) -> None:
-    """Of 50,000 ranges, a search for the beginning of each would take a minute."""
-    content = bytearray(50_000)
-    (checkpoint / "ranges").write_bytes(content)
-    record = record_of_ranges([(1, digest_of(b"\0"))] * len(content))
-    saved = Manifest.read(checkpoint)
-    manifest = replace(saved, files={**saved.files, "ranges": record})
-    began = time.process_time()
-    assert verify.verify(checkpoint, manifest) == []
-    content[30_000] = 1
-    (checkpoint / "ranges").write_bytes(content)
-    (problem,) = verify.verify(checkpoint, manifest)
-    assert problem.where == str(checkpoint / "ranges")
-    assert time.process_time() - began < 5
