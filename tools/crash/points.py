@@ -58,11 +58,11 @@ class Group:
 
 _STAGE = "checkpoint.saving.background:Background.stage"
 _PUBLISH = "checkpoint.saving.publisher:Publisher.publish"
-_WRITER = "checkpoint.writing.writer:"
+_WRITER = "checkpoint.jobs.writer:"
 _COPY = "checkpoint.memory.node_process:Sender._copy"
 _SERVER = "checkpoint.memory.node_server:"
 _SURVEY = "checkpoint.memory.survey:"
-_SAVES = "recipes.memory_saves:"
+_SAVES = "training.saves.memory_saves:"
 _LOAD = "checkpoint.loader:CheckpointLoader._load"
 _RESCUE = "checkpoint.memory.rescue:"
 _KEEPING = "checkpoint.memory.keeping:"
@@ -83,7 +83,7 @@ GROUPS = (
         SAVE,
         (
             Point("the writer begins", _WRITER + "run_all"),
-            Point("the writer computes a digest", "checkpoint.writing.jobs:digest_of"),
+            Point("the writer computes a digest", "checkpoint.jobs.jobs:digest_of"),
             Point("the writer has written all files", _WRITER + "run_all", end=True),
             Point("the writer makes the manifest", _WRITER + "finalize"),
             Point("the writer has written the manifest", _WRITER + "finalize", end=True),
@@ -94,7 +94,7 @@ GROUPS = (
         SAVE,
         (
             Point("sending to a replica begins", _COPY),
-            Point("a file is sent to a replica", "checkpoint.remote.transfer:Throttle.take"),
+            Point("a file is sent to a replica", "checkpoint.store.transfer:Throttle.take"),
             Point("sending to a replica ends", _COPY, end=True),
             Point("a replica's file arrives", _SERVER + "_Handler._write_body"),
             Point("a replica's file is stored", _SERVER + "NodeServer.note_received"),

@@ -193,7 +193,7 @@ def writers(trainer: Trainer) -> list[int]:
     return [
         pid
         for pid in members(trainer.pid)
-        if b"writing.writer" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"jobs.writer" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 
