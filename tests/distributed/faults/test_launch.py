@@ -508,8 +508,9 @@ def test_a_machine_that_is_gone_is_told_without_a_traceback(start: Start) -> Non
     commands[1].process.kill()
     done = commands[0].wait()
     assert done.code == 1
-    assert done.err.startswith(
-        "error: the connection to another rank on node 127.0.0.1 broke\n  where:  rank 0\n"
+    # Where a peer resets the connection while it is read, gloo's text has no address.
+    assert done.err.replace(" on node 127.0.0.1", "").startswith(
+        "error: the connection to another rank broke\n  where:  rank 0\n"
     )
     assert "Traceback" not in done.err
 
