@@ -33,7 +33,7 @@ from automodel_ckpt.parallel.ranks.process_stacks import (
     report_on,
 )
 from automodel_ckpt.parallel.ranks.stop import StopRequest
-from automodel_ckpt.training.watch import step_watches
+from automodel_ckpt.training.watch import hang_watch
 from automodel_ckpt.training.watch.hang_watch import HangWatch
 from automodel_ckpt.training.watch.step_times import EarlierTimes, StepTimes
 from automodel_ckpt.training.watch.step_watches import StepWatches
@@ -550,7 +550,7 @@ def test_the_section_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     entered = SimpleNamespace(hosts=["here", "here"])
     monkeypatch.setattr(
-        step_watches, "HangWatch", lambda *given, **_: made.append(given) or nullcontext(entered)
+        hang_watch, "HangWatch", lambda *given, **_: made.append(given) or nullcontext(entered)
     )
     device = torch.device("cpu")
     layout: Any = SimpleNamespace(world_size=2, rank=0, device=device, sizes=SimpleNamespace(pp=1))
