@@ -47,12 +47,15 @@ def weights_of_another_program(directory: Path) -> tuple[str, str] | None:
     # mlx-lm also keeps numbered copies of the adapter in the directory.
     if {"adapters.safetensors", "adapter_config.json"} <= set(names):
         return MLX_ADAPTER
+    # transformers' own name; a script can have saved a program under it.
+    if is_torch_script(directory / "pytorch_model.bin"):
+        names.remove("pytorch_model.bin")
     if any(fnmatchcase(name, pattern) for name in names for pattern in _READ):
         return None
     for pattern, found in _OTHERS.items():
         if any(directory.glob(pattern)):
             return found
-    if any(is_torch_script(path) for path in directory.glob("*.pt*")):
+    if any(is_torch_script(path) for path in (*directory.glob("*.pt*"), *directory.glob("*.bin"))):
         return TORCH_SCRIPT
     return None
 

@@ -16,6 +16,10 @@ log = logging.getLogger(__name__)
 Shape = tuple[int, ...]
 _MAX_LINES = 20
 """Differences that one error lists."""
+# As GPTQ and AWQ, compressed-tensors, FP8, bitsandbytes and MXFP4 name them.
+_QUANTIZED = re.compile(
+    r"\.(qweight|weight_packed|weight_scale(_inv)?|weight\.absmax|SCB)$|proj_blocks$"
+)
 _FORMER_BUFFERS = (".rotary_emb.inv_freq", ".position_ids")
 
 
@@ -117,6 +121,11 @@ class Verdict:
 def _hint(verdict: Verdict, section: str) -> str:
     missing = [name for name in verdict.new if name not in verdict.allowed]
     unexpected = [name for name in verdict.unexpected if name not in verdict.allowed]
+    if any(_QUANTIZED.search(name) for name in unexpected):
+        return (
+            "these weights are quantized, and cannot be read as ordinary floats here: use the model that they were "
+            "made from (peft.quantize_base quantizes it while it is read)"
+        )
     parts = []
     if missing:
         parts.append(f"{section}.allow_missing: {_patterns(missing)}")

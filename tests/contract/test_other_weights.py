@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from automodel_ckpt.cli.ckpt import main as ckpt_main
 from automodel_ckpt.cli.train import main as train_main
@@ -26,6 +27,7 @@ OTHERS = {
     "0/_CHECKPOINT_METADATA": "Orbax",
     "script.pt": "TorchScript",
     "script.pth": "TorchScript",
+    "pytorch_model.bin": "TorchScript",
     "flax_model.msgpack.index.json": "Flax",
     "tf_model.h5.index.json": "TensorFlow weights of transformers",
     "params/manifest.ocdbt": "Orbax",
@@ -52,7 +54,7 @@ def test_weights_of_other_programs_are_named_by_each_command(
         (base / "adapter_config.json").write_text('{"fine_tune_type": "lora"}')
         for file in (name, f"0000100_{name}"):
             save_file({"w.lora_a": torch.ones(2)}, base / file)
-    if name.endswith((".pt", ".pth")):
+    if name.endswith((".pt", ".pth", ".bin")):
         with zipfile.ZipFile(base / name, "w") as archive:
             archive.writestr("model/code/__torch__.py", "")
     (tmp_path / "rows.jsonl").write_text('{"text": "a b c"}\n')
@@ -116,3 +118,85 @@ def test_checkpoints_of_another_program_in_the_run_directory_are_named_as_such(
     error = capsys.readouterr().err
     assert "restore the files from a copy" not in error
     assert "ckpt import" in error
+
+
+def small_recipe(directory: Path) -> list[str]:
+    """Write a base and a recipe of one step, and return the arguments of ckpt-train."""
+    write_model(directory / "base", {"model_type": "llama"}, LLAMA_CHAT)
+    (directory / "rows.jsonl").write_text('{"text": "a b c"}\n')
+    (directory / "recipe.yaml").write_text(
+        f"model: {{from_pretrained: {directory}/base}}\n"
+        "dataset: {_target_: automodel_ckpt.data.text.text, seq_length: 8}\n"
+        f"checkpoint: {{checkpoint_dir: {directory}/run}}\n"
+        "step_scheduler: {max_steps: 1, global_batch_size: 1, local_batch_size: 1}\n"
+    )
+    return [str(directory / "recipe.yaml"), f"--dataset.path={directory}/rows.jsonl"]
+
+
+@pytest.mark.parametrize("file", ["quantize_config.json", "quant_config.json"])
+def test_weights_that_only_a_file_of_settings_calls_quantized_are_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    words = small_recipe(tmp_path)
+    shutil.copytree(tmp_path / "base", tmp_path / "packed")
+    names = packed(tmp_path / "packed")
+    assert names
+    (tmp_path / "packed" / file).write_text('{"bits": 4}')
+    assert ckpt_main(["import", str(tmp_path / "packed"), str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "quantized (" in printed and "no run can start from quantized weights" in printed
+    for source in (
+        f"--model.from_pretrained={tmp_path}/packed",
+        f"--init_from.path={tmp_path}/out",
+    ):
+        assert train_main([*words, source]) == 2
+        error = " ".join(capsys.readouterr().err.split())
+        assert "these weights are quantized" in error and "allow_missing" not in error
+
+
+def packed(directory: Path) -> list[str]:
+    """Replace the matrices of the layers by packed ones, as GPTQ stores them; return their names."""
+    names = []
+    for path in directory.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            names.append(name)
+            rows, columns = tensors.pop(name).shape
+            stem = name.removesuffix("weight")
+            tensors[f"{stem}qweight"] = torch.zeros(columns // 8, rows, dtype=torch.int32)
+            tensors[f"{stem}scales"] = torch.ones(1, rows)
+        save_file(tensors, path, metadata={"format": "pt"})
+    return names
+
+
+@pytest.mark.parametrize(
+    ("kind", "program"),
+    [
+        ("trainer", "transformers Trainer"),
+        ("lightning", "PyTorch Lightning"),
+        ("deepspeed", "DeepSpeed"),
+    ],
+)
+def test_a_new_run_in_the_directory_of_another_program_warns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, program: str
+) -> None:
+    words = small_recipe(tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    if kind == "trainer":
+        shutil.copytree(tmp_path / "base", run / "checkpoint-5")
+        (run / "checkpoint-5" / "trainer_state.json").write_text('{"global_step": 5}')
+    elif kind == "lightning":
+        state = {"pytorch-lightning_version": "2.6", "state_dict": {"w": torch.ones(2)}}
+        torch.save(state, run / "epoch=0-step=5.ckpt")
+    else:
+        (run / "latest").write_text("global_step5")
+        (run / "global_step5").mkdir()
+        torch.save(
+            {"module": {"w": torch.ones(2)}}, run / "global_step5/mp_rank_00_model_states.pt"
+        )
+    assert train_main(words) == 0
+    text = capsys.readouterr().err
+    assert f"checkpoint of another program ({program}" in text and "ckpt import" in text
+    assert train_main(words) == 0
+    assert "another program" not in capsys.readouterr().err

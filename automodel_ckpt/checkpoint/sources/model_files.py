@@ -58,6 +58,8 @@ EMBEDDING_FILES = (
 CODE_FILES = ("*.py",)
 MODEL_FILES = (*CODE_FILES, "LICENSE*", "NOTICE*", "USE_POLICY*")
 GENERATION_CONFIG = "generation_config.json"
+QUANTIZATION_FILES = {"quantize_config.json": "GPTQ or AWQ", "quant_config.json": "AWQ"}
+"""File with the settings of quantized weights that config.json does not name -> the method that wrote it."""
 ADAPTER_SIDE_FILES = (*TOKENIZER_FILES, GENERATION_CONFIG)
 """The files next to an adapter that its merged model gets."""
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -68,6 +70,7 @@ _SIDE_FILES = (
     *MODEL_FILES,
     *TOKENIZER_FILES,
     *EMBEDDING_FILES,
+    *QUANTIZATION_FILES,
 )
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 _FOLDERS = ("additional_chat_templates/*", "[0-9]_*/config.json")

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from automodel_ckpt.base.store_url import is_url
-from automodel_ckpt.cli.common import external_checkpoints
 from automodel_ckpt.cli.common.arguments import add_path
 from automodel_ckpt.cli.common.checkpoint_rows import (
     Row,
@@ -63,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     if is_url(arguments.path):
         _print(remote_rows(arguments.path), arguments)
         return EXIT_DONE
+    from automodel_ckpt.convert.imports.external import named_checkpoints
+
     path = Path(arguments.path)
     run = run_directory(path)
     runs: list[Path] = []
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         run_rows = [run_row(path, each) for each in runs]
         _print_runs(run_rows, arguments.json)
         return EXIT_DONE
-    named = [] if run else external_checkpoints.named_checkpoints(path)
+    named = [] if run else named_checkpoints(path)
     if named:
         rows = named_rows(named)
     elif run:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from automodel_ckpt.errors import Problem
 
 _UNVERIFIABLE = "external checkpoint, unverifiable: no MANIFEST.json"
-# The directory can be anything, such as that of a data set.
-_MAX_ENTRIES = 10_000
 _EXPORT = "export: verify it with `ckpt verify`"
 
 
@@ -47,29 +45,6 @@ def is_external(path: Path) -> bool:
         return not path.is_symlink() and bool(formats_in(path))
     except PermissionError:
         return False
-
-
-def named_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints of other programs in *directory* whose names state a step, an epoch or a metric.
-
-    Links and hidden names are skipped. Empty if *directory* is a checkpoint itself, such as a directory of DeepSpeed
-    with its tags, or no directory.
-    """
-    from automodel_ckpt.convert.formats.files import names_in
-    from automodel_ckpt.convert.formats.registry import detect, formats_in
-    from automodel_ckpt.convert.imports.file_names import parse_name
-
-    if not directory.is_dir() or detect(directory, readable_only=True) is not None:
-        return []
-    found: list[Path] = []
-    for name in names_in(directory)[:_MAX_ENTRIES]:
-        path = directory / name
-        if name.startswith(".") or path.is_symlink() or parse_name(name).is_empty:
-            continue
-        is_ordinary = path.is_dir() or path.is_file()
-        if is_ordinary and formats_in(path):
-            found.append(path)
-    return found
 
 
 def counters_in(path: Path) -> Counters:

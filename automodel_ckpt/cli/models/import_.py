@@ -140,10 +140,12 @@ def _document(planned: NewCheckpoint, dry_run: bool) -> dict[str, Any]:
 
 def _lines(planned: NewCheckpoint) -> Iterator[str]:
     """Describe what will be imported."""
+    from automodel_ckpt.convert.imports.source_files import quantization_of
+
     yield coloured(printable(f"{planned.source} -> {planned.target}"), "bold", sys.stdout)
     num_tensors, size = len(planned.weights.tensors), size_text(planned.plan.nbytes)
     checked = "digests verified" if planned.has_digests else "unverified"
-    kind, settings = planned.kind, _quantization(planned)
+    kind, settings = planned.kind, quantization_of(planned.side_files)
     if settings:
         kind += f", quantized ({settings['quant_method']})"
     weights = f"{counted(num_tensors, 'tensor')}, {size}, {checked}: {kind}"
@@ -174,28 +176,19 @@ def _lines(planned: NewCheckpoint) -> Iterator[str]:
 
 def _start_line(planned: NewCheckpoint) -> str:
     """How to start a run from what was imported, or to continue the imported one."""
+    from automodel_ckpt.convert.imports.source_files import quantization_of
+
     run = shlex.quote(str(planned.run))
     if planned.training is not None:
         command = f"ckpt-train RECIPE.yaml --checkpoint.checkpoint_dir {run}"
         if not planned.is_newest:
             command += f" --checkpoint.restore_from {planned.name}"
         return f"to continue the run: {command}"
-    settings = _quantization(planned)
+    settings = quantization_of(planned.side_files)
     if settings:
         return _start_from_quantized(planned, settings)
     start = run if planned.is_newest else shlex.quote(str(planned.target))
     return f"to start from it: ckpt-train RECIPE.yaml --init_from.path {start}"
-
-
-def _quantization(planned: NewCheckpoint) -> dict[str, Any]:
-    """Return ``quantization_config`` in config.json with its ``quant_method``; empty without one."""
-    from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-
-    try:
-        section = parse_json(planned.side_files["config.json"])["quantization_config"]
-        return {**section, "quant_method": str(section["quant_method"])[:100]}
-    except (KeyError, TypeError, ValueError):
-        return {}
 
 
 def _start_from_quantized(planned: NewCheckpoint, settings: Mapping[str, Any]) -> str:

@@ -16,14 +16,17 @@ from typing import Any
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.convert.formats.files import names_in
 from automodel_ckpt.convert.formats.format import Format, Inventory
-from automodel_ckpt.convert.formats.registry import formats_in
+from automodel_ckpt.convert.formats.registry import detect, formats_in
+from automodel_ckpt.convert.imports.file_names import parse_name
 from automodel_ckpt.convert.imports.source_files import check_links_of_weights
 from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
 
 _MAX_LOSSES_BYTES = 1 << 20
 # The directory may be anything, and the list is only displayed.
 _MAX_FILES = 100_000
+_MAX_ENTRIES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +137,22 @@ def _size(path: str) -> int:
         if stat.S_ISREG(found.st_mode):
             return found.st_size
     return os.lstat(path).st_size
+
+
+def named_checkpoints(directory: Path) -> list[Path]:
+    """Return the checkpoints of other programs in *directory* whose names state a step, an epoch or a metric.
+
+    Links and hidden names are skipped. Empty if *directory* is a checkpoint itself, such as a directory of DeepSpeed
+    with its tags, or no directory.
+    """
+    if not directory.is_dir() or detect(directory, readable_only=True) is not None:
+        return []
+    found: list[Path] = []
+    for name in names_in(directory)[:_MAX_ENTRIES]:
+        path = directory / name
+        if name.startswith(".") or path.is_symlink() or parse_name(name).is_empty:
+            continue
+        is_ordinary = path.is_dir() or path.is_file()
+        if is_ordinary and formats_in(path):
+            found.append(path)
+    return found

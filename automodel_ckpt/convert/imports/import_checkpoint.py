@@ -38,7 +38,7 @@ from automodel_ckpt.convert.imports.import_source import (
 )
 from automodel_ckpt.convert.imports.names_file import Renaming, rename, without_prefix
 from automodel_ckpt.convert.imports.new_checkpoint import NewCheckpoint, check_free
-from automodel_ckpt.convert.imports.source_files import recipe_of, unusable
+from automodel_ckpt.convert.imports.source_files import quantization_of, recipe_of, unusable
 from automodel_ckpt.convert.imports.source_state import position_of, training_state_of
 from automodel_ckpt.convert.imports.training_import import TrainingImport, training_import
 from automodel_ckpt.convert.merging.model_names import (
@@ -187,7 +187,8 @@ def _compared(source: ImportSource, weights: Tensors, options: ImportOptions) ->
     if compare is None or has_config_of_model:
         return _Compared()
     has_own_names = source.known.has_own_names or has_odd_prefix(weights.tensors)
-    config = source.side_files(options.config).get(_CONFIG)
+    files = source.side_files(options.config)
+    config = files.get(_CONFIG)
     if config is None:
         return _Compared(_unchecked(weights) if has_own_names else ())
     content = _content(config)
@@ -209,7 +210,7 @@ def _compared(source: ImportSource, weights: Tensors, options: ImportOptions) ->
             weights, notes = renaming.after, (_prefix_note(renaming),)
         else:
             found.check(str(source.path))
-    is_quantized = "quantization_config" in content
+    is_quantized = bool(quantization_of(files))
     found.check_shapes(weights.tensors, str(source.path), is_quantized=is_quantized)
     padded = found.padded_rows(weights.tensors)
     if padded is not None:

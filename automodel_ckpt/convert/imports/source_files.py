@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import model_file, read_safely
-from automodel_ckpt.checkpoint.sources.model_files import base_files, unreadable
+from automodel_ckpt.checkpoint.sources.model_files import (
+    QUANTIZATION_FILES,
+    base_files,
+    unreadable,
+)
 from automodel_ckpt.convert.formats.torch.torch_files import BIN_INDEX
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -54,6 +61,24 @@ def without_unused_code(files: Mapping[str, bytes]) -> dict[str, bytes]:
         if name.endswith(".json") and b'"auto_map"' in content:
             return dict(files)
     return {name: content for name, content in files.items() if not name.endswith(".py")}
+
+
+def quantization_of(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Find the settings by which weights are quantized.
+
+    Args:
+        files: The side files of the weights, by name.
+
+    Returns:
+        The settings with their ``quant_method``; empty for weights that are not quantized.
+    """
+    with suppress(AttributeError, KeyError, TypeError, ValueError):
+        section = parse_json(files[_CONFIG])["quantization_config"]
+        return {**section, "quant_method": str(section.get("quant_method", "unknown"))[:100]}
+    for name, method in QUANTIZATION_FILES.items():
+        if name in files:
+            return {"quant_method": method}
+    return {}
 
 
 def recipe_of(source: Path) -> dict[str, bytes]:

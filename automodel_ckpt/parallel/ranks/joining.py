@@ -61,7 +61,9 @@ def store_of_ranks(
     if rank == 0 and os.environ.get(_AGENT_STORE) != "True":
         return serve_store(host, port)
 
-    _wait_for_ranks(lambda: can_be_reached(host, port), lambda: [0], world_size, timeout)
+    by_rank_0 = rank != 0 and "TORCHELASTIC_RUN_ID" not in os.environ
+    server = _names([0], world_size) if by_rank_0 else f"the launcher's store at {host}:{port}"
+    _wait_for(lambda: can_be_reached(host, port), lambda: server, timeout)
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
@@ -75,47 +77,45 @@ def await_ranks(store: Store, rank: int, world_size: int, timeout: timedelta) ->
     if store.add("num_joined", 1) == world_size:
         store.set("all_joined", "")
 
-    def missing() -> list[int]:
-        return [other for other in range(world_size) if not store.check([f"joined_{other}"])]
+    def missing() -> str:
+        ranks = [other for other in range(world_size) if not store.check([f"joined_{other}"])]
+        return _names(ranks, world_size) if ranks else ""
 
-    _wait_for_ranks(
+    _wait_for(
         lambda: store.check(["all_joined"]),
         missing,
-        world_size,
         timeout,
         reports=lambda: store.add("reports", 1) == 1,
     )
 
 
-def _wait_for_ranks(
+def _wait_for(
     condition: Callable[[], bool],
-    missing: Callable[[], Sequence[int]],
-    world_size: int,
+    missing: Callable[[], str],
     timeout: timedelta,
     reports: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Wait for *condition* in Python. After REPORT_SECONDS, report the *missing* ranks if *reports* returns True."""
+    """Wait for *condition* in Python. After REPORT_SECONDS, report what is *missing* if *reports* returns True."""
     start = time.monotonic()
     poll, has_reported = _FIRST_POLL_SECONDS, False
     while not condition():
         waited = time.monotonic() - start
         if waited > timeout.total_seconds():
-            raise _error(missing(), world_size, timeout)
+            raise _error(missing(), timeout)
         if waited > REPORT_SECONDS and not has_reported:
             has_reported = True
-            if reports() and (ranks := missing()):
-                names, hint = _names(ranks, world_size), _hint(os.environ)
-                log.warning("waiting for %s, not started yet: %s", names, hint)
+            if reports() and (names := missing()):
+                log.warning("waiting for %s, not started yet: %s", names, _hint(os.environ))
         time.sleep(poll)
         poll = min(1.5 * poll, _LONGEST_POLL_SECONDS)
 
 
-def _error(missing: Sequence[int], world_size: int, timeout: timedelta) -> AutomodelError:
+def _error(missing: str, timeout: timedelta) -> AutomodelError:
     return AutomodelError(
         "not all ranks of the run have started within distributed.timeout_minutes "
         f"({timeout.total_seconds() / 60:g})",
         where=f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}",
-        value=f"missing: {_names(missing, world_size)}",
+        value=f"missing: {missing}",
         hint=_hint(os.environ),
     )
 
@@ -130,7 +130,7 @@ def _names(ranks: Sequence[int], world_size: int) -> str:
 def _hint(environment: Mapping[str, str]) -> str:
     """What to do about missing ranks, which depends on the program that started this one."""
     if "TORCHELASTIC_RUN_ID" in environment:
-        return "see the output of these ranks"
+        return "see the output of these ranks and of their launcher"
     # Under srun, this program sets RANK itself.
     if "SLURM_PROCID" in environment and environment.get(_AGENT_STORE) == "True":
         start, variable = "start one task per rank with srun", "SLURM_PROCID"

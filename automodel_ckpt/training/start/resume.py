@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,8 @@ def load_checkpoint(parts: RunParts, source: RecipeSource, state: Mapping[str, A
     comparison = _Comparison(source, parts.lr_scheduler)
     resumed = checkpointer.load(state, before_loading=comparison.report)
     parts.saves.resumed = resumed
+    if resumed is None and checkpointer.is_rank0:
+        _warn_of_other_checkpoints(checkpointer.directory)
     if parts.memory is not None:
         _start_memory(parts.memory, parts, resumed)
     parts.run_log.open(checkpointer.directory, checkpointer.check_lease)
@@ -119,6 +122,26 @@ def check_own(restore_from: str | None) -> None:
             hint="import it (`ckpt import DIRECTORY RUN`, with --training-state to continue its run), and name RUN in "
             "checkpoint.checkpoint_dir; or start from its weights with init_from.path",
         )
+
+
+def _warn_of_other_checkpoints(run: Path) -> None:
+    """Log a warning about checkpoints of another program in the directory of a run that begins."""
+    from automodel_ckpt.convert.formats.registry import detect
+    from automodel_ckpt.convert.imports.external import named_checkpoints
+
+    with suppress(OSError):
+        for found in (run, *named_checkpoints(run)):
+            known = detect(found, readable_only=True)
+            if known is None or layout.parse_checkpoint_name(found.name):
+                continue
+            log.warning(
+                "a new run begins, although checkpoint.checkpoint_dir has a checkpoint of another program (%s): %s\n"
+                "    to continue from it, import it into another directory (`ckpt import`, with --training-state to "
+                "continue its run); for a new run, name another checkpoint.checkpoint_dir",
+                known.name,
+                found,
+            )
+            return
 
 
 class _Comparison:

@@ -181,6 +181,11 @@ SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_N
         ({**SRUN, "SLURM_PROCID": "2"}, "rank 0 of 4", "unset SLURM_PROCID"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "rank 1 of 2", "unset RANK"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "rank 0 of 2", "unset RANK"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            "the launcher's store at 127.0.0.1:{MASTER_PORT}",
+            "unset RANK",
+        ),
     ],
 )
 def test_missing_ranks_are_reported_and_a_signal_or_the_timeout_ends_the_wait(
@@ -189,6 +194,7 @@ def test_missing_ranks_are_reported_and_a_signal_or_the_timeout_ends_the_wait(
     (tmp_path / "recipe.yaml").write_text(SMALL)
     (tmp_path / "memory").mkdir()
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    missing = missing.format(**there)
 
     def start(minutes: str) -> subprocess.Popen[str]:
         return commands.popen(

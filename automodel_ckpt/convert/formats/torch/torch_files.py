@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.base.other_weights import is_torch_script
 from automodel_ckpt.base.units import left_out, others_text, values_text
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
@@ -109,7 +110,8 @@ class TorchModelDirectory(Format):
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         names = names_in(path)
-        return BIN_FILE in names or BIN_INDEX in names
+        has_model = BIN_FILE in names and not is_torch_script(path / BIN_FILE)
+        return has_model or BIN_INDEX in names
 
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
         """Describe the model. Raises :class:`CheckpointUnusable` if the files and their index disagree."""
