@@ -24,7 +24,7 @@ INTEROP_ARGS ?=
 RECIPES_ARGS ?=
 PART ?=
 GPU_ARGS ?=
-QUICK_TESTS := tests/unit/config tests/unit/data tests/unit/models tests/unit/distributed tests/unit/cli tests/unit/hub
+QUICK_TESTS := tests/unit/config tests/unit/data tests/unit/models tests/unit/parallel tests/unit/cli tests/unit/hub
 # Older versions of transformers load the adapters of classifiers differently.
 QUICK_TESTS += tests/contract/test_classification.py
 # The processors of images in these tests need torchvision with the oldest transformers, and its wheels need torch with CUDA.
@@ -131,7 +131,7 @@ $(TRITON)/.ready: $(STAMP)
 	@touch $@
 
 kernels: $(TRITON)/.ready  ## the Triton kernels, interpreted on the CPU and compiled for GPUs: a minute
-	@TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/models/loss/test_loss_kernels.py tests/unit/models/layers/test_gate_kernels.py tests/unit/models/layers/test_rotary_kernels.py tests/unit/train/optim/test_adamw_kernel.py tests/unit/train/optim/test_adam8bit_kernel.py
+	@TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/models/loss/test_loss_kernels.py tests/unit/models/layers/test_gate_kernels.py tests/unit/models/layers/test_rotary_kernels.py tests/unit/training/optim/test_adamw_kernel.py tests/unit/training/optim/test_adam8bit_kernel.py
 
 # Without $(STAMP): the machine may have no network (tools/gpu/README.md).
 gpu:  ## tests and measurements on one GPU, 30 minutes; a part alone: make gpu PART=lora
@@ -149,7 +149,7 @@ $(TORCHAO)/.ready: $(STAMP)
 
 fp8: $(TORCHAO)/.ready  ## training in FP8 and 8-bit moments with torchao, emulated on the CPU: two minutes
 	@PYTHONPATH=$(TORCHAO) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -W ignore \
-	    tests/distributed/models/test_fp8.py tests/unit/train/optim/test_adam8bit.py tests/unit/train/train/test_param_groups.py
+	    tests/distributed/models/test_fp8.py tests/unit/training/optim/test_adam8bit.py tests/unit/training/runs/test_param_groups.py
 
 $(HARNESS)/.ready: $(STAMP)
 	@$(BIN)/python -m venv $(HARNESS)

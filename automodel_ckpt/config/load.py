@@ -220,7 +220,7 @@ def bind_recipe(
 
 
 def _translated(root: Node) -> Translation | None:
-    """Translate a recipe of NeMo AutoModel, whose classes no recipe of this program has the names of."""
+    """Translate a recipe of NeMo AutoModel; None for others. Its recipe classes never have our names."""
     if is_own(str(root.at("recipe"))):
         return None
     from automodel_ckpt.config.automodel.translation import translate

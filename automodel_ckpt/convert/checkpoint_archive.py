@@ -232,7 +232,7 @@ class _Extraction:
         target = self._root / name
         manifest = Manifest.parse(content, target / layout.MANIFEST)
         if layout.parse_checkpoint_name(name) != (manifest.step, manifest.epoch):
-            raise self._unusable(f"the manifest of {name} is that of another checkpoint")
+            raise self._unusable(f"the manifest of {name} belongs to another checkpoint")
         if os.path.lexists(target):
             if Manifest.read(target).digest != manifest.digest:
                 raise CheckpointUnusable(
@@ -283,7 +283,9 @@ class _Extraction:
         if member.name != expected or member.is_directory:
             raise self._unusable(f"it has {member.name!r} in place of {expected!r}")
         if member.nbytes != manifest.files[path].size:
-            raise self._unusable(f"{expected} has {member.nbytes} bytes, not those of its manifest")
+            raise self._unusable(
+                f"{expected} has {member.nbytes} bytes; the manifest states another size"
+            )
         return member
 
     def _unusable(self, value: str) -> CheckpointUnusable:

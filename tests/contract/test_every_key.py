@@ -744,7 +744,7 @@ FP8_RUN = (
 QAT = "--qat={}"
 PROFILE = "--profile={}"
 DISTILLED = ("--recipe=distill", "--distill.teacher.from_pretrained=teacher")
-REVISIONS = "tests/unit/train/train/test_hub_commits.py::test_names_are_read_at_their_revisions"
+REVISIONS = "tests/unit/training/runs/test_hub_commits.py::test_names_are_read_at_their_revisions"
 DISTILLS = "tests/distributed/kinds/test_distill.py::"
 COMPLETIONS = (
     "tests/contract/test_completions.py::test_every_key_of_generation_changes_the_completions"
@@ -753,7 +753,7 @@ KTO_RUN = "tests/distributed/kinds/test_kto.py::test_ten_steps_are_those_of_trl"
 KTO_REFERENCE = "tests/distributed/kinds/test_kto.py::test_a_named_reference_is_another_model"
 REWARD_RUN = "tests/distributed/kinds/test_reward_model.py::test_ten_steps_are_those_of_trl"
 RERANKER_RUN = (
-    "tests/unit/train/train/test_reranker.py::"
+    "tests/unit/training/runs/test_reranker.py::"
     "test_the_loss_is_that_of_choosing_the_first_document_and_exports_have_its_scores"
 )
 DPO = "tests/distributed/kinds/test_dpo.py::"
@@ -788,13 +788,13 @@ TRAINING = "tests/distributed/kinds/test_training.py::"
 START = "tests/distributed/resume/test_init_from.py::"
 SOURCES = START + "test_several_sources_fill_their_modules_and_a_later_one_replaces_an_earlier_one"
 
-PRETRAIN = "tests/unit/train/parts/test_pretrain_losses.py::test_the_losses_of_ten_steps_are_those_of_a_plain_loop"
+PRETRAIN = "tests/unit/training/parts/test_pretrain_losses.py::test_the_losses_of_ten_steps_are_those_of_a_plain_loop"
 CLASSIFIES = (
     "--recipe=sequence_classification",
     "--model.config_overrides={pad_token_id: 0}",
 )
-HANGS = "tests/unit/train/parts/test_hang_watch.py::test"
-STRAGGLERS = "tests/unit/train/train/test_stragglers.py::test"
+HANGS = "tests/unit/training/parts/test_hang_watch.py::test"
+STRAGGLERS = "tests/unit/training/runs/test_stragglers.py::test"
 EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "recipe": Observed(recipe_class, "vlm_finetune"),
     "seed": Observed(batches, "7"),
@@ -918,7 +918,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "embedding": Observed(contrastive, "{temperature: 0.5}", EMBEDDING),
     "embedding.pooling": Observed(contrastive, "last", EMBEDDING),
     "embedding.attention": Proven(
-        "tests/unit/train/optim/test_embedding.py::test_recomputed_activations_have_the_same_attention",
+        "tests/unit/training/optim/test_embedding.py::test_recomputed_activations_have_the_same_attention",
         "bidirectional",
     ),
     "embedding.normalize": Observed(contrastive, "false", EMBEDDING),
@@ -1120,7 +1120,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "optimizer.no_decay": Observed(updated, "none", ("--optimizer.weight_decay=0.5",)),
     "optimizer.groups": Observed(updated, "[{params: [bias], lr: 0.5}]"),
     "optimizer.on_resume": Proven(
-        "tests/unit/train/parts/test_resume_settings.py::test_a_resume_applies_rejects_or_reports_what_its_recipe_changed",
+        "tests/unit/training/parts/test_resume_settings.py::test_a_resume_applies_rejects_or_reports_what_its_recipe_changed",
         "recipe",
     ),
     "optimizer.groups.0.params": Observed(updated, "[weight]", GROUP, before="[bias]"),

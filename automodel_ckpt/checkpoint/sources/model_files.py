@@ -87,7 +87,7 @@ def is_side_file(name: str) -> bool:
 
 
 def _fits(name: str, patterns: Iterable[str]) -> bool:
-    # A * also matches a slash: deeper files are not those of the pattern.
+    # A * also matches a slash: without this check, deeper files would match, too.
     return any(
         fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns
     )

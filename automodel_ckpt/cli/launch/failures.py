@@ -111,7 +111,7 @@ def lost_connection_record(
 
 
 def ended_run_record(code: int, host: str) -> FailureRecord:
-    """Return the record of a launcher whose run has ended with *code* because of ranks of the node *host*."""
+    """Return the record of a launcher that ends with *code*, because ranks of the node *host* failed."""
     problem = Problem(
         f"ranks of node {host} failed",
         "another node",

@@ -26,14 +26,6 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def restart_count() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def is_local_rank_0() -> bool:
-    return os.environ.get("LOCAL_RANK") == "0"
-
-
 def exit_now(code: int) -> NoReturn:
     """End the process without the interpreter's teardown, where libraries that ran threads sometimes abort."""
     flush()

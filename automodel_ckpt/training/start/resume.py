@@ -126,6 +126,8 @@ def check_own(restore_from: str | None) -> None:
 
 def _warn_of_other_checkpoints(run: Path) -> None:
     """Log a warning about checkpoints of another program in the directory of a run that begins."""
+    if all(name.startswith(".") for name in os.listdir(run)):
+        return  # without importing the readers of other programs' files
     from automodel_ckpt.convert.formats.registry import detect
     from automodel_ckpt.convert.imports.external import named_checkpoints
 

@@ -18,8 +18,8 @@ PATHS = (
     "tests/unit/models/loss/test_loss_kernels.py",
     "tests/unit/models/layers/test_gate_kernels.py",
     "tests/unit/models/layers/test_rotary_kernels.py",
-    "tests/unit/train/optim/test_adamw_kernel.py",
-    "tests/unit/train/optim/test_adam8bit_kernel.py",
+    "tests/unit/training/optim/test_adamw_kernel.py",
+    "tests/unit/training/optim/test_adam8bit_kernel.py",
 )
 _OF_DRY_RUN = ("tests/gpu/test_losses.py",)
 _PROCESSES = 14

@@ -45,7 +45,7 @@ GRACE_SECONDS = 20.0
 DEATH_GRACE_SECONDS = 3.0
 """How long the others may take to end after a rank that failed has ended."""
 OTHER_NODES_SECONDS = 3.0
-"""How long a launcher whose ranks lost a connection waits until another one reports why its ranks failed."""
+"""Seconds that a launcher waits for the cause from another node, after its ranks lost a connection."""
 POLL_SECONDS = 0.05
 EXIT_BARRIER_SECONDS = 10.0
 WAIT_REPORT_SECONDS = 15.0

@@ -168,7 +168,7 @@ class Plain(torch.optim.SGD):
         ),
         (
             "lr: 0.5, betas: [0.75, 0.5]",
-            "_target_: tests.unit.train.train.test_param_groups.Plain",
+            "_target_: tests.unit.training.runs.test_param_groups.Plain",
             "Plain lr 0.5 0.75",
         ),
     ],
@@ -179,7 +179,7 @@ def test_a_group_with_its_own_optimizer_has_the_settings_of_the_section(
     recipe = training.write_recipe(tmp_path)
     given = f"--optimizer={{{section}, groups: [{{params: [hidden_matrices], {group}}}]}}"
     run = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
-    trust = ("--trust", "tests.unit.train.train.test_param_groups")
+    trust = ("--trust", "tests.unit.training.runs.test_param_groups")
     assert main([str(recipe), given, run, *trust, "--step_scheduler.max_steps=1"]) == 0
     name, _, rate, *_, decay = logged.split()
     line = re.compile(rf" {name}, .* \(hidden_matrices\): .*, lr {rate}, weight decay {decay}\n")
