@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.unit.training.runs.test_seq2seq import MODELS, losses, write
 
 from automodel_ckpt.recipes.seq2seq import Seq2Seq
 from tests.support.runs.like_one_process import Way, check_killed_run, check_like_one_process
 from tests.support.runs.pair_recipes import training
+from tests.unit.training.runs.test_seq2seq import MODELS, losses, write
 
 TRAINING = partial(training, recipe_class=Seq2Seq)
 STEPS = "--step_scheduler.max_steps=4"

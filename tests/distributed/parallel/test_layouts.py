@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.unit.training.runs.test_seq2seq import MODELS
-from tests.unit.training.runs.test_seq2seq import write as write_seq2seq
 
 from automodel_ckpt.cli.train import main
 from tests.distributed.kinds.test_pretrain import TEXT as PRETRAIN
@@ -22,6 +20,8 @@ from tests.support import ranks
 from tests.support.runs.pair_recipes import write_embedding, write_reranker
 from tests.support.runs.preference import step_records, write_run
 from tests.support.runs.training import RECIPE, write_recipe
+from tests.unit.training.runs.test_seq2seq import MODELS
+from tests.unit.training.runs.test_seq2seq import write as write_seq2seq
 
 LAYOUTS = {
     "fsdp2": ("--distributed.strategy=fsdp2",),
