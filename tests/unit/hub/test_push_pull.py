@@ -107,6 +107,27 @@ def test_an_adapter_has_no_paths_of_this_machine(
     assert "the repository is public" in capsys.readouterr().err
 
 
+def test_names_from_files_stay_text_in_the_card(
+    hub: HubServer, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    breaks = (
+        "\n---\nevil: true\n# evil\u2028evil: true\u2029evil: true\u0085evil: true\r\x1b[2J| a |\n"
+    )
+    metric = {"name": breaks, "task": breaks, "metric": breaks, "value": 0.5, "stderr": 0.1}
+    results = tmp_path / "eval.json"
+    results.write_text(json.dumps({"model": breaks, "metrics": [metric]}))
+    license_name = json.dumps(breaks)
+    base = f"---\nlicense: other\nlicense_name: {license_name}\nlicense_link: LICENSE\n---\n"
+    hub.add("org/base", {"README.md": base.encode()})
+    given = [str(runs / "lora"), TARGET, "--base-model", "org/base", "--eval", str(results)]
+    assert main(["card", *given]) == 0
+    text = capsys.readouterr().out
+    assert "evil" in text
+    assert set(text) - {"\n"} == {letter for letter in text if letter.isprintable()}
+    assert not [line for line in text.split("\n") if line.lstrip().startswith(("evil:", "# evil"))]
+    assert "evil" not in ModelCard(text).data.to_dict()
+
+
 def test_the_card_states_what_was_trained_on_what(
     hub: HubServer, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
