@@ -8,13 +8,17 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import AutoTokenizer
 
 from automodel_ckpt.base.bounded_templates import BoundedEnvironment
 from automodel_ckpt.cli import ckpt, train
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.measure import harness
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 
 Capture = pytest.CaptureFixture[str]
@@ -184,6 +188,29 @@ def test_templates_of_fields_have_the_same_limits(
     )
     assert train.main(["--show-samples", "1", str(directory / "fields.yaml")]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_harness_whose_model_renders_a_template_has_the_same_limits(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for lm_eval's model class, which calls the tokenizer as that one does."""
+
+    class HFLM:
+        def __init__(self, tokenizer: Any) -> None:
+            self.tokenizer = tokenizer
+
+        def apply_chat_template(self, conversation: list[dict[str, str]]) -> Any:
+            return self.tokenizer.apply_chat_template(conversation, tokenize=False)
+
+    module = ModuleType("lm_eval.models.huggingface")
+    vars(module)["HFLM"] = HFLM
+    for name in ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface"):
+        monkeypatch.setitem(sys.modules, name, module)
+    (directory / "model/chat_template.jinja").write_text(LARGE["a product"])
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    adapter = harness._adapter(lambda: None)(tokenizer)
+    with pytest.raises(RecipeError, match="TemplateTooCostly"):
+        adapter.apply_chat_template([{"role": "user", "content": "Hello"}])
 
 
 def test_limits_hold_in_any_thread() -> None:
