@@ -343,6 +343,7 @@ def no_nodes() -> str | None:
     return node_failures.unsupported()
 
 
+@pytest.mark.timeout(600)  # two runs on two nodes, beside other tests
 def test_a_run_on_two_nodes_ends_as_if_undisturbed_and_leaves_nothing(tmp_path: Path) -> None:
     """A sender is hit while a replica is stored; a node is lost, and then a rank while it reads from the other one."""
     if reason := no_nodes():
