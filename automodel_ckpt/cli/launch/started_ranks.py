@@ -82,5 +82,6 @@ def _validate_not_mpi(environment: Mapping[str, str]) -> None:
             where="OMPI_COMM_WORLD_SIZE, PMI_SIZE",
             value=size,
             hint="set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each, or start one process per "
-            "node with --nproc-per-node, --nnodes and --rdzv-endpoint",
+            "node with --nproc-per-node, --nnodes and --rdzv-endpoint; to train with one process, run "
+            "`unset OMPI_COMM_WORLD_SIZE PMI_SIZE` first",
         )
