@@ -88,8 +88,8 @@ class FusedAdamW(torch.optim.AdamW):
     everything else: groups with tensors of several types or devices, amsgrad, maximize, closures and hooks.
 
     On a GPU, a Triton kernel updates float32 tensors of at least :data:`LEAST_ELEMENTS` elements. It has the operations
-    of torch's kernel in the same order, each with the same rounding. On an H200, all results were bit-equal
-    (tools/bench/adamw.py); elsewhere, the last bits can differ where a compiler combines a product and a sum
+    of torch's kernel in the same order, each with the same rounding. On an H200, all results were bit-equal;
+    elsewhere, the last bits can differ where a compiler combines a product and a sum
     differently. A step that divides gradients may leave ``grad`` as it was, or divided.
     """
 

@@ -20,8 +20,8 @@ from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.training.values.disk_use import kept_at_once, still_to_come
 from tests.support.models.mtp import FAMILIES
+from tests.support.runs.forecast_cases import CASES, write_recipe
 from tests.support.servers.command_server import CommandServer
-from tools.null_cuda.forecasts import CASES, write_recipe
 
 RECIPE = """
 model:
@@ -297,7 +297,7 @@ def test_the_memory_on_a_gpu_is_that_of_the_largest_phase_of_a_step(
     assert in_tensors == pytest.approx(PEAKS[setting], rel=0.03)
 
 
-# The same of recipes in tools/null_cuda/forecasts.py, which prints these peaks, with the workspace of matrix products.
+# The peaks of the recipes in forecast_cases.py, with the workspace of matrix products.
 PEAKS_OF_KINDS = {
     "dpo": 9.06e9,
     "embedding": 7.63e9,

@@ -7,11 +7,9 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ import pytest
 from automodel_ckpt.base.durable_io import fsync_directory
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
-from tests.support.servers import networks
 from tests.support.servers.command_server import CommandServer, Starting
 from tools.crash import (
     endurance,
@@ -28,12 +25,9 @@ from tools.crash import (
     inspect,
     jobs,
     kill,
-    node_failures,
     pair,
-    points,
     power,
     record,
-    remote,
     signals,
     syscalls,
 )
@@ -327,64 +321,6 @@ def test_a_torn_directory_and_a_stray_file_are_reported(tmp_path: Path) -> None:
     assert "no manifest" in inspect.damage(tmp_path)[0]
     assert inspect.leftovers(tmp_path, running=False) == ["left over: .trash-1"]
     assert Loaded(1, 1) != Loaded(1, None)
-
-
-def test_no_kill_of_a_sample_leaves_an_incomplete_checkpoint_in_a_store() -> None:
-    next_one, back = (each for each in remote.SCENARIOS if each.name in ("next", "back"))
-    with remote.bench() as made:
-        for point in (remote.Point(next_one, "after", 45), remote.Point(back, "before", 75)):
-            _, wrong, request = remote.judge(made, point, 1.0)
-            assert wrong == [], request
-            assert request != "a random instant"
-
-
-@functools.cache
-def no_nodes() -> str | None:
-    return node_failures.unsupported()
-
-
-@pytest.mark.timeout(600)  # two runs on two nodes, beside other tests
-def test_a_run_on_two_nodes_ends_as_if_undisturbed_and_leaves_nothing(tmp_path: Path) -> None:
-    """A sender is hit while a replica is stored; a node is lost, and then a rank while it reads from the other one."""
-    if reason := no_nodes():
-        pytest.skip(reason)
-    names = ("a replica's file is stored", "a range of another node is read")
-    chosen = tuple(point for point in points.PROCESSES if point.name in names)
-    done = node_failures.run(
-        points_wanted=2,
-        seed=SEED,
-        seconds=150,
-        base=tmp_path,
-        ways=[replace(node_failures.MEMORY, points=chosen, random_share=0, arrived_share=1)],
-        per_node=1,
-        steps=6,
-    )
-    assert done.failures == [] and done.points >= 2 and all(done.marked.values())
-
-
-ENDED = """
-import os, signal
-from tests.support.servers.nodes import begun_nodes
-from tools.crash.sigterm import end_in_order_on_sigterm
-end_in_order_on_sigterm()
-with begun_nodes(("10.77.45.1",)) as (node,):
-    print(node.name, flush=True)
-    signal.pause()
-"""
-
-
-def test_a_campaign_that_gets_sigterm_removes_its_networks_and_their_processes() -> None:
-    if reason := no_nodes():
-        pytest.skip(reason)
-    with subprocess.Popen(
-        [sys.executable, "-c", ENDED], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        assert process.stdout is not None
-        name = process.stdout.readline().strip()
-        assert name in networks.ip("netns", "list")
-        process.terminate()
-    assert process.returncode == 128 + signal.SIGTERM
-    assert name.rpartition("-")[0] not in networks.ip("netns", "list")
 
 
 @pytest.mark.parametrize("is_of_start_before", [True, False])

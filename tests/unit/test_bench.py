@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.support.servers.command_server import CommandServer
-from tools.bench import adamw as bench_adamw
 from tools.bench import loop as bench_loop
 from tools.bench import loss_head as bench_loss_head
 from tools.bench import loss_kernels as bench_loss_kernels
@@ -175,17 +174,3 @@ def test_every_implementation_of_the_loss_is_compared_on_a_device(
             assert ("error_weight" in rows[name]) == trained
             assert rows[name]["time_in_products"] > 0
     assert capsys.readouterr().out.count("| ours, torch |") == 2
-
-
-def test_kernels_of_adamw_are_compared_on_a_cpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    file = tmp_path / "figures.json"
-    bench_adamw.main(["--dry-run", "--json", str(file)])
-    found = json.loads(file.read_text())
-    of_8_bit = found.pop("8-bit moments")
-    assert list(found) == ["copies", "torch", "torch, divided"]
-    assert list(of_8_bit) == ["float32, chunks", "bfloat16, chunks"]
-    assert all(row["ms"] > 0 for row in (found | of_8_bit).values())
-    assert "8,231 parameters in 3 tensors" in capsys.readouterr().out

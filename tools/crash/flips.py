@@ -197,21 +197,9 @@ def _truncate(path: Path, _: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
-def _empty(path: Path, _: Path) -> None:
-    os.truncate(path, 0)
-
-
 def _extend(path: Path, _: Path) -> None:
     with open(path, "ab") as file:
         file.write(b"\0")
-
-
-def _delete(path: Path, _: Path) -> None:
-    path.unlink()
-
-
-def _swap(path: Path, older: Path) -> None:
-    shutil.copyfile(older, path)
 
 
 def _link(path: Path, older: Path) -> None:
@@ -219,14 +207,14 @@ def _link(path: Path, older: Path) -> None:
     path.symlink_to(older)
 
 
-DAMAGES: tuple[Callable[[Path, Path], None], ...] = (
-    _truncate,
-    _empty,
-    _extend,
-    _delete,
-    _swap,
-    _link,
-)
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "truncated": _truncate,
+    "emptied": lambda path, _: os.truncate(path, 0),
+    "extended": _extend,
+    "deleted": lambda path, _: path.unlink(),
+    "swapped": lambda path, older: shutil.copyfile(older, path),
+    "linked": _link,
+}
 
 
 def damage_files(bench: Bench, record: Record) -> None:
@@ -235,11 +223,11 @@ def damage_files(bench: Bench, record: Record) -> None:
     manifest = Manifest.read(checkpoint)
     for file in (*manifest.files, layout.MANIFEST):
         whole = (checkpoint / file).read_bytes()
-        for damage in DAMAGES:
-            if not whole and damage in (_truncate, _empty):
+        for kind, damage in DAMAGES.items():
+            if not whole and kind in ("truncated", "emptied"):
                 continue
             damage(checkpoint / file, older / file)
-            _judge_file(bench, record, checkpoint, file, whole, damage.__name__.strip("_"))
+            _judge_file(bench, record, checkpoint, file, whole, kind)
             (checkpoint / file).unlink(missing_ok=True)
             (checkpoint / file).write_bytes(whole)
 

@@ -8,14 +8,14 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 DIRECTORY = Path("runs/crash")
 _SHOWN = 20
-_TELL_SECONDS = 60
+_REPORT_SECONDS = 60
 
 
 @dataclass
@@ -28,12 +28,8 @@ class Record:
     points: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[dict[str, Any]] = field(default_factory=list)
-    marked: Counter[str] = field(default_factory=Counter)
-    """The failures at each marked point that must have one."""
     notes: dict[str, Any] = field(default_factory=dict)
-    table: str = ""
-    """The results in Markdown, of campaigns that measure costs."""
-    _told: float = field(default_factory=time.time)
+    _reported: float = field(default_factory=time.time)
 
     def add(self, outcome: str, violations: Sequence[str] = (), **point: Any) -> None:
         """One point and what it came to; *point* is what one needs to run it again."""
@@ -43,31 +39,9 @@ class Record:
             self.failures.append({"violations": list(violations), "outcome": outcome, **point})
             if len(self.failures) <= _SHOWN:
                 print(f"VIOLATION {point}: {'; '.join(violations)}", file=sys.stderr, flush=True)
-
-        if time.time() - self._told > _TELL_SECONDS:
-            self._told = time.time()
+        if time.time() - self._reported > _REPORT_SECONDS:
+            self._reported = time.time()
             print(self.summary, file=sys.stderr, flush=True)
-
-    def require(self, points: Iterable[str]) -> None:
-        """Note the marked points for which :meth:`count_at` has to be called."""
-        self.marked.update(dict.fromkeys(points, 0))
-
-    def count_at(self, point: str) -> None:
-        """Count a failure at a marked point."""
-        self.marked[point] += 1
-
-    def note_missing(self) -> None:
-        """Report the marked points without a failure: a campaign with a time limit may not reach all."""
-        if missing := [point for point, count in self.marked.items() if not count]:
-            self.notes["no failure at"] = missing
-            print(f"no failure in the time at: {', '.join(missing)}", flush=True)
-
-    def add_all(self, other: Record) -> None:
-        """Add what another process of the campaign has found."""
-        self.points += other.points
-        self.outcomes.update(other.outcomes)
-        self.failures += other.failures
-        self.marked.update(other.marked)
 
     @property
     def summary(self) -> str:
@@ -90,12 +64,9 @@ class Record:
             "started": self.started,
             "outcomes": dict(self.outcomes),
             "failures": self.failures,
-            "marked points": dict(self.marked),
             "notes": self.notes,
             "machine": platform.platform(),
         }
         path.write_text(json.dumps(document, indent=1, default=str) + "\n")
-        if self.table:
-            print(self.table)
         print(self.summary, flush=True)
         return 1 if self.failures or not self.points else 0

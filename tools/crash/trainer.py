@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -29,16 +29,11 @@ class Mark(NamedTuple):
 
 @dataclass
 class Trainer:
-    """A started command. *directory* gets its output, its marks and its temporary files.
-
-    *enter* is called in the process of the command first. Marks may be in another directory, *marks_at*.
-    """
+    """A started command. *directory* gets its output, its marks and its temporary files."""
 
     words: Sequence[str]
     directory: Path
     environment: Mapping[str, str]
-    enter: Callable[[], None] | None = None
-    marks_at: Path | None = None
     pid: int = 0
     code: int | None = None
     _marks: dict[int, tuple[int, list[Mark]]] = field(default_factory=dict)
@@ -64,15 +59,13 @@ class Trainer:
         gc.freeze()
         try:
             os.setsid()
-            if self.enter is not None:
-                self.enter()
             output = os.open(self.directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             for number in (1, 2):
                 os.dup2(output, number)
             os.environ.update(self.environment)
             os.environ |= {
                 "TMPDIR": str(self.directory / "tmp"),
-                "CRASH_MARKS": str(self.marks_directory),
+                "CRASH_MARKS": str(self.directory),
             }
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
             tempfile.tempdir = None  # it was asked for before
@@ -93,11 +86,6 @@ class Trainer:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return main(list(self.words))
 
-    @property
-    def marks_directory(self) -> Path:
-        """Where the ranks note what they do."""
-        return self.marks_at or self.directory
-
     def wait(self, seconds: float) -> bool:
         """Whether the command ends within so many seconds; then *code* is its exit code, negative for a signal."""
         end = time.monotonic() + seconds
@@ -115,7 +103,7 @@ class Trainer:
         """What this rank has noted so far."""
         done, known = self._marks.get(rank, (0, []))
         try:
-            with (self.marks_directory / f"marks_{rank}").open() as file:
+            with (self.directory / f"marks_{rank}").open() as file:
                 file.seek(done)
                 text = file.read()
         except FileNotFoundError:

@@ -25,7 +25,7 @@ from automodel_ckpt.training.forecast.step_trace import HeadMemory, StepTrace
 from automodel_ckpt.training.model.sections import is_fully_sharded, num_micro_batches
 from automodel_ckpt.training.recipe import Recipe
 
-# Measured by tools/bench/forecast.py: the heap keeps holes between long-lived tensors.
+# Measured: the heap keeps holes between long-lived tensors.
 _HEAP = 2.2
 _BLOCKS = 1.03
 """CUDA's caching allocator rounds sizes up, and keeps parts of blocks that no tensor fits in."""
@@ -93,7 +93,7 @@ def estimate_activations(recipe: Recipe, pipeline_rank: int = 0) -> Activations 
         # losses before there are gradients.
         of_other = last_other = of_other + head.waiting_bytes
     of_others = int(num_others * of_other)
-    # On a CPU, short-lived tensors leave holes in the heap between long-lived ones (tools/bench/forecast.py).
+    # On a CPU, short-lived tensors leave holes in the heap between long-lived ones.
     factor = _BLOCKS if layout.device.type == "cuda" else _HEAP
 
     def of_all(peak: int) -> int:

@@ -34,7 +34,6 @@ from tests.support.runs.parallel import (
     train_steps,
 )
 from tests.support.runs.training import MODEL, RECIPE, train, write_recipe
-from tools.compare_families import difference, families, plain_run, sharded_run, small_config
 
 MIXED = "--distributed.mixed_precision=bfloat16"
 LINEAR = ("--lr_scheduler.decay_steps=3", "--step_scheduler.max_steps=3")
@@ -153,19 +152,6 @@ def plain_steps(num_parts: int) -> list[tuple[float, float]]:
         optimizer.zero_grad()
         steps.append((total / num_labels, norm.item()))
     return steps
-
-
-def test_families_are_compared_with_plain_torch() -> None:
-    def differences() -> tuple[float, float]:
-        family = next(each for each in families() if each.name == "llama")
-        config = small_config(family.name)
-        steps = sharded_run(family, config)
-        later = [step._replace(loss=step.loss * 1.01) for step in steps]
-        return difference(steps, plain_run(family, config)), difference(later, steps)
-
-    equal, changed = ranks.run(differences, 1)[0]
-    assert equal == 0
-    assert changed == pytest.approx(0.01)
 
 
 def test_on_one_rank_fsdp2_casts_what_trains_and_leaves_a_base_in_16_bits_alone() -> None:

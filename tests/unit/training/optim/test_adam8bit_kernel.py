@@ -5,10 +5,8 @@ On a CPU, it runs in Triton's interpreter (`make kernels`)."""
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from torch import nn
 from automodel_ckpt.optim import adam8bit
 from automodel_ckpt.optim.adam8bit import AdamW8bit, update_blocks
 from automodel_ckpt.optim.moment_codes import dynamic_table, nearest
-from tools.bench import adamw as bench_adamw
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -324,16 +321,3 @@ def test_the_kernel_can_be_tried() -> None:
     from automodel_ckpt.optim import adam8bit_kernel
 
     adam8bit_kernel.try_once(torch.device(DEVICE))
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="the dry run is for the interpreter")
-def test_candidates_for_a_gpu_are_compared(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    bench_adamw.main(["--dry-run", "--moments", "8-bit", "--json", str(file)])
-    (found,) = json.loads(file.read_text()).values()
-    for kind in ("float32", "bfloat16"):
-        differences = found.pop(f"{kind}, differences")
-        assert differences["codes_differ"] <= (0 if is_exact() else 100)
-        assert differences["largest_in_rates"] < 20
-    assert len(found) == 2 * (1 + len(bench_adamw.CANDIDATES_8_BIT))
-    assert all(row["ms"] > 0 for row in found.values())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from automodel_ckpt.optim import build as optim
 from automodel_ckpt.optim.build import FusedAdamW
 from tests.distributed.parallel.test_optim import values_after_steps
 from tests.support import ranks
-from tools.bench import adamw as bench_adamw
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -233,14 +230,3 @@ def test_the_kernel_can_be_tried() -> None:
     from automodel_ckpt.optim import adamw_kernel
 
     adamw_kernel.try_once(torch.device(DEVICE))
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="the dry run is for the interpreter")
-def test_candidates_for_a_gpu_are_compared(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    bench_adamw.main(["--dry-run", "--moments", "float32", "--json", str(file)])
-    found = json.loads(file.read_text())
-    differences = found.pop("differences")
-    assert len(found) == 4 + len(bench_adamw.CANDIDATES)
-    assert all(row["ms"] > 0 for row in found.values())
-    assert differences["largest_in_rates"] < 0.01

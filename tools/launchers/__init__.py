@@ -1,1 +1,0 @@
-"""Check what `ckpt-train --write-launcher` writes for Kubernetes and SkyPilot: `make launchers`."""

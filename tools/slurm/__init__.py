@@ -1,1 +1,0 @@
-"""Run examples/slurm/train.sbatch on a temporary Slurm: `make slurm`."""
