@@ -48,8 +48,8 @@ from automodel_ckpt.checkpoint.state.objects import ObjectPlanner
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree, trained_by_all
 from automodel_ckpt.checkpoint.state.optimizer_state import (
     check_consistent,
+    check_flat,
     digests_of_own,
-    locations,
 )
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values, check_storable
 from automodel_ckpt.errors import SaveFailed
@@ -87,7 +87,7 @@ class Planner:
                 for index, group in enumerate(item.value.param_groups):
                     options = _group_options(index, group)
                     check_safe_values(item.name, options)
-                    locations(options)
+                check_flat(item.name, {"state": {}, "param_groups": item.value.param_groups})
 
     # ---------------------------------------------------------------- what this rank has
 

@@ -18,6 +18,7 @@ from automodel_ckpt.checkpoint.state.module_tensors import (
     stored_layout,
     unwrap,
 )
+from automodel_ckpt.checkpoint.state.optimizer_state import saved_entries
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -81,13 +82,10 @@ def _formerly_frozen(manifest: Manifest, item: Item, tree: Tree) -> set[str]:
     for name, record in manifest.state.items():
         if record.kind != "optimizer" or name not in manifest.trees:
             continue
-        prefix = f"{name}.state.{item.name.replace('.', '%')}."
-        for key in manifest.trees[name].tensors:
-            # The FQN ends at one of the dots.
-            entry = key.removeprefix(prefix) if key.startswith(prefix) else ""
-            while "." in entry:
-                entry = entry.rpartition(".")[0]
-                with_state.add(entry)
+        module = f"{item.name.replace('.', '%')}."
+        for fqn, _ in saved_entries(name, manifest.trees[name].tensors):
+            if fqn.startswith(module):
+                with_state.add(fqn.removeprefix(module))
     if not with_state:
         # An optimizer without state, or none: what was trained is not known.
         return set()

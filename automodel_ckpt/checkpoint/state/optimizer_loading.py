@@ -17,21 +17,13 @@ from automodel_ckpt.checkpoint.parts.tree import Tree
 from automodel_ckpt.checkpoint.state.mismatch import check_differences, unusable
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, trained_by_all
 from automodel_ckpt.checkpoint.state.optimizer_state import (
-    FORMS,
-    Forms,
     Location,
-    StateAllocator,
-    forms_in,
+    allocate_late_entries,
     load_read_state,
     locations,
+    saved_entries,
 )
-from automodel_ckpt.checkpoint.state.param_groups import (
-    CYCLE,
-    CYCLE_OPTIONS,
-    GroupMatch,
-    match_groups,
-    other_kind,
-)
+from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups, other_kind
 from automodel_ckpt.errors import CheckpointUnusable
 
 log = logging.getLogger("automodel_ckpt")
@@ -70,8 +62,7 @@ class OptimizerLoader:
         others = self._schedules_of_another_kind(item, items, tree, state)
         self._absent = {**self._absent, **dict.fromkeys(others, "lr_scheduler")}
         try:
-            cycle = self._one_cycle(item, items, tree, state)
-            targets = self._optimizer_targets(item, tree, owners, state, cycle)
+            targets = self._optimizer_targets(item, tree, owners, state)
         except CheckpointUnusable as error:
             if name not in self._allow_missing:
                 raise
@@ -84,18 +75,12 @@ class OptimizerLoader:
             container[index] = targets.values[key]
         load = partial(owners.set_optimizer_state, item)
         load_read_state(item.value, state[name], targets.parameters, load)
-        if cycle is not None:
-            for group, source in zip(item.value.param_groups, targets.match.sources, strict=True):
-                if source is not None:
-                    group.update(cycle[source])
         for scheduler in items:
             if scheduler.name in others:
                 continue
             if scheduler.owner == name and scheduler.name in state:
                 (saved_schedule,) = state[scheduler.name]
                 schedule = targets.match.schedule_state(saved_schedule, scheduler.value)
-                if cycle is not None:
-                    schedule["base_lrs"] = [g["initial_lr"] for g in item.value.param_groups]
                 scheduler.value.load_state_dict(schedule)
         return others
 
@@ -127,36 +112,12 @@ class OptimizerLoader:
             found.add(scheduler.name)
         return frozenset(found)
 
-    def _one_cycle(
-        self, item: Item, items: list[Item], tree: Tree, state: dict[str, Any]
-    ) -> list[dict[str, Any]] | None:
-        """Return the options of each saved group that only OneCycleLR has, from an imported schedule.
-
-        None if the run has another schedule, or the checkpoint has these options as its groups' own.
-        """
-        groups = state[item.name]["param_groups"]
-        first = f"{item.name}.param_groups.0.{CYCLE_OPTIONS[0]}"
-        if first in tree.objects or not any(CYCLE_OPTIONS[0] in group for group in groups):
-            return None
-        for scheduler in items:
-            if scheduler.owner == item.name and scheduler.name in tree.objects:
-                (saved,) = read_object(self._path, tree, scheduler.name, self._remote)
-                if CYCLE in saved:
-                    return list(saved[CYCLE])
-        return None
-
     def _optimizer_targets(
-        self,
-        item: Item,
-        tree: Tree,
-        owners: Owners,
-        state: dict[str, Any],
-        cycle: list[dict[str, Any]] | None,
+        self, item: Item, tree: Tree, owners: Owners, state: dict[str, Any]
     ) -> _OptimizerTargets:
         """Where the saved values of an optimizer are read to in *state*, which gets a location for each of them.
 
-        With *cycle*, the options of OneCycleLR are not among them: they are in the state of the schedule. Raises
-        :class:`CheckpointUnusable` if the optimizer has other state.
+        Raises :class:`CheckpointUnusable` if the optimizer has other state.
         """
         name = item.name
         optimizer_state = state[name]
@@ -164,18 +125,17 @@ class OptimizerLoader:
         groups = [group["params"] for group in optimizer_state["param_groups"]]
         absent = {key: kind for key, kind in self._absent.items() if key in self._allow_missing}
         match = match_groups(name, saved_groups, groups, tree, _module_prefixes(absent))
-        skipped = _Skipped(name, absent, match, without_cycle=cycle is not None)
-        saved_forms, tree = self._forms(name, tree)
-        forms, tree = match.renumbered_forms(saved_forms), match.renumbered(tree)
+        skipped = _Skipped(name, absent, match)
+        tree = match.renumbered(tree)
+        stored = {*tree.tensors, *tree.objects}
 
         # What the checkpoint has no state for starts without: its state was created here only to be read into.
-        without_state = _without_state(name, tree, saved_groups)
-        without_state -= {fqn for _, fqn in forms}
+        without_state = {fqn for group in saved_groups for fqn in group}
+        without_state -= {fqn for fqn, _ in saved_entries(name, stored)}
         for fqn in list(optimizer_state["state"]):
             if fqn in without_state or skipped.drops(f"{name}.state.{fqn}."):
                 del optimizer_state["state"][fqn]
 
-        stored = {*tree.tensors, *tree.objects}
         optional: frozenset[str] = getattr(item.value, "optional_state", frozenset())
         for fqn, entry in optimizer_state["state"].items():
             for key in optional & entry.keys():
@@ -183,10 +143,10 @@ class OptimizerLoader:
                     del entry[key]
 
         parameters = owners.parameters(item, optimizer_state)
-        here = _locations(name, state)
+        here = locations(name, state)
         tree = _select(tree, lambda key: skipped.takes(key, on_both_sides=key in here))
-        StateAllocator(name, tree, forms, parameters).allocate_in(optimizer_state)
-        here = _locations(name, state)
+        allocate_late_entries(name, tree, optimizer_state, parameters)
+        here = locations(name, state)
         values: dict[str, Any] = {}
         for key, (container, index) in here.items():
             if skipped.takes(key, on_both_sides=key in stored):
@@ -211,14 +171,6 @@ class OptimizerLoader:
         schedulers = [each.name for each in items if each.owner == item.name]
         return frozenset((item.name, *schedulers))
 
-    def _forms(self, name: str, tree: Tree) -> tuple[Forms, Tree]:
-        """(container forms saved for the optimizer *name*, the tree without them)."""
-        key = f"{name}.{FORMS}"
-        if key not in tree.objects:
-            return {}, tree
-        forms = forms_in(read_object(self._path, tree, key, self._remote))
-        return forms, _select(tree, lambda entry: entry != key)
-
     def _groups(self, name: str, tree: Tree) -> list[list[str]]:
         """The parameters of each group that the optimizer *name* had, by FQN."""
         prefix = f"{name}.param_groups."
@@ -226,32 +178,6 @@ class OptimizerLoader:
         # By number: as text, group 10 would come before group 2.
         keys.sort(key=lambda key: int(key.split(".")[-2]))
         return [read_object(self._path, tree, key, self._remote) for key in keys]
-
-
-def _locations(name: str, state: dict[str, Any]) -> dict[str, Location]:
-    """The location of each value of an optimizer's state by flat name, without the parameter lists of groups."""
-    prefix = f"{name}.param_groups."
-    found: dict[str, Location] = {}
-    for key, location in locations(state).items():
-        if not (key.startswith(prefix) and key.endswith(".params")):
-            found[key] = location
-    return found
-
-
-def _without_state(name: str, tree: Tree, groups: list[list[str]]) -> set[str]:
-    """The parameters that the optimizer *name* was to train, and that no step had updated when it was saved."""
-    trained = {fqn for group in groups for fqn in group}
-    prefix = f"{name}.state."
-    for key in (*tree.tensors, *tree.objects):
-        if not key.startswith(prefix):
-            continue
-        # The FQN ends at one of the dots: both FQNs and the keys that follow may contain dots.
-        entry = key.removeprefix(prefix)
-        end = entry.find(".")
-        while end >= 0:
-            trained.discard(entry[:end])
-            end = entry.find(".", end + 1)
-    return trained
 
 
 def _module_prefixes(absent: Mapping[str, str]) -> tuple[str, ...]:
@@ -278,19 +204,16 @@ class _Skipped:
     """Which values of an optimizer are skipped because attributes in *absent* (name: kind) are on one side only.
 
     These are the state of absent modules, groups without other parameters, and the options that an absent LR scheduler
-    adds. *match* is the match of its groups to the saved ones. *without_cycle*: the options of OneCycleLR, too.
+    adds. *match* is the match of its groups to the saved ones.
     """
 
-    def __init__(
-        self, name: str, absent: Mapping[str, str], match: GroupMatch, *, without_cycle: bool
-    ) -> None:
+    def __init__(self, name: str, absent: Mapping[str, str], match: GroupMatch) -> None:
         dropped = [f"{name}.state.{prefix}" for prefix in _module_prefixes(absent)]
         if absent:
             dropped += match.new_groups
         self._dropped = tuple(dropped)
         self._schedules = {schedule for schedule, kind in absent.items() if kind == "lr_scheduler"}
         self._options = f"{name}.param_groups."
-        self._cycle = CYCLE_OPTIONS if without_cycle else ()
 
     def drops(self, name: str) -> bool:
         """Whether a name of the (flat) tree belongs to what is absent."""
@@ -299,8 +222,6 @@ class _Skipped:
     def takes(self, name: str, *, on_both_sides: bool) -> bool:
         """Whether a name is compared and read: it is on both sides, or must be."""
         if self.drops(name):
-            return False
-        if name.startswith(self._options) and name.endswith(self._cycle):
             return False
         if on_both_sides or not self._schedules:
             return True

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.parts.discovery import Item
 from automodel_ckpt.checkpoint.state.module_tensors import has_plain_names, unwrap, without_memory
-from automodel_ckpt.checkpoint.state.optimizer_state import FORMS, forms_of
+from automodel_ckpt.checkpoint.state.optimizer_state import check_flat
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger("automodel_ckpt")
@@ -158,9 +158,8 @@ def optimizer_tree(
     if state is None:
         with _no_state_creation(item.value):
             state = owners.optimizer_state(item)
-    forms = {} if create else forms_of(state)
-    if forms:
-        state[FORMS] = (forms,)
+    if not create:
+        check_flat(item.name, state)
     tree[item.name] = state
     return tree
 

@@ -1,14 +1,11 @@
-"""Containers in an optimizer's state, entries created late, and values that PyTorch would not load unchanged.
+"""What an optimizer stores: flat entries, some created late, and values that PyTorch would not load unchanged.
 
-A checkpoint stores an optimizer's state flat, by text names. What names cannot express about its containers (keys that
-are not text, empty containers, lists) is stored in one more value, the *forms*: a copy of each entry with None in
-place of its leaves.
+A checkpoint stores an optimizer's state flat, by text names. Containers of tensors within it are rejected.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,47 +19,49 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
-FORMS = "forms"
-"""The key beside ``state`` and ``param_groups``: forms by (one of these, FQN or number), in a tuple, which DCP keeps
-whole."""
-_MAPPINGS = (dict, OrderedDict, Counter)
 # Values that Optimizer.load_state_dict loads unchanged, or only moves and casts.
 _LOADED_BY_TORCH = (torch.Tensor, bool, int, float, complex, type(None))
-_ABSENT = object()
 _OF_ALL = ".state.*."
 
-Forms = Mapping[tuple[str, Any], Any]
-Location = tuple[Any, Any]
-"""A container, and the key or index of a value in it."""
+Location = tuple[dict[str, Any], str]
+"""A mapping, and the key of a value in it."""
 
 
-def locations(root: Any, prefix: str = "") -> dict[str, Location]:
-    """The position of each value in a tree of containers, by the flat name that DCP's planner gives it.
+def locations(name: str, state: dict[str, Any]) -> dict[str, Location]:
+    """Return the position of each value in the state of the optimizer *name*, by the flat name that DCP gives it.
 
-    Raises :class:`RecipeError` where two values have the same name.
+    The other entries of *state* are those of LR schedulers. The parameter lists of groups are left out.
     """
-    found: dict[str, Location] = {}
-    for key, value in _items(root):
-        name = f"{prefix}.{key}" if prefix else str(key)
-        inner = {name: (root, key)}
-        if _is_container(value):
-            inner = locations(value, name)
-        duplicates = inner.keys() & found.keys()
-        if duplicates:
-            raise RecipeError(
-                "two values in the state of an optimizer have the same name",
-                where=min(duplicates),
-                value=f"the key {key!r}",
-                hint="use keys that differ as text, without dots",
-            )
-        found |= inner
+    found: dict[str, Location] = {key: (state, key) for key in state if key != name}
+    for prefix, entry in _entries(name, state[name]):
+        for key in entry:
+            if key != "params":
+                found[f"{prefix}.{key}"] = (entry, key)
     return found
 
 
-def _items(container: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(container, Mapping):
-        return container.items()
-    return enumerate(container)
+def check_flat(name: str, state: Mapping[str, Any]) -> None:
+    """Raise :class:`RecipeError` for values in the state of the optimizer *name* that flat names cannot express."""
+    for prefix, entry in _entries(name, state):
+        for key, value in entry.items():
+            if key == "params":
+                continue
+            if type(key) is not str or "." in key or _is_container(value):
+                raise RecipeError(
+                    "an optimizer's state cannot be stored: a checkpoint has no containers in it",
+                    where=f"{prefix}.{key}",
+                    value=f"the key {key!r}, {type(value).__module__}.{type(value).__qualname__}",
+                    hint="keep tensors, numbers, text and tuples under text keys without dots, or leave the state out "
+                    "(checkpoint.save_optimizer: false)",
+                )
+
+
+def _entries(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the entries of all parameters and groups, each with the prefix of its flat names."""
+    for fqn, entry in state["state"].items():
+        yield f"{name}.state.{fqn}", entry
+    for number, group in enumerate(state["param_groups"]):
+        yield f"{name}.param_groups.{number}", group
 
 
 def _is_container(value: Any) -> bool:
@@ -74,43 +73,6 @@ def _is_container(value: Any) -> bool:
     # Must agree with traverse_state_dict of torch.distributed.checkpoint (2.13), which flattens the
     # state: a different answer gives names that no saved value has.
     return any(isinstance(element, torch.Tensor) or _is_container(element) for element in value)
-
-
-# ---------------------------------------------------------------- save
-
-
-def forms_of(state: Mapping[str, Any]) -> dict[tuple[str, Any], Any]:
-    """The forms of ``state`` and ``param_groups`` that flat names cannot express.
-
-    Raises :class:`RecipeError` where two values have the same flat name.
-    """
-    entries: dict[tuple[str, Any], Any] = {}
-    for fqn, entry in state["state"].items():
-        entries["state", fqn] = entry
-    for index, group in enumerate(state["param_groups"]):
-        entries["param_groups", index] = group
-    forms: dict[tuple[str, Any], Any] = {}
-    for path, entry in entries.items():
-        if _needs_form(entry):
-            locations(entry, ".".join(map(str, path)))  # raises for equal names
-            forms[path] = _form(entry)
-    return forms
-
-
-def _needs_form(entry: Mapping[Any, Any]) -> bool:
-    """Whether flat names cannot express an entry: it has keys that are not text, or containers."""
-    return any(type(key) is not str or _is_container(value) for key, value in entry.items())
-
-
-def _form(value: Any) -> Any:
-    """The form of a value. A container of unknown type is kept, so that the check of unsafe values names it."""
-    if not _is_container(value):
-        return None
-    if type(value) in _MAPPINGS:
-        return type(value)({key: _form(inner) for key, inner in value.items()})
-    if type(value) is list:
-        return [_form(inner) for inner in value]
-    return value
 
 
 def digests_of_own(name: str, optimizer: Optimizer) -> dict[str, str]:
@@ -129,19 +91,8 @@ def digests_of_own(name: str, optimizer: Optimizer) -> dict[str, str]:
             entry = f"{name}{_OF_ALL}{key}"
             if entry not in hashes:
                 hashes[entry] = xxhash.xxh3_128()
-            hashes[entry].update(_digest(name, value))
+            hashes[entry].update(check_safe(name, value).encode())
     return {entry: hashed.hexdigest() for entry, hashed in hashes.items()}
-
-
-def _digest(name: str, value: Any) -> bytes:
-    """The digest of a value; of a container the digests of all values in it that are not sharded."""
-    if not _is_container(value):
-        return check_safe(name, value).encode()
-    digests: list[str] = []
-    for container, key in locations(value).values():
-        if not isinstance(container[key], DTensor):
-            digests.append(check_safe(name, container[key]))
-    return "".join(digests).encode()
 
 
 def has_digests_of_own(name: str, digests: Mapping[str, str]) -> bool:
@@ -167,116 +118,45 @@ def check_consistent(digests: Sequence[Mapping[str, str]]) -> None:
 # ---------------------------------------------------------------- load
 
 
-def forms_in(value: Any) -> Forms:
-    """The forms from the value saved under :data:`FORMS`; empty for any other value."""
-    # The file is not trusted: any plain value may have this name.
-    if type(value) is not tuple or len(value) != 1:
-        return {}
-    forms = value[0]
-    if not isinstance(forms, dict):
-        return {}
-    return forms if all(isinstance(form, dict) for form in forms.values()) else {}
+def allocate_late_entries(
+    name: str, tree: Tree, state: dict[str, Any], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """Add targets to *state* of the optimizer *name* for the entries of *tree* that it does not have yet.
 
-
-class StateAllocator:
-    """Allocates a target in *state* of the optimizer *name* for each value of *tree*.
-
-    *parameters* are those that it trains, by FQN. Entries that the tree lacks are kept and reported by the later
-    check.
+    *parameters* are those that it trains, by FQN. Entries that the tree lacks are kept and reported by the later check.
+    Raises :class:`CheckpointUnusable` where it is unknown how a value was sharded.
     """
-
-    def __init__(
-        self, name: str, tree: Tree, forms: Forms, parameters: Mapping[str, torch.Tensor]
-    ) -> None:
-        self._name, self._tree, self._forms, self._parameters = name, tree, forms, parameters
-
-    def allocate_in(self, state: dict[str, Any]) -> None:
-        """Add the targets. Raises :class:`CheckpointUnusable` where it is unknown how a value was sharded."""
-        for index, group in enumerate(state["param_groups"]):
-            form = self._forms.get(("param_groups", index))
-            if form is not None:
-                prefix = f"{self._name}.param_groups.{index}"
-                group.update(self._rebuild(form, group, prefix, None))
-        for fqn, names in self._names_by_parameter().items():
-            entry = dict(state["state"].get(fqn, {}))
-            state["state"][fqn] = entry
-            prefix, parameter = f"{self._name}.state.{fqn}", self._parameters[fqn]
-            form = self._forms.get(("state", fqn))
-            if form is not None:
-                entry.update(self._rebuild(form, entry, prefix, parameter))
-                continue
-            existing = locations(entry, prefix)
-            for name in names:
-                new_location = (entry, name.removeprefix(f"{prefix}."))
-                container, key = existing.get(name, new_location)
-                container[key] = self._leaf(_value_at(container, key), name, parameter)
-
-    def _names_by_parameter(self) -> dict[str, list[str]]:
-        """The names of the tree's values in the state of each parameter, by FQN."""
-        found: dict[str, list[str]] = {}
-        for fqn in self._parameters:
-            if ("state", fqn) in self._forms:
-                found[fqn] = []
-        prefix = f"{self._name}.state."
-        for name in (*self._tree.tensors, *self._tree.objects):
-            if not name.startswith(prefix):
-                continue
-            fqn_here = self._parameter_of(name.removeprefix(prefix))
-            if fqn_here is not None:
-                found.setdefault(fqn_here, []).append(name)
-        return found
-
-    def _parameter_of(self, name: str) -> str | None:
-        """The parameter whose FQN *name* begins with; both FQNs and the keys that follow may contain dots."""
-        end = name.find(".")
-        while end >= 0:
-            if name[:end] in self._parameters:
-                return name[:end]
-            end = name.find(".", end + 1)
-        return None
-
-    def _rebuild(self, form: Any, existing: Any, name: str, parameter: torch.Tensor | None) -> Any:
-        """The containers of *form* with targets in them: the *existing* values where there are any."""
-        if isinstance(form, Mapping):
-            kind: Callable[[Any], Any] = type(form)
-            inner: dict[Any, Any] = {}
-            for key, inner_form in form.items():
-                value = _value_at(existing, key)
-                inner[key] = self._rebuild(inner_form, value, f"{name}.{key}", parameter)
-            return kind(inner)
-        if isinstance(form, list):
-            elements = []
-            for index, inner_form in enumerate(form):
-                value = _value_at(existing, index)
-                elements.append(self._rebuild(inner_form, value, f"{name}.{index}", parameter))
-            return elements
-        return self._leaf(_ABSENT if _is_container(existing) else existing, name, parameter)
-
-    def _leaf(self, existing: Any, name: str, parameter: torch.Tensor | None) -> Any:
-        """The target that a value is read into; a placeholder for a value that is not a tensor."""
-        stored = self._tree.tensors.get(name)
-        if stored is None or isinstance(existing, torch.Tensor):
-            return None if existing is _ABSENT else existing
-        return _empty_leaf(stored, parameter)
+    entries: dict[str, dict[str, Any]] = {}
+    for fqn, key in saved_entries(name, (*tree.tensors, *tree.objects)):
+        if fqn not in parameters:
+            continue
+        if fqn not in entries:
+            # A copy: the mapping may be the optimizer's own.
+            entries[fqn] = dict(state["state"].get(fqn, {}))
+        entry, stored = entries[fqn], tree.tensors.get(f"{name}.state.{fqn}.{key}")
+        if stored is None:
+            entry.setdefault(key, None)
+        elif not isinstance(entry.get(key), torch.Tensor):
+            entry[key] = _empty_leaf(stored, parameters[fqn])
+    state["state"].update(entries)
 
 
-def _value_at(container: Any, key: Any) -> Any:
-    """The value at a key or index of a container; a marker where there is none."""
-    if isinstance(container, Mapping):
-        return container.get(key, _ABSENT)
-    if isinstance(container, list) and key < len(container):
-        return container[key]
-    return _ABSENT
+def saved_entries(name: str, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (parameter, entry) of the flat *keys* that are in the state of the optimizer *name*."""
+    prefix = f"{name}.state."
+    for key in keys:
+        if key.startswith(prefix):
+            # The name of an entry has no dots.
+            fqn, _, entry = key.removeprefix(prefix).rpartition(".")
+            yield fqn, entry
 
 
-def _empty_leaf(stored: Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
+def _empty_leaf(stored: Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A tensor for *stored*: like its parameter where the shapes are equal, else unsharded.
 
     Raises :class:`CheckpointUnusable` for a sharded parameter of another shape.
     """
     dtype = DTYPES[stored.dtype]
-    if parameter is None:
-        return torch.zeros(stored.shape, dtype=dtype, device="cpu")
     if stored.shape == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if isinstance(parameter, DTensor) and stored.shape:

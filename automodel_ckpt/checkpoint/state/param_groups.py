@@ -13,18 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from automodel_ckpt.checkpoint.parts.manifest import Tree
+from automodel_ckpt.checkpoint.state.optimizer_state import saved_entries
 
 _PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
 )
 """Entries of the LR schedulers of torch that hold one value for each parameter group."""
-CYCLE = "one_cycle"
-"""Key in the state of an imported schedule: what OneCycleLR (torch 2.13) had added to each parameter group. Only a
-recipe with this class uses it; other schedules have none of these options."""
 _PARTS = "_schedulers"
 """The schedulers that SequentialLR and ChainedScheduler contain."""
-_OF_ALL_SCHEDULES = frozenset({"base_lrs", "last_epoch", "verbose", CYCLE})
-CYCLE_OPTIONS = ("max_lr", "min_lr", "max_momentum", "base_momentum")
+_OF_ALL_SCHEDULES = frozenset({"base_lrs", "last_epoch", "verbose"})
 DIVIDED = "with different options"
 """In the reason of a group here whose parameters were in several saved groups."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -70,21 +67,12 @@ class GroupMatch:
                     objects[new_name] = blob
         return replace(tree, tensors=tensors, objects=objects)
 
-    def renumbered_forms(self, forms: Mapping[tuple[str, Any], Any]) -> dict[tuple[str, Any], Any]:
-        """The saved *forms* (see ``optimizer_state``) with the numbers that the groups have here."""
-        found = {path: form for path, form in forms.items() if path[0] != "param_groups"}
-        for number, source in enumerate(self.sources):
-            saved = ("param_groups", source)
-            if saved in forms:
-                found["param_groups", number] = forms[saved]
-        return found
-
     def schedule_state(self, saved: Mapping[str, Any], scheduler: object) -> dict[str, Any]:
         """The *saved* state of an LR scheduler with its values per parameter group in the order of the groups here.
 
         A group whose parameters are all new keeps what *scheduler* has for it.
         """
-        state = {key: value for key, value in saved.items() if key != CYCLE}
+        state = dict(saved)
         for key, value in saved.items():
             here: Any = getattr(scheduler, key, None)
             if key in _PER_GROUP:
@@ -157,8 +145,7 @@ def match_groups(
             of_groups: list[str] = []
             for source in found:
                 members = [fqn for fqn in present if group_of.get(fqn) == source]
-                others = [fqn for fqn in present if group_of.get(fqn) != source]
-                of_groups.append(f"{source}: {_patterns(members, others)}")
+                of_groups.append(f"{source}: {_patterns(members)}")
             reason = f"saved as groups {numbers} {DIVIDED} ({'; '.join(of_groups)})"
             mismatched.append(f"~ {name}.param_groups.{number}: {reason}")
         # If none was found, the group is in *mismatched*, which is raised before values are read:
@@ -177,17 +164,8 @@ def match_groups(
 
 def _without_state(name: str, tree: Tree, fqns: set[str]) -> set[str]:
     """Return those of *fqns* for which the optimizer *name* has no tensors in *tree*; none if it has no tensors."""
-    if not fqns:
-        return set()
-    prefix = f"{name}.state."
-    keys = [key.removeprefix(prefix) for key in tree.tensors if key.startswith(prefix)]
-    found: set[str] = set()
-    for key in keys:
-        # The entries of a state may be nested: the FQN is any part of the key that ends before a dot.
-        while key and key not in fqns:
-            key = key.rpartition(".")[0]
-        found.add(key)
-    return fqns - found if keys else set()
+    found = {fqn for fqn, _ in saved_entries(name, tree.tensors)}
+    return fqns - found if found else set()
 
 
 def _empty_group(number: int, group: Sequence[str], saved: Sequence[Sequence[str]]) -> int | None:
@@ -216,21 +194,9 @@ def _options(name: str, tree: Tree, number: int) -> dict[str, object]:
     return found
 
 
-def _patterns(fqns: Iterable[str], others: Iterable[str]) -> str:
-    """Describe parameters by few globs, without the attribute of their module: ``layers.*.norm.weight``.
-
-    *others* are the parameters of other groups. Globs that match some of them get numbers: ``layers.1.*``.
-    """
-    other_names = [_name(fqn) for fqn in others]
-    other_globs = {_NUMBER.sub("*", name) for name in other_names}
-    globs: dict[str, None] = {}
-    for name in map(_name, fqns):
-        glob = _NUMBER.sub("*", name)
-        if glob in other_globs:
-            end = max(match.end() for match in _NUMBER.finditer(name))
-            is_layer = not any(other.startswith(name[: end + 1]) for other in other_names)
-            glob = f"{name[:end]}.*" if is_layer else name
-        globs[glob] = None
+def _patterns(fqns: Iterable[str]) -> str:
+    """Describe parameters by few globs, without the attribute of their module: ``layers.*.norm.weight``."""
+    globs = dict.fromkeys(_NUMBER.sub("*", _name(fqn)) for fqn in fqns)
     first = list(globs)[:_MAX_PATTERNS]
     more = [f"{len(globs) - len(first)} more"] if len(globs) > len(first) else []
     return ", ".join([*first, *more])

@@ -23,7 +23,6 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import KeyPath
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import plain_archive
 from automodel_ckpt.checkpoint.sources.opening import MODEL
-from automodel_ckpt.checkpoint.state.param_groups import CYCLE, CYCLE_OPTIONS
 from automodel_ckpt.convert.formats.torch.training_state import (
     OptimizerState,
     ParameterGroup,
@@ -40,6 +39,8 @@ DATA = "dataloader"
 RANDOM = "rng"
 """Attributes of the recipes (``automodel_ckpt/training/recipe.py``), as checkpoints name them."""
 _ADAM_ENTRIES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+_CYCLE_OPTIONS = ("max_lr", "min_lr", "max_momentum", "base_momentum")
+"""What OneCycleLR (torch 2.13) adds to each parameter group."""
 # The options of torch.optim.AdamW (2.13) and their values in the recipes' default optimizer.
 _ADAM_OPTIONS: Mapping[str, Any] = {
     "lr": 1e-3,
@@ -230,9 +231,7 @@ def _schedule(state: TrainingState, step: int) -> dict[str, Any] | None:
     base_rates = _base_rates(state.scheduler, state.optimizer.groups)
     if base_rates is None:
         return None
-    cycle = [_cycle_options(group) for group in state.optimizer.groups]
     return {
-        **({CYCLE: cycle} if None not in cycle else {}),
         "base_lrs": base_rates,
         "last_epoch": step,
         "_step_count": step + 1,
@@ -241,16 +240,6 @@ def _schedule(state: TrainingState, step: int) -> dict[str, Any] | None:
         "_last_lr": [group.options.get("lr", 0.0) for group in state.optimizer.groups],
         "lr_lambdas": [None] * len(base_rates),
     }
-
-
-def _cycle_options(group: ParameterGroup) -> dict[str, float] | None:
-    """Return what OneCycleLR set in a parameter group; None if it did not."""
-    names = ("initial_lr", *CYCLE_OPTIONS)
-    found = {name: group.options[name] for name in names if name in group.options}
-    if any(type(value) not in (int, float) for value in found.values()):
-        return None
-    # The momentum is only there if it is part of the cycle.
-    return found if {"initial_lr", "max_lr", "min_lr"} <= found.keys() else None
 
 
 def _base_rates(
@@ -321,7 +310,7 @@ def _tree(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> Desc
         options = dict(group.options)
         if is_adam:
             options = _adam_options(group.options)
-        for option in CYCLE_OPTIONS:
+        for option in _CYCLE_OPTIONS:
             options.pop(option, None)
         if schedule is not None:
             options["initial_lr"] = schedule["base_lrs"][number]

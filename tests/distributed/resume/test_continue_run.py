@@ -140,27 +140,6 @@ def test_another_peak_rate_and_another_schedule_are_reported(
     assert "the schedule changed: the learning rate of step 6 is" in caplog.text
 
 
-def test_a_one_cycle_schedule_continues_with_its_rates_and_its_momentum(
-    tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
-) -> None:
-    cycle = "lr_scheduler: {_target_: torch.optim.lr_scheduler.OneCycleLR, max_lr: MAX, total_steps: 10}"
-    recipe = CONTINUED.replace("CONFIG", str(SOURCE)).replace("max_steps: 10", "max_steps: 7")
-    recipe = recipe.replace("lr_scheduler:\n  name: cosine\n  warmup_steps: 2", cycle)
-    first, run, source = tmp_path / "first", tmp_path / "run", tmp_path / "run.ckpt"
-    text = recipe.replace("RUN", str(first)).replace("MAX", "0.01")
-    train(write_recipe(tmp_path, text), "--step_scheduler.ckpt_every_steps=5")
-    assert (
-        main(["export", str(first / "epoch_1_step_5"), "--to", "lightning", "-o", str(source)]) == 0
-    )
-    imported(run, capsys, "--config", str(SOURCE), source=source)
-    # The peak in the recipe is another one: that of the checkpoint continues, with a warning.
-    train(write_recipe(tmp_path, recipe.replace("RUN", str(run)).replace("MAX", "0.02")))
-    expected = losses_of(first)
-    assert losses_of(run) == {6: expected[6], 7: expected[7]}
-    assert "the optimizer's max_lr of parameter group 0 continues as saved, 0.01" in caplog.text
-    assert "betas" not in caplog.text
-
-
 def test_without_the_flag_only_weights_are_imported_and_the_flag_is_named(
     tmp_path: Path, capsys: Capture
 ) -> None:

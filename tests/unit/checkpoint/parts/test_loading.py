@@ -12,10 +12,9 @@ import torch
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.parts.discovery import classify
-from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Blob, Manifest, StateRecord, Tree
+from automodel_ckpt.checkpoint.parts.manifest import NOT_SAVED, Manifest, StateRecord
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.checkpoint.saving.save import SaveReport, json_values
-from automodel_ckpt.checkpoint.state import optimizer_loading
 from automodel_ckpt.checkpoint.state.loading import Loader
 from automodel_ckpt.checkpoint.state.param_groups import other_kind
 from automodel_ckpt.errors import CheckpointUnusable
@@ -146,17 +145,6 @@ def test_state_of_each_rank_is_recomputed_or_an_error(caplog: pytest.LogCaptureF
         loader_of(manifest)._load_object(item, record)
     loader_of(manifest, allowed=("x",))._load_object(item, record)
     assert plain.value == "kept"
-
-
-def test_parameters_that_no_step_had_updated_have_no_state() -> None:
-    def blob(name: str) -> Blob:
-        return Blob(name, "f", 0, 1, "x")
-
-    names = ("opt.state.model.a.exp_avg", "opt.state.model.b.c.nested.key", "opt.param_groups.0.lr")
-    tree = Tree("safetensors", {}, {name: blob(name) for name in names})
-    groups = [["model.a", "model.b"], ["model.b.c", "model.never"]]
-    found = optimizer_loading._without_state("opt", tree, groups)
-    assert found == {"model.never"}
 
 
 def test_a_checkpoint_that_just_fits_fits() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.saving import forecast
-from automodel_ckpt.checkpoint.state.optimizer_state import forms_in, load_read_state
+from automodel_ckpt.checkpoint.state.optimizer_state import load_read_state
 from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from tests.support import ranks
@@ -85,19 +84,7 @@ KEPT: dict[str, Callable[[torch.Tensor], Entry]] = {
         "rows": np.arange(3.0),
         "rate": np.float32(0.5),
     },
-    "integer keys": lambda p: {0: p.detach() + 1, 1: 5, "1.5": "x"},
-    "integer keys within": lambda p: {
-        "history": {10: p.detach() + 1, 20: [p.detach() + 2, None]},
-        "name": "x",
-    },
-    "lists that grow": lambda p: {
-        "old": [p.detach(), torch.ones(2)],
-        "al": [None, torch.ones(())],
-        "none": [],
-    },
-    "empty": lambda p: {"nothing": {}, "ordered": OrderedDict(a={}), "counted": Counter(a=2)},
     "whole": lambda p: {"pair": (torch.ones(2), {3: "x"}), "maybe": None, "flag": True},
-    "only an empty one": lambda p: {"nothing": {}},
 }
 
 
@@ -163,22 +150,8 @@ def test_a_recipe_with_another_momentum_goes_on_as_saved(tmp_path: Path, momentu
     )
 
 
-OPTIONS = {
-    "integer keys": {10: 0.1, "20": 0.2},
-    "within": {"a": {1: [{2: "x"}]}, "b": {}},
-    "ordered": OrderedDict({3: 1}),
-    "tensors": {5: torch.ones(2), "list": [torch.zeros(1)]},
-    "array": np.arange(2),
-}
-
-
-@pytest.mark.parametrize("value", OPTIONS.values(), ids=OPTIONS)
-def test_an_option_comes_back_with_its_keys(tmp_path: Path, value: Any) -> None:
-    made, again = (
-        keeping(dict, plan=value),
-        keeping(dict, plan=type(value)() if isinstance(value, dict) else 0),
-    )
-    tiny.checkpointer(tmp_path).check(discover(made))
+def test_an_option_comes_back(tmp_path: Path) -> None:
+    made, again = keeping(dict, plan=np.arange(2)), keeping(dict, plan=0)
     tiny.save(tmp_path, made)
     tiny.load(tmp_path, again)
     assert alike(made.optimizer.param_groups[0]["plan"], again.optimizer.param_groups[0]["plan"])
@@ -203,33 +176,28 @@ def test_an_optimizer_that_loads_in_its_own_way_is_given_all_of_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    "make",
     [
-        (
-            lambda p: {"bag": defaultdict(list, {1: p.detach()})},
-            r"model\.embed(.|\n)*collections\.defaultdict",
-        ),
-        (
-            lambda p: {"history": {1: p.detach(), "1": 2}},
-            r"the same name(.|\n)*embed\.history\.1(.|\n)*differ as text",
-        ),
-        (lambda p: {"a": {"b.c": 1}, "a.b": {"c": 2}}, r"the same name(.|\n)*a\.b\.c"),
+        lambda p: {"history": {"a": p.detach()}},
+        lambda p: {"old": [p.detach()]},
+        lambda p: {0: p.detach()},
+        lambda p: {"a.b": 1},
     ],
-    ids=["unknown container", "keys of one text", "dots"],
+    ids=["mapping", "list of tensors", "number as a key", "dots"],
 )
-def test_what_could_not_come_back_is_refused_at_the_save(
-    tmp_path: Path, make: Callable[[torch.Tensor], Entry], said: str
+def test_containers_in_the_state_are_refused_at_the_save(
+    tmp_path: Path, make: Callable[[torch.Tensor], Entry]
 ) -> None:
     made = keeping(make)
     made.optimizer.steps = 2
     step(made)
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(RecipeError, match=r"no containers(.|\n)*optimizer\.state\.model\."):
         tiny.save(tmp_path, made)
 
 
-def test_keys_of_one_text_in_an_option_are_refused_before_training(tmp_path: Path) -> None:
-    made = keeping(dict, plan={1: 0, "1": 0})
-    with pytest.raises(RecipeError, match=r"the same name(.|\n)*param_groups\.0\.plan\.1"):
+def test_containers_in_an_option_are_refused_before_training(tmp_path: Path) -> None:
+    made = keeping(dict, plan={"a": 0})
+    with pytest.raises(RecipeError, match=r"no containers(.|\n)*param_groups\.0\.plan"):
         tiny.checkpointer(tmp_path).check(discover(made))
 
 
@@ -270,11 +238,6 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         CheckpointUnusable, match=r"\+ optimizer\.state\.\*\.other: here, but not saved"
     ):
         tiny.load(tmp_path, again)
-
-
-@pytest.mark.parametrize("value", [None, (), (1,), ({"a": 1},), [{}]], ids=repr)
-def test_forms_of_another_kind_say_nothing(value: Any) -> None:
-    assert forms_in(value) == {}
 
 
 class Plain(torch.optim.AdamW):
@@ -392,19 +355,11 @@ def test_groups_that_were_divided_are_described_by_patterns_for_the_recipe() -> 
     (line,) = match_groups("optimizer", saved, [[*saved[0], *saved[1]]], tree).mismatched
     patterns = "(0: visual.blocks.*.norm1.weight, visual.ln_q.weight; 1: norm.weight)"
     assert line.endswith(f"with different options {patterns}")
-    # Layers with other options than other layers keep their numbers.
-    layers = [[f"model.layers.{number}.{name}" for name in ("q.w", "k.w")] for number in (0, 1)]
-    layers[0].append("model.layers.10.q.w")
-    layers.append(["model.layers.10.k.w", "model.head.w"])
-    tree = group_tree({"lr": "1"}, {"lr": "2"}, {"lr": "3"})
-    here = [name for layer in layers for name in layer]
-    (line,) = match_groups("optimizer", layers, [here], tree).mismatched
-    assert line.endswith("(0: layers.0.*, layers.10.q.w; 1: layers.1.*; 2: layers.10.k.w, head.w)")
 
 
 def test_a_frozen_parameter_without_state_need_not_be_trained_here() -> None:
     saved = [["a", "b.x"], ["c"]]
-    names = ("a.exp_avg", "b.x.quantized.scale", "bc.exp_avg")
+    names = ("a.exp_avg", "b.x.exp_avg", "bc.exp_avg")
     keys = [f"optimizer.state.{name}" for name in names]
     tree = Tree("dcp", {key: Tensor(key, "F32", (1,), ()) for key in keys}, {})
 

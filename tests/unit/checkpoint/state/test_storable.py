@@ -225,14 +225,13 @@ def test_an_optimizer_whose_step_fails_with_zero_gradients_gets_the_saved_state(
     assert mine["param_groups"] == theirs["param_groups"]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
-def test_optimizers_of_torch_that_make_no_state_with_zero_gradients_resume_exactly(
-    tmp_path: Path, kind: Any
+def test_an_optimizer_of_torch_that_makes_no_state_with_zero_gradients_resumes_exactly(
+    tmp_path: Path,
 ) -> None:
     def made(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
-        model = torch.nn.Embedding(3, 2, sparse=kind is torch.optim.SparseAdam)
-        return {"model": model, "optimizer": kind(model.parameters(), lr=0.1)}
+        model = torch.nn.Embedding(3, 2, sparse=True)
+        return {"model": model, "optimizer": torch.optim.SparseAdam(model.parameters(), lr=0.1)}
 
     def step(state: dict[str, Any]) -> None:
         def loss() -> Any:
