@@ -34,7 +34,7 @@ from automodel_ckpt.convert.formats.nemo.nemo import (
     WEIGHTS,
 )
 from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml
-from automodel_ckpt.convert.formats.nemo.tar_writing import TarWriter
+from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
 from automodel_ckpt.convert.names.registry import converter_of
 from automodel_ckpt.convert.open import open_source

@@ -146,7 +146,11 @@ def without(pattern: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("stage1-float32", without("*_optim_states.pt"), "files of some of the 2 ranks are missing"),
+        (
+            "stage1-float32",
+            without("*_optim_states.pt"),
+            "files of some of the 2 ranks are missing",
+        ),
         ("stage3-float32", without("*_optim_states.pt"), "files of 1 rank: 0"),
         ("stage3-float32", without("*1_mp_rank_00_model_states.pt"), "files of 1 rank: 0"),
         ("stage2-float32", without("mp_rank_00_model_states.pt"), "model's states is missing"),
