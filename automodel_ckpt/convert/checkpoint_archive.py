@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -30,8 +29,7 @@ from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT
 from automodel_ckpt.checkpoint.run.policy import KeepPolicy
 from automodel_ckpt.checkpoint.run.writable import check_not_a_file
-from automodel_ckpt.convert.formats.nemo.tar_reading import TarFault, TarMember, TarReader
-from automodel_ckpt.convert.formats.nemo.tar_writing import TarWriter
+from automodel_ckpt.convert.formats.nemo.tar_files import TarMember, TarReader, TarWriter
 from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
 
@@ -102,7 +100,7 @@ def extract(path: Path, run: Path, *, log: Log) -> list[Path]:
         # The lease first: recover() removes staging directories, which a live run may be writing.
         directory.hold(COMMAND_HINT)
         maintenance.recover(directory.root)
-        with _ZstdTarReader(path) as reader:
+        with _reader(path) as reader:
             published = _Extraction(reader, directory.root, log).run()
         # Sets LATEST and LOWEST_VAL to the newest and the best checkpoint.
         directory.candidates(None)
@@ -161,37 +159,17 @@ def _free_bytes(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-class _ZstdTarReader(TarReader):
-    """A tar archive that is compressed with zstd. The caller limits the members and their sizes by the manifests."""
+def _reader(path: Path) -> TarReader:
+    """Open a tar archive that is compressed with zstd. The manifests limit its members and their sizes."""
+    zstandard = _zstandard()
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, max_members=sys.maxsize)
-        zstandard = _zstandard()
-        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
-        stream = decompressor.stream_reader(self._raw, read_across_frames=True, closefd=False)
-        self._file = cast(BinaryIO, _Decompressed(stream, zstandard.ZstdError))
-        self.is_compressed = True
-        self._max_bytes = sys.maxsize
+    def decompressed(file: BinaryIO) -> BinaryIO:
+        return cast(
+            BinaryIO, decompressor.stream_reader(file, read_across_frames=True, closefd=False)
+        )
 
-
-class _Decompressed:
-    """A decompressed stream whose read() returns all bytes that are asked for, and raises :class:`TarFault`."""
-
-    def __init__(self, stream: Any, fault: type[Exception]) -> None:
-        self._stream = stream
-        self._fault = fault
-        self.close = stream.close
-
-    def read(self, size: int) -> bytes:
-        parts: list[bytes] = []
-        missing = size
-        try:
-            while missing > 0 and (data := self._stream.read(missing)):
-                parts.append(data)
-                missing -= len(data)
-        except self._fault as error:
-            raise TarFault(f"its compressed data are damaged: {error}") from error
-        return b"".join(parts)
+    return TarReader(path, decompressed, (zstandard.ZstdError,), max_members=None)
 
 
 class _Extraction:

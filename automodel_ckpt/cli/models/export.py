@@ -1,5 +1,5 @@
 """``ckpt export``: export the model of a checkpoint to another program's format. ``ckpt consolidate`` is an alias of
-``ckpt export --to hf``. Each format is a module of ``cli/targets/``."""
+``ckpt export --to hf``. The formats are in ``cli/targets/table.py``."""
 
 from __future__ import annotations
 
@@ -11,46 +11,21 @@ from pathlib import Path
 
 from automodel_ckpt.cli.common.arguments import WHERE, without_effect
 from automodel_ckpt.cli.common.paths import find_checkpoint
-from automodel_ckpt.cli.targets import (
-    compressed_tensors,
-    dcp,
-    gguf,
-    hf,
-    lightning,
-    megatron,
-    nemo,
-    onnx,
-    qnemo,
-    torch_file,
-    trainer,
-)
+from automodel_ckpt.cli.targets import hf
+from automodel_ckpt.cli.targets.table import TARGETS
 from automodel_ckpt.cli.targets.target import Option, Target
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 
 _EMA = "--ema"
 
-_ALL = (
-    hf.TARGET,
-    gguf.TARGET,
-    torch_file.TARGET,
-    lightning.TARGET,
-    trainer.TARGET,
-    dcp.TARGET,
-    compressed_tensors.TARGET,
-    nemo.TARGET,
-    megatron.TARGET,
-    qnemo.TARGET,
-    onnx.TARGET,
-)
-"""The targets, in the order of ``--help``. A new target is a module of ``cli/targets/`` and an entry here."""
 _WITH_OWN_RULES = ("gguf", "megatron", "qnemo")
 """The targets that have a rule for each tensor of their models, and report others themselves."""
-_TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}
+_TARGETS: Mapping[str, Target] = {target.name: target for target in TARGETS}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt export``."""
-    summaries = "; ".join(f"{target.name} ({target.summary})" for target in _ALL)
+    summaries = "; ".join(f"{target.name} ({target.summary})" for target in TARGETS)
     command.description = f"Export the model of a checkpoint to: {summaries}."
     command.add_argument(
         "path",
@@ -61,12 +36,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--to", choices=list(_TARGETS), default="hf", help="output format (default: hf)"
     )
     _add_average(command)
-    outputs = "; ".join(f"{target.name}: {target.output}" for target in _ALL)
+    outputs = "; ".join(f"{target.name}: {target.output}" for target in TARGETS)
     command.add_argument(
         "--output", "-o", metavar="OUT", help=f"output path (default for {outputs})"
     )
     for option in _options():
-        users = [target.name for target in _ALL if option in target.options]
+        users = [target.name for target in TARGETS if option in target.options]
         _add(command, option, f"{', '.join(users)}: {option.help}")
 
 
@@ -104,7 +79,7 @@ def _add_average(command: argparse.ArgumentParser) -> None:
 def _options() -> Iterable[Option]:
     """Return the options of all targets, each once."""
     found: dict[str, Option] = {}
-    for target in _ALL:
+    for target in TARGETS:
         for option in target.options:
             found.setdefault(option.flag, option)
     return found.values()

@@ -1,1 +1,1 @@
-"""The values of ``ckpt export --to``: one module per target, with a value ``TARGET``. Imports no torch."""
+"""The values of ``ckpt export --to``: a table of targets. Imports no torch."""

@@ -14,19 +14,26 @@ from automodel_ckpt.base.units import counted
 from automodel_ckpt.cli.common.terminal import print_path, printable, size_text
 
 if TYPE_CHECKING:
-    from automodel_ckpt.convert.targets.report import ExportReport
+    from automodel_ckpt.convert.targets.flow import ExportReport
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     """An option of ``ckpt export`` that some targets use: its flag, its help, and more arguments of argparse.
 
-    Targets that use the same option share one object.
+    Targets that use the same option share one object. *argument* is the keyword argument of the functions that export,
+    by default the attribute of the parsed arguments.
     """
 
     flag: str
     help: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    argument: str = ""
+
+    @property
+    def keyword(self) -> str:
+        """The keyword argument of the functions that export."""
+        return self.argument or self.attribute
 
     @property
     def attribute(self) -> str:
@@ -66,7 +73,7 @@ CAST_DTYPE = Option(
 NUM_THREADS = Option(
     "--num-threads", "threads per process (default: 5)", {"type": int, "default": 5, "metavar": "N"}
 )
-FORCE = Option("--force", "overwrite an existing file", {"action": "store_true"})
+FORCE = Option("--force", "overwrite an existing file", {"action": "store_true"}, "overwrite")
 PREFIX = Option(
     "--prefix",
     "prefix of all names in the state dict (default for lightning: model.)",
@@ -94,6 +101,8 @@ def finish(
     if not arguments.json:
         print_path(report.output)
     document: dict[str, Any] = {}
-    for name, value in asdict(report).items():
+    for name, value in {**asdict(report), **report.details}.items():
+        if name == "details":
+            continue
         document[name] = str(value) if isinstance(value, Path) else value
     return document

@@ -8,7 +8,7 @@ from pathlib import Path
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.convert.formats.accelerate_fsdp import AccelerateFsdp, AccelerateState
 from automodel_ckpt.convert.formats.automodel import AutoModel
-from automodel_ckpt.convert.formats.deepspeed.deepspeed import DeepSpeed
+from automodel_ckpt.convert.formats.deepspeed import DeepSpeed
 from automodel_ckpt.convert.formats.files import names_in
 from automodel_ckpt.convert.formats.format import Format
 from automodel_ckpt.convert.formats.gguf.gguf_file import GgufFile

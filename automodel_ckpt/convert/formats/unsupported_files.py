@@ -19,7 +19,7 @@ from automodel_ckpt.base.other_weights import (
 )
 from automodel_ckpt.convert.formats.files import first_bytes, names_in
 from automodel_ckpt.convert.formats.format import UnsupportedFormat
-from automodel_ckpt.convert.formats.nemo.tar_reading import is_gzip, is_tar
+from automodel_ckpt.convert.formats.nemo.tar_files import is_gzip, is_tar
 from automodel_ckpt.errors import CheckpointUnusable
 
 _HEAD_BYTES = 512

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,33 +17,24 @@ from typing import Any
 
 from automodel_ckpt.base.durable_io import write_all
 from automodel_ckpt.base.units import counted_are
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
-from automodel_ckpt.checkpoint.export.files import cast_lines, side_files
+from automodel_ckpt.checkpoint.export.files import write_side_files
 from automodel_ckpt.checkpoint.export.plan import (
     ExportTensor,
     OutputFile,
     Plan,
-    parse_cast_dtype,
 )
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts.slices import Box, nbytes_of
-from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader
 from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
 from automodel_ckpt.checkpoint.tensors.integrity import require_intact
-from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import published_directory
-from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
-from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import check_files, plan_in_stored_dtypes
+from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-
-log_default = logging.getLogger("automodel_ckpt")
 
 SCHEMES = ("FP8_DYNAMIC", "W4A16", "W8A16", "W8A8")
 """Presets of the library. W and A are the bits of weights and activations; FP8_DYNAMIC is 8-bit floats for both."""
@@ -67,13 +56,6 @@ LinearWeights = Callable[[Path], frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedReport(ExportReport):
-    """The report of a quantized model, with the number of tensors that were quantized."""
-
-    num_quantized: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Part:
     """A tensor of the output: the name after that of the layer, its dtype code, and its shape."""
 
@@ -89,8 +71,8 @@ def export_compressed_tensors(
     linear_weights: LinearWeights,
     *,
     cast_dtype: str | None = None,
-    log: Log = log_default.info,
-) -> CompressedReport:
+    log: Log = LOG,
+) -> ExportReport:
     """Quantize the linear layers of the model in *source* by *scheme* (one of SCHEMES), and write Hugging Face files.
 
     *output* defaults to the source's name with the scheme's name, next to it. Tensors that are not quantized (norms,
@@ -100,52 +82,24 @@ def export_compressed_tensors(
     Raises :class:`CheckpointUnusable` for a damaged source or a model without config.json, :class:`SaveFailed` if the
     files cannot be written, and :class:`RecipeError` if the package compressed-tensors is missing.
     """
-    started = time.monotonic()
     quantizer = _Quantizer(scheme)
-    opened = open_source(Path(source))
-    side = _config_directory(opened)
-    target = directory_output(opened, output, f"-{scheme}")
-    check_files(opened)
-    plan = plan_in_stored_dtypes(opened, parse_cast_dtype(cast_dtype))
-    files, file_warnings = side_files(opened, plan, maps_of(opened))
-    # The warnings are about weights that lie among the side files: here they are the source.
-    warnings = [] if opened.finished else file_warnings
-    quantized, skipped = _selected(plan, linear_weights(side), quantizer)
+    export = Export(source, cast_dtype, log)
+    opened = export.source
+    side = export.required_config("quantizing")
+    target = export.directory(output, f"-{scheme}")
+    export.check_files()
+    plan = export.plan()
+    files, file_warnings = export.side_files(plan)
+    # These warnings are about weights that lie among the side files: here they may be the source.
+    export.warn(*(() if opened.finished else file_warnings), *opened.notes)
+    quantized = _selected(export, plan, linear_weights(side), quantizer)
     files[_CONFIG] = _config(files[_CONFIG], quantizer, _ignored(plan, quantized))
-    warnings += [*opened.notes, *skipped]
-    for text in [*(f"warning: {text}" for text in warnings), *cast_lines(plan.casts)]:
-        log(text)
-    with published_directory(target, log, what="the quantized model") as staging:
-        index = _write_weights(staging, opened, plan, quantized, quantizer)
-        files[layout.HF_INDEX] = index
-        for name, content in files.items():
-            path = staging / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-    nbytes = nbytes_below(target)
-    seconds = time.monotonic() - started
+    export.log_casts(plan.casts)
+    with export.published_directory(target, "the quantized model") as staging:
+        files[layout.HF_INDEX] = _write_weights(staging, opened, plan, quantized, quantizer)
+        write_side_files(files, staging)
     num_tensors = sum(len(file.tensors) for file in plan.files)
-    return CompressedReport(
-        target,
-        num_tensors,
-        nbytes,
-        seconds,
-        opened.has_digests,
-        tuple(warnings),
-        len(quantized),
-    )
-
-
-def _config_directory(source: Source) -> Path:
-    side = source.config_directory
-    if not (side / _CONFIG).is_file():
-        raise CheckpointUnusable(
-            "quantizing needs the model's config.json",
-            where=str(side),
-            value="no such file",
-            hint="put the file there",
-        )
-    return side
+    return export.report(target, num_tensors, num_quantized=len(quantized))
 
 
 class _Quantizer:
@@ -218,9 +172,9 @@ def _bytes_of(tensor: Any) -> memoryview:
 
 
 def _selected(
-    plan: Plan, linear: frozenset[str], quantizer: _Quantizer
-) -> tuple[frozenset[str], list[str]]:
-    """Return the names of the weights to quantize, and warnings about linear layers that stay as they are."""
+    export: Export, plan: Plan, linear: frozenset[str], quantizer: _Quantizer
+) -> frozenset[str]:
+    """Return the names of the weights to quantize, and warn of linear layers that stay as they are."""
     chosen: set[str] = set()
     unsuited: list[str] = []
     for tensor in _tensors_of(plan):
@@ -239,13 +193,12 @@ def _selected(
             value=quantizer.name,
             hint=f"the columns of a weight must be divisible by {size}; use another scheme, such as W8A8",
         )
-    if not unsuited:
-        return frozenset(chosen), []
-    text = (
-        f"{counted_are(len(unsuited), 'linear layer')} not quantized, such as {unsuited[0]}: columns are not "
-        f"divisible by {quantizer.group_size}, or values are no ordinary floats"
-    )
-    return frozenset(chosen), [text]
+    if unsuited:
+        export.warn(
+            f"{counted_are(len(unsuited), 'linear layer')} not quantized, such as {unsuited[0]}: columns are not "
+            f"divisible by {quantizer.group_size}, or values are no ordinary floats"
+        )
+    return frozenset(chosen)
 
 
 def _tensors_of(plan: Plan) -> Iterator[ExportTensor]:

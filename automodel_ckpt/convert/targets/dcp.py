@@ -5,30 +5,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from dataclasses import replace
-from pathlib import Path
 
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
-from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.opening import MODEL, is_checkpoint
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.torch.run_state import RunState, first_renamed, read_run_state
 from automodel_ckpt.convert.names.torchtitan import TORCHTITAN_LLAMA, required_torchtitan_conversion
-from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import published_directory
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
 from automodel_ckpt.convert.targets.dcp_training_state import add_training_state
-from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
-from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import check_digests, check_files
+from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
 from automodel_ckpt.errors import CheckpointUnusable
-
-log_default = logging.getLogger("automodel_ckpt")
 
 _SUFFIX = "-dcp"
 TORCHTITAN = "torchtitan"
@@ -42,7 +31,7 @@ def export_dcp(
     cast_dtype: str | None = None,
     names: str | None = None,
     optimizer: str | None = None,
-    log: Log = log_default.info,
+    log: Log = LOG,
 ) -> ExportReport:
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a DCP directory.
 
@@ -57,23 +46,23 @@ def export_dcp(
     Raises :class:`CheckpointUnusable` for a damaged source, :class:`SaveFailed` if the directory cannot be written, and
     :class:`RecipeError` for a wrong argument. In each case nothing was written. Memory: one block of a tensor.
     """
-    started = time.monotonic()
-    cast_code = parse_cast_dtype(cast_dtype)
-    opened = open_source(Path(source))
+    export = Export(source, cast_dtype, log)
+    opened = export.source
     run = None
     if optimizer is not None:
         run = _run_state(opened, names)
         prefix = prefix or MODEL
-    target = directory_output(opened, output, _SUFFIX)
-    check_files(opened)
-    for text in opened.notes:
-        log(f"warning: {text}")
+    target = export.directory(output, _SUFFIX)
+    export.check_files()
+    export.warn(*opened.notes)
     if names == TORCHTITAN:
+        # Its digests are compared first: parts of its slices have none.
+        export.check_digests()
         opened = _in_torchtitan_names(opened)
-    state_dict = state_dict_of(opened, "", cast_code, log)
+    state_dict = state_dict_of(export, opened, "")
     outer = tuple(part for part in prefix.split(".") if part)
     with (
-        published_directory(target, log, what="the DCP directory") as directory,
+        export.published_directory(target, "the DCP directory") as directory,
         DcpWriter(directory) as writer,
     ):
         for fqn, tensor in state_dict.items():
@@ -81,11 +70,7 @@ def export_dcp(
         if run is not None and optimizer is not None:
             add_training_state(writer, run, optimizer)
         writer.finish()
-    nbytes = nbytes_below(target)
-    seconds = time.monotonic() - started
-    return ExportReport(
-        target, len(state_dict), nbytes, seconds, opened.has_digests, tuple(opened.notes)
-    )
+    return export.report(target, len(state_dict))
 
 
 def _run_state(opened: Source, names: str | None) -> RunState:
@@ -115,8 +100,7 @@ def _no_training_state(opened: Source, value: str) -> CheckpointUnusable:
 
 
 def _in_torchtitan_names(opened: Source) -> Source:
-    """Return *opened* with torchtitan's names. Its digests are compared first: parts of its slices have none."""
-    check_digests(opened)
+    """Return *opened* with torchtitan's names."""
     side = opened.config_directory
     conversion = required_torchtitan_conversion(side, model_types=TORCHTITAN_LLAMA.model_types)
     tensors = conversion.to_torchtitan(opened.tensors, str(opened.model_directory))

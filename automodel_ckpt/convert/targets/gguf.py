@@ -7,9 +7,7 @@ blocks of rows. Memory: some blocks; for a checkpoint of several shards, the lar
 from __future__ import annotations
 
 import importlib
-import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,11 +18,9 @@ import numpy as np
 
 from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.base.units import counted_are
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.export_manifest import ExportManifest
-from automodel_ckpt.checkpoint.export.files import cast_lines
 from automodel_ckpt.checkpoint.export.next_steps import modelfile_text
-from automodel_ckpt.checkpoint.export.plan import ExportTensor, parse_cast_dtype
+from automodel_ckpt.checkpoint.export.plan import ExportTensor
 from automodel_ckpt.checkpoint.files.safe_open import read_model_file
 from automodel_ckpt.checkpoint.sources.model_files import GENERATION_CONFIG
 from automodel_ckpt.checkpoint.sources.source import Source, Tensors
@@ -49,14 +45,9 @@ from automodel_ckpt.convert.formats.gguf.positions import rotary_order
 from automodel_ckpt.convert.formats.gguf.tokenizer import convert_tokenizer
 from automodel_ckpt.convert.formats.gguf.values import KeyValue
 from automodel_ckpt.convert.imports.base_copies import difference
-from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_file
-from automodel_ckpt.convert.targets.output_paths import file_output
-from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import check_digests, plan_in_stored_dtypes
+from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
-
-log_default = logging.getLogger("automodel_ckpt")
 
 # Rows are cast, reordered and quantized in blocks of about this many bytes in single precision.
 _BLOCK_BYTES = 16 << 20
@@ -71,13 +62,6 @@ _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _FORMER_BUFFER = ".rotary_emb.inv_freq"
 _MAX_TEMPLATE_BYTES = 1 << 20
 _TEMPLATE = "chat_template.jinja"
-
-
-@dataclass(frozen=True, slots=True)
-class GgufReport(ExportReport):
-    """The report of a GGUF file, with the number of tensors of each GGUF type, such as ``{"F32": 65, "Q8_0": 226}``."""
-
-    kinds: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +86,8 @@ def export_gguf(
     tensor_type: str | None = None,
     overwrite: bool = False,
     num_threads: int = 5,
-    log: Log = log_default.info,
-) -> GgufReport:
+    log: Log = LOG,
+) -> ExportReport:
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a GGUF file.
 
     *output* defaults to the source's name with ``.gguf``, next to it. Vectors (norms, biases) are written as F32, other
@@ -115,33 +99,26 @@ def export_gguf(
     :class:`SaveFailed` if the file cannot be written; :class:`RecipeError` for a wrong argument, or if the package gguf
     is missing. In each case nothing was written.
     """
-    started = time.monotonic()
     library = _library()
     wanted = _wanted_kind(tensor_type, cast_dtype)
     if wanted is not None:
         # Quantized values are computed from the stored ones: a cast before would only lose precision.
         cast_dtype = _CASTS.get(wanted.name, "fp32")
-    cast_code = parse_cast_dtype(cast_dtype)
-    opened = open_source(Path(source))
+    export = Export(source, cast_dtype, log)
+    opened = export.source
     # Before the digests are verified, which reads the complete source.
-    target = file_output(opened, output, ".gguf", overwrite=overwrite)
-    check_digests(opened, num_threads)
-    tensors = _tensors(opened, cast_code)
-    model, keys, tokenizer_warnings = _described(opened, tensors)
+    target = export.file(output, ".gguf", overwrite=overwrite)
+    export.check_digests(num_threads)
+    tensors = _tensors(export)
+    model, keys, tokenizer_warnings = _described(export, tensors)
     entries = _entries(model, tensors, wanted)
-    warnings = (*opened.notes, *tokenizer_warnings, *_warnings(model, entries, wanted))
-    casts = Counter((entry.source.stored.dtype, entry.kind.name) for entry in entries)
-    for text in [*(f"warning: {text}" for text in warnings), *cast_lines(casts)]:
-        log(text)
+    export.warn(*opened.notes, *tokenizer_warnings, *_warnings(model, entries, wanted))
+    export.log_casts((entry.source.stored.dtype, entry.kind.name) for entry in entries)
     with published_file(target, log, what="the GGUF file") as path:
         all_keys = [*_general(opened, entries), *keys]
         _write(library, path, opened.root, all_keys, model, entries)
-    nbytes = target.stat().st_size
-    seconds = time.monotonic() - started
-    counts: dict[str, int] = {}
-    for entry in entries:
-        counts[entry.kind.name] = counts.get(entry.kind.name, 0) + 1
-    return GgufReport(target, len(entries), nbytes, seconds, opened.has_digests, warnings, counts)
+    counts = Counter(entry.kind.name for entry in entries)
+    return export.report(target, len(entries), kinds=dict(counts))
 
 
 def write_modelfile(file: Path) -> Path:
@@ -193,15 +170,13 @@ def _library() -> Any:
         ) from error
 
 
-def _tensors(source: Source, cast_code: str | None) -> dict[str, ExportTensor]:
-    where = str(source.model_directory)
-    plan = plan_in_stored_dtypes(source, cast_code)
-    found = {tensor.fqn: tensor for file in plan.files for tensor in file.tensors}
+def _tensors(export: Export) -> dict[str, ExportTensor]:
+    found = {tensor.fqn: tensor for file in export.plan().files for tensor in file.tensors}
     for fqn, tensor in found.items():
         if tensor.dtype not in WRITABLE:
             raise CheckpointUnusable(
                 f"a tensor of dtype {tensor.dtype} is not written as GGUF",
-                where=where,
+                where=export.where,
                 value=fqn,
                 hint="F64 weights can be cast: --cast-dtype fp32 or --type F32",
             )
@@ -209,13 +184,14 @@ def _tensors(source: Source, cast_code: str | None) -> dict[str, ExportTensor]:
 
 
 def _described(
-    source: Source, tensors: Mapping[str, ExportTensor]
+    export: Export, tensors: Mapping[str, ExportTensor]
 ) -> tuple[GgufModel, list[KeyValue], tuple[str, ...]]:
     """Return the model that config.json describes, the keys of model and tokenizer, and warnings about the tokenizer.
 
     Raises :class:`CheckpointUnusable` if config.json and the tensors do not match, or a file is missing.
     """
-    side = source.config_directory
+    source = export.source
+    side = export.required_config("GGUF")
     config = _required_json(side, "config.json", source.export)
     tokenizer = _required_json(side, "tokenizer.json", source.export)
     model = read_model(config, str(side / "config.json"))

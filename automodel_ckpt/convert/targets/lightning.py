@@ -7,29 +7,19 @@ the optimizer with the same groups of parameters in the same order: Lightning nu
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
-from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import ArchiveTensor
 from automodel_ckpt.checkpoint.sources.opening import is_checkpoint
 from automodel_ckpt.convert.formats.torch.run_state import RunState, first_renamed, read_run_state
-from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.targets.output_paths import file_output
-from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import check_files
+from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.convert.targets.torch_file import (
     archive_tensor,
     publish_archive,
     state_dict_of,
 )
-
-log_default = logging.getLogger("automodel_ckpt")
 
 VERSION = "2.6.0"
 """The version of Lightning whose format is written. Newer ones migrate it when they load the file."""
@@ -44,7 +34,7 @@ def export_lightning(
     prefix: str = "model.",
     cast_dtype: str | None = None,
     overwrite: bool = False,
-    log: Log = log_default.info,
+    log: Log = LOG,
 ) -> ExportReport:
     """Write a checkpoint as a file of Lightning. The model in *source* can also be one of another program, which has no
     training state: then the file has only the weights.
@@ -55,28 +45,18 @@ def export_lightning(
     Raises :class:`CheckpointUnusable` for a damaged source, :class:`SaveFailed` if the file cannot be written, and
     :class:`RecipeError` for a wrong argument. In each case nothing was written.
     """
-    started = time.monotonic()
-    cast_code = parse_cast_dtype(cast_dtype)
-    opened = open_source(Path(source))
-    target = file_output(opened, output, ".ckpt", overwrite=overwrite)
-    check_files(opened)
-    run = read_run_state(opened.root) if is_checkpoint(opened.root) else None
-    state_dict = state_dict_of(opened, prefix, cast_code, log)
-    warnings = (*opened.notes, *_warnings(run, state_dict, prefix))
-    for text in warnings:
-        log(f"warning: {text}")
+    export = Export(source, cast_dtype, log)
+    target = export.file(output, ".ckpt", overwrite=overwrite)
+    export.check_files()
+    root = export.source.root
+    run = read_run_state(root) if is_checkpoint(root) else None
+    state_dict = state_dict_of(export, export.source, prefix)
+    export.warn(*export.source.notes, *_warnings(run, state_dict, prefix))
     if run is not None:
         for text in _group_lines(run):
             log(text)
-    publish_archive(target, _content(state_dict, run), log)
-    return ExportReport(
-        target,
-        len(state_dict),
-        target.stat().st_size,
-        time.monotonic() - started,
-        opened.has_digests,
-        warnings,
-    )
+    publish_archive(export, target, _content(state_dict, run))
+    return export.report(target, len(state_dict))
 
 
 def _warnings(

@@ -10,17 +10,13 @@ parts.
 from __future__ import annotations
 
 import json
-import logging
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
-from automodel_ckpt.checkpoint.export.files import cast_lines, side_files
-from automodel_ckpt.checkpoint.export.plan import ExportTensor, parse_cast_dtype
+from automodel_ckpt.checkpoint.export.files import write_side_files
+from automodel_ckpt.checkpoint.export.plan import ExportTensor
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.parts.slices import Tensor
@@ -28,7 +24,6 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
     ArchiveTensor,
     write_torch_archive,
 )
-from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import read_json
 from automodel_ckpt.convert.names.conversion import Conversion, required_conversion
@@ -37,20 +32,10 @@ from automodel_ckpt.convert.names.megatron_names import (
     MOE_NORM,
     stacked_names,
 )
-from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import published_directory
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
-from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
-from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import (
-    check_digests,
-    check_language_model,
-    plan_in_stored_dtypes,
-)
+from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import RecipeError
-
-log_default = logging.getLogger("automodel_ckpt")
 
 _SUFFIX = "-megatron"
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -80,13 +65,6 @@ _MLP_MODULES = ("mlp.linear_fc1", "mlp.linear_fc2")
 _EXPERT_MODULES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronReport(ExportReport):
-    """The report of a Megatron directory, with the path of the distributed checkpoint in it."""
-
-    checkpoint: Path
-
-
 def export_megatron(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -94,8 +72,8 @@ def export_megatron(
     vocabulary_multiple: int = 1,
     cast_dtype: str | None = None,
     num_threads: int = 5,
-    log: Log = log_default.info,
-) -> MegatronReport:
+    log: Log = LOG,
+) -> ExportReport:
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) for Megatron-Core.
 
     *output* defaults to the source's name with ``-megatron``, next to it. Rows of zeros make those of the embedding and
@@ -105,45 +83,29 @@ def export_megatron(
     Raises :class:`CheckpointUnusable` for a damaged source, and for a model without a converter; :class:`SaveFailed` if
     the directory cannot be written; :class:`RecipeError` for a wrong argument. In each case nothing was written.
     """
-    started = time.monotonic()
-    cast_code = parse_cast_dtype(cast_dtype)
     _check_multiple(vocabulary_multiple)
-    opened = open_source(Path(source))
-    target = directory_output(opened, output, _SUFFIX)
+    export = Export(source, cast_dtype, log)
+    opened = export.source
+    target = export.directory(output, _SUFFIX)
     # Tensors are written in parts of the stored slices, which have no digests.
-    check_digests(opened, num_threads)
-    for text in opened.notes:
-        log(f"warning: {text}")
+    export.check_digests(num_threads)
+    export.warn(*opened.notes)
     side = opened.config_directory
     conversion = required_conversion(side)
-    config = read_json(side, "config.json") or {}
-    names = (*opened.tensors, *opened.tied)
-    check_language_model(config, names, "Megatron-Core", str(opened.model_directory))
-    plan = plan_in_stored_dtypes(opened, cast_code)
-    for text in cast_lines(plan.casts):
-        log(text)
-    beside, _ = side_files(opened, plan, maps_of(opened))
+    export.check_language_model(read_json(side, "config.json") or {}, "Megatron-Core")
+    plan = export.plan()
+    export.log_casts(plan.casts)
+    beside, _ = export.side_files(plan)
     # The index of Hugging Face files, which are not written here.
     beside.pop(layout.HF_INDEX, None)
     exported = [tensor for file in plan.files for tensor in file.tensors]
     state_dict = _state_dict(opened, exported, conversion, vocabulary_multiple)
-    with published_directory(target, log, what="the checkpoint of Megatron-Core") as directory:
+    with export.published_directory(target, "the checkpoint of Megatron-Core") as directory:
         (directory / _LATEST).write_text(_RELEASE)
         # The config and the tokenizer, which Megatron-LM does not read: for users, and to convert the names back.
-        for name, content in beside.items():
-            (directory / name).write_bytes(content)
+        write_side_files(beside, directory)
         _write(directory / _RELEASE, state_dict, conversion)
-    nbytes = nbytes_below(target)
-    seconds = time.monotonic() - started
-    return MegatronReport(
-        target,
-        len(state_dict),
-        nbytes,
-        seconds,
-        opened.has_digests,
-        tuple(opened.notes),
-        target / _RELEASE,
-    )
+    return export.report(target, len(state_dict), checkpoint=target / _RELEASE)
 
 
 def _check_multiple(multiple: int) -> None:

@@ -10,19 +10,14 @@ whose state dict has the prefix ``model.``. Imports no torch.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import yaml
 
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
-from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import write_torch_archive
@@ -34,25 +29,15 @@ from automodel_ckpt.convert.formats.nemo.nemo import (
     WEIGHTS,
 )
 from automodel_ckpt.convert.formats.nemo.plain_yaml import parse_yaml
-from automodel_ckpt.convert.formats.nemo.tar_writing import TarWriter
+from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
 from automodel_ckpt.convert.names.registry import converter_of
-from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import published_file
-from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
-from automodel_ckpt.convert.targets.output_paths import file_output
-from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import (
-    check_digests,
-    check_files,
-    check_language_model,
-)
+from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import RecipeError
 
 # NeMo's GPT model has Megatron's as the attribute `model`.
 _GPT_PREFIX = "model."
-log_default = logging.getLogger("automodel_ckpt")
 
 
 def export_nemo(
@@ -65,7 +50,7 @@ def export_nemo(
     megatron_names: bool = False,
     cast_dtype: str | None = None,
     overwrite: bool = False,
-    log: Log = log_default.info,
+    log: Log = LOG,
 ) -> ExportReport:
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a ``.nemo`` file.
 
@@ -76,45 +61,28 @@ def export_nemo(
     Raises :class:`CheckpointUnusable` for a damaged source, :class:`SaveFailed` if the file cannot be written, and
     :class:`RecipeError` for a wrong argument. In each case nothing was written.
     """
-    started = time.monotonic()
-    cast_code = parse_cast_dtype(cast_dtype)
     config = _given_config(model_config)
     if model_class is not None:
         config["target"] = model_class
-    opened = open_source(Path(source))
-    target = file_output(opened, output, ".nemo", overwrite=overwrite)
-    check_files(opened)
-    files, warnings = config_and_tokenizer(opened, cast_code)
-    for text in warnings:
-        log(f"warning: {text}")
+    export = Export(source, cast_dtype, log)
+    opened = export.source
+    target = export.file(output, ".nemo", overwrite=overwrite)
+    export.check_files()
+    files = export.config_and_tokenizer(export.cast_code)
     if megatron_names:
-        opened = _with_megatron_names(opened, config, files)
+        opened = _with_megatron_names(export, config, files)
         prefix = prefix or _GPT_PREFIX
     artifacts = _add_artifacts(config, files)
-    state_dict = state_dict_of(opened, prefix, cast_code, log)
+    state_dict = state_dict_of(export, opened, prefix)
     content = yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode()
-    with (
-        published_file(target, log, what="the .nemo file") as staging,
-        open(staging, "r+b") as file,
-    ):
+    with export.published(target, "the .nemo file") as file:
         writer = TarWriter(file)
         writer.add_bytes(CONFIG, content)
         for name, data in artifacts.items():
             writer.add_bytes(name, data)
-        writer.add_streamed(WEIGHTS, partial(_write_weights, value=state_dict))
+        writer.add_streamed(WEIGHTS, lambda file: write_torch_archive(file, state_dict))
         writer.finish()
-    return ExportReport(
-        target,
-        len(state_dict),
-        target.stat().st_size,
-        time.monotonic() - started,
-        opened.has_digests,
-        warnings,
-    )
-
-
-def _write_weights(file: BinaryIO, value: Mapping[str, Any]) -> None:
-    write_torch_archive(file, value)
+    return export.report(target, len(state_dict))
 
 
 def _given_config(path: Path | None) -> dict[str, Any]:
@@ -144,27 +112,20 @@ def _wrong_config(path: Path, value: str) -> RecipeError:
 
 
 def _with_megatron_names(
-    source: Source, config: dict[str, Any], files: Mapping[str, bytes]
+    export: Export, config: dict[str, Any], files: Mapping[str, bytes]
 ) -> Source:
-    """Return *source* with Megatron's tensors, and add the keys of NeMo's GPT config to *config*.
+    """Return the source with Megatron's tensors, and add the keys of NeMo's GPT config to *config*.
 
     Keys that the user's config has are not changed. Raises :class:`CheckpointUnusable` for a model without a converter,
     and for a damaged file: the converted tensors have no digests.
     """
-    where = str(source.model_directory)
-    content = files.get("config.json")
-    if content is None:
-        raise CheckpointUnusable(
-            "Megatron's names need the model's config.json",
-            where=where,
-            value="no such file",
-            hint="put the file there, or export without --megatron-names",
-        )
-    hugging_face = parse_json(content)
+    source, where = export.source, export.where
+    export.required_config("a model with Megatron's names")
+    hugging_face = parse_json(files["config.json"])
     converter = converter_of(hugging_face.get("model_type"), where)
-    check_language_model(hugging_face, (*source.tensors, *source.tied), "NeMo's GPT", where)
+    export.check_language_model(hugging_face, "NeMo's GPT")
     dimensions = dimensions_of_config(hugging_face, where)
-    check_digests(source)
+    export.check_digests()
     converted = converter.from_hugging_face(source.tensors, dimensions, where)
     is_tied = "output_layer.weight" not in converted.tensors
     for key, value in gpt_config(hugging_face, dimensions, is_tied).items():

@@ -6,27 +6,17 @@ staging directory. Imports no torch: the exporter is passed in.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
-import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
-from automodel_ckpt.checkpoint.export.files import cast_lines, write_side_files
-from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
+from automodel_ckpt.checkpoint.export.files import write_side_files
 from automodel_ckpt.checkpoint.sources.model_files import base_files
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import published_directory
-from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
-from automodel_ckpt.convert.targets.report import ExportReport
+from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.errors import CheckpointUnusable
-
-log_default = logging.getLogger("automodel_ckpt")
 
 MODEL_FILE = "model.onnx"
 _WEIGHTS = ".weights"
@@ -45,7 +35,7 @@ def export_onnx(
     *,
     cast_dtype: str | None = None,
     num_threads: int = 5,
-    log: Log = log_default.info,
+    log: Log = LOG,
 ) -> ExportReport:
     """Export the model in *source* (anything that ``open_source`` accepts) with *exporter*.
 
@@ -55,35 +45,23 @@ def export_onnx(
     Raises :class:`CheckpointUnusable` for a damaged source or a model without config.json, and :class:`SaveFailed` if
     the files cannot be written. In each case nothing was written.
     """
-    started = time.monotonic()
-    cast_code = parse_cast_dtype(cast_dtype) or "F32"
-    dtype = _DTYPES[cast_code]
-    opened = open_source(Path(source))
-    side = opened.metadata_directory or opened.side_files
-    if side is None or not (side / "config.json").is_file():
-        raise CheckpointUnusable(
-            "exporting ONNX needs the model's config.json",
-            where=str(side or opened.model_directory),
-            value="no such file",
-            hint="put the file there",
-        )
-    target = directory_output(opened, output, "-onnx")
-    with published_directory(target, log, what="the ONNX model") as staging:
+    export = Export(source, cast_dtype, log)
+    cast_code = export.cast_code or "F32"
+    opened = export.source
+    export.required_config("exporting ONNX")
+    target = export.directory(output, "-onnx")
+    with export.published_directory(target, "the ONNX model") as staging:
         files = _hugging_face_files(opened, staging / _WEIGHTS, num_threads, log)
         codes = [tensor.dtype for tensor in opened.tensors.values()]
-        for text in cast_lines(Counter((code, cast_code) for code in codes if code in _DTYPES)):
-            log(text)
+        export.log_casts((code, cast_code) for code in codes if code in _DTYPES)
         log("exporting with torch; this can take minutes")
-        note = exporter(files, staging / MODEL_FILE, dtype)
+        note = exporter(files, staging / MODEL_FILE, _DTYPES[cast_code])
         write_side_files(base_files(files), staging)
         shutil.rmtree(staging / _WEIGHTS, ignore_errors=True)
-        nbytes = nbytes_below(staging)
-    warnings = opened.notes
+    export.warnings += opened.notes
     if note:
-        warnings = (*warnings, note)
-        log(f"warning: {note}")
-    seconds = time.monotonic() - started
-    return ExportReport(target, len(opened.tensors), nbytes, seconds, opened.has_digests, warnings)
+        export.warn(note)
+    return export.report(target, len(opened.tensors))
 
 
 def _hugging_face_files(source: Source, directory: Path, num_threads: int, log: Log) -> Path:

@@ -6,10 +6,7 @@ no torch.
 
 from __future__ import annotations
 
-import logging
 import os
-import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +15,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
-from automodel_ckpt.checkpoint.export.files import cast_lines
-from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
+from automodel_ckpt.checkpoint.export.files import write_side_files
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.parts.slices import Box, Tensor, nbytes_of
@@ -28,19 +23,13 @@ from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
 from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
 from automodel_ckpt.checkpoint.tensors.integrity import require_intact
-from automodel_ckpt.convert.formats.nemo.tar_writing import TarWriter
+from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import HeadsOfRank, Rule, heads_of_rank, rules
-from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import published_directory, published_file
-from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
-from automodel_ckpt.convert.targets.output_paths import directory_output, file_output, nbytes_below
-from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import check_files, check_language_model
+from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.convert.targets.tensorrt_llm_config import tensorrt_llm_config
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
-log_default = logging.getLogger("automodel_ckpt")
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 _ZERO_BYTES = 1 << 20
 
@@ -63,7 +52,7 @@ def export_tensorrt_llm(
     compress: bool = True,
     cast_dtype: str | None = None,
     overwrite: bool = False,
-    log: Log = log_default.info,
+    log: Log = LOG,
 ) -> ExportReport:
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) for TensorRT-LLM.
 
@@ -75,32 +64,21 @@ def export_tensorrt_llm(
     :class:`SaveFailed` if the output cannot be written; :class:`RecipeError` for a wrong argument. In each case nothing
     was written.
     """
-    started = time.monotonic()
-    cast_code = parse_cast_dtype(cast_dtype)
-    if cast_code not in (None, *_DTYPES):
+    export = Export(source, cast_dtype, log)
+    opened = export.source
+    if export.cast_code not in (None, *_DTYPES):
         raise _wrong("--cast-dtype", cast_dtype, "TensorRT-LLM computes in fp16 or bf16")
-    opened = open_source(Path(source))
-    suffix = ".qnemo" if compress else "-tensorrt-llm"
     if compress:
-        target = file_output(opened, output, suffix, overwrite=overwrite)
+        target = export.file(output, ".qnemo", overwrite=overwrite)
     else:
-        target = directory_output(opened, output, suffix)
-    check_files(opened)
-    dtype = cast_code or _dtype_of(opened)
-    files, warnings = config_and_tokenizer(opened, dtype)
-    model = _Model(opened, files, num_ranks, dtype)
-    for text in [*(f"warning: {text}" for text in warnings), *cast_lines(model.casts())]:
-        log(text)
-    contents = _small_files(model.config, files)
-    nbytes = _publish(target, model, contents, compress, log)
-    return ExportReport(
-        target,
-        len(opened.tensors),
-        nbytes,
-        time.monotonic() - started,
-        opened.has_digests,
-        warnings,
-    )
+        target = export.directory(output, "-tensorrt-llm")
+    export.check_files()
+    dtype = export.cast_code or _dtype_of(opened)
+    files = export.config_and_tokenizer(dtype)
+    model = _Model(export, files, num_ranks, dtype)
+    export.log_casts((tensor.dtype, dtype) for tensor in opened.tensors.values())
+    _publish(export, target, model, _small_files(model.config, files), compress)
+    return export.report(target, len(opened.tensors))
 
 
 def _dtype_of(source: Source) -> str:
@@ -116,19 +94,19 @@ class _Model:
     """The tensors of each rank, and the config. Raises :class:`CheckpointUnusable` if they do not match the source."""
 
     def __init__(
-        self, source: Source, files: Mapping[str, bytes], num_ranks: int, dtype: str
+        self, export: Export, files: Mapping[str, bytes], num_ranks: int, dtype: str
     ) -> None:
+        source = export.source
         self.root = source.root
         self.dtype = dtype
         self.num_ranks = num_ranks
         self._tensors = source.tensors
         self._tied = source.tied
-        self._where = str(source.model_directory)
+        self._where = export.where
         hugging_face, self.config = tensorrt_llm_config(
             files, _DTYPES[dtype], num_ranks, self._where
         )
-        names = (*self._tensors, *self._tied)
-        check_language_model(hugging_face, names, "TensorRT-LLM", self._where)
+        export.check_language_model(hugging_face, "TensorRT-LLM")
         self._dimensions = dimensions_of_config(hugging_face, self._where)
         heads = heads_of_rank(self._dimensions, num_ranks)
         if num_ranks < 1 or heads is None:
@@ -147,11 +125,6 @@ class _Model:
         unknown = sorted(self._tensors.keys() - known)
         if unknown:
             raise self._unusable("TensorRT-LLM's Llama has no such tensor", unknown[0])
-
-    def casts(self) -> Mapping[tuple[str, str], int]:
-        """Count the tensors that are cast, by (from, to)."""
-        dtypes = (tensor.dtype for tensor in self._tensors.values())
-        return Counter((dtype, self.dtype) for dtype in dtypes)
 
     def rank_tensors(self, rank: int) -> Iterator[_RankTensor]:
         """Yield the tensors of a rank."""
@@ -278,34 +251,27 @@ def _small_files(config: bytes, files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def _publish(
-    target: Path, model: _Model, contents: Mapping[str, bytes], compress: bool, log: Log
-) -> int:
-    """Write the archive or the directory; return its number of bytes."""
+    export: Export, target: Path, model: _Model, contents: Mapping[str, bytes], compress: bool
+) -> None:
+    """Write the archive, or with *compress* false the directory."""
     # All tensors are described before anything is written.
     for rank in range(model.num_ranks):
         for _ in model.rank_tensors(rank):
             pass
     if not compress:
-        with published_directory(target, log, what="the checkpoint of TensorRT-LLM") as staging:
-            for name, content in contents.items():
-                path = staging / name
-                path.parent.mkdir(exist_ok=True)
-                path.write_bytes(content)
+        with export.published_directory(target, "the checkpoint of TensorRT-LLM") as staging:
+            write_side_files(contents, staging)
             for rank in range(model.num_ranks):
                 with open(staging / f"rank{rank}.safetensors", "xb") as file:
                     model.write_rank(file, rank)
-        return nbytes_below(target)
-    with (
-        published_file(target, log, what="the .qnemo file") as staging,
-        open(staging, "r+b") as file,
-    ):
+        return
+    with export.published(target, "the .qnemo file") as file:
         writer = TarWriter(file)
         for name, content in contents.items():
             writer.add_bytes(name, content)
         for rank in range(model.num_ranks):
             writer.add_streamed(f"rank{rank}.safetensors", partial(model.write_rank, rank=rank))
         writer.finish()
-    return target.stat().st_size
 
 
 def _wrong(option: str, value: Any, hint: str) -> RecipeError:

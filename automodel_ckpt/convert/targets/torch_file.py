@@ -6,18 +6,13 @@ Tied names share one storage in the file, as ``torch.save`` writes them. Imports
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
-from automodel_ckpt.checkpoint.export.files import cast_lines
-from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
@@ -26,17 +21,12 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_writing import (
 )
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.formats.files import read_json
-from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import published_file
-from automodel_ckpt.convert.targets.output_paths import file_output
-from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import check_files
+from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 
 _CONFIG = "config.json"
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
-log_default = logging.getLogger("automodel_ckpt")
 
 
 def export_torch(
@@ -46,7 +36,7 @@ def export_torch(
     prefix: str = "",
     cast_dtype: str | None = None,
     overwrite: bool = False,
-    log: Log = log_default.info,
+    log: Log = LOG,
 ) -> ExportReport:
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as one state dict.
 
@@ -56,32 +46,19 @@ def export_torch(
     Raises :class:`CheckpointUnusable` for a damaged source, :class:`SaveFailed` if the file cannot be written, and
     :class:`RecipeError` for a wrong argument. In each case nothing was written.
     """
-    started = time.monotonic()
-    cast_code = parse_cast_dtype(cast_dtype)
-    opened = open_source(Path(source))
-    target = file_output(opened, output, ".pt", overwrite=overwrite)
-    check_files(opened)
-    for text in opened.notes:
-        log(f"warning: {text}")
-    state_dict = state_dict_of(opened, prefix, cast_code, log)
-    publish_archive(target, state_dict, log)
-    return ExportReport(
-        target,
-        len(state_dict),
-        target.stat().st_size,
-        time.monotonic() - started,
-        opened.has_digests,
-        opened.notes,
-    )
+    export = Export(source, cast_dtype, log)
+    target = export.file(output, ".pt", overwrite=overwrite)
+    export.check_files()
+    export.warn(*export.source.notes)
+    state_dict = state_dict_of(export, export.source, prefix)
+    publish_archive(export, target, state_dict)
+    return export.report(target, len(state_dict))
 
 
-def state_dict_of(
-    source: Source, prefix: str, cast_code: str | None, log: Log
-) -> dict[str, ArchiveTensor]:
-    """Return the tensors of a model by name, with the *prefix*. A tied name is the tensor that it is tied to.
-
-    *log* gets a line for each kind of cast.
-    """
+def state_dict_of(export: Export, source: Source, prefix: str) -> dict[str, ArchiveTensor]:
+    """Return the tensors of *source* by name, with the *prefix*, and log casts. A tied name is the tensor that it is
+    tied to."""
+    cast_code = export.cast_code
     state_dict: dict[str, ArchiveTensor] = {}
     casts: Counter[tuple[str, str]] = Counter()
     for fqn, tensor in source.tensors.items():
@@ -93,8 +70,7 @@ def state_dict_of(
     for alias, stored in _ties(source).items():
         if stored in source.tensors:
             state_dict.setdefault(prefix + alias, state_dict[prefix + stored])
-    for text in cast_lines(casts):
-        log(text)
+    export.log_casts(casts)
     return state_dict
 
 
@@ -128,10 +104,7 @@ def _tied_head(source: Source) -> Mapping[str, str]:
     return {_HEAD: embeddings[0]}
 
 
-def publish_archive(target: Path, value: Any, log: Log) -> None:
+def publish_archive(export: Export, target: Path, value: Any) -> None:
     """Write *value* as a file of ``torch.save``, which replaces *target* when it is complete."""
-    with (
-        published_file(target, log, what="the file of torch.save") as path,
-        path.open("wb") as file,
-    ):
+    with export.published(target, "the file of torch.save") as file:
         write_torch_archive(file, value)

@@ -8,10 +8,8 @@ has two groups, of parameters with and without weight decay, and numbers the par
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
@@ -32,12 +29,9 @@ from automodel_ckpt.convert.formats.torch.training_state import (
     Parameters,
 )
 from automodel_ckpt.convert.formats.trainer import OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE
-from automodel_ckpt.convert.publishing import check_directory_target, published_directory
-from automodel_ckpt.convert.targets.report import ExportReport
+from automodel_ckpt.convert.targets.flow import LOG, Export, ExportReport, Log
 from automodel_ckpt.convert.targets.torch_file import archive_tensor
 from automodel_ckpt.errors import CheckpointUnusable
-
-log_default = logging.getLogger("automodel_ckpt")
 
 NOT_TRANSFERRED = ("random numbers", "order of the data", "best metric")
 """What the Trainer's checkpoints have beside this, in words."""
@@ -59,14 +53,6 @@ class Intervals:
     eval_steps: int = 500
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerReport(ExportReport):
-    """The report of a directory of the Trainer at *step*: *num_parameters* have state of the optimizer."""
-
-    step: int
-    num_parameters: int
-
-
 def export_trainer(
     source: Path,
     output: str | os.PathLike[str] | None,
@@ -74,8 +60,8 @@ def export_trainer(
     parameters_in: Callable[[Path], Parameters],
     intervals: Intervals = Intervals(),
     callbacks: Sequence[str] = (),
-    log: Log = log_default.info,
-) -> TrainerReport:
+    log: Log = LOG,
+) -> ExportReport:
     """Write the checkpoint *source* of a run as a checkpoint of transformers' Trainer.
 
     *output* defaults to ``checkpoint-N`` next to *source*. *parameters_in* is called with the directory of the exported
@@ -86,9 +72,9 @@ def export_trainer(
     :class:`SaveFailed` if the directory cannot be written. In both cases nothing was written. Memory: one block of a
     tensor.
     """
-    started = time.monotonic()
     if not is_checkpoint(source):
         raise _unusable("this is not a checkpoint of a run", source, "no training state")
+    export = Export(source, None, log)
     manifest = Manifest.read(source)
     run = read_run_state(source)
     what = "there is no training state that the Trainer can load"
@@ -96,39 +82,28 @@ def export_trainer(
         raise _unusable(what, source, "an adapter", merge=True)
     if run is None:
         raise _unusable(what, source, "weights only")
-    default = source.with_name(f"checkpoint-{run.step}")
-    # Publishing renames: without this, it would replace a link instead of its target.
-    target = Path(os.path.realpath(output if output is not None else default))
-    check_directory_target(target)
-    with published_directory(target, log, what="the Trainer's checkpoint") as directory:
+    target = export.directory(output or source.with_name(f"checkpoint-{run.step}"), "")
+    with export.published_directory(target, "the Trainer's checkpoint") as directory:
         weights = consolidate(source, directory / _WEIGHTS, keep_dtypes=True, log=log)
         for path in (directory / _WEIGHTS).iterdir():
             path.rename(directory / path.name)
         shutil.rmtree(directory / _WEIGHTS)
         parameters = parameters_in(directory)()
-        warnings = (*weights.warnings, *unloaded_warning(parameters, _names_in(directory), target))
         groups = trainer_groups(run, parameters, source)
         _write_archive(directory / OPTIMIZER_FILE, _optimizer(run, groups))
         _write_archive(directory / SCHEDULER_FILE, _schedule(run, groups))
         state = _trainer_state(run, manifest, intervals, (*_CALLBACKS, *callbacks))
         (directory / STATE_FILE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
-    for warning in warnings[len(weights.warnings) :]:
-        log(warning)
+        unloaded = unloaded_warning(parameters, _names_in(directory), target)
+    export.warnings += weights.warnings
+    export.warn(*unloaded)
     log(f"not transferred: {', '.join(NOT_TRANSFERRED)}")
     log(
         f"the Trainer takes these from the checkpoint: logging_steps {intervals.logging_steps}, "
         f"save_steps {intervals.save_steps}, eval_steps {intervals.eval_steps}"
     )
-    nbytes = sum(path.stat().st_size for path in target.iterdir())
-    return TrainerReport(
-        target,
-        weights.num_tensors,
-        nbytes,
-        time.monotonic() - started,
-        weights.checked,
-        warnings,
-        run.step,
-        len(run.tensors),
+    return export.report(
+        target, weights.num_tensors, step=run.step, num_parameters=len(run.tensors)
     )
 
 

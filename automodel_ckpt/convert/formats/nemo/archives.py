@@ -22,13 +22,13 @@ from automodel_ckpt.convert.formats.nemo.packed_files import (
     StoredFile,
     files_in_directory,
 )
-from automodel_ckpt.convert.formats.nemo.tar_reading import (
+from automodel_ckpt.convert.formats.nemo.tar_files import (
     TarMember,
     TarReader,
+    TarWriter,
     is_gzip,
     tar_members,
 )
-from automodel_ckpt.convert.formats.nemo.tar_writing import TarWriter
 from automodel_ckpt.convert.publishing import (
     check_directory_target,
     check_file_target,

@@ -18,11 +18,10 @@ from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.decoded import decoded_directory
 from automodel_ckpt.convert.formats.files import check_regular_files, first_bytes
-from automodel_ckpt.convert.formats.nemo.tar_reading import (
-    BLOCK_BYTES,
+from automodel_ckpt.convert.formats.nemo.tar_files import (
+    HEAD_BYTES,
     TarReader,
     decompress,
-    decompressed_head,
     is_gzip,
     is_tar,
     tar_members,
@@ -83,22 +82,15 @@ class PackedFiles:
         return sorted(names)
 
 
-def is_archive(path: Path) -> bool:
-    """Return whether *path* is a tar archive, compressed with gzip or not. Raises OSError if it cannot be read."""
-    if not path.is_file():
-        return False
-    head = first_bytes(path, BLOCK_BYTES)
-    if is_gzip(head):
-        head = decompressed_head(path)
-    return is_tar(head)
-
-
 def has_member(path: Path, name: str) -> bool:
     """Return whether the archive *path* contains *name* before any damage; False for a file that is no archive.
 
     If the archive is compressed with gzip, everything before that member is decompressed.
     """
-    if not is_archive(path):
+    if not path.is_file():
+        return False
+    head = first_bytes(path, HEAD_BYTES)
+    if not is_gzip(head) and not is_tar(head):
         return False
     try:
         with TarReader(Path(os.path.realpath(path))) as reader:

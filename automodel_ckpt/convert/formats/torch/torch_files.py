@@ -49,7 +49,7 @@ BIN_FILE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
 LIGHTNING_VERSION = "pytorch-lightning_version"
 """The key in every file of PyTorch Lightning."""
-_UNCHECKED = "these files are unchecked: there is no manifest with their digests"
+UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module", "model_state")
 _MAX_DEPTH = 32
 # The elements of a tensor that is larger than its storage.
@@ -352,6 +352,11 @@ def _leaves(mapping: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterat
             yield name, item
 
 
+def is_text_name(name: object) -> bool:
+    """Return whether *name* can be that of a tensor. A lone surrogate would fail much later, when it is written."""
+    return isinstance(name, str) and name.isprintable()
+
+
 def tensor_of_view(fqn: str, view: StoredView, archive: Archive, file: str) -> Tensor:
     """Return a tensor as a slice of *file*, with strides if its elements are not in row-major order there.
 
@@ -435,7 +440,7 @@ def _check_index(
 
 def _reports(num_others: int, num_values: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the notes for the user, and what is omitted."""
-    notes = [_UNCHECKED]
+    notes = [UNCHECKED]
     omitted: list[str] = []
     for number, text in ((num_others, others_text), (num_values, values_text)):
         if number:

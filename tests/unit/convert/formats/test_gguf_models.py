@@ -54,7 +54,7 @@ def test_the_library_reads_the_file_with_all_tensors(tmp_path: Path, name: str) 
             halves = values.reshape(tensor.heads, 2, -1, values.shape[1])
             values = halves.swapaxes(1, 2).reshape(values.shape)
         assert np.array_equal(found[tensor.name], values), tensor.name
-    assert report.kinds == {"F32": len(found)}
+    assert report.details["kinds"] == {"F32": len(found)}
 
 
 def test_gemmas_own_numbers_are_keys(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_quantized_blocks_are_those_of_the_library(tmp_path: Path, kind: str) ->
     assert kinds["blk.0.attn_norm.weight"] == kinds["blk.0.attn_q.bias"] == "F32"
     assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType[f"MOSTLY_{kind}"]
     assert reader.fields["general.quantization_version"].contents() == 2
-    assert sum(report.kinds.values()) == len(found)
+    assert sum(report.details["kinds"].values()) == len(found)
 
 
 def test_rows_that_are_no_whole_blocks_are_half_precision(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.formats.nemo.tar_reading import tar_members
-from automodel_ckpt.convert.formats.nemo.tar_writing import TarWriter
+from automodel_ckpt.convert.formats.nemo.tar_files import TarWriter, tar_members
 from automodel_ckpt.convert.formats.registry import detect
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.errors import CheckpointUnusable

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.models.export import _ALL
+from automodel_ckpt.cli.targets.table import TARGETS as _ALL
 from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
 from automodel_ckpt.convert.targets.trainer import unloaded_warning
 from automodel_ckpt.errors import EXIT_SAVE_FAILED

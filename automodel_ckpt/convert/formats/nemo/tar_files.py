@@ -1,0 +1,336 @@
+"""Tar archives: those of other programs are read strictly, and ours are written reproducibly. Imports no torch.
+
+An archive of NeMo or TensorRT-LLM has only regular files and directories, each name once, so that a link, a sparse file
+or a device is an error. The bytes of written archives depend only on the names and contents of their files: owners and
+times are 0. Formats: POSIX pax, GNU tar.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from automodel_ckpt.checkpoint.files import layout
+from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_safely
+from automodel_ckpt.errors import CheckpointUnusable
+
+HEAD_BYTES = 512
+_BLOCK_BYTES = 1 << 20
+_MAX_MEMBERS = 20_000
+_MAX_NAME_BYTES = 1024
+_MAX_LEVELS = 32
+_MAX_PART_BYTES = 255
+# Weights hardly compress. An archive that grows more than this was made to fill a disk.
+_MAX_GROWTH = 64
+_FREE_BYTES = 256 << 20
+# Name of the root in archives of NeMo, which packs the directory ".".
+_ROOT = "."
+
+
+@dataclass(frozen=True, slots=True)
+class TarMember:
+    """A regular file or directory in an archive. *name* is a safe relative path, without ``./`` at its beginning.
+
+    A file has *nbytes*, which begin at byte *start* of the archive (after decompression).
+    """
+
+    name: str
+    start: int
+    nbytes: int
+    is_directory: bool
+
+
+class TarFault(Exception):
+    """What is wrong with an archive. :class:`TarReader` adds the file's path."""
+
+
+def is_tar(head: bytes) -> bool:
+    """Return whether a file that begins with *head* (512 bytes) is an uncompressed tar archive of a current format."""
+    return head[257:262] == b"ustar"
+
+
+def is_gzip(head: bytes) -> bool:
+    """Return whether a file that begins with *head* is compressed with gzip."""
+    return head[:2] == b"\x1f\x8b"
+
+
+class _Stream:
+    """A file, decompressed, for tarfile: it is read forward, to *limit* bytes at most."""
+
+    def __init__(self, file: BinaryIO, limit: int, *, is_compressed: bool) -> None:
+        self._file = file
+        self._limit = limit
+        self._is_compressed = is_compressed
+        self._position = 0
+        self.close = file.close
+
+    def read(self, size: int) -> bytes:
+        # tarfile reads the attributes of a member at once, as many bytes as a header claims.
+        if not 0 <= size <= _BLOCK_BYTES:
+            raise TarFault(f"the attributes of a member take {size} bytes")
+        parts: list[bytes] = []
+        missing = size
+        while missing and (data := self._file.read(missing)):
+            parts.append(data)
+            missing -= len(data)
+        self._position += size - missing
+        if self._position > self._limit:
+            raise TarFault(f"it unpacks to more than {self._limit} bytes")
+        return b"".join(parts)
+
+    def seek(self, position: int) -> None:
+        if not self._is_compressed:
+            self._position = self._file.seek(position)
+            return
+        while self._position < position:
+            if not self.read(min(position - self._position, _BLOCK_BYTES)):
+                raise TarFault("it is truncated")
+
+    def tell(self) -> int:
+        return self._position
+
+
+class TarReader:
+    """An archive that is read once, from its beginning to its end. Use it in a ``with`` block.
+
+    *decompress* returns the decompressed content of the opened file, by default that of gzip if it is compressed so.
+    *faults* are what it raises for damage. Without *max_members*, the caller limits the members and their sizes.
+
+    Raises :class:`CheckpointUnusable` for a damaged archive, and for a member that is neither a regular file nor a
+    directory, has an unsafe name, or occurs twice; OSError if the file cannot be read.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        decompress: Callable[[BinaryIO], BinaryIO] | None = None,
+        faults: tuple[type[Exception], ...] = (),
+        *,
+        max_members: int | None = _MAX_MEMBERS,
+    ) -> None:
+        self.path = path
+        self._max_members = max_members
+        self._faults = (
+            *(TarFault, tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile),
+            # tarfile, of damaged numbers, names and chains of attributes.
+            *(ValueError, OverflowError, RecursionError),
+            *faults,
+        )
+        descriptor = open_regular(path)
+        self._raw = os.fdopen(descriptor, "rb")
+        file_bytes = os.fstat(descriptor).st_size
+        self.is_compressed = decompress is not None or is_gzip(os.pread(descriptor, 2, 0))
+        limit = file_bytes
+        content: BinaryIO = self._raw
+        if self.is_compressed:
+            limit = file_bytes * _MAX_GROWTH + _FREE_BYTES if max_members else 1 << 62
+            content = (decompress or _gunzip)(self._raw)
+        self._limit = limit
+        self._file = _Stream(content, limit, is_compressed=self.is_compressed)
+
+    def __enter__(self) -> TarReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._raw.close()
+
+    def __iter__(self) -> Iterator[TarMember]:
+        """Yield the members in the order of the archive. A member's content is skipped unless it was read."""
+        seen: dict[str, bool] = {}
+        with self._reported():
+            archive = tarfile.TarFile(
+                fileobj=cast(BinaryIO, self._file), encoding="utf-8", errors="strict"
+            )
+            entry = archive.firstmember
+            while entry is not None:
+                member = self._member(entry)
+                if archive.pax_headers.keys() & {"path", "size"}:
+                    raise TarFault("it has a name or a size for all members")
+                if self._max_members is not None and len(seen) > self._max_members:
+                    raise TarFault(f"it has more than {self._max_members} members")
+                _check_name_is_new(member, seen)
+                self._file.seek(member.start)
+                yield member
+                self._file.seek(archive.offset)
+                entry = _next(archive)
+
+    def blocks(self, member: TarMember) -> Iterator[bytes]:
+        """Yield the content of the member that was just yielded, in blocks."""
+        with self._reported():
+            yield from self._read(member.nbytes)
+
+    def content(self) -> Iterator[bytes]:
+        """Yield the whole archive after decompression, in blocks, instead of its members."""
+        with self._reported():
+            while block := self._file.read(_BLOCK_BYTES):
+                yield block
+
+    def _read(self, nbytes: int) -> Iterator[bytes]:
+        while nbytes:
+            block = self._file.read(min(nbytes, _BLOCK_BYTES))
+            if not block:
+                raise TarFault("it is truncated")
+            nbytes -= len(block)
+            yield block
+
+    def _member(self, entry: tarfile.TarInfo) -> TarMember:
+        is_file = entry.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
+        if not (is_file or entry.isdir()) or entry.sparse is not None:
+            kind = "a link" if entry.islnk() or entry.issym() else "neither a file nor a directory"
+            kind = "a sparse file" if entry.issparse() else kind
+            raise TarFault(f"its member {entry.name[:200]!r} is {kind}")
+        nbytes = 0 if entry.isdir() else entry.size
+        if nbytes < 0 or entry.offset_data + nbytes > self._limit:
+            raise TarFault(f"its member {entry.name[:200]!r} ends after the file")
+        if entry.isdir() and entry.size:
+            raise TarFault(f"its directory {entry.name[:200]!r} has content")
+        return TarMember(_safe_name(entry.name), entry.offset_data, nbytes, entry.isdir())
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except self._faults as error:
+            raise CheckpointUnusable(
+                "this tar archive cannot be read",
+                where=str(self.path),
+                value=str(error)[:300],
+                hint="take the file from another copy, or save it again with the program that made it",
+            ) from error
+
+
+def _gunzip(file: BinaryIO) -> BinaryIO:
+    return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+
+
+def _next(archive: tarfile.TarFile) -> tarfile.TarInfo | None:
+    # Not next(), which takes a damaged header for the end of the archive.
+    try:
+        return tarfile.TarInfo.fromtarfile(archive)
+    except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+        return None
+
+
+def decompress(path: Path, target: Path) -> None:
+    """Write the archive *path*, which is compressed with gzip, to the new file *target* without compression.
+
+    Its size after decompression is limited. Raises as :class:`TarReader`.
+    """
+    with open(target, "xb") as copy, TarReader(path) as reader:
+        copy.writelines(reader.content())
+
+
+def tar_members(path: Path) -> list[TarMember]:
+    """Return the members of the archive *path*, which is not a link. Raises as :class:`TarReader`."""
+    with TarReader(path) as reader:
+        return list(reader)
+
+
+def _safe_name(name: str) -> str:
+    """Return the normalized name of a member, ``.`` for the root. Raises :class:`TarFault` for an unsafe one."""
+    # NeMo packs a directory as ".", so that each name begins with "./".
+    plain = name.removeprefix("./")
+    if plain == _ROOT:
+        return plain
+    parts = plain.split("/")
+    reason = layout.unsafe_path(plain)
+    if reason is None and not plain.isprintable():
+        reason = "it has unprintable characters"
+    if reason is None and (len(plain.encode()) > _MAX_NAME_BYTES or len(parts) > _MAX_LEVELS):
+        reason = "it is too long"
+    if reason is None and any(len(part.encode()) > _MAX_PART_BYTES for part in parts):
+        reason = "one of its components is too long"
+    if reason is not None:
+        raise TarFault(f"its member {name[:200]!r} has an unsafe name: {reason}")
+    return plain
+
+
+def _check_name_is_new(member: TarMember, seen: dict[str, bool]) -> None:
+    """Raise :class:`TarFault` if two members have one name, or a file is used as a directory.
+
+    *seen* maps the names of earlier members, and of their parents, to whether they are directories.
+    """
+    known = seen.get(member.name)
+    if known is not None and not (known and member.is_directory):
+        raise TarFault(f"it has two members {member.name!r}")
+    seen[member.name] = member.is_directory
+    parent = member.name.rpartition("/")[0]
+    while parent and parent not in seen:
+        seen[parent] = True
+        parent = parent.rpartition("/")[0]
+    if parent and not seen[parent]:
+        raise TarFault(f"its member {parent!r} is a file and a directory")
+
+
+# ---------------------------------------------------------------- writing
+
+
+class TarWriter:
+    """Writes members to *file*, which is empty, and seekable if :meth:`add_streamed` is used.
+
+    Call :meth:`finish` at the end. Names are relative paths; each is written with ``./`` before it, as NeMo does.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._file.write(_header(_ROOT, 0, mode=0o755, type=tarfile.DIRTYPE))
+
+    def add_bytes(self, name: str, content: bytes) -> None:
+        """Add a file with this content."""
+        self._file.write(_header(f"./{name}", len(content)))
+        self._file.write(content)
+        self._pad(len(content))
+
+    def add_file(self, name: str, directory: Path, path: str) -> None:
+        """Add the regular file *path* of *directory*. Raises OSError, also if it changes size while it is read."""
+        with open(open_safely(directory, path), "rb") as source:
+            nbytes = os.fstat(source.fileno()).st_size
+            self._file.write(_header(f"./{name}", nbytes))
+            written = 0
+            for block in iter(partial(source.read, _BLOCK_BYTES), b""):
+                self._file.write(block)
+                written += len(block)
+        if written != nbytes:
+            raise OSError(f"{directory / path} changed its size while it was packed")
+        self._pad(nbytes)
+
+    def add_streamed(self, name: str, write: Callable[[BinaryIO], None]) -> None:
+        """Add a file that *write* writes at the current position of the archive.
+
+        The size of the file is not known before, so the header is written again at the end. Its length must not
+        depend on the size: it always has a pax header with the size in it, whose leading zeros readers ignore.
+        """
+        header_start = self._file.tell()
+        self._file.write(_header(f"./{name}", 0, pax_headers={"size": f"{0:019d}"}))
+        start = self._file.tell()
+        write(self._file)
+        nbytes = self._file.tell() - start
+        self._pad(nbytes)
+        end = self._file.tell()
+        self._file.seek(header_start)
+        self._file.write(_header(f"./{name}", nbytes, pax_headers={"size": f"{nbytes:019d}"}))
+        self._file.seek(end)
+
+    def finish(self) -> None:
+        """Write the two blocks of zeros that end an archive."""
+        self._file.write(bytes(2 * tarfile.BLOCKSIZE))
+
+    def _pad(self, nbytes: int) -> None:
+        self._file.write(bytes(-nbytes % tarfile.BLOCKSIZE))
+
+
+def _header(name: str, nbytes: int, *, mode: int = 0o644, **attributes: Any) -> bytes:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode = nbytes, mode
+    for attribute, value in attributes.items():
+        setattr(entry, attribute, value)
+    return entry.tobuf(tarfile.PAX_FORMAT, "utf-8", "strict")

@@ -1,0 +1,214 @@
+"""What every export does: open and check the source, plan, log, publish, report. A target adds what it writes.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from automodel_ckpt.checkpoint.export.files import cast_lines, side_files
+from automodel_ckpt.checkpoint.export.plan import Plan, export_names, make_plan, parse_cast_dtype
+from automodel_ckpt.checkpoint.parts.verify import verify
+from automodel_ckpt.checkpoint.sources.base_maps import maps_of
+from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.publishing import (
+    check_directory_target,
+    check_file_target,
+    published_directory,
+    published_file,
+)
+from automodel_ckpt.errors import CheckpointUnusable
+
+Log = Callable[[str], None]
+LOG: Log = logging.getLogger("automodel_ckpt").info
+_ROOT = Path("/")
+_CONFIG = "config.json"
+_LANGUAGE_MODEL = "ForCausalLM"
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """An export that was published at *output*: *nbytes* bytes, in *seconds*.
+
+    *checked* states whether the digests of the source were known, and so compared. *warnings* were logged. *details*
+    are what a target has to report in addition.
+    """
+
+    output: Path
+    num_tensors: int
+    nbytes: int
+    seconds: float
+    checked: bool
+    warnings: tuple[str, ...]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Export:
+    """An export of *source*, which is anything that ``open_source`` of ``convert/open.py`` accepts.
+
+    Raises :class:`RecipeError` for another *cast_dtype* than bf16, fp16, fp32 and fp64, and :class:`CheckpointUnusable`
+    if there is no model in *source*.
+    """
+
+    def __init__(
+        self, source: str | os.PathLike[str], cast_dtype: str | None = None, log: Log = LOG
+    ) -> None:
+        self._started = time.monotonic()
+        self.cast_code = parse_cast_dtype(cast_dtype)
+        self.source = open_source(Path(source))
+        self.where = str(self.source.model_directory)
+        self.log = log
+        self.warnings: list[str] = []
+        self._is_checked = self.source.has_digests
+
+    def file(self, output: str | os.PathLike[str] | None, suffix: str, *, overwrite: bool) -> Path:
+        """Return the file to publish: *output*, or the source's name with *suffix*, next to it.
+
+        Raises :class:`SaveFailed` if there is something that may not be replaced.
+        """
+        target = self._target(output, suffix)
+        check_file_target(target, overwrite=overwrite)
+        return target
+
+    def directory(self, output: str | os.PathLike[str] | None, suffix: str) -> Path:
+        """Return the directory to publish, as :meth:`file`. Raises :class:`SaveFailed` if it is not empty."""
+        target = self._target(output, suffix)
+        check_directory_target(target)
+        return target
+
+    def _target(self, output: str | os.PathLike[str] | None, suffix: str) -> Path:
+        # Formats whose files can be in several places describe them relative to the root of the file system.
+        source = self.source
+        path = source.model_directory if source.root == _ROOT else source.root
+        # Publishing renames: with a link, it would replace the link instead of its target.
+        return Path(os.path.realpath(output or path.with_name(path.name + suffix)))
+
+    def check_files(self) -> None:
+        """Raise :class:`CheckpointUnusable` if a file of a checkpoint is missing or has another size than in the
+        manifest, or if a tensor of the model is missing or left over.
+
+        For exports that compare the bytes of each tensor with their digests when they read them.
+        """
+        self._check_names()
+        if self.source.manifest is not None:
+            _raise(verify(self.source.root, self.source.manifest, "size"))
+
+    def check_digests(self, num_threads: int = 5) -> None:
+        """Raise :class:`CheckpointUnusable` as :meth:`check_files`, and if a file does not match its digest.
+
+        For exports that write parts of the stored slices: only a whole slice has a digest.
+        """
+        self._check_names()
+        source = self.source
+        if source.manifest is not None:
+            _raise(verify(source.root, source.manifest, "digest", num_threads=num_threads))
+        elif source.export is not None:
+            _raise(
+                source.export.problems(only=set(source.files), level="digest", rank=0, num_ranks=1)
+            )
+
+    def _check_names(self) -> None:
+        source = self.source
+        export_names(source.tensors, source.tied, maps_of(source), self.where, [])
+
+    def plan(self, cast_code: str | None = None) -> Plan:
+        """Plan tensors in the dtypes of the checkpoint, not those of its base, unless they are cast.
+
+        Raises :class:`CheckpointUnusable` if the tensors are not those of the model.
+        """
+        source = self.source
+        maps = replace(maps_of(source), dtype=None)
+        cast_dtype = cast_code or self.cast_code
+        return make_plan(source.tensors, source.tied, maps, cast_dtype=cast_dtype, where=self.where)
+
+    def side_files(self, plan: Plan) -> tuple[dict[str, bytes], list[str]]:
+        """Return the files beside the weights, with the dtype of the export in config.json, and warnings."""
+        return side_files(self.source, plan, maps_of(self.source))
+
+    def config_and_tokenizer(self, cast_code: str | None) -> dict[str, bytes]:
+        """Return config.json and the tokenizer's files by name, without those in subdirectories, and log warnings."""
+        beside, warnings = self.side_files(self.plan(cast_code))
+        self.warn(*self.source.notes, *warnings)
+        files: dict[str, bytes] = {}
+        for name, content in sorted(beside.items()):
+            if (name == _CONFIG or is_tokenizer_file(name)) and "/" not in name:
+                files[name] = content
+        return files
+
+    def required_config(self, what: str) -> Path:
+        """Return the directory with the model's config.json. Raises :class:`CheckpointUnusable` if there is none."""
+        side = self.source.config_directory
+        if not (side / _CONFIG).is_file():
+            raise CheckpointUnusable(
+                f"{what} needs the model's config.json",
+                where=str(side),
+                value="no such file",
+                hint="put the file there, or export Hugging Face files (--to hf)",
+            )
+        return side
+
+    def check_language_model(self, config: Mapping[str, Any], program: str) -> None:
+        """Raise :class:`CheckpointUnusable` if the model with this config.json is no causal language model: *program*
+        has no others."""
+        architecture = next(iter(config.get("architectures") or ()), "")
+        names = {*self.source.tensors, *self.source.tied}
+        has_head = _HEAD in names or config.get("tie_word_embeddings") is True
+        if architecture and not architecture.endswith(_LANGUAGE_MODEL):
+            value = str(architecture)[:100]
+        elif not has_head:
+            value = f"no {_HEAD}, and config.json does not tie it to the embedding"
+        else:
+            return
+        raise CheckpointUnusable(
+            f"only causal language models are exported for {program}",
+            where=self.where,
+            value=value,
+            hint="export Hugging Face files (--to hf), which have every kind of model",
+        )
+
+    def warn(self, *texts: str) -> None:
+        """Log warnings, which the report repeats."""
+        self.warnings += texts
+        for text in texts:
+            self.log(f"warning: {text}")
+
+    def log_casts(self, casts: Mapping[tuple[str, str], int] | Iterable[tuple[str, str]]) -> None:
+        """Log the casts of tensors, counted by (from, to)."""
+        for text in cast_lines(Counter(casts)):
+            self.log(text)
+
+    @contextmanager
+    def published(self, target: Path, what: str) -> Iterator[BinaryIO]:
+        """Yield an empty file, open for reading and writing, that replaces *target* when the block ends."""
+        with published_file(target, self.log, what=what) as path, open(path, "r+b") as file:
+            yield file
+
+    def published_directory(self, target: Path, what: str) -> AbstractContextManager[Path]:
+        """Return a directory that becomes *target* when the block ends."""
+        return published_directory(target, self.log, what=what)
+
+    def report(self, target: Path, num_tensors: int, **details: Any) -> ExportReport:
+        """Return the report of what was published at *target*."""
+        paths: Collection[Path] = [target] if target.is_file() else list(target.rglob("*"))
+        nbytes = sum(path.stat().st_size for path in paths if path.is_file())
+        seconds = time.monotonic() - self._started
+        warnings = tuple(self.warnings)
+        return ExportReport(
+            target, num_tensors, nbytes, seconds, self._is_checked, warnings, details
+        )
+
+
+def _raise(problems: list[Any]) -> None:
+    if problems:
+        raise CheckpointUnusable.all_of(problems)
