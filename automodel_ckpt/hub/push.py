@@ -27,8 +27,8 @@ from automodel_ckpt.hub.listing import Content, Listed, differences, listed, siz
 
 NUM_THREADS = 5
 """Large files that are uploaded at the same time by default."""
-CURVES = "training_curves.svg"
-"""The picture of the model card."""
+_CURVES = "training_curves.svg"
+"""A picture that earlier versions uploaded with the card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,4 +147,4 @@ def _obsolete(
     except (ValueError, KeyError, TypeError):
         # Somebody else's: then nothing is removed.
         return []
-    return sorted(({*names, CURVES} & before.keys()) - files.keys())
+    return sorted(({*names, _CURVES} & before.keys()) - files.keys())

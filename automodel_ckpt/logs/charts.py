@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from automodel_ckpt.logs.history import BENCHMARK, NAMED_LOSS, VALIDATED, History, Series
 from automodel_ckpt.logs.scale import padded_range
 
-_SAME_SHARE = 0.001
-"""Values that differ by less than this share are shown as equal: the sizes of saves differ by a few bytes."""
 _SMOOTHED_POINTS = 200
 """Series with at least so many points are drawn faint, with their moving average."""
 
@@ -38,8 +36,7 @@ class Curve:
 class Panel:
     """A chart of the report: its *title* and *curves*; with *from_zero*, the y axis contains 0.
 
-    With *if_varied*, the chart is left out if the values of each run are almost equal. The fields of named validation
-    sets in this chart begin with *named_sets*; empty: it has none.
+    The fields of named validation sets in this chart begin with *named_sets*; empty: it has none.
     """
 
     title: str
@@ -47,7 +44,6 @@ class Panel:
     from_zero: bool = False
     has_marks: bool = False
     named_sets: str = ""
-    if_varied: bool = False
 
     def curves_of(self, run: History) -> Iterator[Curve]:
         """Yield the curves of this chart, including those of the named validation sets of *run*."""
@@ -85,7 +81,6 @@ PANELS: Sequence[Panel] = (
     Panel("MFU, percent", (Curve("mfu", text_title="MFU %", smoothed=True),), from_zero=True),
     Panel("Peak memory of rank 0, bytes", (Curve("mem", text_title="memory"),), from_zero=True),
     Panel("Training waited for saves, seconds", (Curve("stall_seconds", "stems"),), from_zero=True),
-    Panel("Size of saves, bytes", (Curve("bytes", "stems"),), from_zero=True, if_varied=True),
 )
 """The charts below those of the loss and of the metrics, in their order."""
 
@@ -171,19 +166,10 @@ def charts_of(runs: Sequence[History]) -> list[Chart]:
     charts = []
     for panel in panels_of(runs):
         lines = _lines_of(panel, runs)
-        if panel.if_varied and not any(_varies(line.series) for line in lines):
-            continue
         if lines:
             marks = list(_marks_of(runs)) if panel.has_marks else []
             charts.append(_chart(panel, lines, marks, last))
     return charts
-
-
-def _varies(series: Series) -> bool:
-    if not len(series):
-        return False
-    low, high = min(series.values), max(series.values)
-    return high - low > _SAME_SHARE * max(abs(low), abs(high))
 
 
 def _chart(panel: Panel, lines: Sequence[Line], marks: Sequence[Mark], last: int) -> Chart:

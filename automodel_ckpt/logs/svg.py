@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 
 from automodel_ckpt.logs.charts import Chart, Line
@@ -15,8 +15,7 @@ MAX_POINTS = 1600
 """Points per line: about two for each unit of the width."""
 
 NUM_COLORS = 6
-"""The number of colors in the style sheet; further runs get other hues."""
-_MORE_HUES = (335, 205, 135, 75, 235, 285)
+"""The number of colors in the style sheet, which further runs repeat."""
 _MAX_MARK_ROWS = 12
 _MAX_CIRCLES = 60
 """Lines with more points get no circles."""
@@ -24,69 +23,23 @@ _MAX_CIRCLES = 60
 _STEM_DISTANCE = 3.0
 _STEMS_WIDTH = 24.0
 
-_TITLE_HEIGHT = 26
-_STYLE = """
-svg{font-family:system-ui,sans-serif}.paper{fill:#fff}.title{font-size:14px;font-weight:600;fill:#1d1d1b}
-.grid{stroke:#e7e6e1}.tick{fill:#66655f;font-size:11px}.up{text-anchor:end}
-.line,.faint{fill:none;stroke:#2468c9;stroke-width:1.8}.faint{opacity:.28;stroke-width:1}
-.dashed{stroke:#c8590a;stroke-dasharray:5 4}.dot{fill:#c8590a}.stem{stroke:#2468c9;stroke-width:2}
-.saved{fill:#2468c9;opacity:.75}.best{fill:none;stroke:#c8590a;stroke-width:2}
-.resumed{stroke:#66655f;stroke-dasharray:4 4}.cursor{display:none}
-"""
-"""The style of :func:`document`, for the charts of one run: validations differ from training by their color."""
-
-
-def document(charts: Sequence[Chart]) -> str:
-    """Draw the charts of one run as a file, one below the other, with its own style sheet."""
-    height = len(charts) * (HEIGHT + _TITLE_HEIGHT)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',
-        f"<style>{_STYLE}</style>",
-        f'<rect class="paper" width="{WIDTH}" height="{height}"/>',
-    ]
-    for number, chart in enumerate(charts):
-        top = number * (HEIGHT + _TITLE_HEIGHT)
-        title = f'<text class="title" x="{LEFT}" y="{top + 18}">{escape(chart.title)}</text>'
-        shifted = f'<g transform="translate(0 {top + _TITLE_HEIGHT})">{_content(chart)}</g>'
-        parts += [title, shifted]
-    return "\n".join([*parts, "</svg>"])
-
 
 def svg(chart: Chart) -> str:
     """Draw a chart; its width follows the width of the page."""
     x_scale = Scale(*chart.step_range, LEFT, RIGHT)
+    y_scale = Scale(*chart.value_range, BOTTOM, TOP)
+    num_runs = 1 + max((line.run for line in chart.lines), default=0)
     opening = (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
         f'aria-label="{escape(chart.title)}" '
         f'data-low="{x_scale.low!r}" data-high="{x_scale.high!r}">'
     )
-    cursor = f'<line class="cursor" y1="{TOP}" y2="{BOTTOM}" x1="-9" x2="-9"/>'
-    return "\n".join([opening, _content(chart), cursor, "</svg>"])
-
-
-def _content(chart: Chart) -> str:
-    x_scale = Scale(*chart.step_range, LEFT, RIGHT)
-    y_scale = Scale(*chart.value_range, BOTTOM, TOP)
-    num_runs = 1 + max((line.run for line in chart.lines), default=0)
-    elements = [*_grid(x_scale, y_scale), *_step_marks(chart, x_scale)]
+    elements = [opening, *_grid(x_scale, y_scale), *_step_marks(chart, x_scale)]
     for line in chart.lines:
         elements += _line(line, x_scale, y_scale, num_runs)
     elements += _value_marks(chart, x_scale, y_scale)
-    return "\n".join(elements)
-
-
-def more_colors(num_runs: int) -> str:
-    """Return style rules for the runs beyond the style sheet's colors: other hues, and then other shades of those."""
-    rules = []
-    for run in range(NUM_COLORS, num_runs):
-        cycle, position = divmod(run - NUM_COLORS, len(_MORE_HUES))
-        lightness = (0, 0.1, -0.1)[cycle % 3]
-        shade = f"calc(var(--level) + {lightness})"
-        hue = _MORE_HUES[position] + 17 * (cycle // 3)
-        dash = 14 - 3 * min(cycle, 3)
-        rules.append(f".c{run}{{--c:oklch({shade} .15 {hue}deg)}}")
-        rules.append(f".line.c{run}:not(.dashed){{stroke-dasharray:{dash} 3}}")
-    return "".join(rules)
+    cursor = f'<line class="cursor" y1="{TOP}" y2="{BOTTOM}" x1="-9" x2="-9"/>'
+    return "\n".join([*elements, cursor, "</svg>"])
 
 
 def _grid(x_scale: Scale, y_scale: Scale) -> Iterator[str]:
@@ -108,10 +61,10 @@ def _step_marks(chart: Chart, x_scale: Scale) -> Iterator[str]:
         title = f"<title>{escape(mark.text)}</title>"
         if mark.kind == "resumed":
             position = f'x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{BOTTOM}"'
-            yield f'<line class="resumed c{mark.run}" {position}>{title}</line>'
+            yield f'<line class="resumed c{mark.run % NUM_COLORS}" {position}>{title}</line>'
         elif mark.kind == "saved":
             y = BOTTOM - 7 * (mark.run % _MAX_MARK_ROWS)
-            yield f'<path class="saved c{mark.run}" d="M{x:.1f} {y - 7}l4 7h-8z">{title}</path>'
+            yield f'<path class="saved c{mark.run % NUM_COLORS}" d="M{x:.1f} {y - 7}l4 7h-8z">{title}</path>'
 
 
 def _value_marks(chart: Chart, x_scale: Scale, y_scale: Scale) -> Iterator[str]:
@@ -121,7 +74,7 @@ def _value_marks(chart: Chart, x_scale: Scale, y_scale: Scale) -> Iterator[str]:
         x = x_scale(mark.step)
         y = y_scale(mark.value)
         title = f"<title>{escape(mark.text)}</title>"
-        yield f'<circle class="best c{mark.run}" cx="{x:.1f}" cy="{y:.1f}" r="6">{title}</circle>'
+        yield f'<circle class="best c{mark.run % NUM_COLORS}" cx="{x:.1f}" cy="{y:.1f}" r="6">{title}</circle>'
 
 
 def _line(line: Line, x_scale: Scale, y_scale: Scale, num_runs: int) -> Iterator[str]:
@@ -133,7 +86,7 @@ def _line(line: Line, x_scale: Scale, y_scale: Scale, num_runs: int) -> Iterator
     points = []
     for step, value in zip(series.steps, series.values, strict=True):
         points.append((x_scale(step) + offset, y_scale(value)))
-    color = f"c{line.run}"
+    color = f"c{line.run % NUM_COLORS}"
     if line.style == "stems":
         foot = y_scale(max(y_scale.low, 0.0))
         for x, y in points:

@@ -28,8 +28,8 @@ from transformers import (
 from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
+from automodel_ckpt.hub import card
 from automodel_ckpt.hub.bundle import Bundle
-from automodel_ckpt.hub.snippets import snippet
 from tests.support.servers.command_server import CommandServer
 
 LABELS = ("json", "tarfile", "zipfile")
@@ -250,8 +250,9 @@ def loaded_as_the_model_card_says(adapter: Path, monkeypatch: pytest.MonkeyPatch
     """Run the code of the model card of an adapter, with its directory in place of the repository."""
     files = {path.name: path for path in adapter.iterdir()}
     bundle = Bundle(adapter, files, None, is_adapter=True)
-    lines = snippet(bundle, "org/tiny", "v1", "text-classification", "base")
-    code = "\n".join(line for line in lines if not line.startswith("```"))
+    monkeypatch.setattr(card, "pipeline_tag", lambda facts, bundle: "text-classification")
+    [text] = card.card_files(bundle, "org/tiny", revision="v1", base_model="org/base").values()
+    code = text.decode().partition("```python")[2].partition("```")[0].replace("org/base", "base")
     monkeypatch.setattr(
         "huggingface_hub.hf_hub_download", lambda repo, name, revision: f"{repo}/{name}"
     )

@@ -31,9 +31,7 @@ def add_card_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "repo", nargs="?", metavar="hub:ORG/NAME", help="repository that the card is for"
     )
-    command.add_argument(
-        "--output", "-o", metavar="DIR", help="write README.md and its picture there instead"
-    )
+    command.add_argument("--output", "-o", metavar="DIR", help="write README.md there instead")
     command.add_argument(
         "--force", action="store_true", help="with --output, replace files that exist"
     )
@@ -217,7 +215,7 @@ def run_card(arguments: argparse.Namespace) -> int:
 
 
 def _write_card(files: Mapping[str, bytes], directory: Path, *, overwrite: bool) -> None:
-    """Write a card and its picture. Raises :class:`SaveFailed` if one of them exists, and *overwrite* is false."""
+    """Write a card. Raises :class:`SaveFailed` if one of them exists, and *overwrite* is false."""
     from automodel_ckpt.convert.publishing import check_file_target, published_file
 
     for name in files:
