@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import random
@@ -212,14 +211,6 @@ def test_the_last_batch_of_an_epoch_says_so_and_drop_last_keeps_every_full_batch
     assert [batch.last_of_epoch for batch in batches] == [False] * (len(sizes) - 1) + [True]
 
 
-def test_the_length_is_in_global_batches() -> None:
-    assert len(make(Numbers(10))) == 3
-    assert len(make(Numbers(10), drop_last=True)) == 2
-    assert len(make(Numbers(8), drop_last=True)) == 2
-    with pytest.raises(TypeError):
-        len(make(Stream(10)))
-
-
 @pytest.mark.parametrize("source", sorted(SOURCES))
 def test_a_rank_without_a_part_of_the_ragged_end_runs_a_batch_without_weight(source: str) -> None:
     ranks = [
@@ -347,18 +338,6 @@ def test_workers_outlive_a_signal_to_the_whole_job_so_that_the_rank_can_stop_in_
     assert [b.sample_ids for b in seen] == [b.sample_ids for b in make(Numbers(200))]
 
 
-@pytest.mark.parametrize("source", sorted(SOURCES))
-def test_worker_processes_end_with_the_iteration_or_its_failure(source: str) -> None:
-    abandoned = iter(make(SOURCES[source](200), num_workers=2))
-    next(abandoned)
-    assert multiprocessing.active_children()
-    abandoned.close()
-    broken = make(Numbers(20, broken=13), num_workers=2)
-    with pytest.raises(AutomodelError) as caught:
-        list(broken)
-    assert not multiprocessing.active_children(), caught
-
-
 def test_a_changed_data_set_is_refused_with_both_lengths() -> None:
     state = make(Numbers(20)).state_dict()
     with pytest.raises(
@@ -446,16 +425,6 @@ def test_a_stream_without_state_reads_and_drops_what_was_consumed(
     assert "reading and discarding 40 samples" in caplog.text
 
 
-def test_a_stream_says_which_settings_do_not_apply(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    make(Stream(4), shuffle=True, num_workers=2)
-    assert "shuffle does not apply" in caplog.text
-    assert "one worker process, not 2" in caplog.text
-    caplog.clear()
-    make(Stream(4), shuffle=False, num_workers=1)
-    assert caplog.text == ""
-
-
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_of_the_datasets_library_resumes_exactly(shuffled: bool, num_workers: int) -> None:
@@ -521,18 +490,6 @@ def test_a_changed_shuffle_is_reported_only_where_the_loader_orders_the_samples(
         assert is_reported == (source is Numbers)
 
 
-@pytest.mark.parametrize(("before", "after"), [(Stream, StatefulStream), (StatefulStream, Stream)])
-def test_a_stream_that_has_no_state_then_or_now_is_read_again(
-    before: Any, after: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, source = make(before(100)), after(100)
-    train(first, 10)
-    second = make(source)
-    second.load_state_dict(first.state_dict())
-    assert trained_on(train(second, 1)) == [40, 41, 42, 43]
-    assert source.read >= 44 and "reading and discarding 40 samples" in caplog.text
-
-
 class Blocking(Numbers):
     """Its fifth sample takes longer than anybody waits."""
 
@@ -557,11 +514,6 @@ def test_a_worker_that_is_blocked_in_the_data_sets_code_ends_with_the_iteration(
 def test_a_mapping_of_data_sets_is_rejected_with_their_names() -> None:
     with pytest.raises(RecipeError, match=r"mapping of several data sets[\s\S]*train, test"):
         make({"train": Numbers(20), "test": Numbers(4)})
-
-
-def test_a_stream_has_no_length() -> None:
-    with pytest.raises(TypeError, match="an iterable data set has no length"):
-        len(make(Stream(4)))
 
 
 def stack_with_noise(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

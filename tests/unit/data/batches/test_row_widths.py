@@ -13,7 +13,7 @@ from automodel_ckpt.data.batches.packing import IS_TOKEN, PackedDataset, RowLayo
 from automodel_ckpt.data.batches.row_widths import RowWidths, WidenedRows
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.models.attention.by_document import attend_by_document
-from automodel_ckpt.models.layers.compiling import num_row_widths, uses_cuda_graphs
+from automodel_ckpt.models.layers.compiling import num_row_widths
 from tests.unit.models.building.test_packing_probe import build, loss_and_gradients, samples
 
 
@@ -34,23 +34,12 @@ def test_widths_are_few_multiples_that_hold_every_row(
         assert width in found
 
 
-def test_eight_widths_waste_at_most_half_of_the_rows_length() -> None:
-    widths = RowWidths(4096, 8)
-    assert widths.widths == [256, 381, 566, 841, 1249, 1855, 2757, 4096]
-
-
 def test_auto_rounds_where_each_length_would_be_compiled() -> None:
     assert num_row_widths("auto", None, "cuda") == 8
     assert num_row_widths("auto", False, "cpu") == 8
     assert num_row_widths("auto", None, "cpu") is None
     assert num_row_widths(3, None, "cpu") == 3
     assert num_row_widths(None, False, "cuda") is None
-
-
-def test_cuda_graphs_are_those_of_two_modes_of_inductor() -> None:
-    modes = [None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-    assert [uses_cuda_graphs(mode, "cuda") for mode in modes] == [False, False, True, True, False]
-    assert not uses_cuda_graphs("reduce-overhead", "cpu")
 
 
 def packs() -> dict[str, torch.Tensor]:

@@ -39,15 +39,6 @@ def test_the_generator_gives_the_published_values_of_splitmix64() -> None:
     assert _splitmix64(1234567, 2).tolist() == [6457827717110365317, 3203168211198807973]
 
 
-def test_without_shuffling_the_order_is_that_of_the_data() -> None:
-    assert permutation(5, 1, 3, shuffle=False).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_every_position_of_a_sample_is_equally_likely() -> None:
-    first = [int(permutation(4, seed, 0, True)[0]) for seed in range(2000)]
-    assert all(430 < first.count(sample) < 570 for sample in range(4))
-
-
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 5))
 def test_ranks_share_a_global_batch_evenly_and_in_order(
     num_ids: int, dp_size: int, local: int
@@ -60,10 +51,6 @@ def test_ranks_share_a_global_batch_evenly_and_in_order(
     filled = [sum(1 for micro in part if micro) for part in parts]
     assert max(filled) - min(filled) <= 1
     assert max(filled) == len(parts[0])
-
-
-def test_a_rank_without_a_part_of_a_ragged_batch_gets_an_empty_micro_batch() -> None:
-    assert [rank_part([7, 8, 9], rank, 4, 2) for rank in range(4)] == [[[7, 8]], [[9]], [[]], [[]]]
 
 
 def test_batch_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do() -> None:

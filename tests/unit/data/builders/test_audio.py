@@ -27,7 +27,6 @@ from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.media import audio_files
 from automodel_ckpt.data.media.audio_files import duration_of, open_audio
 from automodel_ckpt.data.media.audio_limit import AudioLimit
-from automodel_ckpt.data.media.transcripts import normalized
 from automodel_ckpt.data.vlm import conversations, transcripts
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data import tones
@@ -134,13 +133,6 @@ def test_a_file_that_was_cut_is_an_error_and_one_from_a_pipe_is_read(tmp_path: P
     assert piped != content
     assert np.array_equal(open_audio(piped, tmp_path, RATE), open_audio(content, tmp_path, RATE))
     assert duration_of(piped, tmp_path) == 0.25
-
-
-def test_channels_are_averaged(tmp_path: Path) -> None:
-    stereo = np.stack([TONE, TONE // 2], axis=1)
-    write_wav(tmp_path / "a.wav", stereo)
-    expected = (stereo / 2**15).mean(axis=1).astype(np.float32)
-    np.testing.assert_allclose(open_audio("a.wav", tmp_path, RATE), expected, atol=1e-7)
 
 
 @pytest.mark.skipif(not find_spec("soxr"), reason="needs the extra audio")
@@ -365,10 +357,6 @@ def test_transcripts_of_a_table_have_labels(
         transcripts(processor, "a", prompt="a", prompt_field="b")
 
 
-def test_transcripts_are_normalized() -> None:
-    assert normalized("don’t—stop_now <MUSIC> 3 x!") == "DON'T STOP NOW 3 X"
-
-
 def test_the_limit_of_a_processor_that_states_none_is_found() -> None:
     calls = []
 
@@ -381,13 +369,6 @@ def test_the_limit_of_a_processor_that_states_none_is_found() -> None:
     assert len(calls) == 2
     assert limit.uses(9000) and not limit.uses(9050)
     assert limit.seconds == 9.0
-
-
-def test_a_processor_that_rejects_the_probes_has_no_limit() -> None:
-    def features_of(samples: Any) -> list[Any]:
-        raise ValueError(len(samples))
-
-    assert AudioLimit(features_of, 1000, 500).uses(800)
 
 
 @pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni"])

@@ -688,16 +688,6 @@ def test_a_null_in_a_call_or_a_tool_stays_null(tokenizer: Any, tmp_path: Path) -
         assert f'"arguments": {{"a": null, "day": "2024-01-01", "n": {2**70}}}' in text
 
 
-def test_another_choice_of_turns_is_rejected_with_the_choices(
-    tokenizer: Any, tmp_path: Path
-) -> None:
-    path = write(tmp_path, {"messages": TALK})
-    with pytest.raises(
-        RecipeError, match=r"dataset.learn\s+value:\s+first\s+hint:\s+use one of: all, last"
-    ):
-        messages(tokenizer, path, chat_template=PLAIN, learn="first")  # type: ignore[arg-type]
-
-
 def test_marked_parts_without_text_between_them_are_both_labeled(
     tokenizer: Any, tmp_path: Path
 ) -> None:

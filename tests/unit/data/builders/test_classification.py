@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from automodel_ckpt.data.classification import LabelCollator, texts
 from automodel_ckpt.data.samples.labels import Labels
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.examples.data.library_topics import library_topics
 
 LABELS = Labels(("bad", "good"), "single_label")
 ROWS = [
@@ -129,17 +128,6 @@ def test_a_text_without_tokens_is_rejected(tmp_path: Path, tokenizer: Any) -> No
 def test_an_unknown_field_is_rejected(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(RecipeError, match="no field lable"):
         texts(tokenizer, LABELS, file_of(tmp_path, ROWS), label_field="lable")
-
-
-def test_docstrings_are_labeled_with_their_module(tokenizer: Any) -> None:
-    labels = Labels(("json", "tarfile"), "single_label")
-    train = library_topics(tokenizer, labels, seq_length=8)
-    validation = library_topics(tokenizer, labels, seq_length=8, split="validation")
-    assert set(train.targets[:, 0].tolist()) == {0.0, 1.0}
-    assert 0.03 < len(validation) / (len(train) + len(validation)) < 0.25
-    assert max(len(sample["input_ids"]) for sample in train) == 8
-    with pytest.raises(RecipeError, match="no docstrings in a module"):
-        library_topics(tokenizer, Labels(("json", "no_such_module"), "single_label"))
 
 
 def test_rows_are_padded_on_the_right_with_the_models_token() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from automodel_ckpt.data.image_collate import ImageTextCollator
-from automodel_ckpt.data.media.image_conversations import ImageText
 from automodel_ckpt.examples.data.digit_means import digit_means
 from automodel_ckpt.examples.data.digits import processor, scans
 
@@ -40,11 +39,3 @@ def test_it_recognizes_held_out_scans_and_finds_the_image_of_each_answer() -> No
     width = batch["input_ids"].shape[1]
     for part, number in ((packed[:, :width], 3), (packed[:, width:], 7)):
         torch.testing.assert_close(part[0], logits[number])
-
-
-def test_a_batch_of_questions_alone_has_no_digits() -> None:
-    images = processor(300)
-    question: ImageText = ImageTextCollator(images).blank
-    batch = ImageTextCollator(images)([question])
-    del batch["labels"]
-    assert (digit_means(300)(**batch).argmax(-1) == images.tokenizer.eos_token_id).all()

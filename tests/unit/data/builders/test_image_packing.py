@@ -26,7 +26,6 @@ from automodel_ckpt.data.vlm import conversations
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.vision import image_token_ids
 from tests.support.models.vision import qwen2_5_vl, write_conversations
-from tests.unit.data.toys import Stream
 
 
 @pytest.fixture(scope="module")
@@ -150,17 +149,3 @@ def test_an_image_that_changed_after_it_was_measured_is_reported(
     with pytest.raises(RecipeError, match="another number of tokens") as caught:
         PackCollator(collate)(list(packs))
     assert "sample 0 of" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        (Stream(3), "an iterable data set"),
-        ([{"input_ids": [1]}], "a sample is not a conversation with images"),
-    ],
-)
-def test_other_data_sets_are_rejected(
-    dataset: Any, message: str, collate: ImageTextCollator
-) -> None:
-    with pytest.raises(RecipeError, match=message):
-        measure(dataset, collate)

@@ -88,27 +88,8 @@ def test_a_local_file_has_no_revision(tokenizer: Any, tmp_path: Path) -> None:
         hellaswag(tokenizer, str(tmp_path), revision="main")
 
 
-def test_random_tokens_depend_on_the_seed_and_the_index_only() -> None:
-    dataset = random_tokens(num_samples=5, seq_length=16, vocab_size=50, first_token=2)
-    samples = [dataset[number] for number in (3, 0, 3)]
-    assert samples[0] == samples[2] != samples[1]
-    assert samples[0] == random_tokens(4, 16, 50, first_token=2)[3]
-    assert samples[0] != random_tokens(5, 16, 50, first_token=2, seed=1)[3]
-    assert len(samples[0]["input_ids"]) == 16 and min(samples[0]["input_ids"]) >= 2
-    assert [len(each["labels"]) for each in dataset] == [16] * 5
-
-
 def test_random_tokens_can_have_random_lengths_and_an_end() -> None:
     dataset = random_tokens(200, 40, 50, mean_length=20, std_length=6, end_token=1)
     lengths = [len(sample["input_ids"]) for sample in dataset]
     assert 18 < sum(lengths) / 200 < 22 and len(set(lengths)) > 10 and max(lengths) <= 40
     assert all(sample["labels"][-1] == 1 for sample in dataset)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"num_samples": 0}, {"seq_length": 1}, {"first_token": 60}, {"mean_length": 99}, {"seed": -1}],
-)
-def test_sizes_that_are_impossible_are_errors(options: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match=f"{next(iter(options))} is out of range"):
-        random_tokens(**{"num_samples": 5, "seq_length": 16, "vocab_size": 50} | options)

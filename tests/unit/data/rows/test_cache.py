@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import tempfile
@@ -92,37 +91,6 @@ def test_a_process_that_waits_for_another_one_reports_for_which(
     [message] = caplog.messages
     assert f"waiting until process {os.getpid()} on {socket.gethostname()}" in message
     assert str(cache_directory()) in message
-
-
-def test_a_child_that_was_forked_while_the_data_was_built_does_not_keep_the_lock() -> None:
-    children: list[int] = []
-    release = os.pipe()
-
-    def fork_and_fail(directory: Path) -> None:
-        child = os.fork()
-        if child == 0:
-            # Ends when the parent closes the pipe, or with the parent.
-            os.close(release[1])
-            os.read(release[0], 1)
-            os._exit(0)
-        children.append(child)
-        raise KeyboardInterrupt
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            cached("samples", (), fork_and_fail)
-        [path] = cache_directory().glob("*.lock")
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    finally:
-        os.close(release[1])
-        os.waitpid(children[0], 0)
-        os.close(release[0])
-
-
-def test_without_the_variable_it_is_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AUTOMODEL_CKPT_CACHE")
-    assert cache_directory() == Path(os.path.expanduser("~/.cache/automodel_ckpt"))
 
 
 def test_without_a_home_that_can_be_written_it_is_this_users_in_the_temporary_directory(

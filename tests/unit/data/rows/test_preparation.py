@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 import pty
 import signal
@@ -26,27 +25,13 @@ from automodel_ckpt.data.rows.row_workers import in_order
 from automodel_ckpt.data.rows.rows import Rows
 from automodel_ckpt.data.rows.source import Source
 from automodel_ckpt.data.samples.encoder import Encoder
-from automodel_ckpt.data.samples.fast_encoding import encode_all, encode_one
 from automodel_ckpt.data.samples.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.samples.truncation import Truncation
 from automodel_ckpt.data.text import prompt_completion, text
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 
 NUM_ROWS = 230
-TEXTS = [
-    "",
-    " ",
-    "a",
-    "Two words",
-    "naïve café 東京 🙂",
-    "<s>",
-    "x </s>",
-    "a\n\nb\tc",
-    "a" * 500,
-    "é",
-]
 
 
 def row(number: int) -> dict[str, Any]:
@@ -177,81 +162,6 @@ def test_a_killed_worker_costs_no_row() -> None:
     for part in in_order(numbers, ranges, 3):
         found += part
     assert found == list(range(200))
-
-
-def test_workers_end_if_the_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-
-    def process(start: int, stop: int) -> int:
-        return os.getpid()
-
-    results = in_order(process, [(number, number + 1) for number in range(50)], 2)
-    worker = next(results)
-    assert worker != os.getpid()
-    results.close()  # type: ignore[attr-defined]
-    with pytest.raises(ProcessLookupError):
-        os.kill(worker, 0)
-    assert "TOKENIZERS_PARALLELISM" not in os.environ
-
-
-def test_messages_are_recognized_after_many_rows_without_a_value(
-    chat_tokenizer: Any, workers: Callable[[int], None], tmp_path: Path
-) -> None:
-    prompt = [{"role": "user", "content": "Hello"}]
-    answer = [{"role": "assistant", "content": "Hi"}]
-    rows: list[dict[str, Any]] = [{"prompt": prompt, "completion": answer} for _ in range(130)]
-    workers(2)
-    path = write(tmp_path / "messages.jsonl", rows)
-    assert len(prompt_completion(chat_tokenizer, path)) == 130
-
-
-@pytest.mark.parametrize("parallelism", ["true", "false"])
-def test_a_batch_has_the_ids_of_a_call(
-    tokenizer: Any, chat_tokenizer: Any, parallelism: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallelism)
-    truncating = train_tokenizer(400)
-    truncating.backend_tokenizer.enable_truncation(4)
-    truncating.backend_tokenizer.enable_padding(length=12)
-    splitting = train_tokenizer(400)
-    splitting.split_special_tokens = True
-    for each in (tokenizer, chat_tokenizer, truncating, splitting):
-        fast = encode_all(each, TEXTS)
-        single = [encode_one(each, each_text) for each_text in TEXTS]
-        expected = each(TEXTS, add_special_tokens=False, verbose=False)["input_ids"]
-        assert fast == single == expected
-
-
-def test_a_tokenizer_that_changes_texts_is_called(tokenizer: Any) -> None:
-    class Lowering(type(tokenizer)):  # type: ignore[misc]
-        def _encode_plus(self, text: Any, **options: Any) -> Any:
-            given = text.lower() if isinstance(text, str) else [each.lower() for each in text]
-            return super()._encode_plus(given, **options)
-
-    lowering = Lowering(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>")
-    upper = ["HELLO"] * 9
-    lower = tokenizer(["hello"] * 9, add_special_tokens=False)["input_ids"]
-    assert encode_all(lowering, upper) == lower
-    assert encode_one(lowering, "HELLO") == lower[0]
-
-
-def test_a_long_preparation_logs_its_progress(
-    tokenizer: Any,
-    data: str,
-    workers: Callable[[int], None],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    workers(1)
-    with caplog.at_level(logging.INFO):
-        text(tokenizer, data, field="prompt")
-    assert "rows/s" not in caplog.text
-    workers(2)
-    monkeypatch.setattr(preparation, "_LINE_SECONDS", 0.0)
-    with caplog.at_level(logging.INFO):
-        text(tokenizer, data, field="prompt")
-    assert f"{data}: tokenized 20 of 230 rows, " in caplog.text
-    assert "tokenized 230 of" not in caplog.text
 
 
 def test_a_terminal_shows_a_bar_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,20 +55,6 @@ def test_a_part_of_a_file_is_a_split_of_it(directory: Path) -> None:
     assert half.place(0) == f"{path}:2"
 
 
-def test_the_working_directory_is_a_directory_like_others(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(directory)
-    assert Source(".", split="test").texts(["text"]) == [["three"]]
-
-
-def test_a_line_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "latin.jsonl"
-    path.write_bytes('{"text": "one"}\n{"text": "caf\xe9"}\n'.encode("latin-1"))
-    with pytest.raises(RecipeError, match=rf"a line is not UTF-8 text\n  where:  {path}:2"):
-        Source(str(path)).texts(["text"])
-
-
 @pytest.mark.parametrize(
     ("name", "split", "what"),
     [(None, "dev", 'Unknown split "dev"'), ("easy", "train", "easy.*not found")],
@@ -406,25 +392,6 @@ def test_a_damaged_parquet_file_in_a_directory_is_reported_with_the_reason(direc
         Source(str(directory)).texts(["text"])
 
 
-def test_a_field_that_a_table_does_not_have_is_named(tmp_path: Path) -> None:
-    as_parquet(tmp_path / "a.parquet", messages=[[{"role": "user", "content": "Hi"}]])
-    source = Source(str(tmp_path / "a.parquet"))
-    assert source.contain_messages(["messages"]) and source.contain_messages(
-        ["messages", "{{ messages }}"]
-    )
-    with pytest.raises(
-        RecipeError,
-        match=r"the data has no field talk[\s\S]*ends in _field, such as completion_field\); .*data.chat.messages",
-    ):
-        source.contain_messages(["talk"])
-
-
-def test_values_between_tabs_are_texts_too(tmp_path: Path) -> None:
-    path = tmp_path / "data.tsv"
-    path.write_text("question\tanswer\n1, 2\tNA\n\t3\n")
-    assert Source(str(path)).columns(["question", "answer"]) == [["1, 2", None], ["NA", "3"]]
-
-
 def test_a_directory_with_only_one_of_the_two_files_of_save_to_disk_is_an_ordinary_one(
     directory: Path,
 ) -> None:
@@ -481,23 +448,3 @@ def test_a_stream_of_a_table_goes_on_where_its_state_says(tmp_path: Path) -> Non
     resumed = Source(str(tmp_path)).stream()
     resumed.load_state_dict(stream.state_dict())
     assert texts_of(resumed) == ["c", "d"]
-
-
-@pytest.mark.parametrize("has_bars", [True, False])
-def test_reading_leaves_the_progress_bars_of_datasets_as_they_were(
-    tmp_path: Path, has_bars: bool
-) -> None:
-    had_bars = not datasets.are_progress_bars_disabled()
-    (tmp_path / "a.txt").write_text("one\n")
-    (datasets.enable_progress_bars if has_bars else datasets.disable_progress_bars)()
-    try:
-        Source(str(tmp_path / "a.txt")).texts(["text"])
-        assert datasets.are_progress_bars_disabled() != has_bars
-    finally:
-        (datasets.enable_progress_bars if had_bars else datasets.disable_progress_bars)()
-
-
-def test_a_text_file_has_no_other_split_than_train(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\n")
-    with pytest.raises(RecipeError, match="a data file has only the split train"):
-        Source(str(tmp_path / "a.txt"), split="validation").texts(["text"])

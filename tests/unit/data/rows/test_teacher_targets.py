@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import pickle
 from pathlib import Path
@@ -23,11 +22,9 @@ from automodel_ckpt.data.samples.teacher_targets import (
     TargetCache,
     TargetCollator,
     TargetedDataset,
-    batches_of,
     checksum,
     data_digest,
     num_labels,
-    share_of,
 )
 from automodel_ckpt.errors import RecipeError
 
@@ -92,20 +89,6 @@ def test_a_torn_or_foreign_cache_is_none(tmp_path: Path, caplog: pytest.LogCaptu
         assert TargetCache.open(final, "key") is None
 
 
-def test_directories_of_killed_writers_are_removed_and_those_of_others_stay(tmp_path: Path) -> None:
-    final = tmp_path / "cache"
-    killed, busy, unrelated = (tmp_path / f".{name}" for name in ("cache.1", "cache.2", "other.1"))
-    for directory in (killed, busy, unrelated):
-        directory.mkdir()
-        (directory / "lock").touch()
-    with (busy / "lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        publication = Publication(final)
-    assert not killed.exists() and busy.exists() and unrelated.exists()
-    publication.discard()
-    assert not final.exists() and not publication.directory.exists()
-
-
 class Listed(list[Any]):
     """A list with the attributes of a data set."""
 
@@ -143,10 +126,3 @@ def test_the_digest_of_data_changes_with_its_tokens_or_its_identity() -> None:
     other = Listed(SAMPLES)
     other.identity = "b"
     assert len({plain, data_digest(known), data_digest(other)}) == 3
-
-
-def test_ranks_have_consecutive_shares_and_as_many_batches() -> None:
-    shares = [share_of(10, number, 4) for number in range(4)]
-    assert [index for share in shares for index in share] == list(range(10))
-    assert {len(share) for share in shares} == {2, 3}
-    assert list(batches_of(range(5, 8), 2, 3, 10)) == [[5, 6], [7], [9]]
