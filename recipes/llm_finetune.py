@@ -30,13 +30,12 @@ from automodel_ckpt.models.inspect.repository import (
     from_library_first,
     lfs_pointer,
 )
-from automodel_ckpt.training.model.sections import row_multiple
+from automodel_ckpt.training.model.sections import preprocessor_options, row_multiple
 from automodel_ckpt.training.parts.preprocessors import (
     absent_tokenizer,
     check_vocabulary_file,
     find_preprocessor,
 )
-from automodel_ckpt.training.parts.repository import preprocessor_options
 from automodel_ckpt.training.recipe import Recipe
 
 log = logging.getLogger("automodel_ckpt")

@@ -22,9 +22,13 @@ from automodel_ckpt.data.seq2seq import SourceTargetCollator
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.loss.causal import in_numpy
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.kinds.seq2seq_checks import check_forward, check_shift
+from automodel_ckpt.training.kinds.seq2seq_checks import (
+    check_forward,
+    check_shift,
+    shifted,
+    start_token,
+)
 from automodel_ckpt.training.model.trainable import Trainable
-from automodel_ckpt.training.parts.decoder_inputs import shifted, start_token
 from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.unsupported import Unsupported
 

@@ -25,7 +25,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.multimodal_class import AutoMultimodalModel
 from automodel_ckpt.models.inspect.vision import image_token_ids
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.model.sections import row_multiple
+from automodel_ckpt.training.model.sections import preprocessor_options, row_multiple
 from automodel_ckpt.training.parts.preprocessors import check_vocabulary_file, find_preprocessor
 from automodel_ckpt.training.parts.processors import (
     AUTO_PROCESSOR,
@@ -34,7 +34,6 @@ from automodel_ckpt.training.parts.processors import (
     processor_of_target,
     read_from,
 )
-from automodel_ckpt.training.parts.repository import preprocessor_options
 from automodel_ckpt.training.recipe import Recipe
 
 log = logging.getLogger("automodel_ckpt")

@@ -11,7 +11,6 @@ from pathlib import Path
 import automodel_ckpt
 from automodel_ckpt.base.socket_paths import short_temporary_directory
 from automodel_ckpt.base.user_code import reporting_user_failures
-from automodel_ckpt.cli.checks.device_memory import device_memory
 from automodel_ckpt.cli.checks.finished_run import finished_text
 from automodel_ckpt.cli.checks.rank_counts import (
     check_node_counts,
@@ -19,9 +18,7 @@ from automodel_ckpt.cli.checks.rank_counts import (
     known_ranks,
     mesh_sizes,
 )
-from automodel_ckpt.cli.checks.selftest import check_selftest_options, selftest
 from automodel_ckpt.cli.cluster.options import LauncherOptions, launcher_options
-from automodel_ckpt.cli.common.example_recipes import copy_example, example_lines
 from automodel_ckpt.cli.common.paths import check_working_directory
 from automodel_ckpt.cli.common.terminal import (
     hiding_values,
@@ -88,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(line: CommandLine) -> int:
     """Execute a parsed command line. Raises :class:`RecipeError` with all problems of it and of the recipe."""
+    from automodel_ckpt.cli.common.example_recipes import copy_example, example_lines
+
     if "help" in line.modes:
         from automodel_ckpt.config.help.listing import help_text, topic_text
 
@@ -123,7 +122,9 @@ def _run_recipe(line: CommandLine) -> int:
     # The data of a launcher's run may be on the cluster only.
     check = None if only_prints or launcher is not None else _early_check(line)
     loaded = load_recipe(path, line.overrides, problems=line.problems, check=check)
-    check_selftest_options(line)
+    _check_selftest_options(line)
+    from automodel_ckpt.cli.checks.device_memory import device_memory
+
     device_bytes = device_memory(line)
     if only_prints and loaded.problems:
         raise RecipeError.all_of(loaded.problems)
@@ -144,6 +145,8 @@ def _run_recipe(line: CommandLine) -> int:
     if "show_samples" in line.modes:
         return _show_samples(loaded, line)
     if "selftest_resume" in line.modes:
+        from automodel_ckpt.cli.checks.selftest import selftest
+
         return selftest(loaded, line, lambda *arguments: _observed(line, *arguments))
     ranks = known_ranks(line.flags)
     check_ranks(loaded, ranks)
@@ -160,6 +163,19 @@ def _run_recipe(line: CommandLine) -> int:
 
     trust = Trust(line.flags.trust)
     return launch(loaded, line.flags, lambda: prepare(loaded, trust))
+
+
+def _check_selftest_options(line: CommandLine) -> None:
+    """Raise :class:`RecipeError` for options of the selftest without ``--selftest-resume``."""
+    if "selftest_resume" in line.modes:
+        return
+    problems = []
+    for name in sorted(line.modes.keys() & {"selftest_steps", "selftest_nproc", "json"}):
+        flag = f"--{name.replace('_', '-')}"
+        what = f"{flag} requires --selftest-resume"
+        problems.append(Problem(what, flag, "", "add --selftest-resume"))
+    if problems:
+        raise RecipeError.all_of(problems)
 
 
 def _dry_run(

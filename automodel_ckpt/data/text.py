@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
 from automodel_ckpt.data.rows.arguments import require_choice
 from automodel_ckpt.data.rows.fields import names_in
 from automodel_ckpt.data.rows.row_stream import DEFAULT_BLOCK, RowStream
@@ -95,6 +94,8 @@ def prompt_completion(
     skipped; the numbers are logged.
     """
     require_choice("learn", learn, ("completion", "all"))
+    from automodel_ckpt.data.pairs.pair_encoder import PairEncoder
+
     pairs = PairEncoder(
         tokenizer,
         prompt_field,

@@ -33,7 +33,6 @@ from automodel_ckpt.checkpoint.run.timeline import (
     SLOT_BYTES,
     START,
     STARTUP,
-    STEP_TIMES,
     STEPS,
     VALIDATION,
     read_state,
@@ -55,8 +54,6 @@ class Timeline:
     It measures on every rank. Only rank 0 calls :meth:`open`, and so writes files.
     """
 
-    step_times: dict[str, Any] | None = None
-    """What steps usually take, for the starts after this one (``automodel_ckpt/training/watch/step_times.py``)."""
     outcome: str = FAILED
     """What ended this start: ``done``, ``stopped`` (by a signal, after saving) or ``failed``."""
 
@@ -208,7 +205,7 @@ class Timeline:
     def _record(self, now: float) -> dict[str, Any]:
         seconds = dict(self._seconds)
         seconds[self._phase] += now - self._since
-        record = {
+        return {
             "event": END,
             "start": self._identity,
             "time": self.started + sum(seconds.values()),
@@ -218,9 +215,6 @@ class Timeline:
             "logged": self._logged,
             "seconds": seconds,
         }
-        if self.step_times is not None:
-            record[STEP_TIMES] = self.step_times
-        return record
 
     def _publish(self, now: float) -> None:
         if self._state is None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
@@ -33,13 +32,12 @@ def build_schedule(
     decay_steps: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
     warns: bool = True,
-    rounds_up: bool = True,
 ) -> LRScheduler:
     """Build the schedule *name* over *decay_steps* (default: *total_steps*), which include the warm-up.
 
     *warmup_steps* is a number, or ``auto``: a tenth of *total_steps*, rounded down, and at most 1000. The warm-up
-    begins at the fraction *warmup_from* of the rate. With *warns*, a warm-up that is longer than the run is logged.
-    The warm-up of *warmup_ratio* is rounded up, as in transformers; without *rounds_up* to the nearest step.
+    begins at the fraction *warmup_from* of the rate. The warm-up of *warmup_ratio* is
+    rounded up, as in transformers. With *warns*, a warm-up that is longer than the run is logged.
     Raises :class:`RecipeError` if the schedule requires an unknown length (a stream without max_steps), or does not
     accept *kwargs*.
     """
@@ -67,7 +65,7 @@ def build_schedule(
         )
     warmup = _warmup(warmup_steps, total_steps)
     if warmup_ratio is not None and length is not None:
-        warmup = (math.ceil if rounds_up else round)(length * warmup_ratio)
+        warmup = math.ceil(length * warmup_ratio)
     if warns and total_steps is not None and warmup >= total_steps > 1:
         log.warning(
             "the learning rate does not reach its peak: it warms up for %d steps, and the run has %d "
@@ -170,31 +168,6 @@ def follow_schedule(schedule: LambdaLR) -> None:
         group["lr"] = rate
     # What get_last_lr() returns; LRScheduler has no setter.
     schedule._last_lr = rates
-
-
-def keep_rounded_warmup(schedule: LambdaLR, build: Callable[[Optimizer], LRScheduler]) -> bool:
-    """Give *schedule* the warm-up of ``warmup_ratio`` that a checkpoint written before 2026-11-28 has.
-
-    Until then, it was rounded to the nearest step. The checkpoint does not say which: its rate does.
-
-    Args:
-        schedule: The schedule of this run, with the state of the checkpoint.
-        build: Builds the earlier schedule for an optimizer.
-
-    Returns:
-        Whether *schedule* was changed.
-    """
-    peak, saved = float(schedule.base_lrs[0]), float(schedule.get_last_lr()[0])
-    if peak * schedule.lr_lambdas[0](schedule.last_epoch) == saved:
-        return False
-    # Some schedules compute their factors with the rate of the optimizer.
-    rate = schedule.optimizer.defaults.get("lr", peak)
-    earlier: Any = build(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate))
-    [factor] = earlier.lr_lambdas
-    if peak * factor(schedule.last_epoch) != saved:
-        return False
-    schedule.lr_lambdas = [factor] * len(schedule.lr_lambdas)
-    return True
 
 
 def fast_forward(schedule: LRScheduler, num_steps: int) -> None:

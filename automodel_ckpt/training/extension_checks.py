@@ -1,4 +1,4 @@
-"""Checks that what a user's recipe overrides is called: former methods, hidden methods, and losses of a pipeline."""
+"""Checks that what a user's recipe overrides is called: classes, hidden methods, and losses of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,68 +10,6 @@ from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.saves.saves import Saves
 
 _PACKAGE = "automodel_ckpt."
-_LOOP = "a subclass of TrainingLoop, and name it in loop_class"
-_OBJECTIVE = "a subclass of Objective, and name it in objective_class"
-_SAVES = "a subclass of Saves, and name it in saves_class"
-_TRAINABLE = "build_trainable(), which returns a Trainable"
-
-MOVED_METHODS = {
-    "run_epoch": _LOOP,
-    "batches": _LOOP,
-    "agree_on": _LOOP,
-    "step": _LOOP,
-    "train_step": _LOOP,
-    "accumulate": f"{_LOOP}: override train_step(), which calls self.gradients.accumulate()",
-    "backward": f"{_LOOP}: override train_step(), which calls self.gradients.accumulate()",
-    "count_routed": f"{_LOOP}: override train_step(), which calls self.gradients.accumulate()",
-    "clip_gradients": _LOOP,
-    "finish_step": _LOOP,
-    "explain": _LOOP,
-    "validate": _LOOP,
-    "validation_totals": _LOOP,
-    "validation_sums": _LOOP,
-    "validate_and_save": _LOOP,
-    "make_up_validation": _LOOP,
-    "losses": _LOOP,
-    "acknowledge_stop": _LOOP,
-    "stop": _LOOP,
-    "end": _LOOP,
-    "already_complete": _LOOP,
-    "log_step": f"{_LOOP}: override step(), which can read self.last_step",
-    "micro_batch_loss": f"{_OBJECTIVE}: override loss()",
-    "outcome": f"{_OBJECTIVE}: override row_loss()",
-    "losses_of": f"{_OBJECTIVE}: override losses()",
-    "check_length": f"{_OBJECTIVE}: override rows_of()",
-    "save": _SAVES,
-    "save_now": _SAVES,
-    "note_saved": _SAVES,
-    "settle": f"{_SAVES}: override wait()",
-    "flush_logs": "self.run_log, as flush()",
-    "build_model": _TRAINABLE,
-    "parallelize": _TRAINABLE,
-    "choose_row_layout": f"{_TRAINABLE} with another row_layout",
-    "choose_loss_head": f"{_TRAINABLE} with another loss_head",
-    "build_router_loss": f"{_TRAINABLE} with another router_loss",
-    "draw_up": _TRAINABLE,
-    "prepare_base": _TRAINABLE,
-    "resize": _TRAINABLE,
-    "name_tensors": _TRAINABLE,
-    "router_settings": _TRAINABLE,
-    "compile": _TRAINABLE,
-    "log_model": _TRAINABLE,
-    "num_base_rows": _TRAINABLE,
-    "asked": _TRAINABLE,
-    "attends_by_document": f"{_TRAINABLE} with another row_layout",
-    "check_model_config": "build_training()",
-    "check_sections_for_text": "build()",
-    "checked_processor": "build_processor()",
-    "named_or_the_models": "build_tokenizer() or build_processor()",
-    "hold_checkpointer": "build_checkpointer()",
-    "start_from_weights": "resume()",
-    "check_export": "build_assets()",
-    "packed": "build_dataset()",
-}
-"""Methods that recipes had, and where to override each of them now."""
 
 
 def check_classes(recipe_class: Any) -> None:
@@ -86,21 +24,6 @@ def check_classes(recipe_class: Any) -> None:
                 value=named,
                 hint=f"derive the class from {kind.__module__}.{kind.__name__}",
             )
-
-
-def check_moved_methods(recipe_class: type) -> None:
-    """Raise :class:`RecipeError` if *recipe_class* has a method that only former versions called."""
-    # Without an error, nothing would call the override, and no message would report it.
-    found = [name for name in MOVED_METHODS if hasattr(recipe_class, name)]
-    if not found:
-        return
-    name = found[0]
-    raise RecipeError(
-        "the recipe overrides a method that another object has now",
-        where=recipe_class.__name__,
-        value=name,
-        hint=f"override it in {MOVED_METHODS[name]} (docs/guides/write-a-recipe.md)",
-    )
 
 
 def built(recipe: object, name: str, part: object, kind: type) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -29,13 +29,12 @@ from automodel_ckpt.training.counters.cadence import Due, planned_end
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.gradients import GradientAccumulation
 from automodel_ckpt.training.measure.cadence import steps_per_epoch
-from automodel_ckpt.training.measure.measurements import Benchmark, Measured, Measurements
+from automodel_ckpt.training.measure.measurements import Measured, Measurements
 from automodel_ckpt.training.measure.validation import Batches, ValidationSets
 from automodel_ckpt.training.measure.validation_metrics import TRAIN_LOSS, measures_of, metric_names
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.run_end import RunEnd
 from automodel_ckpt.training.saves.saves import Saves
-from automodel_ckpt.training.values.pending_steps import PendingSteps
 from automodel_ckpt.training.values.readback import (
     LaunchedStep,
     Mark,
@@ -46,19 +45,14 @@ from automodel_ckpt.training.values.readback import (
 )
 from automodel_ckpt.training.values.records import Control, StepPosition, StepResult, Validation
 from automodel_ckpt.training.values.run_log import RunLog, build_profiler
-from automodel_ckpt.training.values.step_exchange import StepExchange
-from automodel_ckpt.training.values.step_reports import StepReports, warn_of_skipped_update
-from automodel_ckpt.training.values.throughput import Throughput
-from automodel_ckpt.training.watch.batch_errors import BatchErrors
+from automodel_ckpt.training.values.step_numbers import StepNumbers, warn_of_skipped_update
+from automodel_ckpt.training.watch.batch_errors import BatchErrors, Situation, check_all_trained
 from automodel_ckpt.training.watch.divergence import Divergence
-from automodel_ckpt.training.watch.out_of_memory import Situation
-from automodel_ckpt.training.watch.replicated_gradients import build_gradient_comparison
-from automodel_ckpt.training.watch.step_watches import StepWatches
-from automodel_ckpt.training.watch.unused_parameters import check_all_trained
 
 if TYPE_CHECKING:
-    from automodel_ckpt.training.measure.completions import Completions
     from automodel_ckpt.training.measure.weight_average import WeightAverage
+    from automodel_ckpt.training.values.throughput import Throughput
+    from automodel_ckpt.training.watch.hang_watch import HangWatch
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -71,120 +65,80 @@ class TrainingLoop:
     the recipe's ``loop_class``. Every method is called on all ranks.
     """
 
+    _hang_watch: HangWatch | None = None
     rejects_unused_parameters: ClassVar[bool] = False
     """Whether trained parameters without a gradient in the first step are an error in any case, not only with ddp."""
 
-    def __init__(
-        self,
-        *,
-        config: RecipeConfig,
-        layout: RankLayout,
-        stop_request: StopRequest,
-        objective: Objective,
-        optimizer: Optimizer,
-        lr_scheduler: LRScheduler | None,
-        dataloader: GlobalBatchLoader,
-        validation_batches: Callable[[], Iterator[GlobalBatch]] | None,
-        validation_sets: Mapping[str, Callable[[], Iterator[GlobalBatch]]] | None = None,
-        step_scheduler: StepScheduler,
-        rng: StatefulRNG,
-        checkpointer: Checkpointer | None,
-        saves: Saves,
-        run_log: RunLog,
-        completions: Completions | None = None,
-        weight_average: WeightAverage | None = None,
-        benchmarks: Sequence[Benchmark] = (),
-    ) -> None:
-        """*validation_batches* reads the validation set from its start; None if there is none. *validation_sets* reads
-        the sets of ``validation_datasets`` by name. *completions* generates text after each validation.
-        *weight_average* follows the weights (section ``ema``). *benchmarks* are those of the section ``evaluation``."""
+    def __init__(self, recipe: Any) -> None:
+        """*recipe* is the :class:`~automodel_ckpt.training.recipe.Recipe` whose parts have been built."""
         # What the recipe built.
-        self.config = config
-        self.layout = layout
-        self.stop_request = stop_request
-        self.objective = objective
-        self.trainable = objective.trainable
-        self.model: nn.Module = objective.trainable.model
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.dataloader = dataloader
-        self.validation_batches = validation_batches
-        self.validation_sets = dict(validation_sets or {})
-        self.step_scheduler = step_scheduler
-        self.rng = rng
-        self.checkpointer = checkpointer
-        self.saves = saves
-        self.run_log = run_log
-        self.weight_average = weight_average
+        self.config: RecipeConfig = recipe.config
+        self.layout: RankLayout = recipe.layout
+        self.stop_request: StopRequest = recipe.stop_request
+        self.objective: Objective = recipe.objective
+        self.trainable = self.objective.trainable
+        self.model: nn.Module = self.trainable.model
+        self.optimizer: Optimizer = recipe.optimizer
+        self.lr_scheduler: LRScheduler | None = recipe.lr_scheduler
+        self.dataloader: GlobalBatchLoader = recipe.dataloader
+        self.validation_batches: Batches | None = recipe.validation_batches
+        # A recipe with a build() that does not call build_training may not have it.
+        self.validation_sets: dict[str, Batches] = dict(getattr(recipe, "validation_sets", {}))
+        self.step_scheduler: StepScheduler = recipe.step_scheduler
+        self.rng: StatefulRNG = recipe.rng
+        self.checkpointer: Checkpointer | None = recipe.checkpointer
+        self.saves: Saves = recipe.saves
+        self.run_log: RunLog = recipe.run_log
+        self.weight_average: WeightAverage | None = recipe.weight_average
         # The step.
-        self.measures = measures_of(type(objective), config.loss_fn)
-        self.profiler = build_profiler(config, layout)
-        self.runs_ahead = self.queues_work()
-        self._forward_timer = build_forward_timer(self.model, layout, config)
-        self.gradients = GradientAccumulation(
-            objective,
-            layout,
-            rng,
-            keeps_on_device=self.runs_ahead,
-            timer=self._forward_timer,
-        )
-        self._has_checked_gradients = False
-        self._replicated_gradients = build_gradient_comparison(self.model, layout, config)
+        self._prepare_steps(self.config, self.layout)
         # The numbers of a step, which are known later.
-        self._pending = PendingSteps(
-            runs_ahead=self.runs_ahead,
-            # Tensor and context parallel ranks compute the same loss, which counts once.
-            counts_loss=layout.reports_loss,
+        self.errors = BatchErrors(Situation(self.config, self.layout, self.model, self.optimizer))
+        self.divergence = Divergence(self.step_scheduler, self.saves, self.run_log)
+        self.throughput: Throughput | None = None
+        if self.config.throughput is not None and self.layout.is_rank0:
+            from automodel_ckpt.training.values.throughput import Throughput
+
+            self.throughput = Throughput(self.config, self.layout, self.run_log)
+        self._numbers = StepNumbers(
+            recipe, self.divergence, self.errors, self.throughput, runs_ahead=self.runs_ahead
         )
-        self.divergence = Divergence(step_scheduler, saves, run_log)
-        situation = Situation(config, layout, self.model, optimizer)
-        self.errors = BatchErrors(situation, self._pending)
-        # What is measured beside the training loss.
+        # What is measured beside the training loss, and the end of the run.
         sets: dict[str | None, Batches] = {}
-        if validation_batches is not None:
-            sets[None] = validation_batches
+        if self.validation_batches is not None:
+            sets[None] = self.validation_batches
         sets.update(self.validation_sets)
         self.validations = ValidationSets(
             sets,
-            objective,
-            rng,
-            stop_request,
+            self.objective,
+            self.rng,
+            self.stop_request,
             measures=self.measures,
             read=self.batches,
             errors=self.errors,
             runs_ahead=self.runs_ahead,
         )
-        self.measurements = Measurements(
-            config,
-            step_scheduler,
-            saves,
-            run_log,
-            measures=self.measures,
-            weight_average=weight_average,
-            benchmarks=benchmarks,
-            completions=completions,
-        )
-        # Reports, the exchange between the ranks, and the end of the run.
-        self.run_end = RunEnd(layout, step_scheduler, stop_request, checkpointer, saves, run_log)
-        self.throughput = Throughput(config, layout, run_log)
-        self._reports = StepReports(
-            run_log,
-            self.divergence,
-            self.throughput,
-            has_router_loss=self.trainable.router_loss is not None,
-        )
-        self._exchange = StepExchange(
+        self.measurements = Measurements(recipe, self.measures)
+        self.run_end = RunEnd(recipe)
+
+    def _prepare_steps(self, config: RecipeConfig, layout: RankLayout) -> None:
+        self.measures = measures_of(type(self.objective), config.loss_fn)
+        self.profiler = build_profiler(config, layout)
+        self.runs_ahead = self.queues_work()
+        self._forward_timer = build_forward_timer(self.model, layout, config)
+        self.gradients = GradientAccumulation(
+            self.objective,
             layout,
-            stop_request,
-            checkpointer,
-            step_scheduler,
-            self._pending,
-            self.errors,
-            self._reports,
+            self.rng,
+            keeps_on_device=self.runs_ahead,
+            timer=self._forward_timer,
         )
-        self._watches = StepWatches(
-            config, layout, checkpointer, run_log, self._exchange, stop_request
-        )
+        self._has_checked_gradients = False
+        self._replicated_gradients = None
+        if layout.sizes.tp > 1:
+            from automodel_ckpt.training.watch.replicated_gradients import ReplicatedGradients
+
+            self._replicated_gradients = ReplicatedGradients(self.model, config)
 
     @property
     def last_step(self) -> StepResult | None:
@@ -193,11 +147,41 @@ class TrainingLoop:
         With several ranks or on a GPU, that is the step before the newest one: :meth:`finish_pending` waits for the
         newest.
         """
-        return self._reports.newest
+        return self._numbers.newest
 
     def queues_work(self) -> bool:
         """Whether the host continues while the device computes a step, and reads its numbers a step later."""
         return runs_ahead(self.layout.device.type)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Watch for steps that hang and for slow ranks (section ``hangs``). Entering the context is a collective.
+
+        Nothing is watched with one rank or without a run directory.
+        """
+        section = self.config.hangs
+        if section is None or self.checkpointer is None or self.layout.world_size == 1:
+            yield
+            return
+        from automodel_ckpt.checkpoint.memory.hang_reports import ARRIVAL_SECONDS
+        from automodel_ckpt.training.watch.hang_watch import HangWatch
+        from automodel_ckpt.training.watch.stragglers import StragglerWatch
+
+        timeline = self.run_log.timeline
+        self._hang_watch = HangWatch(
+            section,
+            self.layout,
+            timeline,
+            self.checkpointer.directory,
+            timeout_seconds=60 * self.config.distributed.timeout_minutes,
+            arrival_seconds=ARRIVAL_SECONDS if self.checkpointer.is_distributed else 0.0,
+            stop_request=self.stop_request,
+        )
+        with self._hang_watch as watch:
+            self._numbers.straggler_watch = StragglerWatch(
+                section, self.layout, timeline, watch.hosts, self.run_log.log_event
+            )
+            yield
 
     # ---------------------------------------------------------------- epochs
 
@@ -213,7 +197,12 @@ class TrainingLoop:
             self.stop_request.on_request = self.run_end.acknowledge_stop
         log.info("%s", planned_end(scheduler.cadence, steps_per_epoch(self.dataloader)))
         self.run_log.timeline.enter(timeline.STEPS)
-        with self.profiler, self.throughput.reporting(), self._watches.watching():
+        with ExitStack() as stack:
+            if self.profiler is not None:
+                stack.enter_context(self.profiler)
+            if self.throughput is not None:
+                stack.enter_context(self.throughput.reporting())
+            stack.enter_context(self._watching())
             while not scheduler.is_finished():
                 with self.run_log.timeline.phase(timeline.OTHER):
                     self.divergence.skip_batches(self.dataloader)
@@ -272,7 +261,10 @@ class TrainingLoop:
         Returns whether no step follows in this pass over the batches: the run is over, or continues with other batches.
         """
         due = self._take_step(batch, control)
-        self._watches.note_step(self.step_scheduler.step)
+        if self._hang_watch is not None:
+            self._hang_watch.note_step(self.step_scheduler.step)
+        if self._numbers.straggler_watch is not None:
+            self._numbers.straggler_watch.note_step()
         if self._do_what_is_due(due) or self._save_in_memory_if_due():
             return True
         return self._go_back_after_spike() or self.divergence.skip_is_due()
@@ -291,7 +283,7 @@ class TrainingLoop:
         if due is not None and self._do_what_is_due(due):
             return True
         # A step that is not finite could replace the last good checkpoint.
-        if not self.divergence.found_spike and self._reports.newest_is_finite:
+        if not self.divergence.found_spike and self._numbers.newest_is_finite:
             memory.save(self.step_scheduler.step, self._save_in_memory)
         return False
 
@@ -329,7 +321,7 @@ class TrainingLoop:
         self.finish_pending()
         if not self.divergence.go_back():
             return False
-        self._reports.newest = None
+        self._numbers.newest = None
         return True
 
     def _take_step(self, batch: GlobalBatch, control: Control) -> Due:
@@ -337,9 +329,11 @@ class TrainingLoop:
         doing = (
             f"in the forward pass, backward pass or update of step {self.step_scheduler.step + 1}"
         )
+        profiler = self.profiler
         try:
             with self.errors.explained(doing, batch):
-                with self.profiler.step(self.step_scheduler.step + 1):
+                step = self.step_scheduler.step + 1
+                with nullcontext() if profiler is None else profiler.step(step):
                     due = self.step(batch, control)
                 if not isinstance(due, Due):
                     raise self._wrong_result(due, "step", "what is due after the step")
@@ -387,7 +381,7 @@ class TrainingLoop:
             size = self.objective.size_here(batch.micro_batches, with_flops=with_flops)
         # Before the flag is read: a signal from here on may be too late to prevent this step, and is logged as such.
         self.step_scheduler.enter_step()
-        return self._exchange.run(size, stop=batch is None)
+        return self._numbers.exchange(size, stop=batch is None)
 
     # ---------------------------------------------------------------- step
 
@@ -465,7 +459,6 @@ class TrainingLoop:
         # DDP and FSDP2 average gradients over the ranks; times this factor they are sums.
         scale = self.layout.sizes.token_parts / control.count
         loss_sum = self.gradients.accumulate(batch, scale)
-        self._watches.host_limit.note_gradients()
         self._check_unused_parameters()
         if self._replicated_gradients is not None:
             self._replicated_gradients.check(self.layout.gloo_group)
@@ -480,7 +473,6 @@ class TrainingLoop:
         # The optimizer changes the weights now.
         self.saves.await_copies()
         self.optimizer.step()
-        self._watches.host_limit.note_update(grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         return loss_sum if self.runs_ahead else loss_sum.item(), grad_norm
 
@@ -533,7 +525,7 @@ class TrainingLoop:
         which may be a long export. One rank always does, since its exchange costs nothing.
         """
         scheduler = self.step_scheduler
-        self._pending.add(launched)
+        self._numbers.pending.append(launched)
         # The loader's position counts finished steps only, not what its workers have prefetched.
         self.dataloader.mark_consumed(batch)
         due = scheduler.finish_step(
@@ -543,7 +535,7 @@ class TrainingLoop:
             num_tokens=launched.control.num_tokens,
         )
         if due.anything or self.layout.world_size == 1:
-            control = self._exchange.run(None, stop=False)
+            control = self._numbers.exchange(None, stop=False)
             due = scheduler.apply_clock(control.clock, stop=control.stop)
         return due
 
@@ -554,8 +546,8 @@ class TrainingLoop:
         Returns what is due by the clock, if that became known.
         """
         found = None
-        while self._pending:
-            control = self._exchange.run(None, stop=False, wait=True)
+        while self._numbers.pending:
+            control = self._numbers.exchange(None, stop=False, wait=True)
             due = self._due_by_clock(control)
             found = due or found
         return found

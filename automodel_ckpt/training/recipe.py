@@ -27,7 +27,6 @@ from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.config.keys.optimizer import LRSchedulerConfig
 from automodel_ckpt.config.recipe_rules import has_metrics, has_validation
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
@@ -49,7 +48,6 @@ from automodel_ckpt.training.extension_checks import (
     check_classes,
     check_hidden_methods,
     check_model,
-    check_moved_methods,
     check_pipeline_extensions,
 )
 from automodel_ckpt.training.loop import TrainingLoop
@@ -68,25 +66,23 @@ from automodel_ckpt.training.parts.objective import ContextCheck, Objective, bui
 from automodel_ckpt.training.parts.optimizers import build_optimizer, log_groups
 from automodel_ckpt.training.parts.parameter_groups import AddUp
 from automodel_ckpt.training.saves.checkpointing import (
-    open_checkpointer,
-    open_memory,
-    replica_check,
-)
-from automodel_ckpt.training.saves.exports import (
     check_export,
     check_uploads,
     export_assets,
     model_layout,
+    open_checkpointer,
+    open_memory,
+    replica_check,
 )
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.start.base_commit import pin_base
-from automodel_ckpt.training.start.resume import RecipeSource, RunParts, check_own, load_checkpoint
+from automodel_ckpt.training.start.resume import check_own, load_checkpoint
 from automodel_ckpt.training.start.resume_overrides import log_omitted_state
 from automodel_ckpt.training.start.start_rank import start_rank
 from automodel_ckpt.training.stop_tokens import add_stop_tokens, use_chat_template
 from automodel_ckpt.training.unsupported import Unsupported, unsupported_keys
 from automodel_ckpt.training.values.run_log import RunLog
-from automodel_ckpt.training.watch.out_of_memory import Situation, reporting_out_of_memory
+from automodel_ckpt.training.watch.batch_errors import Situation, reporting_out_of_memory
 from automodel_ckpt.training.watch.rank_consistency import validate_equal_lengths
 
 if TYPE_CHECKING:
@@ -192,7 +188,6 @@ class Recipe:
 
         Mistakes in the recipe are raised as early as possible, most of them before the model's weights are read.
         """
-        check_moved_methods(type(self))
         check_classes(type(self))
         self.layout = self.join_ranks()
         self.config = resolve_precision(self.config, self.layout.sizes, self.layout.device.type)
@@ -489,13 +484,8 @@ class Recipe:
             schedule: LRScheduler = build(section, optimizer=self.optimizer)
             check_schedule(schedule)
             return schedule
-        return self._schedule_by_name(section, self.optimizer)
-
-    def _schedule_by_name(
-        self, section: LRSchedulerConfig, optimizer: Optimizer, *, rounds_up: bool = True
-    ) -> LRScheduler:
         return build_schedule(
-            optimizer,
+            self.optimizer,
             section.name,
             total_steps=self.step_scheduler.planned_steps,
             warmup_steps=section.warmup_steps,
@@ -503,8 +493,6 @@ class Recipe:
             warmup_from=section.warmup_from,
             decay_steps=section.decay_steps,
             kwargs=section.kwargs,
-            warns=rounds_up,
-            rounds_up=rounds_up,
         )
 
     def build_loss_fn(self) -> LossFn:
@@ -629,26 +617,7 @@ class Recipe:
 
     def build_loop(self) -> TrainingLoop:
         """Build the object that takes the steps. Give a loop of your own what else it needs by extending this."""
-        return self.loop_class(
-            config=self.config,
-            layout=self.layout,
-            stop_request=self.stop_request,
-            objective=self.objective,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            dataloader=self.dataloader,
-            validation_batches=self.validation_batches,
-            # A recipe with a build() that does not call build_training may not have it.
-            validation_sets=getattr(self, "validation_sets", None),
-            step_scheduler=self.step_scheduler,
-            rng=self.rng,
-            checkpointer=self.checkpointer,
-            saves=self.saves,
-            run_log=self.run_log,
-            completions=self.build_completions(),
-            weight_average=self.weight_average,
-            benchmarks=self.build_benchmarks(),
-        )
+        return self.loop_class(self)
 
     def build_completions(self) -> Completions | None:
         """Build the ``generation`` section; None without it."""
@@ -711,30 +680,8 @@ class Recipe:
 
     def _load_checkpoint(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
         log_omitted_state(self, self.untracked)
-        parts = RunParts(
-            checkpointer=checkpointer,
-            memory=self.memory,
-            saves=self.saves,
-            run_log=self.run_log,
-            step_scheduler=self.step_scheduler,
-            dataloader=self.dataloader,
-            rng=self.rng,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-        )
-        section, earlier_schedule = self.config.lr_scheduler, None
-        if isinstance(section, LRSchedulerConfig) and section.warmup_ratio:
-            earlier_schedule = partial(self._schedule_by_name, section, rounds_up=False)
-        source = RecipeSource(
-            config_yaml=self.config_yaml,
-            precision=self.trainable.precision,
-            origins=self.origins,
-            overridden=self.overridden,
-            optimizer=self.config.optimizer,
-            earlier_schedule=earlier_schedule,
-        )
         check_own(self.config.checkpoint.restore_from)
-        load_checkpoint(parts, source, state)
+        load_checkpoint(self, state)
 
     def _start_from_weights(self, state: Mapping[str, Any]) -> None:
         """Load the weights that ``init_from`` names, unless the run continues."""
@@ -752,7 +699,6 @@ class Recipe:
                 resizable=self.trainable.resized,
                 new_rows=model.new_tokens if isinstance(model, ModelConfig) else "mean",
                 verify=self.config.checkpoint.verify,
-                tokenizer=self.preprocessor,
             )
 
     def local_init_from(self, section: Section) -> AbstractContextManager[Section]:

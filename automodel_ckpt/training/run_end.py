@@ -23,21 +23,13 @@ log = logging.getLogger("automodel_ckpt")
 class RunEnd:
     """Saves what a run that ends has not saved yet, and reports how it ended and how to continue."""
 
-    def __init__(
-        self,
-        layout: RankLayout,
-        scheduler: StepScheduler,
-        stop_request: StopRequest,
-        checkpointer: Checkpointer | None,
-        saves: Saves,
-        run_log: RunLog,
-    ) -> None:
-        self._layout = layout
-        self._scheduler = scheduler
-        self._stop_request = stop_request
-        self._checkpointer = checkpointer
-        self._saves = saves
-        self._run_log = run_log
+    def __init__(self, recipe: Any) -> None:
+        self._layout: RankLayout = recipe.layout
+        self._scheduler: StepScheduler = recipe.step_scheduler
+        self._stop_request: StopRequest = recipe.stop_request
+        self._checkpointer: Checkpointer | None = recipe.checkpointer
+        self._saves: Saves = recipe.saves
+        self._run_log: RunLog = recipe.run_log
 
     def acknowledge_stop(self, number: int) -> None:
         """Log that a signal was received, and what follows; a thread calls it while the step continues.

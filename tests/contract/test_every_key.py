@@ -76,7 +76,7 @@ from automodel_ckpt.training.model.sections import row_multiple
 from automodel_ckpt.training.model.sharding import shard
 from automodel_ckpt.training.model.trainable import Trainable
 from automodel_ckpt.training.parts.objective import Objective
-from automodel_ckpt.training.saves.exports import check_export
+from automodel_ckpt.training.saves.checkpointing import check_export
 from automodel_ckpt.training.values.records import Control, StepResult
 from automodel_ckpt.training.values.run_log import RunLog, build_profiler
 from automodel_ckpt.training.values.throughput import Throughput
@@ -300,21 +300,13 @@ def updated(it: Subject) -> Any:
         nn.init.ones_(parameter)
     optimizer = it.recipe.optimizer = it.recipe.build_optimizer()
     unused: Any = None
-    loop = TrainingLoop(
-        config=it.config,
-        layout=it.recipe.layout,
-        stop_request=unused,
-        objective=Objective(Trainable(it.recipe.model), it.recipe.layout, unused),
-        optimizer=optimizer,
-        lr_scheduler=None,
-        dataloader=unused,
-        validation_batches=None,
-        step_scheduler=it.recipe.step_scheduler,
-        rng=unused,
-        checkpointer=None,
-        saves=unused,
-        run_log=unused,
-    )
+    recipe: Any = it.recipe
+    recipe.objective = Objective(Trainable(recipe.model), recipe.layout, unused)
+    recipe.config = replace(it.config, generation=None, evaluation=None)
+    recipe.checkpointer = recipe.validation_batches = recipe.lr_scheduler = None
+    for name in ("stop_request", "dataloader", "rng", "saves", "run_log"):
+        setattr(recipe, name, unused)
+    loop = TrainingLoop(recipe)
     for size in (3.0, -0.1):
         for parameter in it.recipe.model.parameters():
             parameter.grad = torch.full_like(parameter, size)
@@ -444,7 +436,7 @@ def step_line(it: Subject) -> list[str]:
 def profiled(it: Subject) -> Any:
     """Which steps this rank traces, how, and where to."""
     profiler = build_profiler(it.config, it.recipe.layout)
-    return profiler._settings, profiler._directory
+    return None if profiler is None else (profiler._settings, profiler._directory)
 
 
 def speed_report(it: Subject) -> Any:
@@ -452,10 +444,11 @@ def speed_report(it: Subject) -> Any:
     run_log = RunLog(it.recipe.config.logging, it.recipe.layout)
     try:
         run_log.open(it.directory, lambda: None)
-        throughput = Throughput(it.recipe.config, it.recipe.layout, run_log)
-        with throughput.reporting():
-            for number in range(1, 12):
-                throughput.note(launched_step(number))
+        if it.recipe.config.throughput is not None:
+            throughput = Throughput(it.recipe.config, it.recipe.layout, run_log)
+            with throughput.reporting():
+                for number in range(1, 12):
+                    throughput.note(launched_step(number))
         run_log.flush()
     finally:
         run_log.close_files(lease_is_lost=False)

@@ -24,8 +24,6 @@ PHASES = (STARTUP, STEPS, DATA, SAVES, VALIDATION, OTHER)
 """Start-up until the first step; steps; training waits for data, or for a save; validation; what remains."""
 DONE, STOPPED, FAILED, KILLED = "done", "stopped", "failed", "killed"
 START, END = "start", "end"
-STEP_TIMES = "step_times"
-"""The field of a line of an end with what steps usually took, for the starts after it."""
 STRAGGLER = "straggler"
 """The event of a line of ``training.jsonl`` about a rank that is slower than the others."""
 FORWARD, ARRIVAL = "forward", "arrival"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -151,7 +150,7 @@ def _resource_rows(loaded: LoadedRecipe, plan: Plan, flags: LaunchFlags, *, resu
     yield "memory", _memory_text(plan.memory)
     if plan.micro_batch is not None and plan.memory.activations is not None:
         yield "for", _micro_batch_text(plan.micro_batch)
-    yield from _device_rows(plan, resumes=resumes)
+    yield from _device_rows(plan)
     if plan.checkpoint_bytes is None:
         text = "none, because checkpoint.enabled is false"
         unused = unused_without_checkpoints(loaded.config)
@@ -170,7 +169,7 @@ def _resource_rows(loaded: LoadedRecipe, plan: Plan, flags: LaunchFlags, *, resu
         yield "warning", warning
 
 
-def _device_rows(plan: Plan, *, resumes: bool) -> Rows:
+def _device_rows(plan: Plan) -> Rows:
     """Describe whether the memory of the device suffices, and which settings use it or fit into it."""
     device, advice = plan.device, plan.advice
     if device is None or device.nbytes is None:
@@ -187,16 +186,12 @@ def _device_rows(plan: Plan, *, resumes: bool) -> Rows:
             yield "larger", f"{' '.join(larger.overrides)} (about {size_text(larger.memory.total)})"
         return
     yield "device", f"{title}: NOT ENOUGH, {size_text(advice.missing_bytes)} too little"
-    if not advice.proposals:
+    proposal = advice.proposal
+    if proposal is None:
         yield "fits", "no smaller local batch, recomputed activations, 64 ranks or offloading"
         return
-    labels = itertools.chain(["fits"], itertools.repeat("or"))
-    for label, proposal in zip(labels, advice.proposals, strict=False):
-        remark = f"; {proposal.cost}" if proposal.cost else ""
-        if resumes and proposal.needs_new_run:
-            remark += "; in a new run: no checkpoint of this one can be loaded"
-        memory = f"about {size_text(proposal.memory.total)} per rank{remark}"
-        yield label, f"{' '.join(proposal.overrides)} ({memory})"
+    memory = f"about {size_text(proposal.memory.total)} per rank"
+    yield "fits", f"{' '.join(proposal.overrides)} ({memory})"
 
 
 def _memory_text(memory: Memory) -> str:
@@ -375,9 +370,7 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
         yield "init_from", f"{paths_of(section)}, which the recipe itself reads"
         return
     modules = recipe.modules_to_fill(discover(recipe))
-    found = inspect_start(
-        section, modules, resizable=recipe.trainable.resized, tokenizer=recipe.preprocessor
-    )
+    found = inspect_start(section, modules, resizable=recipe.trainable.resized)
     if found is None:
         missing = "not on this machine; it is downloaded and checked at the start"
         yield "init_from", f"{paths_of(section)}: {missing}"
@@ -386,8 +379,6 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
     num_matches = len(match.matches)
     num_tensors = num_matches + len(match.new)
     matches = f"{num_matches} of {num_tensors} tensors match (names and shapes compared)"
-    if start.found_prefix:
-        matches += f", without the prefix {start.found_prefix}"
     yield "init_from", f"{start.paths}: {matches}"
     differences = match.lines(allowed=True)
     for line in differences[:_MAX_LINES]:

@@ -29,7 +29,7 @@ from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.config.schema_keys import is_number
 from automodel_ckpt.config.tree.flags import LaunchFlags
-from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, Problem, RecipeError
+from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, RecipeError
 
 DEFAULT_STEPS = 6
 # Relative tolerances on another number of ranks: sums are computed in another order, and a few steps accumulate it.
@@ -256,16 +256,3 @@ def _step_line(step: StepSummary) -> str:
     numbers = f"samples {step.num_samples}  loss {step.loss:.6g}  grad norm {step.grad_norm:.6g}  lr {step.lr:.6g}"
     digests = "  ".join(f"{name} {digest}" for name, digest in step.digests.items())
     return f"step {step.step}  {numbers}  {digests}  {'same' if step.same else 'different'}"
-
-
-def check_selftest_options(line: CommandLine) -> None:
-    """Raise :class:`RecipeError` for options of the selftest without ``--selftest-resume``."""
-    if "selftest_resume" in line.modes:
-        return
-    problems = []
-    for name in sorted(line.modes.keys() & {"selftest_steps", "selftest_nproc", "json"}):
-        flag = f"--{name.replace('_', '-')}"
-        what = f"{flag} requires --selftest-resume"
-        problems.append(Problem(what, flag, "", "add --selftest-resume"))
-    if problems:
-        raise RecipeError.all_of(problems)

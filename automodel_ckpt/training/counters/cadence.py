@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.training.counters.spikes import SpikeRule
-
 if TYPE_CHECKING:
     from automodel_ckpt.training.counters.early_stopping import StoppingRule
+    from automodel_ckpt.training.counters.spikes import SpikeRule
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.counters.cadence import Cadence, Due, divides, due_after, run_is_over
-from automodel_ckpt.training.counters.save_interval import AutoInterval
-from automodel_ckpt.training.counters.spikes import SpikeDetector
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.counters.early_stopping import EarlyStopping
+    from automodel_ckpt.training.counters.save_interval import AutoInterval
+    from automodel_ckpt.training.counters.spikes import SpikeDetector
 
 _COUNTERS = ("step", "epoch", "epochs_done", "consumed_samples", "consumed_tokens")
 
@@ -88,14 +88,7 @@ class StepScheduler:
         self.save_was_due = False
         self.nonfinite_steps = 0
         """Consecutive steps up to the newest one whose loss or gradient norm was not finite, where they are counted."""
-        self.early_stopping: EarlyStopping | None = None
-        if cadence.early_stopping is not None:
-            from automodel_ckpt.training.counters.early_stopping import EarlyStopping
-
-            self.early_stopping = EarlyStopping(cadence.early_stopping)
-        self.spikes: SpikeDetector | None = None
-        if cadence.on_spike is not None:
-            self.spikes = SpikeDetector(cadence.on_spike)
+        self._follow_rules(cadence)
         self._clock = clock
         self._session_start = clock()
         self._elapsed_before = 0.0
@@ -109,9 +102,24 @@ class StepScheduler:
         """Whether the clock of rank 0 after the newest step is known: false from finish_step() to apply_clock()."""
         self._longest_step_seconds = 0.0
         self._longest_save_seconds = 0.0
-        self._auto = (
-            AutoInterval(cadence.mtbf_seconds) if cadence.mtbf_seconds is not None else None
-        )
+
+    def _follow_rules(self, cadence: Cadence) -> None:
+        """Create what follows the rules of the recipe; without them, their modules are not imported."""
+        self.early_stopping: EarlyStopping | None = None
+        if cadence.early_stopping is not None:
+            from automodel_ckpt.training.counters.early_stopping import EarlyStopping
+
+            self.early_stopping = EarlyStopping(cadence.early_stopping)
+        self.spikes: SpikeDetector | None = None
+        if cadence.on_spike is not None:
+            from automodel_ckpt.training.counters.spikes import SpikeDetector
+
+            self.spikes = SpikeDetector(cadence.on_spike)
+        self._auto: AutoInterval | None = None
+        if cadence.mtbf_seconds is not None:
+            from automodel_ckpt.training.counters.save_interval import AutoInterval
+
+            self._auto = AutoInterval(cadence.mtbf_seconds)
 
     def is_finished(self) -> bool:
         """Whether the run has no further step."""

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training.forecast.candidates import (
     Candidate,
-    compact,
     fits,
-    is_offloaded,
     larger_batches,
     missing_bytes,
-    offloaded,
     smaller,
 )
 from automodel_ckpt.training.forecast.memory import Memory, estimate_memory
@@ -26,9 +21,6 @@ from automodel_ckpt.training.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
-_COST_OF_OFFLOADING = "slow: the optimizer runs on the CPU"
-_COST_OF_COMPACT_STATE = "gradients in bfloat16, moments in 8 bits"
-
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -36,24 +28,19 @@ class Proposal:
 
     overrides: tuple[str, ...]
     memory: Memory
-    cost: str = ""
-    """What the settings cost, if that is more than time that is repeated in the backward pass."""
-    needs_new_run: bool = False
-    """Whether no run with the present settings can continue with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
     """Whether a run fits into the memory of its device, and other settings.
 
-    *proposals* are settings that fit if the run does not: the first one that was found, and if that one needs more
-    ranks, or none was found, settings for the same number of ranks that cost precision or much time. If the run fits,
+    *proposal* has the least expensive settings that fit if the run does not; None if none were found. If the run fits,
     *larger* has the largest local batch size that fits as well; None if it is the recipe's. *missing_bytes* is how much
     more memory the device would need.
     """
 
     fits: bool
-    proposals: tuple[Proposal, ...] = ()
+    proposal: Proposal | None = None
     larger: Proposal | None = None
     missing_bytes: int = 0
 
@@ -72,58 +59,16 @@ def advice_for(
         return Advice(fits=True, larger=_larger(recipe, config, device_bytes))
     return Advice(
         fits=False,
-        proposals=tuple(_proposals(recipe, config, device_bytes)),
+        proposal=_proposal(recipe, config, device_bytes),
         missing_bytes=missing_bytes(memory.total, device_bytes),
     )
 
 
-def _proposals(recipe: Recipe, config: RecipeConfig, device_bytes: int) -> Iterator[Proposal]:
-    """Yield the settings that fit: the least expensive ones, then others that need no further ranks."""
-    model, sizes = recipe.model, recipe.layout.sizes
+def _proposal(recipe: Recipe, config: RecipeConfig, device_bytes: int) -> Proposal | None:
+    """The least expensive settings that fit."""
     forecasts = _Forecasts(recipe, device_bytes)
-    first = forecasts.first_that_fits(smaller(config, model, sizes))
-    is_slow = first is not None and is_offloaded(first) and not config.distributed.cpu_offload
-    if first is not None:
-        yield forecasts.proposal(first, _COST_OF_OFFLOADING if is_slow else "")
-        if first.sizes == sizes and not is_slow:
-            return
-    if recipe.layout.device.type == "cuda":
-        yield from _compact_proposal(recipe, config, device_bytes)
-    if is_slow:
-        return
-    found = forecasts.first_that_fits(offloaded(config, model, sizes, before=sizes))
-    if found is not None:
-        yield forecasts.proposal(found, _COST_OF_OFFLOADING)
-
-
-def _compact_proposal(
-    recipe: Recipe, config: RecipeConfig, device_bytes: int
-) -> Iterator[Proposal]:
-    """Yield the settings that fit with less bytes for each weight, if there are any."""
-    candidates = compact(config, recipe.model, recipe.layout.sizes)
-    first = next(candidates, None)
-    if first is None:
-        return
-    try:
-        # All have the same model and optimizer.
-        forecasts = _Forecasts(_rebuilt(first.applied_to(recipe)), device_bytes)
-        found = forecasts.first_that_fits(itertools.chain([first], candidates))
-    except RecipeError as error:
-        # A recipe's own class can do more with its optimizer.
-        log.debug("no forecast for %s: %s", first.overrides, error)
-        return
-    if found is not None:
-        proposal = forecasts.proposal(found, _COST_OF_COMPACT_STATE)
-        yield replace(proposal, needs_new_run=True)
-
-
-def _rebuilt(recipe: Recipe) -> Recipe:
-    """*recipe*, which is returned, with the model, the optimizer and the schedule of its sections, without values."""
-    recipe.trainable = recipe.build_trainable()
-    recipe.model = recipe.trainable.model
-    recipe.optimizer = recipe.build_optimizer()
-    recipe.lr_scheduler = recipe.build_lr_scheduler()
-    return recipe
+    found = forecasts.first_that_fits(smaller(config, recipe.model, recipe.layout.sizes))
+    return None if found is None else forecasts.proposal(found)
 
 
 def _larger(recipe: Recipe, config: RecipeConfig, device_bytes: int) -> Proposal | None:
@@ -165,6 +110,6 @@ class _Forecasts:
         self._found[candidate.overrides] = forecast
         return forecast.activations is not None and fits(forecast.total, self._device_bytes)
 
-    def proposal(self, candidate: Candidate, cost: str = "") -> Proposal:
+    def proposal(self, candidate: Candidate) -> Proposal:
         """A candidate that fits, with its forecast."""
-        return Proposal(candidate.overrides, self._found[candidate.overrides], cost)
+        return Proposal(candidate.overrides, self._found[candidate.overrides])

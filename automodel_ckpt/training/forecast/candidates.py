@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.config.keys.optimizer import OptimizerConfig, OptimizerTarget
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.optim.adam8bit import AdamW8bit
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes, share_out
 from automodel_ckpt.parallel.precision import resolve_precision
@@ -21,13 +18,6 @@ from automodel_ckpt.parallel.precision import resolve_precision
 _USABLE = 0.97
 """The share of a device's memory that a forecast may reach."""
 _MOST_RANKS = 64
-_ADAMW_8BIT = f"{AdamW8bit.__module__}.{AdamW8bit.__qualname__}"
-_COMPACT_STATE = (
-    "--model.dtype=bfloat16",
-    f"--optimizer._target_={_ADAMW_8BIT}",
-    "--optimizer.float32_weights=true",
-)
-_ADAMW_OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,53 +68,6 @@ def smaller(config: RecipeConfig, model: Any, sizes: Sizes) -> Iterator[Candidat
         num_ranks *= 2
     for ranks in dict.fromkeys((sizes, most)):
         yield from offloaded(config, model, ranks, before=sizes)
-
-
-def compact(config: RecipeConfig, model: Any, sizes: Sizes) -> Iterator[Candidate]:
-    """Yield settings with weights and gradients in bfloat16 and moments in 8 bits, where AdamW trains all weights.
-
-    The weights lose no update: the optimizer's state has their further bits.
-    """
-    section, adamw = config.model, config.optimizer
-    is_possible = (
-        isinstance(adamw, OptimizerConfig)
-        and not adamw.groups
-        and isinstance(section, ModelConfig)
-        and section.dtype in (None, "float32")
-        and config.peft is None
-        and config.ema is None
-        and config.fp8 is None
-        and sizes.tp == 1
-        # Otherwise, less state saves memory of the host only.
-        and not config.distributed.cpu_offload
-    )
-    if not is_possible:
-        return
-    assert isinstance(adamw, OptimizerConfig)
-    changed = _with_compact_state(config)
-    words = (*_COMPACT_STATE, *_words_of_defaults(adamw))
-    for choice in _checkpointing_choices(config, model):
-        for candidate in _local_batches(changed, sizes, choice, sizes):
-            yield replace(candidate, overrides=(*words, *candidate.overrides))
-
-
-def _with_compact_state(config: RecipeConfig) -> RecipeConfig:
-    """*config*, which trains a transformers model by the default optimizer, with the overrides _COMPACT_STATE."""
-    adamw, section = config.optimizer, config.model
-    assert isinstance(adamw, OptimizerConfig) and isinstance(section, ModelConfig)
-    arguments = {name: getattr(adamw, name) for name in _ADAMW_OPTIONS}
-    arguments["float32_weights"] = True
-    optimizer = OptimizerTarget(_ADAMW_8BIT, arguments, no_decay=adamw.no_decay)
-    return replace(config, model=replace(section, dtype="bfloat16"), optimizer=optimizer)
-
-
-def _words_of_defaults(adamw: OptimizerConfig) -> Iterator[str]:
-    """Yield overrides for the options that a recipe may leave out and for which AdamW8bit has another default."""
-    defaults = inspect.signature(AdamW8bit).parameters
-    for name in _ADAMW_OPTIONS:
-        value = getattr(adamw, name)
-        if value == getattr(OptimizerConfig(), name) != defaults[name].default:
-            yield f"--optimizer.{name}={value}"
 
 
 def offloaded(
@@ -216,11 +159,6 @@ def _sizes_of(config: RecipeConfig, num_ranks: int) -> Sizes | None:
         return share_out(num_ranks, **section.mesh_sizes)
     except RecipeError:
         return None
-
-
-def is_offloaded(candidate: Candidate) -> bool:
-    """Whether the state of a candidate is in the memory of the host."""
-    return candidate.config.distributed.cpu_offload
 
 
 def _sharded(candidate: Candidate) -> Candidate:

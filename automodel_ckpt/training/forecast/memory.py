@@ -21,8 +21,7 @@ from automodel_ckpt.training.forecast.activations import (
     has_buckets,
 )
 from automodel_ckpt.training.forecast.gathered import Gathered, defers, gathered_bytes
-from automodel_ckpt.training.forecast.rank_parts import RankParts, rank_parts
-from automodel_ckpt.training.forecast.tensor_bytes import nbytes
+from automodel_ckpt.training.forecast.rank_parts import RankParts, nbytes, rank_parts
 from automodel_ckpt.training.measure.weight_average import average_bytes
 from automodel_ckpt.training.model.sections import is_fully_sharded, num_micro_batches
 from automodel_ckpt.training.recipe import Recipe

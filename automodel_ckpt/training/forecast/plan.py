@@ -26,7 +26,7 @@ from automodel_ckpt.training.forecast.memory import Memory, estimate_memory, num
 from automodel_ckpt.training.forecast.micro_batch import MicroBatchShape, micro_batch_shape
 from automodel_ckpt.training.measure.cadence import steps_per_epoch
 from automodel_ckpt.training.recipe import Recipe
-from automodel_ckpt.training.saves.exports import check_export, check_uploads
+from automodel_ckpt.training.saves.checkpointing import check_export, check_uploads
 from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base
 
 

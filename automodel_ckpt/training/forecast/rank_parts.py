@@ -18,6 +18,12 @@ from automodel_ckpt.parallel.tensor_plan import plan_for
 from automodel_ckpt.training.model.sections import is_fully_sharded
 from automodel_ckpt.training.recipe import Recipe
 
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the size of all *tensors* together, in bytes."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 _BYTES_IN_4_BITS = 0.5 + 1 / 64
 """Of an element: its bits, and its share of a scale of 8 bits for 64 elements."""
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from automodel_ckpt.config.keys.evaluation import benchmarks_of, has_benchmarks
 from automodel_ckpt.config.keys.step_scheduler import OnSpikeConfig
 from automodel_ckpt.config.recipe_rules import has_validation
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.training.counters.cadence import Cadence
-from automodel_ckpt.training.counters.spikes import SpikeRule
 from automodel_ckpt.training.measure.validation_metrics import stopping_rule
+
+if TYPE_CHECKING:
+    from automodel_ckpt.training.counters.spikes import SpikeRule
 
 
 def cadence_of(config: RecipeConfig) -> Cadence:
@@ -39,6 +43,8 @@ def spike_rule(section: OnSpikeConfig | None) -> SpikeRule | None:
     """The section ``step_scheduler.on_spike`` as a rule; None without it."""
     if section is None:
         return None
+    from automodel_ckpt.training.counters.spikes import SpikeRule
+
     return SpikeRule(
         loss_factor=section.loss_factor,
         grad_norm_factor=section.grad_norm_factor,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.config.schema import RecipeConfig
@@ -51,26 +51,16 @@ class Measured:
 class Measurements:
     """Measures the model at the present step, and writes the results to the logs. Every method is a collective."""
 
-    def __init__(
-        self,
-        config: RecipeConfig,
-        scheduler: StepScheduler,
-        saves: Saves,
-        run_log: RunLog,
-        *,
-        measures: Sequence[str],
-        weight_average: WeightAverage | None,
-        benchmarks: Sequence[Benchmark],
-        completions: Completions | None,
-    ) -> None:
-        self._config = config
-        self._scheduler = scheduler
-        self._saves = saves
-        self._run_log = run_log
+    def __init__(self, recipe: Any, measures: Sequence[str]) -> None:
+        """*recipe* has the parts of the run. *measures* are what validations measure."""
+        self._config: RecipeConfig = recipe.config
+        self._scheduler: StepScheduler = recipe.step_scheduler
+        self._saves: Saves = recipe.saves
+        self._run_log: RunLog = recipe.run_log
+        self._weight_average: WeightAverage | None = recipe.weight_average
+        self._benchmarks: Sequence[Benchmark] = recipe.build_benchmarks()
+        self._completions: Completions | None = recipe.build_completions()
         self._measures = measures
-        self._weight_average = weight_average
-        self._benchmarks = benchmarks
-        self._completions = completions
 
     def take(
         self, validate: Callable[[], Validation | None] | None, last_step: StepResult | None

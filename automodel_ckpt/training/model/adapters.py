@@ -29,8 +29,7 @@ from automodel_ckpt.models.quantize import quantized_loading
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.ranks.agree import raise_on_all_ranks
-from automodel_ckpt.training.model.deferred_model import DeferredModel
-from automodel_ckpt.training.parts.repository import repository_options
+from automodel_ckpt.training.model.sections import repository_options
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -108,17 +107,17 @@ def adapt(
     )
 
 
-def with_copies(base: DeferredModel, model: nn.Module) -> DeferredModel:
-    """The adapted *model* of *base*; ``modules_to_save`` begin as copies of the base's modules."""
+def with_copies(base: Any, model: nn.Module) -> Any:
+    """The adapted *model* of the DeferredModel *base*; ``modules_to_save`` begin as copies of the base's modules."""
     materialise = base.materialise
     if materialise is None:
-        return DeferredModel(model)
+        return dataclasses.replace(base, model=model)
 
     def materialise_both(shared: nn.Module, device: torch.device) -> None:
         materialise(shared, device)
         copy_saved_modules(shared)
 
-    return DeferredModel(model, materialise_both)
+    return dataclasses.replace(base, model=model, materialise=materialise_both)
 
 
 def adapter_assets(

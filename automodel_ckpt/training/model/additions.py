@@ -14,7 +14,6 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.dropout import turn_off_dropout
 from automodel_ckpt.models.inspect.forward import model_without_adapters
 from automodel_ckpt.models.loss.loss_head_probe import output_layer
-from automodel_ckpt.models.loss.mtp import MultiTokenPrediction, mtp_of
 from automodel_ckpt.models.routers import (
     RouterSettings,
     check_router_loss,
@@ -23,13 +22,13 @@ from automodel_ckpt.models.routers import (
     unused_coefficient,
 )
 from automodel_ckpt.parallel.ranks.agree import sum_over_ranks
-from automodel_ckpt.training.model.request import ModelRequest
-from automodel_ckpt.training.model.sections import balancing_scope
+from automodel_ckpt.training.model.sections import ModelRequest, balancing_scope
 
 if TYPE_CHECKING:
     from automodel_ckpt.loss.router_loss import RouterLoss
     from automodel_ckpt.models.layers.fake_quantization import FakeQuantization
     from automodel_ckpt.models.layers.neftune import EmbeddingNoise
+    from automodel_ckpt.models.loss.mtp import MultiTokenPrediction
     from automodel_ckpt.parallel.context_parallel import ContextParallel
 
 log = logging.getLogger("automodel_ckpt")
@@ -137,11 +136,18 @@ def add_embedding_noise(request: ModelRequest, model: nn.Module) -> EmbeddingNoi
     return EmbeddingNoise(embedding, alpha)
 
 
-def install_mtp(model: nn.Module, context: ContextParallel | None) -> MultiTokenPrediction | None:
+def install_mtp(
+    request: ModelRequest, model: nn.Module, context: ContextParallel | None
+) -> MultiTokenPrediction | None:
     """Install the layers that predict further tokens in the sharded *model*, and return them; None without any.
 
     *context* is how context parallel ranks divide rows; None: they do not.
     """
+    section = request.config.model
+    if not isinstance(section, ModelConfig) or section.mtp is None:
+        return None
+    from automodel_ckpt.models.loss.mtp import mtp_of
+
     inner = model_without_adapters(model)
     layers = mtp_of(inner)
     if layers is None:

@@ -18,7 +18,6 @@ from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.keys.peft import PeftConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
-from automodel_ckpt.models.attention.position_bias import lay_out_position_biases
 from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.inspect.float32_parts import float32_names
 from automodel_ckpt.models.inspect.repository import base_directory
@@ -29,15 +28,13 @@ from automodel_ckpt.models.inspect.vocabulary import (
     wanted_size,
 )
 from automodel_ckpt.models.layers.freezing import freeze, narrow_frozen
-from automodel_ckpt.models.quantize import check_not_quantized
-from automodel_ckpt.models.task_head import expected_differences, head_modules
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.parallel.precision import compute_dtype
 from automodel_ckpt.training.model.deferred_model import DeferredModel
 from automodel_ckpt.training.model.model_config import text_tokenizer
 from automodel_ckpt.training.model.pretrained_files import layout_in_files, types_in_files
-from automodel_ckpt.training.model.request import ModelRequest
 from automodel_ckpt.training.model.sections import (
+    ModelRequest,
     activation_mode,
     compiles_kernels,
     fuses_adapters,
@@ -82,6 +79,8 @@ def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel
     set_stored_layout(model, names)
     other_head: tuple[str, ...] = ()
     if request.has_task_head and directory is not None:
+        from automodel_ckpt.models.task_head import expected_differences
+
         other_head = expected_differences(model, tensor_names_in(directory))
     # Before adapters, which compute in their own dtype around the layers of the base.
     _use_fp8(request, model)
@@ -92,21 +91,16 @@ def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel
 
         deferred = with_copies(deferred, adapted.model)
     else:
-        check_not_quantized(model)
+        if getattr(model, "is_quantized", False):
+            from automodel_ckpt.models.quantize import check_not_quantized
+
+            check_not_quantized(model)
         if request.is_trained:
             _freeze(request, model, section, directory)
         if names.rows:
             # Each rank stores its own experts; with this, all ranks know the names of all experts.
             record_complete_tensors(model)
-    device_type = request.layout.device.type
-    with_layers = fuses_layers(request.config, device_type)
-    with_adapters = fuses_adapters(request.config, device_type)
-    if request.is_dry_run:
-        # Of compiled layers, the backward pass needs about the same tensors as of fused ones.
-        with_layers = with_layers or compiles_kernels(request.config, device_type)
-        # Adapters of layers that are quantized when they are read.
-        with_adapters = with_adapters and not _is_quantized(request.config)
-    _fuse_layers(deferred.model, with_layers=with_layers, with_adapters=with_adapters)
+    _fuse_layers(request, deferred.model)
     if not request.is_trained:
         _freeze_all(deferred.model)
     elif section.activation_checkpointing:
@@ -174,8 +168,13 @@ def _with_adapters(
     request: ModelRequest, model: nn.Module, section: PeftConfig, num_base_rows: int | None
 ) -> Adapted:
     """Add the adapters of *section* to *model*, in place; its base has *num_base_rows* embeddings."""
-    head = head_modules(model) if request.has_task_head else ()
     from automodel_ckpt.training.model.adapters import adapt
+
+    head: tuple[str, ...] = ()
+    if request.has_task_head:
+        from automodel_ckpt.models.task_head import head_modules
+
+        head = head_modules(model)
 
     adapted = adapt(model, section, num_base_rows, request.task_type, head=head)
     if request.keeps_masters:
@@ -189,10 +188,19 @@ def _is_quantized(config: RecipeConfig) -> bool:
     return config.peft is not None and config.peft.quantize_base is not None
 
 
-def _fuse_layers(model: nn.Module, *, with_layers: bool, with_adapters: bool) -> None:
-    """Let layers of *model* compute with fewer kernels: its adapters *with_adapters*, others *with_layers*."""
+def _fuse_layers(request: ModelRequest, model: nn.Module) -> None:
+    """Let layers of *model* and its adapters compute with fewer kernels, as ``model.fused_layers`` asks."""
+    device_type = request.layout.device.type
+    with_layers = fuses_layers(request.config, device_type)
+    with_adapters = fuses_adapters(request.config, device_type)
+    if request.is_dry_run:
+        # Of compiled layers, the backward pass needs about the same tensors as of fused ones.
+        with_layers = with_layers or compiles_kernels(request.config, device_type)
+        # Adapters of layers that are quantized when they are read.
+        with_adapters = with_adapters and not _is_quantized(request.config)
     numbers = {}
     if with_layers:
+        from automodel_ckpt.models.attention.position_bias import lay_out_position_biases
         from automodel_ckpt.models.layers.fused_gates import fuse_gates
         from automodel_ckpt.models.layers.fused_norms import fuse_norms
         from automodel_ckpt.models.layers.fused_rotary import fuse_rotary_embeddings

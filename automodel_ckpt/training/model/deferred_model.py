@@ -7,21 +7,30 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
+from automodel_ckpt.config.callables.plugins import build
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.models.build import build_model, fresh_dtype, uses_code, with_attention_caps
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.tree.rules import Target
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.build import (
+    build_model,
+    fresh_dtype,
+    restore_attention_caps,
+    uses_code,
+    with_attention_caps,
+)
+from automodel_ckpt.models.inspect.error_texts import naming_files
 from automodel_ckpt.models.inspect.model_files import fetched_directory
-from automodel_ckpt.models.inspect.multimodal_class import other_parts_in_files
 from automodel_ckpt.models.inspect.repository import importing_code
-from automodel_ckpt.models.inspect.vocabulary import set_size
-from automodel_ckpt.models.loss.mtp import add_mtp
-from automodel_ckpt.models.loss.mtp_families import MtpPlan, patterns_in_files
+from automodel_ckpt.models.inspect.vocabulary import set_size, wanted_size
 from automodel_ckpt.models.meta_init import (
     CANNOT_BUILD,
     InitialValues,
@@ -30,14 +39,20 @@ from automodel_ckpt.models.meta_init import (
     is_transient,
     on_meta,
 )
+from automodel_ckpt.models.model_checks import check_complete
+from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.parallelize import Materialise
 from automodel_ckpt.parallel.ranks.agree import gather_or_raise, raise_on_all_ranks
+from automodel_ckpt.training.model.model_config import text_tokenizer
 from automodel_ckpt.training.model.pretrained_files import (
     NotDeferrable,
     PretrainedFiles,
     layout_in_files,
 )
-from automodel_ckpt.training.parts.repository import repository_options
+from automodel_ckpt.training.model.sections import ModelRequest, repository_options
+
+if TYPE_CHECKING:
+    from automodel_ckpt.models.loss.mtp_families import MtpPlan
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -122,6 +137,9 @@ def _complete(
     *,
     allow_new_head: bool,
 ) -> nn.Module:
+    from automodel_ckpt.models.inspect.multimodal_class import other_parts_in_files
+    from automodel_ckpt.models.loss.mtp_families import patterns_in_files
+
     model = build_model(
         config,
         auto_class=auto_class,
@@ -138,6 +156,8 @@ def _complete(
     if base is not None and not loading:
         _freeze_as_built(model, config, auto_class, section)
     if mtp is not None:
+        from automodel_ckpt.models.loss.mtp import add_mtp
+
         add_mtp(model, mtp)
         if base is not None and not mtp.is_new:
             directory = fetched_directory(os.path.expanduser(base), section.revision)
@@ -188,6 +208,8 @@ def _made(
     # transformers' from_config changes the config that it gets.
     model = auto_class.from_config(copy.deepcopy(config), **options)
     if mtp is not None:
+        from automodel_ckpt.models.loss.mtp import add_mtp
+
         add_mtp(model, mtp)
     return model
 
@@ -268,3 +290,109 @@ def _materialiser(
                 source.fill(shared, left)
 
     return materialise
+
+
+def build_unsharded(request: ModelRequest) -> DeferredModel:
+    """Build the model that the section ``model`` describes, without values where possible. A collective.
+
+    Raises :class:`RecipeError` for what the model does not support, and :class:`CheckpointUnusable` for damaged files
+    of the base.
+    """
+    config, layout = request.config, request.layout
+    section = config.model
+    if isinstance(section, Target):
+        made = build(section)
+        check_complete(made)
+        if "attn_implementation" not in section.kwargs:
+            restore_attention_caps(made)
+        return DeferredModel(made)
+    assert request.model_config is not None
+    base = _base(request, section)
+    if base is not None:
+        # A dry run reads no weights.
+        level = "size" if request.is_dry_run else config.checkpoint.verify
+        from automodel_ckpt.training.parts.init_from import verify_base
+
+        verify_base(base, level, layout, layout.gloo_group, section.revision)
+    files = f"config.json and generation_config.json of {base}" if base else "model.from_config"
+    with naming_files("transformers cannot build this model", files):
+        return build_deferred(
+            section,
+            request.model_config,
+            base=base,
+            auto_class=request.auto_class,
+            seed=config.seed,
+            group=layout.gloo_group,
+            vocab_size=wanted_size(section.vocab_size, text_tokenizer(request.preprocessor)),
+            **_for_adapters(config, layout),
+            mtp=_mtp_plan(request, section, base),
+            # A model that is not trained needs the head of its files.
+            allow_new_head=request.has_task_head and request.is_trained,
+        )
+
+
+def _for_adapters(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
+    """What the section ``peft`` asks of the base: that it is read as a whole, or quantized."""
+    if config.peft is None:
+        return {}
+    from automodel_ckpt.models.layers.adapter import why_whole
+    from automodel_ckpt.training.model.adapters import lora_of, quantization
+
+    return {
+        "needs_values": why_whole(lora_of(config.peft)),
+        "loading": quantization(config, layout),
+    }
+
+
+def _base(request: ModelRequest, section: ModelConfig) -> str | None:
+    """The directory or Hub name of the pretrained weights. None for fresh weights.
+
+    ``peft.base_dir`` is created first if it does not exist, except in a dry run.
+    """
+    peft = request.config.peft
+    if peft is None or peft.base_dir is None:
+        return section.from_pretrained
+    assert request.model_config is not None
+    if request.is_dry_run and not Path(peft.base_dir).expanduser().exists():
+        # A dry run writes nothing: the base would have the shapes of model.from_config.
+        return None
+    from automodel_ckpt.training.model.adapters import fresh_base
+
+    fresh_base(
+        request.config,
+        request.model_config,
+        auto_class=request.auto_class,
+        preprocessor=request.preprocessor,
+        layout=request.layout,
+    )
+    return peft.base_dir
+
+
+def _mtp_plan(request: ModelRequest, section: ModelConfig, base: str | None) -> MtpPlan | None:
+    """What the section ``model.mtp`` asks for; None without it. A model that is not trained gets no such layers."""
+    if section.mtp is None or not request.is_trained:
+        return None
+    if request.has_task_head:
+        raise RecipeError(
+            "a model with a classification head predicts no tokens",
+            where="model.mtp",
+            value="a section",
+            hint="remove model.mtp",
+        )
+    if request.packs_images and request.config.packed_sequence is not None:
+        raise RecipeError(
+            "multi-token prediction does not support packed samples with images",
+            where="model.mtp",
+            value="packed_sequence",
+            hint="remove packed_sequence, or model.mtp",
+        )
+    assert request.model_config is not None
+    from automodel_ckpt.models.loss.mtp_families import plan_mtp
+
+    return plan_mtp(
+        request.model_config,
+        num_depths=section.mtp.num_depths,
+        repeat_layer=section.mtp.repeat_layer,
+        factor=section.mtp.loss_scaling_factor,
+        is_new=base is None or section.mtp.weights == "new",
+    )

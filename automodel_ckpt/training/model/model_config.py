@@ -22,7 +22,7 @@ from automodel_ckpt.models.inspect.error_texts import naming_files
 from automodel_ckpt.models.inspect.vocabulary import set_size, wanted_size
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
-from automodel_ckpt.training.parts.repository import repository_options
+from automodel_ckpt.training.model.sections import repository_options
 
 
 def read_model_config(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -31,10 +31,7 @@ from automodel_ckpt.models.build import fresh_dtype
 from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in, tensor_types_in
 from automodel_ckpt.models.inspect.float32_parts import float32_pattern
 from automodel_ckpt.models.inspect.model_files import fetched_directory
-from automodel_ckpt.models.inspect.multimodal_class import other_parts_in_files
 from automodel_ckpt.models.inspect.vocabulary import log_resized, vocabulary_names
-from automodel_ckpt.models.loss.mtp import copies_in_files, is_of_mtp, mtp_of, with_mtp_names
-from automodel_ckpt.models.loss.mtp_families import patterns_in_files
 from automodel_ckpt.models.weight_matching import (
     Names,
     Shape,
@@ -45,7 +42,7 @@ from automodel_ckpt.models.weight_matching import (
 )
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.state.quantized_tensors import QuantizedFiles
+    from automodel_ckpt.checkpoint.state.quantized_tensors import QuantizedFiles, QuantizedTensor
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -61,8 +58,10 @@ def layout_in_files(model: nn.Module, directory: Path | None) -> StoredLayout:
     """How Hugging Face files store the tensors of *model*, which is not sharded yet; *directory* has the files of a
     pretrained model."""
     found = names_in_files(model, directory)
-    if mtp_of(model) is None:
+    if not _has_mtp(model):
         return StoredLayout(names=found.names, rows=found.parts)
+    from automodel_ckpt.models.loss.mtp import copies_in_files, with_mtp_names
+
     in_base = frozenset(tensor_names_in(directory)) if directory is not None else frozenset()
     found = with_mtp_names(model, found, in_base)
     copies: dict[str, str] = {}
@@ -70,6 +69,11 @@ def layout_in_files(model: nn.Module, directory: Path | None) -> StoredLayout:
         if name in in_base:
             copies[name] = stored
     return StoredLayout(names=found.names, rows=found.parts, copies=copies)
+
+
+def _has_mtp(model: nn.Module) -> bool:
+    """Whether *model* has layers for multi-token prediction, whose module is not imported for this."""
+    return "mtp" in model._modules
 
 
 def types_in_files(model: nn.Module, directory: Path) -> dict[str, torch.dtype]:
@@ -107,9 +111,7 @@ class PretrainedFiles:
         head of a classification model that the files lack."""
         dtype, self._new_rows = section.dtype, section.new_tokens
         self._allow_new_head = allow_new_head
-        from automodel_ckpt.models.task_head import HeadDifferences
-
-        self._head = HeadDifferences((), ())
+        self._drawn_in_head: Sequence[str] = ()
         self._name, self._config, self._new_mtp = name, config, new_mtp
         directory = fetched_directory(os.path.expanduser(name), section.revision)
         if directory is None:
@@ -125,11 +127,17 @@ class PretrainedFiles:
             self._tensors: Tensors = open_base(directory).modules[MODEL]
         except (CheckpointUnusable, OSError, KeyError) as error:
             raise NotDeferrable(f"its files cannot be read in parts ({error})") from error
-        self._quantized = self._find_quantized(config)
+        quantized = self._find_quantized(config)
+        self._quantized: Mapping[str, QuantizedTensor] = (
+            {} if quantized is None else quantized.tensors
+        )
+        self._parts = frozenset() if quantized is None else quantized.parts
         self._layout = layout_in_files(model, directory)
         set_stored_layout(model, self._layout)
         self._new_layers: frozenset[str] = frozenset()
         if new_mtp:
+            from automodel_ckpt.models.loss.mtp import is_of_mtp
+
             self._new_layers = frozenset(filter(is_of_mtp, model.state_dict(keep_vars=True)))
         self._fqns = {stored: fqn for fqn, stored in self._layout.names.items()}
         """The FQN of each tensor that has another name in the files, by that name."""
@@ -146,22 +154,21 @@ class PretrainedFiles:
     def drawn(self) -> set[str]:
         """The tensors that start from the model's own initial values, or whose new rows do."""
         drawn = set(self._new_layers)
-        for name in self._head.drawn:
+        for name in self._drawn_in_head:
             drawn.add(self._fqns.get(name, name))
         if self._new_rows == "init":
             drawn.update(self._resized)
         return drawn
 
-    def _find_quantized(self, config: PreTrainedConfig) -> QuantizedFiles:
+    def _find_quantized(self, config: PreTrainedConfig) -> QuantizedFiles | None:
         settings = getattr(config, "quantization_config", None)
+        if settings is None:
+            return None
         from automodel_ckpt.checkpoint.state.quantized_tensors import (
-            QuantizedFiles,
             UnsupportedQuantization,
             find_quantized,
         )
 
-        if settings is None:
-            return QuantizedFiles({}, frozenset())
         if not isinstance(settings, Mapping):
             settings = settings.to_dict()
         try:
@@ -183,14 +190,8 @@ class PretrainedFiles:
         for name in self._layout.copies:
             tied.pop(name, None)
             del in_files[name]
-        from automodel_ckpt.training.model.mtp_files import check_mtp_complete, mtp_names
-
-        if self._new_mtp:
-            for name in mtp_names(self._layout):
-                del shapes[name]
-                in_files.pop(name, None)
-        else:
-            check_mtp_complete(mtp_names(self._layout), in_files, self._name)
+        if _has_mtp(model):
+            self._compare_mtp(shapes, in_files)
         for name in self._ignored(model, set(in_files) - set(shapes)):
             del in_files[name]
         if set(tied) & set(in_files) and set(tied.values()) & set(in_files):
@@ -201,7 +202,7 @@ class PretrainedFiles:
             prefix=model.base_model_prefix,
             resizable={self._layout.name_of(name) for name in vocabulary_names(model)},
         )
-        if resized_quantized := set(verdict.resized) & set(self._quantized.tensors):
+        if resized_quantized := set(verdict.resized) & set(self._quantized):
             raise NotDeferrable(f"quantized tensors are resized ({min(resized_quantized)})")
         if self._allow_new_head:
             verdict = self._without_heads(model, verdict)
@@ -211,21 +212,38 @@ class PretrainedFiles:
             )
         return verdict
 
+    def _compare_mtp(self, shapes: dict[str, Shape], in_files: dict[str, Shape]) -> None:
+        """Take new layers for multi-token prediction out of the comparison, or check that the files have all others."""
+        from automodel_ckpt.training.model.mtp_files import check_mtp_complete, mtp_names
+
+        names = mtp_names(self._layout)
+        if not self._new_mtp:
+            check_mtp_complete(names, in_files, self._name)
+            return
+        for name in names:
+            del shapes[name]
+            in_files.pop(name, None)
+
     def _shapes_in_files(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors in the files, by name: of quantized ones after they are dequantized."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, tensor in self._tensors.tensors.items():
-            if name not in self._quantized.parts:
+            if name not in self._parts:
                 shapes[name] = tensor.shape
-        for name, quantized in self._quantized.tensors.items():
+        for name, quantized in self._quantized.items():
             shapes[name] = quantized.shape
         return shapes
 
     def _ignored(self, model: Any, names: Iterable[str]) -> list[str]:
         """Those of *names*, which the model lacks, that are not read. Logs those that it does not compute itself."""
         names = sorted(names)
+        if not names:
+            return []
         former = former_buffers(model, names)
         known = set(ignored_by(model, names)).difference(former)
+        from automodel_ckpt.models.inspect.multimodal_class import other_parts_in_files
+        from automodel_ckpt.models.loss.mtp_families import patterns_in_files
+
         globs = [*patterns_in_files(self._config), *other_parts_in_files(self._config)]
         ignored: list[str] = []
         for name in names:
@@ -246,7 +264,7 @@ class PretrainedFiles:
 
         head = head_differences(model, missing=verdict.missing, unexpected=verdict.unexpected)
         head.log(self._name)
-        self._head = head
+        self._drawn_in_head = head.drawn
         return replace(
             verdict,
             missing=tuple(name for name in verdict.missing if name not in head.drawn),
@@ -293,7 +311,7 @@ class PretrainedFiles:
             fqn = present[former_fqns[name]]
             target = name if name in owners_of_rows else layout.name_of(fqn)
             is_resized = name in self._verdict.resized
-            quantized = self._quantized.tensors.get(stored)
+            quantized = self._quantized.get(stored)
             fillings[target] = Filling(self._tensors, stored, is_resized, quantized)
         return fillings
 

@@ -12,19 +12,17 @@ import torch
 from torch import nn
 
 from automodel_ckpt.data.batches.packing import RowLayout
-from automodel_ckpt.data.batches.row_widths import RowWidths, WidenedRows
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.attention.packing_probe import padding_changes_outputs, probe_rows
 from automodel_ckpt.models.config_values import context_length
 from automodel_ckpt.models.inspect.forward import class_and_message, side_effect_free
-from automodel_ckpt.models.inspect.vision import image_token_ids
 from automodel_ckpt.models.loss.loss_head import LossHead, ModuleLossHead
 from automodel_ckpt.models.loss.loss_head_probe import install_loss_head
 from automodel_ckpt.models.routers import RouterSettings
 from automodel_ckpt.parallel.parallelize import reshard
 from automodel_ckpt.training.model.additions import build_router_loss
-from automodel_ckpt.training.model.request import ModelRequest
 from automodel_ckpt.training.model.row_sharing import Rows, choose_row_layout
+from automodel_ckpt.training.model.sections import ModelRequest
 from automodel_ckpt.training.model.sharding import Sharded
 
 if TYPE_CHECKING:
@@ -143,6 +141,8 @@ def _shared_rows(
     *marks_tokens*: the rows contain a mask of the tokens that are not padding.
     """
     if request.packs_images and request.config.packed_sequence is not None:
+        from automodel_ckpt.models.inspect.vision import image_token_ids
+
         ids = image_token_ids(request.model_config, request.preprocessor)
         from automodel_ckpt.data.image_collate import ImageTextCollator
         from automodel_ckpt.training.model.image_rows import choose_image_rows
@@ -225,6 +225,8 @@ def _widened(request: ModelRequest, rows: Rows | None) -> Rows | None:
         longest *= request.config.step_scheduler.local_batch_size
     if isinstance(rows, RowLayout):
         rows = replace(rows, unpadded_length=unpadded_length)
+    from automodel_ckpt.data.batches.row_widths import RowWidths, WidenedRows
+
     widths = RowWidths(longest, count, multiple)
     log.info(
         "rows are padded to one of %d widths up to %d tokens (compile.row_widths)",

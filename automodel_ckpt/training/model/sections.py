@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from transformers import PreTrainedConfig
+
+from automodel_ckpt.config.callables.trust import trusts_remote_code
 from automodel_ckpt.config.keys.distributed import DistributedConfig
 from automodel_ckpt.config.keys.model import ModelConfig
+from automodel_ckpt.config.keys.monitoring import LoggingConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.inspect.repository import RepositoryOptions
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.parallelize import Parallelism
@@ -98,6 +103,11 @@ def is_fully_sharded(config: RecipeConfig, layout: RankLayout) -> bool:
     return choose_strategy(config.distributed.strategy, layout.sizes) == "fsdp2"
 
 
+def logs_mfu(section: LoggingConfig, layout: RankLayout) -> bool:
+    """Whether the floating-point operations of a step are logged; the same on all ranks."""
+    return layout.device.type == "cuda" or section.peak_tflops is not None
+
+
 @contextmanager
 def naming_keys(rename: Callable[[str], str]) -> Iterator[None]:
     """Let errors name the keys of a second model, which is built like the one of the section ``model``.
@@ -109,3 +119,84 @@ def naming_keys(rename: Callable[[str], str]) -> Iterator[None]:
     except RecipeError as error:
         problems = [replace(each, where=rename(each.where)) for each in error.problems]
         raise type(error).all_of(problems) from error
+
+
+_FEATURES = "FEATURE_EXTRACTION"
+_CLASSIFICATION = "SEQ_CLS"
+"""peft's name of the task of a model without an output layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """A model to build, by the sections of a recipe, for the ranks of a device mesh. No step changes it."""
+
+    config: RecipeConfig
+    """The recipe, with the data types of this device."""
+    layout: RankLayout
+    auto_class: Any
+    """The class of transformers whose ``from_pretrained`` and ``from_config`` make the model."""
+    task_type: str | None
+    """peft's name of the task; None if peft has no class of models for it."""
+    preprocessor: Any
+    """The tokenizer or processor; None if there is none."""
+    model_config: PreTrainedConfig | None
+    """The transformers configuration; None for a model by ``_target_``."""
+    shares_rows: bool
+    """Whether samples may share rows without padding, if the model supports it."""
+    packs_images: bool
+    """Whether the samples of ``packed_sequence`` have images."""
+    uses_dropout: bool
+    """Whether a model that is trained keeps its dropout."""
+    is_trained: bool
+    """Whether parameters get gradients; otherwise the model is frozen and in evaluation mode."""
+    is_dry_run: bool
+    """Whether the model stays on the meta device, to be counted."""
+    keeps_masters: bool
+    """Whether parameters that are trained beside a base in 16 bits get float32."""
+    keeps_frozen_types: bool
+    """Whether frozen parameters keep the 16 bits of their files."""
+
+    @property
+    def has_task_head(self) -> bool:
+        """Whether the model has a classification head, which its pretrained files may lack."""
+        return self.task_type == _CLASSIFICATION
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether the output layer computes logits of tokens."""
+        return not self.has_task_head and self.task_type != _FEATURES
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether activations are kept in the memory of the host between the passes."""
+        return self.is_trained and activation_mode(self.config.model) == "offload"
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows are padded to a multiple of this many tokens."""
+        return row_multiple(self.config, self.layout)
+
+
+def repository_options(section: ModelConfig) -> RepositoryOptions:
+    """How the repository of ``model.from_pretrained``, or of a name in ``model.from_config``, is read."""
+    return RepositoryOptions(
+        section.revision,
+        requests_code=section.trust_remote_code,
+        trusts_code=trusts_remote_code(),
+    )
+
+
+def preprocessor_options(config: RecipeConfig, name: str, where: str) -> RepositoryOptions:
+    """How the repository *name* of a tokenizer or processor, which the dotted key *where* gives, is read.
+
+    The options of the model apply to its repository only. A tokenizer of another repository can run code with a
+    ``_target_`` and its argument ``trust_remote_code``.
+    """
+    section = config.model
+    options = RepositoryOptions()
+    if isinstance(section, ModelConfig) and name in (section.from_pretrained, section.from_config):
+        options = repository_options(section)
+    own = getattr(config, where.partition(".")[0])
+    if own is not section and own.revision is not None:
+        options = replace(options, revision=own.revision)
+    return options

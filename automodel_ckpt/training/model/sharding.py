@@ -15,15 +15,17 @@ from automodel_ckpt.config.keys.model import CompileConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
-from automodel_ckpt.models.stage_division import check_stages
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import choose_strategy
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.parallel.parallelize import compute_context, parallelize
-from automodel_ckpt.training.model.cuda_graphs import has_cuda_graphs, marking_steps
 from automodel_ckpt.training.model.deferred_model import DeferredModel
-from automodel_ckpt.training.model.request import ModelRequest
-from automodel_ckpt.training.model.sections import num_micro_batches, parallelism
+from automodel_ckpt.training.model.sections import (
+    ModelRequest,
+    balancing_scope,
+    num_micro_batches,
+    parallelism,
+)
 
 if TYPE_CHECKING:
     from automodel_ckpt.models.layers.activation_memory import HostActivations
@@ -50,6 +52,8 @@ def check_mesh(request: ModelRequest, model: nn.Module) -> None:
                 value=layout.sizes.pp,
                 hint="remove pp_size: fsdp2 shards the model over the same ranks",
             )
+        from automodel_ckpt.models.stage_division import check_stages
+
         check_stages(model, layout.sizes.pp * request.config.distributed.stages_per_rank)
     if layout.sizes.cp > 1:
         from automodel_ckpt.parallel.context_parallel import check_context_parallel
@@ -70,7 +74,7 @@ def shard_for_training(request: ModelRequest, deferred: DeferredModel) -> Sharde
 
         compute = _offloading(compute, HostActivations(request.layout.device))
     if has_cuda_graphs(request.config, request.layout):
-        compute = marking_steps(compute)
+        compute = _marking_steps(compute)
     return replace(sharded, compute=compute)
 
 
@@ -135,3 +139,49 @@ def _offloading(
             yield
 
     return both
+
+
+def has_cuda_graphs(config: RecipeConfig, layout: RankLayout) -> bool:
+    """Whether layers run as CUDA graphs, by the section ``compile``."""
+    if not config.compile.enabled:
+        return False
+    from automodel_ckpt.models.layers.compiling import uses_cuda_graphs
+
+    return uses_cuda_graphs(config.compile.mode, layout.device.type)
+
+
+def check_cuda_graphs(
+    config: RecipeConfig, layout: RankLayout, *, has_routers: bool = False
+) -> None:
+    """Validate that CUDA graphs may overwrite outputs of an earlier forward pass. Raises :class:`RecipeError`.
+
+    *has_routers*: whether the loss of a mixture of experts is added.
+    """
+    accumulates = num_micro_batches(config, layout.dp_size) > 1
+    scope = balancing_scope(config.model)
+    if layout.in_stages:
+        reason = "several micro-batches are in progress on a pipeline stage"
+    elif accumulates and config.distributed.defer_gradient_sync:
+        reason = "deferred gradients of several micro-batches are kept"
+    elif accumulates and has_routers and scope == "global_batch":
+        reason = "the routers' choices of several micro-batches are kept (model.router_aux_loss)"
+    else:
+        return
+    raise RecipeError(
+        f"this mode uses CUDA graphs, which overwrite their outputs, and {reason}",
+        where="compile.mode",
+        value=config.compile.mode,
+        hint="remove compile.mode, or set it to max-autotune-no-cudagraphs",
+    )
+
+
+def _marking_steps(
+    compute: Callable[[], AbstractContextManager[Any]],
+) -> Callable[[], AbstractContextManager[Any]]:
+    """The context *compute* of a forward pass, before which CUDA graphs may reuse the memory of earlier outputs."""
+
+    def marked() -> AbstractContextManager[Any]:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return compute()
+
+    return marked

@@ -18,8 +18,6 @@ from automodel_ckpt.models.inspect.float32_parts import float32_names
 from automodel_ckpt.models.inspect.forward import accepts_use_cache
 from automodel_ckpt.models.inspect.shared_memory import check_separate_memory
 from automodel_ckpt.models.loss.loss_head import LossHead, ModuleLossHead
-from automodel_ckpt.models.loss.mtp import MultiTokenPrediction
-from automodel_ckpt.models.measure.flop_count import FlopCount, count_flops
 from automodel_ckpt.models.model_checks import check_attention, check_trained_types
 from automodel_ckpt.models.routers import router_settings
 from automodel_ckpt.parallel.mesh import RankLayout
@@ -43,19 +41,25 @@ from automodel_ckpt.training.model.additions import (
     remove_dropout,
 )
 from automodel_ckpt.training.model.changes import change_model
-from automodel_ckpt.training.model.cuda_graphs import check_cuda_graphs, has_cuda_graphs
+from automodel_ckpt.training.model.deferred_model import build_unsharded
 from automodel_ckpt.training.model.model_config import read_model_config
 from automodel_ckpt.training.model.probes import probe
-from automodel_ckpt.training.model.request import ModelRequest
-from automodel_ckpt.training.model.sharding import check_mesh, shard_for_training
-from automodel_ckpt.training.model.unsharded import build_unsharded
+from automodel_ckpt.training.model.sections import ModelRequest, logs_mfu
+from automodel_ckpt.training.model.sharding import (
+    check_cuda_graphs,
+    check_mesh,
+    has_cuda_graphs,
+    shard_for_training,
+)
 
 if TYPE_CHECKING:
     from automodel_ckpt.loss.router_loss import RouterLoss
     from automodel_ckpt.models.layers.adapter import Adapted
     from automodel_ckpt.models.layers.fake_quantization import FakeQuantization
     from automodel_ckpt.models.layers.neftune import EmbeddingNoise
+    from automodel_ckpt.models.loss.mtp import MultiTokenPrediction
     from automodel_ckpt.models.measure.encoder_decoder_flops import EncoderDecoderFlops
+    from automodel_ckpt.models.measure.flop_count import FlopCount
     from automodel_ckpt.parallel.context_parallel import ContextParallel
     from automodel_ckpt.training.model.pipeline import PipelineStage
     from automodel_ckpt.training.model.row_sharing import Rows
@@ -202,8 +206,7 @@ def _build(request: ModelRequest) -> Trainable:
         resized=changed.resized,
         has_task_head=request.has_task_head,
         other_head=changed.other_head,
-        # Before the model is divided: this rank's shards have other shapes.
-        flop_count=count_flops(model, decoder_layers(model)),
+        flop_count=_flop_count(request, model),
         summary=_summary(request, model),
         precision=_precision(request, model),
     )
@@ -225,8 +228,17 @@ def _build(request: ModelRequest) -> Trainable:
         context=probed.context,
         # After the probes, which compare outputs.
         embedding_noise=add_embedding_noise(request, model),
-        mtp=install_mtp(model, probed.context),
+        mtp=install_mtp(request, model, probed.context),
     )
+
+
+def _flop_count(request: ModelRequest, model: nn.Module) -> FlopCount | EncoderDecoderFlops | None:
+    """Count the operations of a step, before the model is divided; None where the log does not have them."""
+    if not logs_mfu(request.config.logging, request.layout):
+        return None
+    from automodel_ckpt.models.measure.flop_count import count_flops
+
+    return count_flops(model, decoder_layers(model))
 
 
 def _forward_options(model: nn.Module) -> dict[str, Any]:

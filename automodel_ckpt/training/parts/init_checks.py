@@ -89,10 +89,12 @@ def other_configs(model: nn.Module, weights: Weights) -> Iterator[Difference]:
     found: dict[str, Mapping[str, Any]] = {}
     if stated:
         found["metadata"] = _same_rounding(_as_in_class(config, stated), here)
-    for directory in side_directories(weights, is_stated=bool(stated)):
-        there = _config_in(directory)
-        if there is None:
-            continue
+    directory = side_directory(weights, weights.modules[MODEL])
+    if directory is None and not stated:
+        # What is beside a single file belongs to it, as for ckpt import, unless the file states its config itself.
+        directory = weights.path.parent
+    there = None if directory is None else _config_in(directory)
+    if there is not None:
         if there.get("model_type") == config.model_type:
             # The settings of another program may be invalid here, and are compared as they are.
             with contextlib.suppress(Exception):
@@ -101,24 +103,12 @@ def other_configs(model: nn.Module, weights: Weights) -> Iterator[Difference]:
         there.setdefault(_DIRECTION, True)
         here.setdefault(_DIRECTION, True)
         found["config.json"] = there
-        break
     for where, settings in found.items():
         compared = {key: value for key, value in settings.items() if key not in _NOT_COMPARED}
         lines = config_changes(compared, here, there="there").function
         if lines:
             text = f"their {where} describes a model that computes something else"
             yield Difference(weights.path, text, lines)
-
-
-def side_directories(weights: Weights, *, is_stated: bool = False) -> list[Path]:
-    """Return where the config and the tokenizer of the whole model *weights* may be.
-
-    What is beside a single file belongs to it, as for ``ckpt import``, unless the file states its config itself.
-    """
-    directory = side_directory(weights, weights.modules[MODEL])
-    if directory is not None:
-        return [directory]
-    return [] if is_stated else [weights.path.parent]
 
 
 def _as_in_class(config: PreTrainedConfig, stated: dict[str, Any]) -> dict[str, Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -29,7 +31,7 @@ from automodel_ckpt.checkpoint.state.fill_modules import (
 )
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.keys.init_from import InitFromConfig, InitFromSource
-from automodel_ckpt.convert.merging.model_names import fitting_prefixes
+from automodel_ckpt.convert.names.registry import model_types
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
 from automodel_ckpt.models.inspect.model_files import fetched_directory, require_local
@@ -51,8 +53,25 @@ from automodel_ckpt.training.parts.init_checks import (
     shared_modules,
     side_directory,
 )
-from automodel_ckpt.training.parts.init_config import config_directory
-from automodel_ckpt.training.parts.init_tokenizer import other_vocabularies
+
+
+@contextlib.contextmanager
+def config_directory(modules: Mapping[str, nn.Module]) -> Iterator[Path | None]:
+    """Yield a temporary directory with the config.json of the module ``model``; None if no names are converted to it.
+
+    Weights of Megatron and torchtitan do not always state which model they are for. The model of the recipe does.
+    """
+    config: Any = None
+    if "model" in modules:
+        config = getattr(unwrap(modules["model"]), "config", None)
+    if getattr(config, "model_type", None) not in model_types():
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="automodel_ckpt-config-") as directory:
+        content = json.loads(config.to_json_string(use_diff=False))
+        Path(directory, "config.json").write_text(json.dumps(content))
+        yield Path(directory)
+
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -69,10 +88,9 @@ class Start:
 
     *tensors* maps names in the model to the module of a source and the name there, *tied* maps aliases to such names.
     *directories* has the directory with the side files of each module of a source, by id, and *whole* those of sources
-    for the whole model. *differences* are those to the model's config and to the tokenizer.
-    *scopes* are the modules of the model that get weights; empty text is the whole model. *found_prefix* was removed
-    from the names, besides those of ``strip``; *unused* are those without such a prefix. The patterns are those of all
-    sources.
+    for the whole model. *differences* are those to the model's config.
+    *scopes* are the modules of the model that get weights; empty text is the whole model. *unused* are the names
+    without the prefix of ``strip``. The patterns are those of all sources.
     """
 
     sources: list[Weights] = field(default_factory=list)
@@ -83,7 +101,6 @@ class Start:
     differences: list[Difference] = field(default_factory=list)
     scopes: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
-    found_prefix: str = ""
     allow_missing: list[str] = field(default_factory=list)
     allow_unexpected: list[str] = field(default_factory=list)
 
@@ -140,20 +157,6 @@ class Start:
         if any(fnmatchcase(own_name, pattern) for pattern in section.allow_unexpected):
             self.allow_unexpected.append(glob.escape(name))
 
-    def remove_prefix(self, prefix: str) -> None:
-        """Remove *prefix* from all names in the sources; those without it are not used."""
-        self.found_prefix = prefix
-        self.unused += [name for name in self.tensors if not name.startswith(prefix)]
-        self.tensors = _without(prefix, self.tensors)
-        tied = _without(prefix, self.tied)
-        self.tied = {alias: name.removeprefix(prefix) for alias, name in tied.items()}
-        self.allow_unexpected = self.unexpected_after(prefix)
-
-    def unexpected_after(self, prefix: str) -> list[str]:
-        """The patterns of ``allow_unexpected`` for names without *prefix*."""
-        escaped = glob.escape(prefix)
-        return [name.removeprefix(escaped) for name in self.allow_unexpected]
-
     def covers(self, name: str) -> bool:
         """Whether *name* of the model is in one of the modules that get weights."""
         return name.startswith(tuple(self.scopes))
@@ -179,35 +182,26 @@ def start_from(
     resizable: Iterable[str] = (),
     new_rows: NewRows = "mean",
     verify: Level = "digest",
-    tokenizer: Any = None,
 ) -> Verdict:
     """Fill the recipe's *modules* (by attribute name) with the weights that ``init_from`` names.
 
     Names of the module ``model`` are as they are, those of others follow their attribute's name and a dot. *resizable*
-    names those of ``model`` that may have another number of rows. The vocabulary of *tokenizer*, or of a processor's,
-    is compared with that beside the weights. Called on all ranks, each of which reads its part. Raises, the same on all
-    ranks, :class:`RecipeError` for other weights than those of the modules, and :class:`CheckpointUnusable` for damaged
-    ones.
+    names those of ``model`` that may have another number of rows. Called on all ranks, each of which reads its part.
+    Raises, the same on all ranks, :class:`RecipeError` for other weights than those of the modules, and
+    :class:`CheckpointUnusable` for damaged ones.
     """
     with raise_on_all_ranks(group):
-        start = Start()
-        with config_directory(modules) as config:
-            for one, where in _sections(section):
-                weights = _open(one, where, _config_for(one, config))
-                start.add(one, weights, where)
-        pair, verdict = _compare(section, start, modules, resizable)
-        _check_configs(start, modules)
+        compared = _compared(section, modules, resizable, _open)
+        assert compared is not None
+        start, pair, verdict = compared
         for weights in start.sources:
             weights.verify(verify, ranks.rank, ranks.world_size)
         if ranks.rank == 0:
             _check_tied(start, modules, pair)
-            start.differences += other_vocabularies(tokenizer, start.whole)
             _warn_of_differences(start)
     # From here on weights are overwritten: all ranks have compared and verified the files above.
     log.info("Starting from the weights in %s", start.paths)
     verdict.log_differences("they and the model")
-    if start.found_prefix:
-        log.info("The names there have the prefix %s, which is removed", start.found_prefix)
     if start.unused:
         names = "\n    ".join(sorted(start.unused))
         log.info("Tensors without the prefix that is removed are not used:\n    %s", names)
@@ -219,30 +213,54 @@ def start_from(
 
 
 def inspect_start(
-    section: Section,
-    modules: Mapping[str, nn.Module],
-    *,
-    resizable: Iterable[str] = (),
-    tokenizer: Any = None,
+    section: Section, modules: Mapping[str, nn.Module], *, resizable: Iterable[str] = ()
 ) -> tuple[Start, Verdict] | None:
     """The weights that :func:`start_from` would read, and how they match *modules*, from manifests and headers alone.
 
     No value is read and nothing is fetched: None for a Hub name whose weights are not in the cache. Raises as
     :func:`start_from`, except for damage that only a digest shows.
     """
-    start = Start()
-    with config_directory(modules) as config:
-        for one, where in _sections(section):
-            weights = _open_local(one, where, _config_for(one, config))
-            if weights is None:
-                return None
-            start.add(one, weights, where)
-    _, verdict = _compare(section, start, modules, resizable)
-    _check_configs(start, modules)
-    start.differences += other_vocabularies(tokenizer, start.whole)
+    compared = _compared(section, modules, resizable, _open_local)
+    if compared is None:
+        return None
+    start, _, verdict = compared
     for weights in start.sources:
         weights.verify("size", 0, 1)
     return start, verdict
+
+
+def _compared(
+    section: Section,
+    modules: Mapping[str, nn.Module],
+    resizable: Iterable[str],
+    open_source: Callable[[InitFromConfig, str, Path | None], Weights | None],
+) -> tuple[Start, _Pair, Verdict] | None:
+    """Open all sources, and compare their tensors with those of the *modules*; None if one is not on this machine.
+
+    Raises :class:`RecipeError` for differences that the section does not allow.
+    """
+    start = Start()
+    with config_directory(modules) as config:
+        for one, where in _sections(section):
+            weights = open_source(one, where, _config_for(one, config))
+            if weights is None:
+                return None
+            start.add(one, weights, where)
+    pair = _names_of(start, modules)
+    verdict = compare(
+        pair.here,
+        pair.there,
+        prefix=pair.prefix,
+        resizable=set(resizable),
+        allow_missing=start.allow_missing,
+        allow_unexpected=start.allow_unexpected,
+    )
+    _check_allowed(section, start, pair, verdict)
+    if MODEL in modules:
+        for weights in start.whole:
+            start.differences += other_configs(modules[MODEL], weights)
+        check_scales(modules[MODEL], start.tensors, start.directories, "init_from.path")
+    return start, pair, verdict
 
 
 def paths_of(section: Section) -> str:
@@ -261,16 +279,6 @@ def _config_for(section: InitFromConfig, config: Path | None) -> Path | None:
     """The directory of the model's config, if the weights are for the whole model and not for a part of it."""
     is_part = isinstance(section, InitFromSource) and bool(section.strip or section.into)
     return None if is_part else config
-
-
-_Value = TypeVar("_Value")
-
-
-def _without(prefix: str, named: Mapping[str, _Value]) -> dict[str, _Value]:
-    """The items whose names begin with *prefix*, without it."""
-    return {
-        name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)
-    }
 
 
 def _prefix(name: str) -> str:
@@ -397,13 +405,6 @@ def _names_of(start: Start, modules: Mapping[str, nn.Module]) -> _Pair:
     return _Pair(Names(shapes, tied), Names(there_shapes, start.tied), prefix)
 
 
-def _check_configs(start: Start, modules: Mapping[str, nn.Module]) -> None:
-    if MODEL in modules:
-        for weights in start.whole:
-            start.differences += other_configs(modules[MODEL], weights)
-        check_scales(modules[MODEL], start.tensors, start.directories, "init_from.path")
-
-
 def _warn_of_differences(start: Start) -> None:
     for found in start.differences:
         lines = "".join(f"\n    {line}" for line in found.lines)
@@ -418,72 +419,6 @@ def _check_tied(start: Start, modules: Mapping[str, nn.Module], pair: _Pair) -> 
     check_tied(copies, start.tensors, "init_from.path")
 
 
-def _compare(
-    section: Section, start: Start, modules: Mapping[str, nn.Module], resizable: Iterable[str]
-) -> tuple[_Pair, Verdict]:
-    """Compare the tensors of *start* with those of the *modules*, without the prefix of their names if there is one.
-
-    A list of sources states its prefixes (``strip``). Raises :class:`RecipeError` for differences that the section does
-    not allow.
-    """
-    resizable = set(resizable)
-    pair = _names_of(start, modules)
-    verdict = _verdict(start, pair, resizable, start.allow_unexpected)
-    hint = ""
-    if isinstance(section, InitFromConfig) and verdict.new and verdict.unexpected:
-        prefixes = _prefixes(start, pair, verdict, resizable)
-        if len(prefixes) == 1:
-            start.remove_prefix(prefixes[0])
-            pair = _names_of(start, modules)
-            verdict = _verdict(start, pair, resizable, start.allow_unexpected)
-            hint = _unexpected_hint(prefixes[0], verdict)
-        elif prefixes:
-            sources = " or ".join(f"[{{path: ..., strip: {each[:-1]}}}]" for each in prefixes)
-            hint = f"the names there fit the model after several prefixes; remove one of them with init_from: {sources}"
-    with _with_hint(hint):
-        _check_allowed(section, start, pair, verdict)
-    return pair, verdict
-
-
-def _verdict(
-    start: Start, pair: _Pair, resizable: Collection[str], allow_unexpected: Sequence[str]
-) -> Verdict:
-    return compare(
-        pair.here,
-        pair.there,
-        prefix=pair.prefix,
-        resizable=resizable,
-        allow_missing=start.allow_missing,
-        allow_unexpected=allow_unexpected,
-    )
-
-
-def _prefixes(start: Start, pair: _Pair, verdict: Verdict, resizable: Collection[str]) -> list[str]:
-    """The prefixes of the names in *start* after which these are all of those of the model."""
-
-    def fits(prefix: str) -> bool:
-        tied = {alias: name.removeprefix(prefix) for alias, name in there.tied.items()}
-        stripped = Names(_without(prefix, there.shapes), _without(prefix, tied))
-        allowed = start.unexpected_after(prefix)
-        shorter = _verdict(start, pair._replace(there=stripped), resizable, allowed)
-        return bool(shorter.matches) and shorter.allowed.issuperset(shorter.new)
-
-    there = pair.there
-    return fitting_prefixes([*there.shapes, *there.tied], verdict.new, fits)
-
-
-def _unexpected_hint(prefix: str, verdict: Verdict) -> str:
-    """The hint for tensors that the model lacks, under their names in the source."""
-    names = [name for name in verdict.unexpected if name not in verdict.allowed]
-    patterns = [f"'{prefix}{name}'" for name in names]
-    if len(names) > _MAX_NAMED:
-        patterns = [f"'{prefix}*'"]
-    return (
-        f"the names there are those of the model after the prefix {prefix}, except these; name the weights of this "
-        f"model, or, to ignore these, set init_from.allow_unexpected: [{', '.join(patterns)}]"
-    )
-
-
 def _check_allowed(section: Section, start: Start, pair: _Pair, verdict: Verdict) -> None:
     paths = paths_of(section)
     if isinstance(section, InitFromConfig):
@@ -491,44 +426,29 @@ def _check_allowed(section: Section, start: Start, pair: _Pair, verdict: Verdict
             _check_both_given(
                 paths, ours=_adapted(pair.here.shapes), theirs=_adapted(pair.there.shapes)
             )
-        with _with_adapter_hint(start, pair):
+        hint = _hint(start, pair, verdict)
+        try:
             verdict.check_allowed("init_from.path", paths, "init_from")
+        except RecipeError as error:
+            if not hint:
+                raise
+            problems = [replace(each, hint=hint) for each in error.problems]
+            raise RecipeError.all_of(problems) from None
     else:
         verdict.check_allowed("init_from", paths, "init_from.N")
 
 
-@contextlib.contextmanager
-def _with_hint(hint: str) -> Iterator[None]:
-    """Let differences be reported with this *hint*, unless it is empty."""
-    try:
-        yield
-    except RecipeError as error:
-        if not hint:
-            raise
-        raise RecipeError.all_of([replace(each, hint=hint) for each in error.problems]) from None
-
-
-@contextlib.contextmanager
-def _with_adapter_hint(start: Start, pair: _Pair) -> Iterator[None]:
-    """Let a difference between two sets of adapters be reported with the section for those of the source."""
-    try:
-        yield
-    except RecipeError as error:
-        are_adapters = _adapted(pair.here.shapes) and _adapted(pair.there.shapes)
-        hint = adapter_hint(start.directories.values()) if are_adapters else ""
-        if not hint:
-            raise
-        if rows := _rows_there(pair.there):
-            hint += f"; if the vocabulary was resized, model.vocab_size: {rows}"
-        raise RecipeError.all_of([replace(each, hint=hint) for each in error.problems]) from None
-
-
-def _rows_there(there: Names) -> int | None:
-    """The number of rows of an embedding or output layer that the source has beside its adapters."""
-    for name, shape in there.shapes.items():
-        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            return shape[0]
-    return None
+def _hint(start: Start, pair: _Pair, verdict: Verdict) -> str:
+    """What to do about adapters that the model does not have, or about names that all have a prefix there."""
+    if _adapted(pair.here.shapes) and _adapted(pair.there.shapes):
+        return adapter_hint(start.directories.values())
+    missing = next((name for name in verdict.new if name not in verdict.allowed), None)
+    for name in verdict.unexpected if missing is not None else ():
+        if name.endswith(f".{missing}"):
+            strip = name.removesuffix(f".{missing}")
+            path = start.sources[0].path
+            return f"the names there have a prefix; remove it with init_from: [{{path: {path}, strip: {strip}}}]"
+    return ""
 
 
 def _check_scopes(start: Start, names: Iterable[str]) -> None:

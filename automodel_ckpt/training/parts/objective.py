@@ -35,7 +35,6 @@ from automodel_ckpt.models.inspect.forward import last_layer_output, logits_of
 from automodel_ckpt.models.loss.fused_cross_entropy import widened
 from automodel_ckpt.models.loss.loss_head import LossHead, ModuleLossHead
 from automodel_ckpt.models.loss.loss_inputs import TokenHits
-from automodel_ckpt.models.loss.mtp import MultiTokenPrediction
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.measure.evaluation import (
@@ -56,6 +55,7 @@ from automodel_ckpt.training.values.records import (
 )
 
 if TYPE_CHECKING:
+    from automodel_ckpt.models.loss.mtp import MultiTokenPrediction
     from automodel_ckpt.models.loss.z_loss import ZLoss
 
 Tensors = Mapping[str, torch.Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,9 +20,7 @@ from automodel_ckpt.config.keys.optimizer import (
     TargetGroup,
 )
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.optim.adam8bit import AdamW8bit
 from automodel_ckpt.optim.build import adamw, check_optimizer
-from automodel_ckpt.optim.combined_optimizer import CombinedOptimizer
 from automodel_ckpt.training.parts.parameter_groups import (
     AddUp,
     PlannedGroup,
@@ -32,6 +30,9 @@ from automodel_ckpt.training.parts.parameter_groups import (
     plan_groups,
     trained_parameters,
 )
+
+if TYPE_CHECKING:
+    from automodel_ckpt.optim.adam8bit import AdamW8bit
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -64,8 +65,11 @@ def build_optimizer(
         _check_options(optimizer, members)
         optimizers.append(optimizer)
         labels += [group.label for group in members]
-    combined = optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
-    return combined, labels
+    if len(optimizers) == 1:
+        return optimizers[0], labels
+    from automodel_ckpt.optim.combined_optimizer import CombinedOptimizer
+
+    return CombinedOptimizer(optimizers), labels
 
 
 def _by_optimizer(
@@ -104,9 +108,9 @@ def _build_one(
     _check_can_be_saved(function, groups)
     if function is torch.optim.SparseAdam:
         _check_sparse(groups)
-    from automodel_ckpt.optim.muon import Muon
+    if function is torch.optim.Muon or function.__module__ == "automodel_ckpt.optim.muon":
+        from automodel_ckpt.optim.muon import Muon
 
-    if function in (torch.optim.Muon, Muon):
         _check_matrices(groups)
         # torch's class computes with shards, whose products it rounds before it adds them up.
         section = replace(section, _target_=f"{Muon.__module__}.{Muon.__qualname__}")
@@ -168,8 +172,7 @@ def _check_options(optimizer: Optimizer, groups: Sequence[PlannedGroup]) -> None
 def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
     """One line for each parameter group: how many tensors and elements it trains, with which options."""
     of_all_stages = trained_by_all(optimizer)
-    optimizers = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
-    kinds = [type(each).__name__ for each in optimizers for _ in each.param_groups]
+    kinds = [type(each).__name__ for each in _combined(optimizer) for _ in each.param_groups]
     # A user's function may have made other groups.
     labels = labels if len(labels) == len(kinds) else [""] * len(kinds)
     for number, (group, kind, label) in enumerate(
@@ -198,8 +201,13 @@ def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
 
 def optimizers_8bit(optimizer: Optimizer) -> list[AdamW8bit]:
     """The optimizers with 8-bit moments among those that *optimizer* combines, or *optimizer* itself."""
-    optimizers = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
-    return [each for each in optimizers if isinstance(each, AdamW8bit)]
+    # By an attribute of the class, which is imported only where a recipe names it.
+    return [each for each in _combined(optimizer) if hasattr(each, "state_options")]
+
+
+def _combined(optimizer: Any) -> list[Any]:
+    """The optimizers that *optimizer* combines, or *optimizer* itself."""
+    return list(getattr(optimizer, "optimizers", [optimizer]))
 
 
 _LOGGED = {"lr": "lr", "weight_decay": "weight decay"}

@@ -28,8 +28,6 @@ from automodel_ckpt.config.keys.optimizer import (
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.inspect.error_texts import did_you_mean
-from automodel_ckpt.models.inspect.vision import PARTS, parameters_of
-from automodel_ckpt.optim.adam8bit import AdamW8bit
 
 Section = OptimizerConfig | OptimizerTarget
 Group = OptimizerGroup | OptionsGroup | TargetGroup
@@ -61,6 +59,8 @@ class Trained:
         """Whether a glob, or the name of a set of parameters, matches this one."""
         if pattern == HIDDEN_MATRICES:
             return self.is_hidden_matrix
+        from automodel_ckpt.models.inspect.vision import PARTS, parameters_of
+
         if pattern in PARTS:
             return bool(parameters_of(pattern, self.names))
         return bool(fnmatch.filter(self.names, pattern))
@@ -316,6 +316,8 @@ def _has_form(value: Any, default: Any) -> bool:
 def _rate_and_decay(section: Section, group: PlannedGroup) -> tuple[float, float]:
     """The learning rate and the weight decay of a group before they are scaled."""
     owner = group.section if isinstance(group.section, TargetGroup) else section
+    from automodel_ckpt.optim.adam8bit import AdamW8bit
+
     if isinstance(owner, OptimizerConfig):
         known: dict[str, Any] = {"lr": owner.lr, "weight_decay": owner.weight_decay}
     else:

@@ -11,7 +11,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.inspect.model_files import reject_other_weights, require_local
 from automodel_ckpt.models.inspect.repository import check_revision
-from automodel_ckpt.training.parts.repository import preprocessor_options
+from automodel_ckpt.training.model.sections import preprocessor_options
 
 _BASE = "model.from_pretrained"
 _VOCABULARY = (

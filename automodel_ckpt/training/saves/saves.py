@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport
-from automodel_ckpt.checkpoint.checkpointer import Resumed
+from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
 from automodel_ckpt.checkpoint.export.next_steps import model_files_lines, try_command
 from automodel_ckpt.checkpoint.parts.failures import text_while_running
 from automodel_ckpt.checkpoint.run import finished, policy
 from automodel_ckpt.checkpoint.run.timeline import SAVES
+from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import (
@@ -26,17 +28,76 @@ from automodel_ckpt.errors import (
     RecipeError,
     SaveFailed,
 )
+from automodel_ckpt.logs.progress import SavingView
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.saves.final_exports import make_final_exports
 from automodel_ckpt.training.saves.hub_uploads import HubUploads
-from automodel_ckpt.training.saves.save_messages import saved_line, saving_view
 from automodel_ckpt.training.values.disk_use import warn_of_little_space
 from automodel_ckpt.training.values.run_log import RunLog
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.saves.memory_saves import MemorySaves
     from automodel_ckpt.training.watch.replica_check import ReplicaCheck
+
+
+def make_final_exports(
+    checkpointer: Checkpointer,
+    section: CheckpointConfig,
+    newest: Path | None,
+    wait: Callable[[], None],
+) -> None:
+    """Export the best model, and the averages that *section* asks for. Collective.
+
+    *newest* is the newest checkpoint; None if there is none. *wait* waits for saves in the background. Exports that
+    exist are not made again. Raises :class:`ExportFailed` on all ranks.
+    """
+    if section.export_best:
+        checkpointer.exports.export_best()
+    if section.export_ema and newest is not None:
+        checkpointer.exports.export_average(newest)
+    if section.average_last is not None:
+        wait()
+        _average_last(checkpointer, section.average_last)
+
+
+def _average_last(checkpointer: Checkpointer, count: int) -> None:
+    def average() -> Path | None:
+        checkpointer.check_lease()
+        from automodel_ckpt.training.saves.averages import average_last
+
+        return average_last(checkpointer.directory, count)
+
+    checkpointer.exports.run_on_rank0(
+        f"averaging the last {count} checkpoints (the checkpoints themselves are safe)", average
+    )
+
+
+def saving_view(saving: Saving | None, num_ranks: int) -> SavingView | None:
+    """How far a save is, for the progress line; with several ranks, how far rank 0 is."""
+    if saving is None:
+        return None
+    written = min(saving.written_bytes, saving.total_bytes)
+    total = max(saving.total_bytes, 1)
+    amount = f"{size_text(written)} of {size_text(saving.total_bytes)}"
+    if num_ranks > 1:
+        amount += " on rank 0"
+    return SavingView(saving.step, written / total, amount)
+
+
+def saved_line(report: SaveReport, figures: str = "") -> str:
+    """The log message about a published checkpoint. *figures* describe training at its step."""
+    start = f"step {report.step}: {figures}; saved" if figures else f"step {report.step}: saved"
+    text = (
+        f"{start} {report.path.name} in {report.total_seconds:.2f} s, "
+        f"training waited {report.stall_seconds:.2f} s: "
+        f"{size_text(report.nbytes)} at {size_text(report.bytes_per_second)}/s"
+    )
+    if report.free_bytes is not None:
+        text += f", {size_text(report.free_bytes)} free"
+    if report.pruned:
+        text += f", removed {' '.join(report.pruned)}"
+    return text
+
 
 log = logging.getLogger("automodel_ckpt")
 

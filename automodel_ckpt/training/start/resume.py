@@ -5,22 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
-from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.checkpoint import Checkpointer, Manifest, Resumed
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.layout import CONFIG
 from automodel_ckpt.config.help.changes import Change, effective_recipe, ignored_by_resume
-from automodel_ckpt.config.keys.optimizer import OptimizerConfig, OptimizerTarget
-from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.measure.cadence import steps_per_epoch
@@ -34,75 +29,54 @@ if TYPE_CHECKING:
 log = logging.getLogger("automodel_ckpt")
 
 
-@dataclass(frozen=True, slots=True)
-class RecipeSource:
-    """The recipe of this start, to compare with that of a checkpoint."""
-
-    config_yaml: str
-    """The text of the resolved recipe."""
-    precision: str
-    """The data types of the weights and of the computation."""
-    origins: Mapping[str, str]
-    """Where each value comes from, by dotted key."""
-    overridden: Collection[str]
-    """The dotted keys that the command line gives."""
-    optimizer: OptimizerConfig | OptimizerTarget
-    """The section ``optimizer``. Its ``on_resume`` is whose options the optimizer gets: checkpoint or recipe."""
-    earlier_schedule: Callable[[Optimizer], LRScheduler] | None = None
-    """Builds the schedule of versions that rounded the warm-up of ``warmup_ratio``; None without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunParts:
-    """The parts of a run that a checkpoint changes or that depend on the step to continue from."""
-
-    checkpointer: Checkpointer
-    memory: MemorySaves | None
-    saves: Saves
-    run_log: RunLog
-    step_scheduler: StepScheduler
-    dataloader: GlobalBatchLoader
-    rng: StatefulRNG
-    optimizer: Optimizer
-    lr_scheduler: LRScheduler | None
-
-
-def load_checkpoint(parts: RunParts, source: RecipeSource, state: Mapping[str, Any]) -> None:
+def load_checkpoint(recipe: Any, state: Mapping[str, Any]) -> None:
     """Load the newest usable checkpoint into *state*, and prepare the saves and the logs for the next step. Collective.
 
-    Without a checkpoint, the run begins. Raises :class:`CheckpointUnusable` if none can be used, and
-    :class:`RecipeError` for state that cannot be saved and for changes of the recipe that a resume does not allow.
+    *recipe* has the parts of the run and a checkpointer. Without a checkpoint, the run begins. Raises
+    :class:`CheckpointUnusable` if none can be used, and :class:`RecipeError` for state that cannot be saved and for
+    changes of the recipe that a resume does not allow.
     """
-    checkpointer, scheduler = parts.checkpointer, parts.step_scheduler
+    checkpointer: Checkpointer = recipe.checkpointer
+    scheduler: StepScheduler = recipe.step_scheduler
+    saves: Saves = recipe.saves
+    memory: MemorySaves | None = recipe.memory
+    run_log: RunLog = recipe.run_log
     checkpointer.check(state)
     # Made before the checkpoint's options are loaded into the optimizer: it records those of the recipe.
     recipe_options = RecipeOptions(
-        parts.optimizer,
-        parts.lr_scheduler,
-        from_recipe=source.optimizer.on_resume == "recipe",
-        overridden=source.overridden,
-        section=source.optimizer,
-        earlier_schedule=source.earlier_schedule,
+        recipe.optimizer, recipe.lr_scheduler, recipe.config.optimizer, recipe.overridden
     )
-    comparison = _Comparison(source, parts.lr_scheduler)
+    comparison = _Comparison(recipe)
     resumed = checkpointer.load(state, before_loading=comparison.report)
-    parts.saves.resumed = resumed
+    saves.resumed = resumed
     if resumed is None and checkpointer.is_rank0:
         _warn_of_other_checkpoints(checkpointer.directory)
-    if parts.memory is not None:
-        _start_memory(parts.memory, parts, resumed)
-    parts.run_log.open(checkpointer.directory, checkpointer.check_lease)
+    if memory is not None:
+        if resumed is not None and resumed.in_memory:
+            # A stop must save this step on disk.
+            scheduler.note_lost_save()
+            log.info("step %d was loaded from memory%s", resumed.step, memory.origins())
+        memory.start(resumed, scheduler.step)
+        saves.memory = memory
+    run_log.open(checkpointer.directory, checkpointer.check_lease)
     if resumed is not None:
-        _continue_from(parts, resumed)
+        # Wall-clock time: the checkpoint may be from another process or node.
+        run_log.progress.note_saved(resumed.step, time.time() - resumed.manifest.created)
+        if resumed.manifest.is_imported_run:
+            from automodel_ckpt.training.start.imported_run import continue_imported_run
+
+            continue_imported_run(
+                resumed, dataloader=recipe.dataloader, step_scheduler=scheduler, rng=recipe.rng
+            )
         # After the load: an earlier resume may have kept options that no recipe shows.
         recipe_options.compare(scheduler, resumed.loaded, resumed.path)
-        parts.saves.recipe_yaml = comparison.effective_recipe(resumed, recipe_options.kept)
-    parts.saves.check_space(state, steps_per_epoch(parts.dataloader))
+        saves.recipe_yaml = comparison.effective_recipe(resumed, recipe_options.kept)
+    saves.check_space(state, steps_per_epoch(recipe.dataloader))
     if not scheduler.is_finished():
         checkpointer.prepare(state)
     # Only now is the step known to which the logs are truncated.
-    parts.run_log.resume(scheduler, resumed.path.name if resumed is not None else None)
-    parts.saves.make_missing_export()
+    run_log.resume(scheduler, resumed.path.name if resumed is not None else None)
+    saves.make_missing_export()
 
 
 def check_own(restore_from: str | None) -> None:
@@ -147,24 +121,27 @@ def _warn_of_other_checkpoints(run: Path) -> None:
 
 
 class _Comparison:
-    """Compares the recipe of a checkpoint with *source*. *schedule* is the LR schedule of this run, if there is one."""
+    """Compares the recipe of a checkpoint with that of this start, which *recipe* has."""
 
-    def __init__(self, source: RecipeSource, schedule: LRScheduler | None) -> None:
-        self._source = source
+    def __init__(self, recipe: Any) -> None:
+        self._recipe = recipe
+        self._on_resume: str = recipe.config.optimizer.on_resume
+        schedule = recipe.lr_scheduler
         # The rates of LambdaLR are computed again with the recipe's function.
         self._keeps_schedule = schedule is not None and not isinstance(schedule, LambdaLR)
         self._changes: list[Change] = []
 
     def report(self, path: Path, manifest: Manifest) -> None:
         """Log the differences before the checkpoint in *path* is loaded. Called on rank 0."""
+        recipe = self._recipe
         self._changes = compare_recipes(
             path,
             manifest,
-            config_yaml=self._source.config_yaml,
-            precision=self._source.precision,
-            origins=self._source.origins,
-            overridden=self._source.overridden,
-            on_resume=self._source.optimizer.on_resume,
+            config_yaml=recipe.config_yaml,
+            precision=recipe.trainable.precision,
+            origins=recipe.origins,
+            overridden=recipe.overridden,
+            on_resume=self._on_resume,
             keeps_schedule=self._keeps_schedule,
         )
 
@@ -173,37 +150,11 @@ class _Comparison:
 
         *options* are the values of optimizer options that continue as saved, by dotted key.
         """
-        on_resume = self._source.optimizer.on_resume
+        config_yaml: str = self._recipe.config_yaml
         # Not what the checkpoint has: state that was not loaded begins with the recipe's values.
         kept = ignored_by_resume(
-            self._changes, resumed.loaded, on_resume, keeps_schedule=self._keeps_schedule
+            self._changes, resumed.loaded, self._on_resume, keeps_schedule=self._keeps_schedule
         )
-        if not self._source.config_yaml or not (kept or options):
-            return self._source.config_yaml
-        return effective_recipe(self._source.config_yaml, resumed.path / CONFIG, kept, options)
-
-
-def _start_memory(memory: MemorySaves, parts: RunParts, resumed: Resumed | None) -> None:
-    scheduler = parts.step_scheduler
-    if resumed is not None and resumed.in_memory:
-        # A stop must save this step on disk.
-        scheduler.note_lost_save()
-        log.info("step %d was loaded from memory%s", resumed.step, memory.origins())
-    memory.start(resumed, scheduler.step)
-    parts.saves.memory = memory
-
-
-def _continue_from(parts: RunParts, resumed: Resumed) -> None:
-    """Count seconds from the save of the checkpoint, and set what a checkpoint of another program has no state for."""
-    # Wall-clock time: the checkpoint may be from another process or node.
-    seconds_since_save = time.time() - resumed.manifest.created
-    parts.run_log.progress.note_saved(resumed.step, seconds_since_save)
-    if resumed.manifest.is_imported_run:
-        from automodel_ckpt.training.start.imported_run import continue_imported_run
-
-        continue_imported_run(
-            resumed,
-            dataloader=parts.dataloader,
-            step_scheduler=parts.step_scheduler,
-            rng=parts.rng,
-        )
+        if not config_yaml or not (kept or options):
+            return config_yaml
+        return effective_recipe(config_yaml, resumed.path / CONFIG, kept, options)

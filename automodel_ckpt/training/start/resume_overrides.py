@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,13 @@ from automodel_ckpt.config.help.changes import (
     recipe_of,
     saved_recipe,
 )
+from automodel_ckpt.config.keys.optimizer import OptimizerConfig, OptimizerTarget
 from automodel_ckpt.config.tree.yaml_tree import DEFAULT
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.optim.lr import (
     current_rate,
     fast_forward,
     follow_schedule,
-    keep_rounded_warmup,
 )
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.parts.optimizers import optimizers_8bit
@@ -102,27 +102,23 @@ _TAKEN = "the optimizer's %s%s is the recipe's from here on, %s; it was %s"
 class RecipeOptions:
     """The recipe's options of an optimizer and its *schedule* (None: a constant rate), to compare with a checkpoint's.
 
-    Create it before a checkpoint is loaded into both. With *from_recipe*, the recipe's options replace the saved ones.
-    *overridden* are the keys that the command line gives, *section* is the recipe's section ``optimizer``,
-    *earlier_schedule* builds the schedule that versions before 2026-11-28 had.
+    Create it before a checkpoint is loaded into both. *section* is the recipe's section ``optimizer``: with its
+    ``on_resume: recipe``, the recipe's options replace the saved ones. *overridden* are the keys that the command line
+    gives.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         schedule: LRScheduler | None,
-        *,
-        from_recipe: bool = False,
+        section: OptimizerConfig | OptimizerTarget,
         overridden: Collection[str] = (),
-        section: object = None,
-        earlier_schedule: Callable[[Optimizer], LRScheduler] | None = None,
     ) -> None:
-        self._earlier_schedule = earlier_schedule
         self._section = section
         self._of_section: dict[str, list[Any]] = {}
         self._optimizer = optimizer
         self._schedule = schedule
-        self._from_recipe = from_recipe
+        self._from_recipe = section.on_resume == "recipe"
         self._overridden = overridden
         self._rates: list[Any] = []
         if schedule is not None:
@@ -143,8 +139,6 @@ class RecipeOptions:
         """
         self._checkpoint = checkpoint
         saved_rate = current_rate(self._optimizer)
-        if SCHEDULE in saved:
-            self._keep_earlier_warmup()
         if OPTIMIZER in saved:
             self._compare_state_options()
         if self._from_recipe:
@@ -176,13 +170,6 @@ class RecipeOptions:
         """Note that an option of a group continues as *saved*, if the group would have *new* from the section."""
         if self._in_section(name) == new:
             self._of_section.setdefault(name, []).append(saved)
-
-    def _keep_earlier_warmup(self) -> None:
-        schedule, build = self._schedule, self._earlier_schedule
-        if build is None or not isinstance(schedule, LambdaLR):
-            return
-        if keep_rounded_warmup(schedule, build):
-            log.info("the warm-up of warmup_ratio continues as it was, rounded to the nearest step")
 
     def _present_options(self) -> list[dict[str, list[float]]]:
         """The numbers and switches among the options of each group; the learning rate only if no schedule moves it."""

@@ -14,7 +14,6 @@ from automodel_ckpt.base.hub_retries import quiet_retries
 from automodel_ckpt.base.seeds import seed_everything
 from automodel_ckpt.config.defaults import unused_without_checkpoints
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.logs.tracker_process import require_trackers
 from automodel_ckpt.parallel.mesh import RankLayout, close_distributed, init_distributed
 from automodel_ckpt.parallel.precision import float32_precision, set_float32_precision
 from automodel_ckpt.parallel.ranks.stop import PeerStop, StopRequest, stop_request
@@ -39,7 +38,10 @@ def start_rank(config: RecipeConfig, config_yaml: str, resources: ExitStack) -> 
     and the log. Collective. Raises :class:`RecipeError` on all ranks if their recipes differ.
     """
     section = config.distributed
-    require_trackers(config.logging.trackers, has_logs=config.checkpoint.enabled)
+    if config.logging.trackers:
+        from automodel_ckpt.logs.tracker_process import require_trackers
+
+        require_trackers(config.logging.trackers, has_logs=config.checkpoint.enabled)
     # Registered before the groups exist: init_distributed may fail after it has opened some.
     resources.callback(close_distributed)
     layout = init_distributed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,31 +15,46 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("automodel_ckpt")
 
-_MOST_COUNTED = 1_000_000
-
 
 def kept_at_once(
     config: Any, steps: int | None, steps_per_epoch: int | None, existing: Collection[int] = ()
 ) -> int | None:
-    """The largest number of checkpoints that are on disk at one time; None where that cannot be known.
+    """About the largest number of checkpoints that are on disk at one time; None where that cannot be known.
 
     *steps* is the length of the run, *existing* are the steps of the checkpoints that are there. Saves that validation
     or the clock decides on (``ckpt_on_best``, ``ckpt_every_minutes``, ``ckpt_every_steps: auto``) count only where
     ``keep_last`` limits them.
     """
-    keep = config.checkpoint
-    saved = None if steps is None else _saved_steps(config.step_scheduler, steps, steps_per_epoch)
-    if saved is not None:
-        saved |= set(existing)
+    keep, scheduler = config.checkpoint, config.step_scheduler
+    saved = None if steps is None else _num_saved(scheduler, steps, steps_per_epoch, existing)
     if keep.keep_last is None:
-        return None if saved is None else len(saved)
-    if saved is None and keep.keep_every_steps:
-        return None
+        return saved
+    num_milestones = len(keep.keep_steps)
+    if keep.keep_every_steps:
+        if steps is None:
+            return None
+        num_milestones += steps // keep.keep_every_steps
     # A new one is there before an old one goes.
-    limit = max(int(keep.keep_last), 1) + int(keep.keep_best) + _num_milestones(keep, saved) + 1
-    if saved is None or _saves_at_any_time(config.step_scheduler):
+    limit = max(int(keep.keep_last), 1) + int(keep.keep_best) + num_milestones + 1
+    is_timed = scheduler.ckpt_every_minutes or scheduler.ckpt_every_steps == "auto"
+    if saved is None or is_timed or scheduler.ckpt_on_best:
         return limit
-    return min(len(saved), limit)
+    return min(saved, limit)
+
+
+def _num_saved(
+    scheduler: Any, steps: int, steps_per_epoch: int | None, existing: Collection[int]
+) -> int:
+    """The existing checkpoints, and those that are to come by count, the last step included."""
+    strides = []
+    if isinstance(scheduler.ckpt_every_steps, int):
+        strides.append(scheduler.ckpt_every_steps)
+    if scheduler.ckpt_every_epochs and steps_per_epoch:
+        strides.append(scheduler.ckpt_every_epochs * steps_per_epoch)
+    newest = max(existing, default=0)
+    num_more = sum(steps // stride - newest // stride for stride in strides)
+    is_last_extra = steps > newest and all(steps % stride for stride in strides)
+    return len(existing) + num_more + is_last_extra
 
 
 def still_to_come(
@@ -89,39 +104,4 @@ def warn_of_little_space(
         exports,
         size_text(needed),
         size_text(forecast.free_bytes),
-    )
-
-
-def _saved_steps(scheduler: Any, steps: int, steps_per_epoch: int | None) -> set[int] | None:
-    """The steps that are saved by count, the last one included; None for more than a million."""
-    strides = list(_strides(scheduler, steps_per_epoch))
-    if sum(steps // stride for stride in strides) > _MOST_COUNTED:
-        return None
-    saved = {steps}
-    for stride in strides:
-        saved.update(range(stride, steps + 1, stride))
-    return saved
-
-
-def _strides(scheduler: Any, steps_per_epoch: int | None) -> Iterator[int]:
-    if isinstance(scheduler.ckpt_every_steps, int):
-        yield scheduler.ckpt_every_steps
-    if scheduler.ckpt_every_epochs and steps_per_epoch:
-        yield scheduler.ckpt_every_epochs * steps_per_epoch
-
-
-def _num_milestones(keep: Any, saved: set[int] | None) -> int:
-    if saved is None:
-        return len(keep.keep_steps)
-    milestones = saved & set(keep.keep_steps)
-    if keep.keep_every_steps:
-        milestones |= {step for step in saved if step % keep.keep_every_steps == 0}
-    return len(milestones)
-
-
-def _saves_at_any_time(scheduler: Any) -> bool:
-    return bool(
-        scheduler.ckpt_every_minutes
-        or scheduler.ckpt_on_best
-        or scheduler.ckpt_every_steps == "auto"
     )

@@ -21,16 +21,13 @@ from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.config.keys.monitoring import LoggingConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import LeaseLost, without_hidden
-from automodel_ckpt.logs.device_rate import device_rate
 from automodel_ckpt.logs.metrics import JsonlLog, PeakMemory
 from automodel_ckpt.logs.progress import Progress, StepView, set_up_logging, tear_down_logging
-from automodel_ckpt.logs.step_profiler import ProfileSettings, StepProfiler
 from automodel_ckpt.logs.text_log import TextLog
 from automodel_ckpt.logs.timeline import Timeline
-from automodel_ckpt.logs.tracker_process import Tracking
 from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.training.counters.spikes import Spike
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
+from automodel_ckpt.training.model.sections import logs_mfu
 from automodel_ckpt.training.values.records import (
     LABEL_TOKENS,
     Control,
@@ -41,7 +38,10 @@ from automodel_ckpt.training.values.records import (
 )
 
 if TYPE_CHECKING:
+    from automodel_ckpt.logs.step_profiler import StepProfiler
+    from automodel_ckpt.logs.tracker_process import Tracking
     from automodel_ckpt.models.measure.harness import TaskMetric
+    from automodel_ckpt.training.counters.spikes import Spike
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -111,11 +111,14 @@ class RunLog:
     @property
     def logs_mfu(self) -> bool:
         """Whether the floating-point operations of a step are logged; the same on all ranks."""
-        return self._layout.device.type == "cuda" or self._settings.peak_tflops is not None
+        return logs_mfu(self._settings, self._layout)
 
     def measure_device(self, dtype: torch.dtype) -> None:
         """Measure the rate that the logged MFU is relative to, for products in *dtype*. Call it on all ranks."""
-        self.device_rate = device_rate(self._layout.device, dtype, self._settings.peak_tflops)
+        if self.logs_mfu:
+            from automodel_ckpt.logs.device_rate import device_rate
+
+            self.device_rate = device_rate(self._layout.device, dtype, self._settings.peak_tflops)
 
     def open(self, directory: Path, check_lease: Callable[[], None]) -> None:
         """Write the logs in *directory* from here on.
@@ -222,6 +225,8 @@ class RunLog:
     def start_trackers(self, run: Path, step: int) -> None:
         """Start the process that sends the logs in the directory *run*, after *step*, to ``logging.trackers``."""
         if self._settings.trackers:
+            from automodel_ckpt.logs.tracker_process import Tracking
+
             went_back = any(name.step > step for name in checkpoint_names(run))
             self._tracking = Tracking(
                 run,
@@ -403,27 +408,30 @@ class RunLog:
         return ", ".join([*parts, *self.progress.figures()])
 
 
-def build_profiler(config: RecipeConfig, layout: RankLayout) -> StepProfiler:
-    """Build what traces the steps of the ``profile`` section on this rank; without the section it traces nothing."""
+def build_profiler(config: RecipeConfig, layout: RankLayout) -> StepProfiler | None:
+    """Build what traces the steps of the ``profile`` section on this rank; None if nothing is traced."""
     section = config.profile
+    if section is None:
+        return None
     directory = Path(_PROFILE)
     if config.checkpoint.enabled:
         directory = Path(config.checkpoint.checkpoint_dir) / _PROFILE
-    settings = None
-    if section is not None:
-        if section.directory is not None:
-            directory = Path(section.directory).expanduser()
-        missing = [rank for rank in section.ranks if rank >= layout.world_size]
-        if missing:
-            # Not an error: an elastic run may restart with fewer ranks.
-            log.warning("profile.ranks: this run has no rank %s", ", ".join(map(str, missing)))
-        if layout.rank in section.ranks:
-            settings = ProfileSettings(
-                section.start_step,
-                section.num_steps,
-                section.warmup_steps,
-                section.record_shapes,
-                section.with_stack,
-                section.memory,
-            )
+    if section.directory is not None:
+        directory = Path(section.directory).expanduser()
+    missing = [rank for rank in section.ranks if rank >= layout.world_size]
+    if missing:
+        # Not an error: an elastic run may restart with fewer ranks.
+        log.warning("profile.ranks: this run has no rank %s", ", ".join(map(str, missing)))
+    if layout.rank not in section.ranks:
+        return None
+    from automodel_ckpt.logs.step_profiler import ProfileSettings, StepProfiler
+
+    settings = ProfileSettings(
+        section.start_step,
+        section.num_steps,
+        section.warmup_steps,
+        section.record_shapes,
+        section.with_stack,
+        section.memory,
+    )
     return StepProfiler(settings, directory, layout.rank, layout.device)

@@ -13,6 +13,7 @@ import torch
 from automodel_ckpt.base.units import counted, size_text
 from automodel_ckpt.checkpoint.run.timeline import DATA, STEPS
 from automodel_ckpt.checkpoint.saving.environment import environment
+from automodel_ckpt.config.keys.monitoring import ThroughputConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import Stopped
 from automodel_ckpt.logs.speed import MeasuredStep, speed_of, speed_text, write_report
@@ -32,7 +33,7 @@ class Throughput:
 
     def __init__(self, config: RecipeConfig, layout: RankLayout, run_log: RunLog) -> None:
         self._config, self._layout, self._run_log = config, layout, run_log
-        self._section = config.throughput if layout.is_rank0 else None
+        self._section = config.throughput or ThroughputConfig()
         self._num_steps = 0
         self._end: Mark | None = None
         """The end of the newest step."""
@@ -52,8 +53,6 @@ class Throughput:
 
     def note(self, step: LaunchedStep) -> None:
         """Add a *step* whose numbers were read, so that the device has done it."""
-        if self._section is None:
-            return
         timeline = self._run_log.timeline
         seconds_between = timeline.seconds_outside((STEPS, DATA))
         data_seconds = timeline.seconds_in((DATA,))
@@ -77,8 +76,6 @@ class Throughput:
 
     def _report(self) -> None:
         section = self._section
-        if section is None:
-            return
         if not self._measured:
             log.info(
                 "throughput: not measured: %s in this start, and throughput.warmup_steps is %d",

@@ -1,25 +1,196 @@
-"""Errors for what torch raises while it computes a batch: they name the cause, and what to change."""
+"""Errors for what torch raises while it computes a batch, such as out of memory: the cause, and what to change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.loader import GlobalBatch
+from automodel_ckpt.errors import DeviceMemoryError, Problem, RecipeError
 from automodel_ckpt.models.inspect.vocabulary import check_token_ids, num_embeddings
 from automodel_ckpt.optim.build import check_sharding_support
-from automodel_ckpt.training.values.pending_steps import PendingSteps
-from automodel_ckpt.training.watch.out_of_memory import Situation, reporting_out_of_memory
+from automodel_ckpt.parallel.mesh import RankLayout
+from automodel_ckpt.training.values.readback import LaunchedStep
+
+_NUM_HINTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device: all, those of this process's tensors, those that its allocator keeps, and free ones."""
+
+    total: int
+    allocated: int
+    reserved: int
+    free: int
+
+    def __str__(self) -> str:
+        parts = [f"{size_text(self.total)} in total, {size_text(self.allocated)} in tensors"]
+        if self.reserved > self.allocated:
+            parts.append(f"{size_text(self.reserved - self.allocated)} kept by PyTorch")
+        others = self.total - self.reserved - self.free
+        # The CUDA context of this process is part of the rest.
+        if others > 0:
+            parts.append(f"{size_text(others)} in other processes and CUDA itself")
+        return ", ".join(parts)
+
+
+def memory_of(device: torch.device) -> DeviceMemory | None:
+    """The memory of *device*; None for a CPU, and if CUDA does not answer."""
+    if device.type != "cuda":
+        return None
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
+        return DeviceMemory(total, allocated, torch.cuda.memory_reserved(device), free)
+    except RuntimeError:
+        return None
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the report needs of a run. *model* and *optimizer* are None while they are built."""
+
+    config: RecipeConfig
+    layout: RankLayout
+    model: nn.Module | None = None
+    optimizer: Optimizer | None = None
+
+
+@contextmanager
+def reporting_out_of_memory(
+    doing: str, situation: Situation, micro_batches: Sequence[Mapping[str, torch.Tensor]] = ()
+) -> Iterator[None]:
+    """Raise :class:`DeviceMemoryError` if the device runs out of memory inside the context.
+
+    *doing* states when, such as ``in step 7``; *micro_batches* are those that were computed.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        layout = situation.layout
+        hints = [f"\n          {hint}" for hint in hints_for(situation.config, layout.world_size)]
+        raise DeviceMemoryError(
+            f"the device ran out of memory {doing}",
+            where=f"rank {layout.rank}, {layout.device}",
+            value="; ".join(_values(error, situation, micro_batches)),
+            hint="add the first of these that you can accept, then run the same command:"
+            + "".join(hints),
+        ) from error
+
+
+def _values(
+    error: Exception, situation: Situation, micro_batches: Sequence[Mapping[str, torch.Tensor]]
+) -> Iterator[str]:
+    """Yield the parts of the message about sizes."""
+    if micro_batches:
+        shapes = [micro_batch["labels"].shape for micro_batch in micro_batches]
+        longest = max(shape[-1] for shape in shapes)
+        largest = max(shape.numel() for shape in shapes)
+        size = situation.config.step_scheduler.local_batch_size
+        yield f"longest row {longest:,} tokens, largest micro-batch {largest:,} tokens, local_batch_size {size}"
+    if situation.model is not None:
+        yield f"forecast without activations {_state_text(situation.model, situation.optimizer)}"
+    memory = memory_of(situation.layout.device)
+    if memory is not None:
+        yield f"memory {memory}"
+    lines = str(error).splitlines()
+    if lines:
+        # PyTorch's message continues with statistics and advice.
+        sentences = lines[0].split(". ")
+        yield f"PyTorch: {'. '.join(sentences[:2])[:200]}"
+
+
+def _state_text(model: nn.Module, optimizer: Optimizer | None) -> str:
+    """The bytes of this rank's weights, gradients and optimizer state."""
+    weights = _nbytes(model.parameters())
+    trained = _nbytes(p for p in model.parameters() if p.requires_grad)
+    text = f"weights {size_text(weights)}, gradients {size_text(trained)}"
+    if optimizer is None:
+        return text
+    state = _nbytes(value for entry in optimizer.state.values() for value in entry.values())
+    if not state and "betas" in optimizer.defaults:
+        # Adam and its relatives have two moments, which the first step creates.
+        state = 2 * trained
+    return f"{text}, optimizer {size_text(state)}"
+
+
+def _nbytes(values: Any) -> int:
+    """The bytes of this rank's shards of the tensors in *values*."""
+    total = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            total += local.numel() * local.element_size()
+    return total
+
+
+def hints_for(config: RecipeConfig, num_ranks: int) -> list[str]:
+    """Three changes that need less memory, the least expensive first, as options to paste after ``ckpt-train``."""
+    hints = [*_smaller_batches(config), *_recomputation(config), *_sharding(config, num_ranks)]
+    if config.peft is None:
+        hints.append("--peft.r=16  (train LoRA adapters instead of all weights: a new run)")
+    hints.append("--dry-run  (trains nothing: forecasts the memory of a rank)")
+    return hints[:_NUM_HINTS]
+
+
+def _smaller_batches(config: RecipeConfig) -> Iterator[str]:
+    size = config.step_scheduler.local_batch_size
+    if size > 1:
+        smaller = size // _smallest_factor(size)
+        yield f"--step_scheduler.local_batch_size={smaller}  (the same global batches, in more micro-batches)"
+    elif config.packed_sequence is not None:
+        half = config.packed_sequence.size // 2
+        yield f"--packed_sequence.size={half}  (shorter rows; no sample may be longer)"
+
+
+def _smallest_factor(number: int) -> int:
+    factor = 2
+    while number % factor:
+        factor += 1
+    return factor
+
+
+def _recomputation(config: RecipeConfig) -> Iterator[str]:
+    if isinstance(config.model, Target):
+        return
+    if config.model.activation_checkpointing not in (True, "full"):
+        yield "--model.activation_checkpointing=true  (computes activations again: about a third more time)"
+
+
+def _sharding(config: RecipeConfig, num_ranks: int) -> Iterator[str]:
+    section = config.distributed
+    if num_ranks > 1 and section.strategy == "ddp":
+        yield "--distributed.strategy=fsdp2  (shards weights, gradients and optimizer state)"
+    elif num_ranks == 1 and torch.cuda.device_count() > 1:
+        yield "--nproc-per-node=2 --distributed.strategy=fsdp2  (shards the model among more GPUs)"
+    if not section.cpu_offload and section.strategy != "ddp":
+        yield "--distributed.strategy=fsdp2 --distributed.cpu_offload=true  (keeps the state in host memory: slow)"
 
 
 class BatchErrors:
     """Explains failures of the model and the optimizer of a run, also those of steps that are not logged yet."""
 
-    def __init__(self, situation: Situation, pending: PendingSteps) -> None:
+    def __init__(self, situation: Situation) -> None:
         """*situation* has the model and the optimizer."""
         self._situation = situation
-        self._pending = pending
+        self.pending: deque[LaunchedStep] = deque()
+        """The steps that are not logged yet, oldest first."""
 
     @contextmanager
     def explained(self, doing: str, batch: GlobalBatch) -> Iterator[None]:
@@ -43,12 +214,105 @@ class BatchErrors:
         """
         situation = self._situation
         assert situation.model is not None and situation.optimizer is not None
-        check_sharding_support(situation.optimizer, error)
         from automodel_ckpt.parallel.tensor_plan import check_plan_support
 
+        check_sharding_support(situation.optimizer, error)
         check_plan_support(error, situation.layout.sizes.tp)
         num_rows = num_embeddings(unwrap(situation.model))
         # A GPU reports the failure of a step while the host queues the next one.
-        for each in [*self._pending.batches, batch]:
+        for each in [*(step.batch for step in self.pending), batch]:
             where = f"the global batch of samples {each.sample_ids[:16]}"
             check_token_ids(each.micro_batches, num_rows, where)
+
+
+log = logging.getLogger("automodel_ckpt")
+
+_NUM_SHOWN = 5
+
+
+def check_all_trained(
+    model: nn.Module, *, has_adapters: bool, is_error: bool, is_resumed: bool = False
+) -> None:
+    """Look for parameters of *model* that need a gradient and have none after the first step's backward passes.
+
+    Raises :class:`RecipeError` with *is_error*, and with ddp, which waits for each gradient of a model whose parameters
+    are known to be used for each batch. Otherwise logs a warning: a later batch may use them.
+
+    With *is_resumed*, it is an error only with ddp: the checkpoint, which another program may have written, has these
+    parameters among those that are trained, and would not match a recipe that leaves them out.
+    """
+    waits_for_all = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
+    name_of = _adapted_module if has_adapters else str
+    used: set[str] = set()
+    unused: dict[str, None] = {}
+    for name, parameter in unwrap(model).named_parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            unused[name_of(name)] = None
+        elif parameter.requires_grad:
+            used.add(name_of(name))
+    if not unused:
+        return
+    problem = _problem([*unused], used, has_adapters=has_adapters)
+    if waits_for_all:
+        hint = f"{problem.hint}; if some do, set distributed.strategy fsdp2"
+        raise RecipeError.all_of([replace(problem, hint=hint)])
+    if is_resumed:
+        hint = "the checkpoint has them among the trained ones, so they stay as they are"
+        problem = replace(problem, hint=hint)
+    elif is_error:
+        raise RecipeError.all_of([problem])
+    log.warning("%s: %s; %s", problem.what, problem.value, problem.hint)
+
+
+def _problem(unused: list[str], used: set[str], *, has_adapters: bool) -> Problem:
+    key, hint, patterns_of = "model.freeze", "freeze them", _parameter_patterns
+    if has_adapters:
+        key, hint, patterns_of = "peft.exclude_modules", "leave them out", _module_patterns
+    shown = ", ".join(unused[:_NUM_SHOWN])
+    more = " ..." if len(unused) > _NUM_SHOWN else ""
+    listed = ", ".join(map(repr, sorted(_selection(unused, used, patterns_of))))
+    return Problem(
+        "trained parameters got no gradient in the first step",
+        key,
+        f"{len(unused)} of them: {shown}{more}",
+        f"if no batch uses them, {hint}: {key}: [{listed}]",
+    )
+
+
+def _selection(
+    unused: Iterable[str], used: set[str], patterns_of: Callable[[str], Iterator[str]]
+) -> set[str]:
+    """For each of *unused*, the first of its patterns that matches none of *used*."""
+    selected = set()
+    for name in unused:
+        for pattern in patterns_of(name):
+            if not any(fnmatchcase(other, pattern) for other in used):
+                selected.add(pattern)
+                break
+    return selected
+
+
+def _parameter_patterns(name: str) -> Iterator[str]:
+    """Patterns for a parameter, the widest first: its module in all layers, its module, itself."""
+    module, _, _ = name.rpartition(".")
+    if module:
+        yield f"{in_all_layers(module)}.*"
+        yield f"{module}.*"
+    yield name
+
+
+def _module_patterns(name: str) -> Iterator[str]:
+    """Patterns for a module, the widest first: it in all layers, itself."""
+    yield in_all_layers(name)
+    yield name
+
+
+def in_all_layers(name: str) -> str:
+    """Return a pattern for the module or parameter *name* in all layers: ``layers.*.mlp`` for ``layers.3.mlp``."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _adapted_module(name: str) -> str:
+    """The name in the base of the module that the adapter's parameter *name* adapts."""
+    module, _, _ = name.removeprefix("base_model.model.").partition(".lora_")
+    return module

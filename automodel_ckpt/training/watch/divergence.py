@@ -6,18 +6,20 @@ import logging
 import math
 from contextlib import closing
 from itertools import islice
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import TrainingDiverged
 from automodel_ckpt.training.counters.cadence import Due
-from automodel_ckpt.training.counters.spikes import Spike
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.values.records import ReportedStep
 from automodel_ckpt.training.values.run_log import RunLog
+
+if TYPE_CHECKING:
+    from automodel_ckpt.training.counters.spikes import Spike
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -10,12 +9,14 @@ import socket
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 
 from automodel_ckpt.checkpoint.files.layout import HANGS
-from automodel_ckpt.checkpoint.run.timeline import DATA, STEPS, read_timeline
+from automodel_ckpt.checkpoint.run.timeline import DATA, STEPS
 from automodel_ckpt.config.keys.monitoring import HangsConfig
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
@@ -29,10 +30,11 @@ from automodel_ckpt.parallel.ranks.process_stacks import (
     report_on,
 )
 from automodel_ckpt.parallel.ranks.stop import StopRequest
-from automodel_ckpt.training.watch.step_times import EarlierTimes, StepTimes
 
 log = logging.getLogger("automodel_ckpt")
 
+_NUM_FIRST_STEPS = 3
+_MIN_STEPS, _MAX_STEPS = 5, 200
 _PAUSE_POLLS = 20
 _JOIN_SECONDS = 15.0
 _WORKING = (STEPS, DATA)
@@ -62,13 +64,12 @@ class HangWatch:
         layout: RankLayout,
         timeline: Timeline,
         run: Path,
-        times: StepTimes | None = None,
         *,
         timeout_seconds: float = math.inf,
         arrival_seconds: float = 0.0,
         stop_request: StopRequest | None = None,
     ) -> None:
-        """*times* has the configuration of this start; what steps took in earlier ones is read from *run*.
+        """The stacks are written to the directory *run*.
 
         *timeout_seconds* is that of the collectives. *arrival_seconds* is how long a file takes until all ranks see it:
         nodes without shared storage send each other what they write. After a *stop_request*, which waits for the
@@ -77,12 +78,13 @@ class HangWatch:
         self._settings = settings
         self._layout = layout
         self._timeline = timeline
-        self._run = run
         self._root = run / HANGS
         self._arrival_seconds = arrival_seconds
         self._stop_request = stop_request
         self._has_noticed_stop = False
-        self._times = times or StepTimes()
+        self._first: list[float] = []
+        """Seconds of steps at the start of this process, which compile and allocate, and are no measure of others."""
+        self._others: deque[float] = deque(maxlen=_MAX_STEPS)
         self._completed = 0
         self._worked_before = 0.0
         self._timeout_seconds = timeout_seconds
@@ -108,27 +110,19 @@ class HangWatch:
         self._worked_before = self._worked_at_collective = self._worked()
         # It needs a temporary file, which a rank may not be able to create.
         gathered = gather_or_raise(self._layout.gloo_group, self._describe)
-        self._addresses = [address for address, _, _, _ in gathered]
-        self.hosts = [host for _, host, _, _ in gathered]
-        self._start, self._times.earlier = gathered[0][2:]
+        self._addresses = [address for address, _, _ in gathered]
+        self.hosts = [host for _, host, _ in gathered]
+        self._start = gathered[0][2]
         self._thread.start()
         return self
 
-    def _describe(self) -> tuple[ProcessAddress | None, str, str, EarlierTimes]:
-        """Return the address of this process, which dumps its stacks from here on, its host, an id of the start, and,
-        on rank 0, what steps took in earlier starts."""
+    def _describe(self) -> tuple[ProcessAddress | None, str, str]:
+        """Return the address of this process, which dumps its stacks from here on, its host, and an id of the start."""
         address = None
         if threading.current_thread() is threading.main_thread():
             self._dump = StackDump()
             address = self._dump.address
-        earlier = self._earlier_times() if self._layout.rank == 0 else EarlierTimes()
-        return address, socket.gethostname(), self._start, earlier
-
-    def _earlier_times(self) -> EarlierTimes:
-        # Without them, the first steps are compared with nothing.
-        with contextlib.suppress(OSError):
-            return EarlierTimes.read(read_timeline(self._run), self._times.configuration)
-        return EarlierTimes()
+        return address, socket.gethostname(), self._start
 
     def __exit__(
         self,
@@ -144,12 +138,18 @@ class HangWatch:
     def note_step(self, step: int) -> None:
         """Note that *step* is complete on this rank."""
         with self._times_guard:
-            self._times.note(self._worked() - self._worked_before)
-            self._timeline.step_times = self._times.record
+            times = self._first if len(self._first) < _NUM_FIRST_STEPS else self._others
+            times.append(self._worked() - self._worked_before)
             self._worked_before, self._completed = self._worked(), step
 
     def _worked(self) -> float:
-        return self._timeline.seconds_in(_WORKING if self._times.has_noted else (STEPS,))
+        return self._timeline.seconds_in(_WORKING if self._first else (STEPS,))
+
+    @property
+    def _usual(self) -> float | None:
+        """The median of the steps, which the present one is compared with; None at the start."""
+        others = list(self._others)
+        return median(others) if len(others) >= _MIN_STEPS else None
 
     # ---------------------------------------------------------------- the thread
 
@@ -208,7 +208,7 @@ class HangWatch:
             self._answer(step)
 
     def _limit(self) -> float:
-        usual = self._times.usual
+        usual = self._usual
         if usual is not None:
             return max(self._min_seconds, self._settings.factor * usual)
         if self._is_stopping:
@@ -224,7 +224,7 @@ class HangWatch:
     def _seconds(self) -> float:
         """The seconds of the present step, or, with nothing to compare them with, since it began a collective."""
         worked = self._worked()
-        if self._times.usual is not None:
+        if self._usual is not None:
             return worked - self._worked_before
         collectives = hangs.collective_counts()
         if collectives != self._collectives:
@@ -307,7 +307,7 @@ class HangWatch:
         compile for as long as they want. After a request to stop, those without a state in *states* hang sooner: they
         do not respond.
         """
-        if self._times.usual is not None:
+        if self._usual is not None:
             return True
         if self._is_stopping and states.keys().isdisjoint(found.ranks):
             return bool(found.ranks)
@@ -379,8 +379,7 @@ class HangWatch:
 
     def _text(self, step: int, seconds: float, found: Verdict, directory: Path) -> str:
         duration = f"no collective has begun for {seconds:.0f} s"
-        if self._times.usual is not None:
-            duration = (
-                f"it takes {seconds:.0f} s, and {self._times.text} is {self._times.usual:.3g} s"
-            )
+        usual = self._usual
+        if usual is not None:
+            duration = f"it takes {seconds:.0f} s, and the median is {usual:.3g} s"
         return f"step {step} hangs: {duration}\n  {found.text}\n  stacks of all ranks: {directory}"

@@ -17,10 +17,9 @@ from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.gradient_norm import complete_gradient
-from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.precision import compute_dtype
 from automodel_ckpt.parallel.ranks import agree
-from automodel_ckpt.training.watch.unused_parameters import in_all_layers
+from automodel_ckpt.training.watch.batch_errors import in_all_layers
 
 _MAX_STEPS = 10
 _NUM_SUMS = 8
@@ -36,13 +35,12 @@ class ReplicatedGradients:
     updated), but only in the first steps of a process: the comparison waits for the device.
     """
 
-    def __init__(self, model: nn.Module, *, tolerance: float) -> None:
-        """*tolerance* is the largest difference that is rounding, as a part of the gradient's norm."""
+    def __init__(self, model: nn.Module, config: RecipeConfig) -> None:
         self._pending: dict[str, nn.Parameter] = {}
-        for name, parameter in model.named_parameters():
+        for name, parameter in unwrap(model).named_parameters():
             if parameter.requires_grad and _is_replicated(parameter):
                 self._pending[name] = parameter
-        self._tolerance = tolerance
+        self._tolerance = _tolerance(model, config)
         self._num_steps_left = _MAX_STEPS
 
     def check(self, group: dist.ProcessGroup | None) -> None:
@@ -96,15 +94,6 @@ class ReplicatedGradients:
             if norm > negligible:
                 found[name] = difference / norm
         return found
-
-
-def build_gradient_comparison(
-    model: nn.Module, layout: RankLayout, config: RecipeConfig
-) -> ReplicatedGradients | None:
-    """Return the comparison for the rank's *model*; None without tensor parallelism."""
-    if layout.sizes.tp == 1:
-        return None
-    return ReplicatedGradients(unwrap(model), tolerance=_tolerance(model, config))
 
 
 def _tolerance(model: nn.Module, config: RecipeConfig) -> float:

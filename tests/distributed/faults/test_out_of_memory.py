@@ -10,7 +10,7 @@ import torch
 
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.errors import EXIT_USAGE, DeviceMemoryError, SaveFailed, describe
-from automodel_ckpt.training.watch.out_of_memory import DeviceMemory, hints_for
+from automodel_ckpt.training.watch.batch_errors import DeviceMemory, hints_for
 from tests.distributed.faults.test_runs_ahead import AheadRecipe
 from tests.distributed.kinds.test_training import failure
 from tests.support.runs.training import RECIPE, VALIDATION, build, steps_of, write_recipe

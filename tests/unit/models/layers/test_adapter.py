@@ -31,7 +31,7 @@ from automodel_ckpt.models.layers.lora import Lora
 from automodel_ckpt.models.layers.peft_names import peft_targets
 from automodel_ckpt.models.meta_init import InitialValues, allocate, initialise, on_meta
 from automodel_ckpt.models.quantize import quantized_loading, type_beside_quantized
-from automodel_ckpt.training.watch.unused_parameters import check_all_trained
+from automodel_ckpt.training.watch.batch_errors import check_all_trained
 
 
 def llama(**more: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.base import device_copies
+from automodel_ckpt.config.keys.optimizer import OptimizerConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.optim import adam8bit
 from automodel_ckpt.optim.adam8bit import AdamW8bit, divided, joined
@@ -328,7 +329,9 @@ def test_a_resume_logs_whether_weights_keep_their_further_bits(
         parameter.grad = torch.randn_like(parameter)
     saved.optimizer.step()
     tiny.save(tmp_path, saved)
-    options = RecipeOptions(resumed.optimizer, None, from_recipe=from_recipe)
+    options = RecipeOptions(
+        resumed.optimizer, None, OptimizerConfig(on_resume="recipe" if from_recipe else "saved")
+    )
     assert tiny.load(tmp_path, resumed)
     scheduler = StepScheduler(Cadence(max_steps=1), planned_steps=1)
     with caplog.at_level("INFO", "automodel_ckpt"):
@@ -357,7 +360,7 @@ def test_an_override_of_further_bits_that_a_resume_ignores_is_rejected() -> None
     parameter.grad = torch.zeros_like(parameter)
     saved, resumed = (AdamW8bit([parameter], float32_weights=bits) for bits in (True, False))
     saved.step()
-    options = RecipeOptions(resumed, None, overridden=["optimizer.float32_weights"])
+    options = RecipeOptions(resumed, None, OptimizerConfig(), ["optimizer.float32_weights"])
     resumed.load_state_dict(saved.state_dict())
     scheduler = StepScheduler(Cadence(max_steps=1), planned_steps=1)
     with pytest.raises(RecipeError, match=r"float32_weights[\s\S]*on_resume recipe"):

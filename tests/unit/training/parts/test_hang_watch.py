@@ -10,19 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from automodel_ckpt.checkpoint.run.timeline import DATA, SAVES, STEPS, VALIDATION
 from automodel_ckpt.config.keys.monitoring import HangsConfig
-from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.logs import timeline as timeline_module
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.ranks import hang_action, hangs
 from automodel_ckpt.parallel.ranks.hangs import RankState, verdict
@@ -33,10 +29,7 @@ from automodel_ckpt.parallel.ranks.process_stacks import (
     report_on,
 )
 from automodel_ckpt.parallel.ranks.stop import StopRequest
-from automodel_ckpt.training.watch import hang_watch
 from automodel_ckpt.training.watch.hang_watch import HangWatch
-from automodel_ckpt.training.watch.step_times import EarlierTimes, StepTimes
-from automodel_ckpt.training.watch.step_watches import StepWatches
 
 STATE = RankState(0, "now", 12, STEPS, 5.0, {"0": 30, "1": 4}, "in a step: f (a.py:1)")
 WORKING = (STEPS, DATA)
@@ -170,7 +163,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def watch(
     timeline: Timeline,
     run: Path,
-    times: StepTimes | None = None,
     timeout_seconds: float = math.inf,
     **settings: Any,
 ) -> HangWatch:
@@ -182,7 +174,6 @@ def watch(
         layout,
         timeline,
         run,
-        times,
         timeout_seconds=timeout_seconds,
     )
     found._worked_before = found._worked()
@@ -367,21 +358,6 @@ def test_the_limit_of_a_step_is_lower_after_a_request_to_stop(
     assert watched._limit() == pytest.approx(limit)
 
 
-def start_again(run: Path, steps: int, times: StepTimes) -> tuple[Timeline, HangWatch]:
-    """A start of a run that makes so many steps of 2 s, the first of 20 s, and its watch."""
-    timeline = Timeline()
-    timeline.open(run, lambda: None, step=0, resumed_from=None, world_size=3)
-    timeline.enter(STEPS)
-    watched = watch(timeline, run, times, min_seconds=60.0, factor=10.0)
-    times.earlier = watched._earlier_times()
-    for step in range(1, steps + 1):
-        timeline.enter(STEPS)
-        assert isinstance(timeline_module.time, Clock)
-        timeline_module.time.now += 20 if step == 1 else 2
-        watched.note_step(step)
-    return timeline, watched
-
-
 def polled(watched: HangWatch, clock: Clock, *seconds: float) -> list[int]:
     """The steps that the thread reports in polls that take so many seconds each."""
     reports: list[int] = []
@@ -412,69 +388,9 @@ def test_the_time_in_which_the_process_is_suspended_does_not_count(
     assert polled(watched, clock, *[3] * 12) == []
     assert polled(watched, clock, 3, 3, 3) == [10], "it hangs all the same"
     watched.note_step(10)
-    assert watched._times.usual == 2
     with timeline.phase(SAVES):
         assert polled(watched, clock, 3, 500) == []
     assert polled(watched, clock, *[3] * 22) == [11], "a suspension in a save"
-
-
-@pytest.mark.parametrize(
-    ("configuration", "compiles", "steps", "limit"),
-    [
-        ("same", False, 0, 200.0),
-        ("same", False, 2, 200.0),
-        ("same", False, 3, 60.0),
-        ("other", False, 0, math.inf),
-        ("other", False, 3, math.inf),
-        ("same", True, 0, math.inf),
-        ("same", True, 3, 60.0),
-    ],
-)
-def test_the_first_steps_of_a_restart_are_compared_with_those_of_earlier_starts(
-    tmp_path: Path,
-    clock: Clock,
-    configuration: str,
-    compiles: bool,
-    steps: int,
-    limit: float,
-) -> None:
-    first, _ = start_again(tmp_path, 12, StepTimes("same"))
-    # The second start is killed after two steps: its times are in the state that the third one finds.
-    second, _ = start_again(tmp_path, 2, StepTimes("same"))
-    times = StepTimes(configuration, compiles=compiles)
-    third, watched = start_again(tmp_path, steps, times)
-    assert watched._limit() == limit
-    for each in (first, second, third):
-        each.close()
-
-
-def test_the_wait_for_the_first_data_of_a_restart_may_take_long(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, _ = start_again(tmp_path, 12, StepTimes("same"))
-    second, watched = start_again(tmp_path, 0, StepTimes("same"))
-    second.enter(DATA)
-    clock.now += 10_000
-    assert not is_reported(watched, monkeypatch), "a stream goes to its position"
-    second.enter(STEPS)
-    clock.now += 201
-    assert is_reported(watched, monkeypatch)
-    assert "the longest of the first steps of earlier starts is 20 s" in watched._text(
-        1,
-        201,
-        verdict(states({}, {}), range(2), {}, WORKING) or pytest.fail("no verdict"),
-        tmp_path,
-    )
-    first.close()
-    second.close()
-
-
-def test_damaged_times_of_earlier_starts_are_not_used() -> None:
-    good = {"configuration": "same", "first": 3.0, "median": 2}
-    bad: list[Any] = [1, None, {}, good | {"first": "x", "median": -1}, good | {"first": math.nan}]
-    records = [{"step_times": each} for each in (good, *bad)]
-    assert EarlierTimes.read(records, "same") == EarlierTimes(3.0, 2.0)
-    assert EarlierTimes.read([{}], "same") == EarlierTimes()
 
 
 @pytest.mark.parametrize("may_restart", [True, False])
@@ -543,22 +459,3 @@ def test_the_thread_ends_with_the_context(tmp_path: Path) -> None:
     assert threading.active_count() == before
     with StackDump() as dump:
         assert dump.address.process == os.getpid()
-
-
-def test_the_section_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """hangs: null."""
-    made: list[Any] = []
-    entered = SimpleNamespace(hosts=["here", "here"])
-    monkeypatch.setattr(
-        hang_watch, "HangWatch", lambda *given, **_: made.append(given) or nullcontext(entered)
-    )
-    device = torch.device("cpu")
-    layout: Any = SimpleNamespace(world_size=2, rank=0, device=device, sizes=SimpleNamespace(pp=1))
-    checkpointer: Any = SimpleNamespace(directory=Path("run"), is_distributed=False)
-    run_log: Any = SimpleNamespace(timeline=Timeline(), log_event=print)
-    exchange: Any = SimpleNamespace()
-    for section, expected in ((None, 0), (HangsConfig(), 1)):
-        config = RecipeConfig(hangs=section)
-        watches = StepWatches(config, layout, checkpointer, run_log, exchange)
-        with watches.watching():
-            assert len(made) == expected

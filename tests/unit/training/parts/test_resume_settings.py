@@ -76,41 +76,6 @@ def test_a_resume_without_the_overrides_of_the_start_records_them_and_accepts_th
     assert start(*given, "step_scheduler.max_steps=5") == 0
 
 
-RATIO = "--lr_scheduler={%s, warmup_ratio: 0.29}"
-"""Of 12 steps, 3.48 are the warm-up: 4 steps, and 3 in versions before 2026-11-28."""
-
-
-@pytest.mark.parametrize(
-    ("steps", "schedule"),
-    [
-        (2, "name: cosine"),
-        (7, "name: linear, warmup_from: 0.25"),
-        (7, "name: cosine_with_min_lr, kwargs: {min_lr: 1e-3}"),
-    ],
-)
-def test_warmup_ratio_rounds_up_and_a_checkpoint_that_rounded_keeps_its_schedule(
-    steps: int, schedule: str, tmp_path: Path
-) -> None:
-    recipe = training.write_recipe(tmp_path)
-
-    def rates(name: str, *overrides: str) -> list[float]:
-        run = ["--checkpoint.checkpoint_dir", str(tmp_path / name)]
-        no_export = "--checkpoint.save_consolidated=false"
-        assert ckpt_train([str(recipe), *run, no_export, *overrides]) == 0
-        return [step["lr"] for step in training.steps_of(tmp_path / name)]
-
-    ratio = RATIO % schedule
-    earlier, now = (f"--lr_scheduler={{{schedule}, warmup_steps: {count}}}" for count in (3, 4))
-    assert rates("new", ratio) == rates("four", now)
-    # The state of a schedule does not contain how its warm-up was given.
-    rates("old", earlier, "--lr_scheduler.decay_steps=12", f"--step_scheduler.max_steps={steps}")
-    for until in (steps + 1, 12):
-        after = rates(
-            "old", ratio, "--lr_scheduler.decay_steps=12", f"--step_scheduler.max_steps={until}"
-        )
-    assert after == rates("three", earlier)
-
-
 def yaml_of(checkpoint: Path) -> str:
     return (checkpoint / "config.yaml").read_text()
 

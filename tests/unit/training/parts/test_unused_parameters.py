@@ -11,7 +11,7 @@ from torch import nn
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.vlm_finetune import VLMLoop
-from automodel_ckpt.training.watch.unused_parameters import check_all_trained
+from automodel_ckpt.training.watch.batch_errors import check_all_trained
 
 
 def model_of(used: list[str], unused: list[str]) -> nn.Module:

@@ -21,11 +21,16 @@ from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.dpo import DPOFinetune
+from automodel_ckpt.training.model.sections import preprocessor_options
 from automodel_ckpt.training.parts import init_from
 from automodel_ckpt.training.parts.preprocessors import find_preprocessor
-from automodel_ckpt.training.parts.repository import preprocessor_options
-from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base, recorded_commits
-from automodel_ckpt.training.start.hub_names import hub_names, with_revisions
+from automodel_ckpt.training.start.base_commit import (
+    commits_of_run,
+    hub_names,
+    pin_base,
+    recorded_commits,
+    with_revisions,
+)
 from tests.support.models import tiny
 from tests.support.servers.hub_server import HubServer, hub_server, using
 

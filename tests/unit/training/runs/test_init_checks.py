@@ -12,11 +12,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 from automodel_ckpt.config.keys.init_from import InitFromConfig
@@ -25,7 +23,6 @@ from automodel_ckpt.convert.names.dimensions import config_of_arguments
 from automodel_ckpt.convert.targets.gguf import export_gguf
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import build_model
-from automodel_ckpt.training.parts.init_checks import _side_json, side_directory
 from automodel_ckpt.training.parts.init_from import inspect_start, start_from
 from tools.clients.gguf_models import MODELS
 
@@ -54,10 +51,6 @@ def llama() -> LlamaForCausalLM:
 def adapted(**options: Any) -> Any:
     config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]} | options
     return get_peft_model(llama(), LoraConfig(**config, task_type="CAUSAL_LM"))
-
-
-def word_tokenizer(vocabulary: dict[str, int]) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary)))
 
 
 def start(path: Path, model: Any) -> None:
@@ -143,7 +136,7 @@ def test_another_scale_of_adapters_is_an_error(
         ),
         (
             {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
-            "]}; if the vocabulary was resized, model.vocab_size: 24",
+            "modules_to_save: [model.embed_tokens]",
         ),
         (
             {"trainable_token_indices": [1]},
@@ -197,8 +190,8 @@ def test_another_function_by_the_config_is_a_warning(
         assert [line for found in inspected[0].differences for line in found.lines] == expected
 
 
-def differences(path: Path, model: Any, tokenizer: Any = None) -> dict[str, list[str]]:
-    inspected = inspect_start(InitFromConfig(str(path)), {"model": model}, tokenizer=tokenizer)
+def differences(path: Path, model: Any) -> dict[str, list[str]]:
+    inspected = inspect_start(InitFromConfig(str(path)), {"model": model})
     assert inspected is not None
     return {found.text: list(found.lines) for found in inspected[0].differences}
 
@@ -295,48 +288,6 @@ def test_what_arguments_of_megatron_and_nemo_state_of_a_config() -> None:
     assert _stated_config(config | {"num_query_groups": "null"}) == expected
 
 
-def test_a_tokenizer_with_other_ids_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = llama()
-    model.save_pretrained(tmp_path)
-    vocabulary = {f"word{number}": number for number in range(24)}
-    swapped = vocabulary | {"word3": 5, "word5": 3}
-    word_tokenizer(vocabulary).save_pretrained(tmp_path)
-    assert differences(tmp_path, model, word_tokenizer(vocabulary)) == {}
-    assert differences(tmp_path, model) == {}
-    # Tokens that were added to either.
-    assert differences(tmp_path, model, word_tokenizer(vocabulary | {"new": 24})) == {}
-    fewer = {token: number for token, number in vocabulary.items() if number < 20}
-    assert differences(tmp_path, model, word_tokenizer(fewer)) == {}
-    lines = [
-        "2 of 24 ids have other tokens",
-        'id 3: "word3" there, "word5" here',
-        'id 5: "word5" there, "word3" here',
-    ]
-    text = "the tokenizer beside them has other ids than that of this recipe (tokenizer)"
-    for path in (tmp_path, tmp_path / "model.safetensors"):
-        assert differences(path, model, word_tokenizer(swapped)) == {text: lines}
-    processor = SimpleNamespace(tokenizer=word_tokenizer(swapped))
-    start_from(
-        InitFromConfig(str(tmp_path)),
-        {"model": model},
-        ranks=ONE_RANK,
-        group=None,
-        tokenizer=processor,
-    )
-    assert f"the weights in {tmp_path} fit, but {text}:\n    {lines[0]}" in caplog.text
-    moved = {**fewer, "word23": 30}
-    assert differences(tmp_path, model, word_tokenizer(moved)) == {
-        text: [
-            "1 token with ids that are free here have other ids",
-            '"word23": id 23 there, 30 here',
-        ]
-    }
-    (tmp_path / "tokenizer.json").write_text("{damaged")
-    assert differences(tmp_path, model, word_tokenizer(swapped)) == {}
-
-
 def test_the_config_of_a_pretrained_model_states_that_it_is_not_tied(
     twice: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -353,23 +304,3 @@ def test_the_config_of_a_pretrained_model_states_that_it_is_not_tied(
     save_file(weights, twice / "model.safetensors", {"format": "pt"})
     model = build_model(config, from_pretrained=str(twice))
     assert model.config.tie_word_embeddings and not caplog.text
-
-
-def test_the_settings_of_a_checkpoint_are_beside_its_weights_or_with_their_metadata(
-    tmp_path: Path,
-) -> None:
-    tensors = {
-        "empty": SimpleNamespace(slices=()),
-        "weight": SimpleNamespace(slices=(SimpleNamespace(file="model/shard.safetensors"),)),
-    }
-    module: Any = SimpleNamespace(root=tmp_path, tensors=tensors)
-    weights: Any = SimpleNamespace(checkpoint=tmp_path)
-    directory = side_directory(weights, module)
-    assert directory == tmp_path / "model"
-    (directory / ".hf_metadata").mkdir(parents=True)
-    (directory / "adapter_config.json").write_text('{"r": 1}')
-    assert _side_json(directory, "adapter_config.json") == {"r": 1}
-    (directory / ".hf_metadata" / "adapter_config.json").write_text('{"r": 2}')
-    assert _side_json(directory, "adapter_config.json") == {"r": 2}
-    del tensors["weight"]
-    assert side_directory(weights, module) is None

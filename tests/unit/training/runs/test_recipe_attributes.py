@@ -20,14 +20,12 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes
-from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from automodel_ckpt.training import recipe as recipe_module
 from automodel_ckpt.training.counters.cadence import Cadence
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.extension_checks import check_model, check_moved_methods
+from automodel_ckpt.training.extension_checks import check_model
 from automodel_ckpt.training.gradients import GradientAccumulation
-from automodel_ckpt.training.model.cuda_graphs import check_cuda_graphs
+from automodel_ckpt.training.model.sharding import check_cuda_graphs
 from automodel_ckpt.training.model.trainable import Trainable
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.saves.saves import Saves
@@ -56,12 +54,6 @@ def saves(config: RecipeConfig, checkpointer: Any = None) -> Saves:
     )
 
 
-def test_a_class_may_say_what_is_untracked_and_an_object_add_to_it() -> None:
-    one, other = recipe(), recipe()
-    one.untracked.add("more")
-    assert (one.untracked, other.untracked) == ({"cache", "more"}, {"cache"})
-
-
 def test_an_attribute_that_hides_a_method_is_refused_before_training() -> None:
     hiding = recipe()
     vars(hiding)["build_assets"] = {"state": 1}
@@ -69,39 +61,12 @@ def test_an_attribute_that_hides_a_method_is_refused_before_training() -> None:
         hiding.resume()
 
 
-def test_an_override_of_a_method_that_moved_to_another_object_is_rejected() -> None:
-    class Former(Recipe):
-        def micro_batch_loss(self, micro_batch: Any) -> torch.Tensor:
-            raise AssertionError
-
-    with pytest.raises(
-        RecipeError, match=r"another object has now[\s\S]*micro_batch_loss[\s\S]*objective_class"
-    ):
-        check_moved_methods(Former)
-
-
-def test_no_method_of_a_recipe_counts_as_moved() -> None:
-    for recipe_class in (LLMFinetune, VLMFinetune):
-        check_moved_methods(recipe_class)
-
-
-def test_a_metric_that_nothing_measures_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    asked = saves(RecipeConfig(checkpoint=CheckpointConfig(best_metric_key="f1")))
-    for _ in range(2):
-        asked._warn_of_unknown_metric({"step": 1, "val_loss": 2.0})
-    (record,) = caplog.records
-    assert (
-        record.getMessage()
-        == "no best checkpoint: checkpoint.best_metric_key is f1, and there are only step, val_loss"
-    )
-
-
 def test_options_of_the_optimizer_that_go_on_as_saved_are_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5, betas=(0.8, 0.99))
-    options = RecipeOptions(optimizer, None)
+    options = RecipeOptions(optimizer, None, OptimizerConfig())
     optimizer.load_state_dict(torch.optim.AdamW([weight], lr=0.2, weight_decay=0.01).state_dict())
     with caplog.at_level("WARNING", "automodel_ckpt"):
         options.compare(
@@ -179,7 +144,7 @@ def test_a_schedule_that_the_recipe_changed_is_followed_from_the_saved_peak_and_
         saved.step()
         saved_schedule.step()
     optimizer, schedule = falling(0.3, num_steps=20)
-    options = RecipeOptions(optimizer, schedule)
+    options = RecipeOptions(optimizer, schedule, OptimizerConfig())
     optimizer.load_state_dict(saved.state_dict())
     schedule.load_state_dict(saved_schedule.state_dict())
     scheduler = StepScheduler(Cadence(max_steps=20), planned_steps=20)
@@ -227,7 +192,7 @@ def test_a_schedule_that_the_checkpoint_lacks_goes_on_where_an_uninterrupted_run
 
     expected = steps_of(*made(), 10)
     optimizer, schedule = made()
-    options = RecipeOptions(optimizer, schedule)
+    options = RecipeOptions(optimizer, schedule, OptimizerConfig())
     saved = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.7)
     optimizer.load_state_dict(saved.state_dict())
     options.compare(at_step(6), {"optimizer"}, Path("x"))
@@ -239,7 +204,7 @@ def test_without_the_schedule_of_the_checkpoint_the_rate_is_the_recipes() -> Non
     steps_of(saved, schedule, 4)
     assert saved.param_groups[0]["lr"] == 0.0
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
-    options = RecipeOptions(optimizer, None)
+    options = RecipeOptions(optimizer, None, OptimizerConfig())
     optimizer.load_state_dict(saved.state_dict())
     options.compare(at_step(4), {"optimizer", "lr_scheduler"}, Path("x"))
     assert optimizer.param_groups[0]["lr"] == 0.3 and "initial_lr" not in optimizer.param_groups[0]
@@ -252,7 +217,7 @@ def test_with_on_resume_recipe_the_recipes_options_and_peak_rate_replace_the_sav
     optimizer = torch.optim.SGD([parameter], lr=0.3, weight_decay=0.5, nesterov=True, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 20)
     options = RecipeOptions(
-        optimizer, schedule, from_recipe=True, overridden=["optimizer.weight_decay"]
+        optimizer, schedule, OptimizerConfig(on_resume="recipe"), ["optimizer.weight_decay"]
     )
     optimizer.load_state_dict(saved.state_dict())
     schedule.load_state_dict(saved_schedule.state_dict())
@@ -277,7 +242,7 @@ def test_with_on_resume_recipe_a_schedule_of_factors_is_where_the_recipes_would_
     saved, saved_schedule = made(0.1, 0.1, 2)
     steps_of(saved, saved_schedule, 5)
     optimizer, schedule = made(0.3, 0.5, 3)
-    options = RecipeOptions(optimizer, schedule, from_recipe=True)
+    options = RecipeOptions(optimizer, schedule, OptimizerConfig(on_resume="recipe"))
     optimizer.load_state_dict(saved.state_dict())
     schedule.load_state_dict(saved_schedule.state_dict())
     with caplog.at_level("WARNING", "automodel_ckpt"):
@@ -301,7 +266,7 @@ def test_with_on_resume_recipe_one_cycle_begins_with_the_recipes_peak() -> None:
     saved, saved_schedule = made(0.1)
     steps_of(saved, saved_schedule, 5)
     optimizer, schedule = made(0.3)
-    options = RecipeOptions(optimizer, schedule, from_recipe=True)
+    options = RecipeOptions(optimizer, schedule, OptimizerConfig(on_resume="recipe"))
     optimizer.load_state_dict(saved.state_dict())
     schedule.load_state_dict(saved_schedule.state_dict())
     options.compare(at_step(5), {"optimizer", "lr_scheduler"}, Path("x"))
@@ -316,7 +281,7 @@ def test_an_override_that_the_loaded_state_shows_to_have_no_effect_is_rejected(
 ) -> None:
     saved, saved_schedule = falling(0.1, num_steps=20)
     optimizer, schedule = falling(0.3, num_steps=20)
-    options = RecipeOptions(optimizer, schedule if has_schedule else None, overridden=[key])
+    options = RecipeOptions(optimizer, schedule if has_schedule else None, OptimizerConfig(), [key])
     optimizer.load_state_dict(saved.state_dict())
     schedule.load_state_dict(saved_schedule.state_dict())
     names = {"optimizer", "lr_scheduler"} if has_schedule else {"optimizer"}

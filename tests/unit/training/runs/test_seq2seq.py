@@ -28,8 +28,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.seq2seq import Seq2Seq
-from automodel_ckpt.training.kinds.seq2seq_checks import check_shift
-from automodel_ckpt.training.parts.decoder_inputs import shifted
+from automodel_ckpt.training.kinds.seq2seq_checks import check_shift, shifted
 from tests.support.runs.training import build
 
 T5 = "{model_type: t5, d_model: 16, d_kv: 4, d_ff: 32, num_layers: 1, num_heads: 2, dropout_rate: 0.0%s}"

@@ -112,9 +112,3 @@ def test_a_run_within_its_warmup_and_a_file_that_cannot_be_written_are_logged(
             for number in range(2, 12):
                 throughput.note(launched_step(number))
         assert "throughput.file cannot be written" in capsys.readouterr().err
-
-
-def test_without_the_section_nothing_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    with measuring() as throughput, throughput.reporting():
-        throughput.note(launched_step(1))
-    assert capsys.readouterr().err == ""

@@ -11,7 +11,7 @@ import pytest
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig, RemoteConfig
 from automodel_ckpt.config.keys.hub import HubConfig
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.saves.exports import check_without_shared_storage
+from automodel_ckpt.training.saves.checkpointing import check_without_shared_storage
 
 URL = "s3://bucket/run"
 
