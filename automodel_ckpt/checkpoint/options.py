@@ -118,7 +118,7 @@ class CheckpointOptions:
     is_async: bool = False
     """Save asynchronously: :meth:`Checkpointer.save` returns when the state is copied to CPU memory."""
     incremental: bool | Literal["auto"] = "auto"
-    """Share files of tensors that do not train with an earlier checkpoint by hard links. ``auto``: if they take 16 MiB
+    """Share shards of tensors that do not train with an earlier checkpoint by hard links. ``auto``: if they take 16 MiB
     or more, and never with the checkpoint just before, so that two checkpoints stay independent; True: always."""
     scratch_dir: str | None = None
     """If the directory is a URL: the local directory in which the run gets its own; None: the user's cache."""
@@ -209,6 +209,13 @@ def _check_values(options: Options) -> None:
 def validate_options(options: Options) -> None:
     """Raise :class:`RecipeError` for invalid options, and for those of the model's files that exclude each other."""
     _check_values(options)
+    if options.incremental is True and options.model_layout == "hf":
+        raise RecipeError(
+            "Hugging Face files are written completely by each save, and share nothing",
+            where="checkpoint.incremental",
+            value=True,
+            hint="remove this key, or set checkpoint.model_layout to shards",
+        )
     if options.model_layout in (None, "shards") or options.model_save_format == "safetensors":
         return
     raise RecipeError(

@@ -58,9 +58,8 @@ class SaveSettings:
     @property
     def shares_files(self) -> bool:
         """Whether saves of this format and layout can share files with earlier checkpoints."""
-        if self.incremental is False:
-            return False
-        return self.model_layout != "shards" or self.model_format == "safetensors"
+        has_shards = self.model_layout == "shards" and self.model_format == "safetensors"
+        return has_shards and self.incremental is not False
 
     def previous(self) -> Previous | None:
         """The checkpoint whose files the next save can share, where hard links are supported; None if there is none.
