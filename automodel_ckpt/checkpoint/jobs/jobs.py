@@ -9,7 +9,6 @@ saves).
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -21,12 +20,7 @@ from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.direct import BLOCK_BYTES
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.files.threads import CallingThread, started_pool
-from automodel_ckpt.checkpoint.jobs.checksums import (
-    PARALLEL_FROM_BYTES,
-    BlockChecksums,
-    Checksums,
-    num_threads,
-)
+from automodel_ckpt.checkpoint.jobs.checksums import Checksums, num_threads
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest, RankTree
 from automodel_ckpt.checkpoint.jobs.reuse import Previous, ReusableFiles
 from automodel_ckpt.checkpoint.jobs.shared_file import SharedFile
@@ -41,7 +35,6 @@ _THREADS_FROM_BYTES = 32 << 20
 _AHEAD_BYTES = 256 << 20
 """The checksums of about so many bytes are computed ahead of those that are written."""
 _AHEAD_CHUNKS = 256
-_IN_MEMORY = (bytes, memoryview)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,37 +274,29 @@ def _write_chunks(
     contiguous = _contiguous_span(chunks)
     end = 0 if contiguous is None else contiguous.start
     written = end
-    has_checksums = any(chunk.crc_at for chunk in chunks)
-    previous: bytes | memoryview | Checksums | BlockChecksums = b""
+    previous = Checksums(None, has_crc=False)
     for chunk, data, checksums in _with_checksums(chunks, memory, pool, contiguous):
         if isinstance(data, Blocks):
-            previous = _write_blocks(out, data, BlockChecksums(pool, has_crc=has_checksums))
-            _add_entry(tree, chunk, previous.digest())
-            continue
-        filled = data
-        if chunk.crc_at:
-            filled = _fill_crc(data, chunk.crc_at, _crc_of(previous))
-        if contiguous is None:
-            out.write(filled)
+            _write_blocks(out, data, checksums)
         else:
-            end += len(filled)
-            # In whole blocks, which O_DIRECT writes from this memory: chunks may be far smaller. The next checksum is
-            # filled in behind *end*.
-            if end - written >= BLOCK_BYTES:
+            if chunk.crc_at:
+                data = _fill_crc(data, chunk.crc_at, previous.crc())
+            if contiguous is None:
+                out.write(data)
+            else:
+                end += len(data)
+                # In whole blocks, which O_DIRECT writes from this memory: chunks may be far smaller. The next checksum
+                # is filled in behind *end*.
                 whole = (end - written) // BLOCK_BYTES * BLOCK_BYTES
-                out.write(memory[written : written + whole])
-                written += whole
+                if whole:
+                    out.write(memory[written : written + whole])
+                    written += whole
         # A header of each archive has none.
         if chunk.entry is not None:
-            digest = digest_of(filled) if checksums is None else checksums.digest()
-            _add_entry(tree, chunk, digest)
-        previous = filled if checksums is None else checksums
+            _add_entry(tree, chunk, checksums.digest())
+        previous = checksums
     if contiguous is not None:
         out.write(memory[written:end])
-
-
-def _crc_of(data: bytes | memoryview | Checksums | BlockChecksums) -> int:
-    return zlib.crc32(data) if isinstance(data, _IN_MEMORY) else data.crc()
 
 
 def _with_checksums(
@@ -319,43 +304,29 @@ def _with_checksums(
     memory: memoryview,
     pool: ThreadPoolExecutor | None,
     contiguous: Span | None,
-) -> Iterator[tuple[Chunk, bytes | memoryview | Blocks, Checksums | None]]:
-    """Each chunk with its bytes and, if they are many, their checksums, which threads of the *pool* compute.
+) -> Iterator[tuple[Chunk, bytes | memoryview | Blocks, Checksums]]:
+    """Each chunk with its bytes and their checksums, which threads of the *pool* compute where they are many.
 
     Those of *contiguous* chunks, which are in the memory, are begun ahead. Others are fetched as late as possible.
     """
-    most_ahead = 0 if contiguous is None else _AHEAD_BYTES
-    waiting: deque[tuple[Chunk, bytes | memoryview, Checksums | None]] = deque()
+    has_crc = any(chunk.crc_at for chunk in chunks)
+    most_ahead = 0 if contiguous is None or pool is None else _AHEAD_BYTES
+    waiting: deque[tuple[Chunk, bytes | memoryview | Blocks, Checksums]] = deque()
     ahead = 0
-    for number, chunk in enumerate(chunks):
+    for chunk in chunks:
         data = _contents_of(chunk.data, memory)
-        if isinstance(data, Blocks):
-            yield chunk, data, None
-            continue
-        if not waiting and (pool is None or len(data) < PARALLEL_FROM_BYTES):
-            yield chunk, data, None
-            continue
-        begun = _begun_checksums(chunks, number, data, pool)
-        waiting.append((chunk, data, begun))
-        ahead += len(data)
-        while waiting and (ahead > most_ahead or len(waiting) > _AHEAD_CHUNKS):
-            ahead -= len(waiting[0][1])
-            yield waiting.popleft()
+        checksums = Checksums(pool, has_crc=has_crc)
+        if not isinstance(data, Blocks):
+            ahead += len(data)
+            # Bytes that are still to be filled in have no entry.
+            if not chunk.crc_at:
+                checksums.begin(data)
+        waiting.append((chunk, data, checksums))
+        while waiting and (ahead >= most_ahead or len(waiting) > _AHEAD_CHUNKS):
+            first = waiting.popleft()
+            ahead -= 0 if isinstance(first[1], Blocks) else len(first[1])
+            yield first
     yield from waiting
-
-
-def _begun_checksums(
-    chunks: Sequence[Chunk],
-    number: int,
-    data: bytes | memoryview,
-    pool: ThreadPoolExecutor | None,
-) -> Checksums | None:
-    """Begin the needed checksums of a chunk's *data*; None if it is short or incomplete, or without threads."""
-    chunk = chunks[number]
-    if pool is None or len(data) < PARALLEL_FROM_BYTES or chunk.crc_at:
-        return None
-    crc_follows = number + 1 < len(chunks) and bool(chunks[number + 1].crc_at)
-    return Checksums(data, pool, has_digest=chunk.entry is not None, has_crc=crc_follows)
 
 
 def _contents_of(data: Data, memory: memoryview) -> bytes | memoryview | Blocks:
@@ -385,8 +356,8 @@ def _bytes_of(data: Data, memory: memoryview) -> bytes | memoryview:
     return data()
 
 
-def _write_blocks(out: DurableFile, data: Blocks, checksums: BlockChecksums) -> BlockChecksums:
-    """Write *data* block by block; return the *checksums* of all of it."""
+def _write_blocks(out: DurableFile, data: Blocks, checksums: Checksums) -> None:
+    """Write *data* block by block; add all of it to its *checksums*."""
     nbytes = 0
     for block in data.blocks():
         checksums.begin(block)
@@ -395,7 +366,6 @@ def _write_blocks(out: DurableFile, data: Blocks, checksums: BlockChecksums) -> 
         checksums.finish()
         nbytes += len(block)
     assert nbytes == data.nbytes, "the header of the file states another size"
-    return checksums
 
 
 def _add_entry(tree: RankTree, chunk: Chunk, digest: str) -> None:
