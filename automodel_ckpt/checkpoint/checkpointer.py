@@ -38,7 +38,7 @@ from automodel_ckpt.checkpoint.node_directories import (
     check_node_options,
     open_node_directories,
 )
-from automodel_ckpt.checkpoint.options import CheckpointOptions, Options, validate_options
+from automodel_ckpt.checkpoint.options import CheckpointOptions, validate_options
 from automodel_ckpt.checkpoint.parts.arguments import (
     check_call,
     check_state,
@@ -108,7 +108,7 @@ class Checkpointer:
         directory: str | os.PathLike[str],
         ranks: layout.RankLayout | None = None,
         group: ProcessGroup | None = None,
-        options: Options | None = None,
+        options: CheckpointOptions | Any = None,
         *,
         assets: Mapping[str, Assets] | None = None,
         timeout_seconds: float = 1800.0,

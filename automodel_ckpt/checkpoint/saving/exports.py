@@ -153,23 +153,21 @@ class Exports:
         self._wait_for_save()
         checkpoint = self._settings.run.root / name
         doing = f"looking for the export of {name}"
-        is_exported = self._of_rank0(doing, lambda: self.is_exported(checkpoint))
-        parsed = layout.parse_checkpoint_name(name)
-        if is_exported or parsed is None:
+        if self._of_rank0(doing, lambda: self.is_exported(checkpoint)):
             return
-        export = self._export_from_files(parsed)
+        export = self._export_from_files(name)
         if export is not None:
-            self._settings.run.on_exported(str(parsed))
-            log.info("Hugging Face export of %s: %s", parsed, export)
+            self._settings.run.on_exported(name)
+            log.info("Hugging Face export of %s: %s", name, export)
 
-    def _export_from_files(self, name: layout.CheckpointName) -> Path | None:
+    def _export_from_files(self, name: str) -> Path | None:
         """Export a published checkpoint on rank 0. Returns the directory there, None elsewhere."""
-        checkpoint = self._settings.run.root / str(name)
 
         def export() -> Path | None:
             output = None
             for attribute in self._settings.assets:
-                output = self._consolidated(checkpoint / layout.state_directory(attribute))
+                directory = self._settings.run.root / name / layout.state_directory(attribute)
+                output = self._consolidated(directory)
             return output
 
         return self.run_on_rank0(f"exporting {name} (the checkpoint itself is safe)", export)
@@ -200,7 +198,7 @@ class Exports:
         """
         checkpoint = self._settings.run.root / str(save.name)
         try:
-            self._export_from_files(save.name)
+            self._export_from_files(str(save.name))
             self._settings.run.on_exported(str(save.name))
             for attribute in self._settings.assets:
                 directory = checkpoint / layout.state_directory(attribute) / layout.CONSOLIDATED
