@@ -38,7 +38,7 @@ from automodel_ckpt.checkpoint.node_directories import (
     check_node_options,
     open_node_directories,
 )
-from automodel_ckpt.checkpoint.options import CheckpointOptions, Options, validate_options
+from automodel_ckpt.checkpoint.options import CheckpointOptions, validate_options
 from automodel_ckpt.checkpoint.parts.arguments import (
     check_call,
     check_state,
@@ -55,7 +55,7 @@ from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.generation import NOTE
 from automodel_ckpt.checkpoint.run.writable import OPENING
 from automodel_ckpt.checkpoint.saving.exports import Exports
-from automodel_ckpt.checkpoint.saving.forecast import Forecast, check_manifest_size
+from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.save import Save, SaveReport, json_values
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
@@ -108,7 +108,7 @@ class Checkpointer:
         directory: str | os.PathLike[str],
         ranks: layout.RankLayout | None = None,
         group: ProcessGroup | None = None,
-        options: Options | None = None,
+        options: CheckpointOptions | Any = None,
         *,
         assets: Mapping[str, Assets] | None = None,
         timeout_seconds: float = 1800.0,
@@ -288,16 +288,12 @@ class Checkpointer:
     def check_disk_space(self, state: Mapping[str, Any]) -> Forecast | None:
         """Check before the first step that a checkpoint fits on the disk, and log its size. Collective.
 
-        Returns the forecast on rank 0, None on other ranks. Raises :class:`SaveFailed` if it does not fit, and
-        :class:`RecipeError` if its manifest would be too large to be read back.
+        Returns the forecast on rank 0, None on other ranks. Raises :class:`SaveFailed` if it does not fit.
         """
         forecast = None
         with self._raise_on_all_ranks("estimating the size of a checkpoint"):
             if self.is_rank0:
                 forecast = self.forecast(state)
-                check_manifest_size(
-                    self._planner.disk_space.forecast_manifest_bytes(classify(state))
-                )
                 self._planner.disk_space.check_fits(forecast, classify(state))
                 log.info(
                     "a checkpoint takes about %s; %s are free",

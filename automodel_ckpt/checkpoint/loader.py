@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.options import Options
+from automodel_ckpt.checkpoint.options import CheckpointOptions
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
@@ -76,7 +76,7 @@ class CheckpointLoader:
     """
 
     def __init__(
-        self, settings: SaveSettings, options: Options, group: ProcessGroup | None
+        self, settings: SaveSettings, options: CheckpointOptions, group: ProcessGroup | None
     ) -> None:
         self._settings, self._options, self._group = settings, options, group
         self._chooser = Chooser(options.verify, settings.ranks, group)

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.options import Options
+from automodel_ckpt.checkpoint.options import CheckpointOptions
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.failures import as_failure
@@ -314,7 +314,7 @@ def _read_logs(directory: Path) -> dict[str, bytes]:
 
 
 def open_node_directories(
-    run: RunDirectory, rank: int, group: ProcessGroup | None, options: Options
+    run: RunDirectory, rank: int, group: ProcessGroup | None, options: CheckpointOptions
 ) -> NodeDirectories | None:
     """Find out whether the nodes share the directory of *run*, which rank 0 holds. Collective.
 
@@ -332,7 +332,7 @@ def open_node_directories(
     return NodeDirectories(root, group, options.verify, convert, is_shared=not without)
 
 
-def check_node_options(options: Options) -> None:
+def check_node_options(options: CheckpointOptions) -> None:
     """Raise :class:`RecipeError` for options that nodes without shared storage do not support."""
     unsupported = {
         "model_layout": options.model_layout == "hf",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, get_args
 
 from automodel_ckpt.checkpoint.parts.verify import Level
@@ -41,52 +41,6 @@ class RemoteOptions(Protocol):
     def num_threads(self) -> int: ...
 
 
-class Options(Protocol):
-    """What a checkpointer reads of its options. A recipe's ``checkpoint:`` section satisfies it as it is.
-
-    Each property is the recipe key of the same name; docs/reference describes them.
-    """
-
-    @property
-    def model_save_format(self) -> ModelFormat: ...
-    @property
-    def model_layout(self) -> ModelLayout | None: ...
-    @property
-    def save_consolidated(self) -> bool | str | None: ...
-    @property
-    def is_async(self) -> bool: ...
-    @property
-    def incremental(self) -> bool | Literal["auto"]: ...
-    @property
-    def scratch_dir(self) -> str | None: ...
-    @property
-    def restore_from(self) -> str | None: ...
-    @property
-    def save_optimizer(self) -> bool: ...
-    @property
-    def best_metric_key(self) -> str: ...
-    @property
-    def best_mode(self) -> policy.Mode: ...
-    @property
-    def keep_last(self) -> int | None: ...
-    @property
-    def keep_best(self) -> int: ...
-    @property
-    def keep_every_steps(self) -> int | None: ...
-    @property
-    def keep_steps(self) -> Iterable[int]: ...
-    @property
-    def verify(self) -> Level: ...
-    @property
-    def allow_missing_state(self) -> Iterable[str]: ...
-    @property
-    def allow_changed_model(self) -> bool: ...
-    @property
-    def on_incompatible(self) -> OnIncompatible: ...
-    @property
-    def remote(self) -> RemoteOptions | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RemoteStorage:
     """Where checkpoints are uploaded, for programs without a recipe file: the options of ``checkpoint.remote``."""
@@ -105,7 +59,7 @@ class RemoteStorage:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """Options for programs without a recipe file, with the defaults of a recipe's ``checkpoint:`` section."""
+    """Options of a checkpointer, with the names and the defaults of a recipe's ``checkpoint:`` section."""
 
     model_save_format: ModelFormat = "safetensors"
     """Format of the model's shards; torch_save is the format of torch.distributed.checkpoint (DCP)."""
@@ -118,7 +72,7 @@ class CheckpointOptions:
     is_async: bool = False
     """Save asynchronously: :meth:`Checkpointer.save` returns when the state is copied to CPU memory."""
     incremental: bool | Literal["auto"] = "auto"
-    """Share files of tensors that do not train with an earlier checkpoint by hard links. ``auto``: if they take 16 MiB
+    """Share shards of tensors that do not train with an earlier checkpoint by hard links. ``auto``: if they take 16 MiB
     or more, and never with the checkpoint just before, so that two checkpoints stay independent; True: always."""
     scratch_dir: str | None = None
     """If the directory is a URL: the local directory in which the run gets its own; None: the user's cache."""
@@ -146,8 +100,15 @@ class CheckpointOptions:
     """Load even if the model's config changed in a way that affects its outputs."""
     on_incompatible: OnIncompatible = "error"
     """If existing checkpoints are of another model: raise an error, or continue in a sibling directory."""
-    remote: RemoteStorage | None = None
+    remote: RemoteOptions | None = None
     """Where published checkpoints are uploaded in the background, and fetched from at the start; None: nowhere."""
+
+    @classmethod
+    def of(cls, options: Any) -> CheckpointOptions:
+        """Return the *options* themselves, or those of an object with the same names, such as a recipe's section."""
+        if isinstance(options, cls):
+            return options
+        return cls(**{each.name: getattr(options, each.name) for each in fields(cls)})
 
     def __post_init__(self) -> None:
         """Read iterables once, and paths as text. Raises :class:`RecipeError` for values of other kinds."""
@@ -194,7 +155,7 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
 _AT_LEAST = {"keep_last": 1, "keep_best": 0, "keep_every_steps": 1}
 
 
-def _check_values(options: Options) -> None:
+def _check_values(options: CheckpointOptions) -> None:
     """Raise :class:`RecipeError` for the value of an option that a recipe would reject, too."""
     for name, choices in _CHOICES.items():
         value = getattr(options, name)
@@ -206,9 +167,16 @@ def _check_values(options: Options) -> None:
             raise _wrong_value(name, value, f"use a whole number from {least}")
 
 
-def validate_options(options: Options) -> None:
+def validate_options(options: CheckpointOptions) -> None:
     """Raise :class:`RecipeError` for invalid options, and for those of the model's files that exclude each other."""
     _check_values(options)
+    if options.incremental is True and options.model_layout == "hf":
+        raise RecipeError(
+            "Hugging Face files are written completely by each save, and share nothing",
+            where="checkpoint.incremental",
+            value=True,
+            hint="remove this key, or set checkpoint.model_layout to shards",
+        )
     if options.model_layout in (None, "shards") or options.model_save_format == "safetensors":
         return
     raise RecipeError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.base.store_url import check_url, is_url, scratch_directory, with_remote
-from automodel_ckpt.checkpoint.options import Options, RemoteStorage
+from automodel_ckpt.checkpoint.options import CheckpointOptions, RemoteStorage
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
@@ -44,7 +44,9 @@ class Transfers:
     fetcher: Fetcher | None
     """What downloads, on rank 0 after :meth:`open`; None on other ranks, and without a URL to download from."""
 
-    def __init__(self, options: Options, group: ProcessGroup | None, *, is_rank0: bool) -> None:
+    def __init__(
+        self, options: CheckpointOptions, group: ProcessGroup | None, *, is_rank0: bool
+    ) -> None:
         if options.remote is not None:
             from automodel_ckpt.checkpoint.remote.background import check_remote
 
@@ -288,25 +290,27 @@ class Transfers:
 
 
 def with_local_directory(
-    directory: str | os.PathLike[str], options: Options
-) -> tuple[Path, Options]:
+    directory: str | os.PathLike[str], options: Any
+) -> tuple[Path, CheckpointOptions]:
     """Replace a URL as *directory* by a local one, and the URL of a checkpoint of the same run by its name.
 
-    Raises :class:`RecipeError` for a URL that cannot be used.
+    *options* are those of a checkpointer, or a recipe's section. Raises :class:`RecipeError` for a URL that cannot be
+    used.
     """
     url = os.fspath(directory)
-    resolved: Any = options
     if is_url(url):
         check_url(url, "directory")
         directory = scratch_directory(url, options.scratch_dir)
-        resolved = with_remote(resolved, url, RemoteStorage)
-    name = own_name(options.restore_from, resolved.remote)
-    if name != options.restore_from:
+        # Before the conversion: it reads a key that only a section has.
+        options = with_remote(options, url, RemoteStorage)
+    resolved = CheckpointOptions.of(options)
+    name = own_name(resolved.restore_from, resolved.remote)
+    if name != resolved.restore_from:
         resolved = replace(resolved, restore_from=name)
     return Path(directory), resolved
 
 
-def is_scratch_directory(directory: Path, options: Options) -> bool:
+def is_scratch_directory(directory: Path, options: CheckpointOptions) -> bool:
     """Whether *directory* is the local one of a run whose directory is the URL of ``remote``."""
     if options.remote is None:
         return False

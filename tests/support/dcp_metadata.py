@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from automodel_ckpt.checkpoint.formats.description import DTYPES
 from automodel_ckpt.checkpoint.parts.tree import Tree
-from automodel_ckpt.checkpoint.pickles.torch_archive import tensor_archive
+from automodel_ckpt.checkpoint.pickles.torch_archive_writing import described_archive
 
 
 def metadata_by_torch(tree: Tree, paths: dict[str, Any] | None) -> Metadata:
@@ -33,7 +33,7 @@ def metadata_by_torch(tree: Tree, paths: dict[str, Any] | None) -> Metadata:
         for stored in tensor.slices:
             offsets = torch.Size(stored.offsets)
             chunks.append(ChunkStorageMetadata(offsets, torch.Size(stored.sizes)))
-            archive = tensor_archive(dtype, stored.sizes, stored.nbytes)
+            archive = described_archive(tensor.dtype, stored.sizes)
             start = stored.start - len(archive.head)
             length = len(archive.head) + stored.nbytes + len(archive.tail)
             info = _StorageInfo(os.path.basename(stored.file), start, length)

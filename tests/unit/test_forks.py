@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from torch.utils.data import Dataset
 
-from automodel_ckpt.checkpoint.export import copy_engine
 from automodel_ckpt.cli.launch import recipe_import
 from automodel_ckpt.data.batches import workers
 from automodel_ckpt.data.rows import row_workers
@@ -89,10 +88,6 @@ def compute_in_workers() -> None:
     ]
 
 
-def copy_in_workers() -> None:
-    copy_engine.Workers(2, 1).run(_nothing_written, [[], []])
-
-
 def import_before_forks() -> None:
     def fail() -> None:
         raise LookupError
@@ -101,19 +96,14 @@ def import_before_forks() -> None:
         recipe_import.import_before_forks(fail)  # type: ignore[arg-type]
 
 
-def _nothing_written(_share: object, _num_threads: int) -> copy_engine.Written:
-    return copy_engine.Written()
-
-
 @pytest.mark.parametrize(
     ("module", "fork"),
     [
         (workers, read_in_a_worker),
         (row_workers, compute_in_workers),
-        (copy_engine, copy_in_workers),
         (recipe_import, import_before_forks),
     ],
-    ids=["data loader", "rows", "consolidation", "ranks"],
+    ids=["data loader", "rows", "ranks"],
 )
 def test_every_place_that_forks_protects_its_children(
     module: object, fork: object, monkeypatch: pytest.MonkeyPatch

@@ -258,8 +258,7 @@ OURS = (Ours("safetensors"), Ours("torch_save"), Ours("safetensors", "hf"))
 OURS_ASYNC = tuple(replace(subject, is_async=True) for subject in OURS)
 OURS_INCREMENTAL = (
     Ours("safetensors", incremental=True),
-    Ours("safetensors", "hf", incremental=True),
-    Ours("safetensors", "hf", is_async=True, incremental=True),
+    Ours("safetensors", is_async=True, incremental=True),
 )
 BASELINES = (PlainDcp(), PlainSafetensors())
 

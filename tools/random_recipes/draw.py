@@ -431,7 +431,8 @@ def _add_checkpoints(some: _Some) -> None:
     some.maybe(0.4, "checkpoint.is_async", True)
     some.maybe(0.3, "checkpoint.model_save_format", "torch_save")
     some.maybe(0.25, "checkpoint.model_layout", "hf", "shards")
-    some.maybe(0.2, "checkpoint.incremental", True, False)
+    if some.options.get("checkpoint.model_layout") != "hf":
+        some.maybe(0.2, "checkpoint.incremental", True, False)
     some.maybe(0.3, "checkpoint.save_consolidated", "every", "final", False)
     some.maybe(0.2, "checkpoint.keep_last", 1, 2)
     some.maybe(0.15, "checkpoint.average_last", 2)

@@ -15,14 +15,12 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from automodel_ckpt.base.units import counted
-from automodel_ckpt.checkpoint.export.blocks import shares
-from automodel_ckpt.checkpoint.export.copy_engine import Digested, Workers, copy
+from automodel_ckpt.checkpoint.export.copy_engine import DamagedSlice, Digested, copy
 from automodel_ckpt.checkpoint.export.export_leftovers import Log
 from automodel_ckpt.checkpoint.export.files import (
     cast_lines,
@@ -92,24 +90,23 @@ def consolidate(
 
     *output* defaults to ``consolidated`` in the model's directory (a model that is Hugging Face files already is only
     checked then); *cast_dtype* is one of bf16, fp16, fp32, fp64 or a long name. Without it, tensors have the dtypes of
-    the base, or with *keep_dtypes* those of the checkpoint. *num_procs* greater than 1 forks: only
-    for a process without additional threads. *log* gets a line for each warning and each kind of cast;
-    an exception that *before_publishing* raises ends the export.
+    the base, or with *keep_dtypes* those of the checkpoint. There are *num_threads* times *num_procs* threads. *log*
+    gets a line for each warning and each kind of cast; an exception that *before_publishing* raises ends the export.
 
     Raises :class:`CheckpointUnusable` for a source that is damaged, incomplete or does not match its base,
     :class:`SaveFailed` if the output cannot be written, and :class:`RecipeError` for a wrong argument. In each case
     nothing was written, and an earlier export is unchanged.
     """
     started = time.monotonic()
-    workers = _workers(num_procs, num_threads)
+    threads = _num_threads(num_procs, num_threads)
     cast_code = parse_cast_dtype(cast_dtype)
     opened = opener(Path(source))
     _check_needs_consolidation(opened)
     if opened.finished and output is None and cast_code is None:
-        return _no_need(opened, workers, log)
+        return _no_need(opened, threads, log)
     target = resolved_target(output, opened.model_directory / layout.CONSOLIDATED)
     check_target(target)
-    _check_source(opened, workers)
+    _check_source(opened, threads)
     maps = maps_of(opened)
     plan = make_plan(
         opened.tensors,
@@ -123,7 +120,7 @@ def consolidate(
     for text in [*(f"warning: {text}" for text in warnings), *cast_lines(plan.casts)]:
         log(text)
     with staged(target, log, before_publishing=before_publishing) as staging:
-        parts = _write(plan, opened, staging, workers)
+        parts = _write(plan, opened, staging, threads)
         write_side_files(beside, staging)
         write_manifest(plan, opened, staging, parts)
     return ConsolidationReport(
@@ -141,7 +138,7 @@ def consolidate(
 _MAX_WORKERS = 1024
 
 
-def _workers(num_procs: int, num_threads: int) -> Workers:
+def _num_threads(num_procs: int, num_threads: int) -> int:
     for name, value in (
         ("--nproc (NPROC_PER_NODE)", num_procs),
         ("--num-threads (NUM_THREADS)", num_threads),
@@ -153,7 +150,7 @@ def _workers(num_procs: int, num_threads: int) -> Workers:
                 value=value,
                 hint=f"give a number from 1 to {_MAX_WORKERS}",
             )
-    return Workers(num_procs, num_threads)
+    return num_procs * num_threads
 
 
 def adapter_of_another_program(directory: Path) -> CheckpointUnusable:
@@ -179,13 +176,13 @@ def _check_needs_consolidation(source: Source) -> None:
         )
 
 
-def _no_need(source: Source, workers: Workers, log: Log) -> ConsolidationReport:
+def _no_need(source: Source, num_threads: int, log: Log) -> ConsolidationReport:
     """Verify a model that was saved as Hugging Face files, and write nothing.
 
     Raises :class:`CheckpointUnusable` with all damaged files.
     """
     started = time.monotonic()
-    if problems := _problems(source, workers, "digest"):
+    if problems := _problems(source, num_threads, "digest"):
         raise CheckpointUnusable.all_of(problems)
     log(f"nothing to do: the files in {source.model_directory} are already in Hugging Face format")
     files = {tensor.slices[0].file for tensor in source.tensors.values()}
@@ -202,31 +199,33 @@ def _no_need(source: Source, workers: Workers, log: Log) -> ConsolidationReport:
     )
 
 
-def _check_source(source: Source, workers: Workers) -> None:
+def _check_source(source: Source, num_threads: int) -> None:
     """Verify the files of *source*, except for the bytes of slices, which are verified while they are copied.
 
     Raises :class:`CheckpointUnusable` with all problems.
     """
     if source.manifest is None:
         return
-    if problems := _problems(source, workers, "size"):
+    if problems := _problems(source, num_threads, "size"):
         raise CheckpointUnusable.all_of(problems)
     # Slices are verified during the copy. After damage here, all files are compared, to report all
     # damage.
-    if _problems(source, workers, "digest", files_covered_by_slices(source.root, source.manifest)):
-        raise CheckpointUnusable.all_of(_problems(source, workers, "digest"))
+    if _problems(
+        source, num_threads, "digest", files_covered_by_slices(source.root, source.manifest)
+    ):
+        raise CheckpointUnusable.all_of(_problems(source, num_threads, "digest"))
 
 
 def _problems(
-    source: Source, workers: Workers, level: Level, without: Set[str] = frozenset()
+    source: Source, num_threads: int, level: Level, without: Set[str] = frozenset()
 ) -> list[Problem]:
     assert source.manifest is not None
     files = {path: record for path, record in source.manifest.files.items() if path not in without}
     manifest = dataclasses.replace(source.manifest, files=files)
-    return verify(source.root, manifest, level, num_threads=workers.num_procs * workers.num_threads)
+    return verify(source.root, manifest, level, num_threads=num_threads)
 
 
-def _write(plan: Plan, source: Source, staging: Path, workers: Workers) -> list[Digested]:
+def _write(plan: Plan, source: Source, staging: Path, num_threads: int) -> list[Digested]:
     """Write the weights to *staging*, and return the digests of all their byte ranges.
 
     Raises :class:`CheckpointUnusable` if a slice is damaged.
@@ -239,18 +238,17 @@ def _write(plan: Plan, source: Source, staging: Path, workers: Workers) -> list[
             )
             stack.callback(os.close, descriptor)
             descriptors.append(descriptor)
-        written = workers.run(
-            partial(copy, source.root, staging, clones), shares(plan.files, workers.num_procs)
-        )
-        if damaged := [stored for part in written for stored in part.damaged]:
-            raise _damaged(source, damaged, workers)
+        try:
+            parts = copy(source.root, staging, plan.files, clones, num_threads)
+        except DamagedSlice as damaged:
+            raise _damaged(source, damaged.stored, num_threads) from None
         # Through descriptors open since before the first write: a failed write-back is reported here in any case.
         for descriptor in descriptors:
             os.fsync(descriptor)
     headers = [
         Digested(file.name, 0, len(file.header), digest_of(file.header)) for file in plan.files
     ]
-    return [*headers, *(part for result in written for part in result.parts)]
+    return [*headers, *parts]
 
 
 def _donor(source: Source, file: OutputFile, stack: contextlib.ExitStack) -> int | None:
@@ -264,13 +262,13 @@ def _donor(source: Source, file: OutputFile, stack: contextlib.ExitStack) -> int
     return descriptor
 
 
-def _damaged(source: Source, damaged: Sequence[Slice], workers: Workers) -> AutomodelError:
+def _damaged(source: Source, damaged: Slice, num_threads: int) -> AutomodelError:
     """Return the error that stopped the copy, with all other damage in the source."""
-    if problems := _problems(source, workers, "digest"):
+    if problems := _problems(source, num_threads, "digest"):
         return CheckpointUnusable.all_of(problems)
     return CheckpointUnusable(
         "a slice changed while it was read",
-        where=str(source.root / damaged[0].file),
-        value=f"tensor {damaged[0].fqn} (slice at {list(damaged[0].offsets)})",
+        where=str(source.root / damaged.file),
+        value=f"tensor {damaged.fqn} (slice at {list(damaged.offsets)})",
         hint="check for another program that writes there or for faulty memory, then export again",
     )

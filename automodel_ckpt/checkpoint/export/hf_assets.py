@@ -14,6 +14,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ from automodel_ckpt.checkpoint.sources.model_files import (
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 log = logging.getLogger("automodel_ckpt")
+_SINGLE = "model.safetensors"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _NUM_SHOWN = 5
 """How many names of tensors a line of the log shows."""
@@ -69,6 +71,7 @@ def tensor_specs(model: Any) -> dict[str, TensorSpec]:
     return specs
 
 
+@dataclass(eq=False)
 class HFAssets:
     """What an export needs beside the weights.
 
@@ -76,39 +79,25 @@ class HFAssets:
     *base_dir* is the local directory that the model was loaded from. *tensors* are those that the model stores; *tied*
     maps each other name to the stored one it shares its memory with. *code_dir* has the Python files that define the
     model's class, if transformers does not define it. *prefix* is that of the backbone's tensors, which the names of
-    the base can lack, or have in excess. *declared* are names, or globs over them, of
-    tensors that differ from the base's intentionally: new, resized or omitted. *further* are other files, by relative
-    path, that take precedence over those of the base. *float32_in* has the names of tensors that the model keeps in
-    float32 if the others are cast to a dtype (by its safetensors code).
+    the base can lack, or have in excess. *declared* are names, or globs over them, of tensors that differ from the
+    base's intentionally: new, resized or omitted. *further* are other files, by relative path, that take precedence
+    over those of the base. *float32_in* has the names of tensors that the model keeps in float32 if the others are cast
+    to a dtype (by its safetensors code).
     """
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        generation_config: Any = None,
-        tokenizer: Any = None,
-        base_dir: Path | str | None = None,
-        code_dir: Path | None = None,
-        architecture: str | None = None,
-        prefix: str = "",
-        tensors: Mapping[str, TensorSpec] | None = None,
-        tied: Mapping[str, str] | None = None,
-        declared: Iterable[str] = (),
-        further: Mapping[str, bytes] | None = None,
-        float32_in: Mapping[str, Collection[str]] | None = None,
-    ) -> None:
-        self._further = dict(further or {})
-        self._float32_in = dict(float32_in or {})
-        self._config, self._generation_config = config, generation_config
-        self._tokenizer = tokenizer
-        self._base_dir = Path(base_dir) if base_dir is not None else None
-        self._code_dir = code_dir
-        self._architecture = architecture
-        self._prefix = prefix
-        self._tensors = dict(tensors or {})
-        self._tied = dict(tied or {})
-        self._declared = tuple(declared)
+    config: Any
+    _: KW_ONLY
+    generation_config: Any = None
+    tokenizer: Any = None
+    base_dir: Path | str | None = None
+    code_dir: Path | None = None
+    architecture: str | None = None
+    prefix: str = ""
+    tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    declared: Iterable[str] = ()
+    further: Mapping[str, bytes] | None = None
+    float32_in: Mapping[str, Collection[str]] | None = None
 
     @classmethod
     def from_model(
@@ -154,7 +143,7 @@ class HFAssets:
             prefix=inner.base_model_prefix,
             tensors=tensor_specs(inner),
             tied=tied,
-            declared=declared,
+            declared=tuple(declared),
             further=further,
             float32_in=kept,
         )
@@ -165,11 +154,11 @@ class HFAssets:
         Raises :class:`RecipeError` where one cannot be created, which would otherwise fail at the first save.
         """
         try:
-            _ = self._files
+            _ = self.files
         except (ValueError, OSError) as error:
             raise RecipeError(
                 "the side files of an export cannot be created (config, generation config or tokenizer)",
-                where=str(self._base_dir or "the model of this recipe"),
+                where=str(self.base_dir or "the model of this recipe"),
                 value=str(error).strip(),
                 hint="fix the model's generation config or its tokenizer",
             ) from error
@@ -177,61 +166,49 @@ class HFAssets:
     @functools.cached_property
     def file_index_mapping(self) -> Mapping[str, int]:
         """For each tensor the number (from 1) of its file in an export: as in the base, else 5 GB a file at most."""
-        if not self._base_files:
+        if not self._base:
             return _split_by_size(self._exported)
-        names = sorted(set(self._base_files.values()))
+        names = sorted({file for file, _ in self._base.values()})
         numbers = {name: number for number, name in enumerate(names, start=1)}
-        mapping: dict[str, int] = {}
-        for fqn in self._exported:
-            # Tensors that the base does not have go to its last file.
-            mapping[fqn] = numbers.get(self._base_files.get(fqn, ""), len(numbers))
-        return mapping
+        # Tensors that the base does not have go to its last file.
+        in_base = {fqn: numbers[file] for fqn, (file, _) in self._base.items()}
+        return {fqn: in_base.get(fqn, len(numbers)) for fqn in self._exported}
 
     @property
     def maps(self) -> BaseMaps:
         """The content of the maps among the side files, in the format that an export reads."""
-        config = json.loads(self._files["config.json"])
+        config = json.loads(self.files["config.json"])
         is_tied = bool(config.get("tie_word_embeddings", False))
-        dtypes = {fqn: entry.dtype for fqn, entry in self._base_tensors.items()}
-        if not self._tensors:
-            return BaseMaps(None, dtypes or None, None, is_tied)
+        dtypes = {fqn: entry.dtype for fqn, (_, entry) in self._base.items()} or None
+        if not self.tensors:
+            return BaseMaps(None, dtypes, None, is_tied)
         shapes = {fqn: spec.shape for fqn, spec in self._exported.items()}
         float32_in = {fqn: codes for fqn in self._exported if (codes := self._float32_of(fqn))}
-        return BaseMaps(
-            dict(self.file_index_mapping), dtypes or None, shapes, is_tied, float32_in=float32_in
-        )
-
-    @property
-    def files(self) -> Mapping[str, bytes]:
-        """All side files, by name: an export's own, and the base's maps."""
-        return self._files
+        index = dict(self.file_index_mapping)
+        return BaseMaps(index, dtypes, shapes, is_tied, float32_in=float32_in)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the side files."""
-        return sum(map(len, self._files.values()))
-
-    def tokenizer_files(self) -> dict[str, bytes]:
-        """The tokenizer's or processor's files: its own bytes where it was read from files and is unchanged."""
-        if self._tokenizer is None:
-            return {}
-        if files := self._unchanged_tokenizer_files():
-            return files
-        with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
-            save_preprocessor(self._tokenizer, Path(directory))
-            return read_files(Path(directory), ("*", "additional_chat_templates/*"))
+        return sum(map(len, self.files.values()))
 
     @functools.cached_property
-    def _files(self) -> dict[str, bytes]:
+    def files(self) -> Mapping[str, bytes]:
+        """All side files, by name: an export's own, and the base's maps."""
         # The base's own bytes take precedence, except for config.json, which describes this model.
-        files = self._generated() | self._copied() | self._further
+        copied = self._copied()
+        files = tokenizer_files(self.tokenizer, self.base_dir) | copied | dict(self.further or {})
+        if self.generation_config is not None and GENERATION_CONFIG not in files:
+            with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
+                self.generation_config.save_pretrained(directory)
+                files |= read_files(Path(directory), ("*",))
         files["config.json"] = self.config_json()
-        if self._tensors:
+        if self.tensors:
             files[FILE_INDEX_MAP] = _json_bytes(self.file_index_mapping)
             expected = {fqn: self._expected(fqn) for fqn in self._exported}
             files[EXPECTED_TENSORS] = _json_bytes(expected)
-        if self._base_tensors:
-            dtypes = {fqn: entry.dtype for fqn, entry in sorted(self._base_tensors.items())}
+        if self._base:
+            dtypes = {fqn: entry.dtype for fqn, (_, entry) in sorted(self._base.items())}
             files[DTYPE_MAP] = _json_bytes(dtypes)
             self._log_differences()
         return files
@@ -242,12 +219,11 @@ class HFAssets:
         It also has the keys that programs before transformers 5 read.
         """
         # The model still uses its config, which must not change.
-        config = copy.deepcopy(self._config)
-        if self._architecture is not None:
-            config.architectures = [self._architecture]
+        config = copy.deepcopy(self.config)
+        if self.architecture is not None:
+            config.architectures = [self.architecture]
         if getattr(config, "dtype", None) is None:
-            sizes = [(spec.dtype, nbytes_of(*spec)) for spec in self._tensors.values()]
-            code = main_dtype(sizes)
+            code = main_dtype((spec.dtype, nbytes_of(*spec)) for spec in self.tensors.values())
             if code is not None:
                 config.dtype = TORCH_NAMES[code]
         references = getattr(config, "auto_map", None)
@@ -256,98 +232,41 @@ class HFAssets:
         content = with_older_keys(json.loads(config.to_json_string()))
         return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
-    def _generated(self) -> dict[str, bytes]:
-        """The generation config as transformers writes it, where the base has none, and the tokenizer's files."""
-        with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
-            if self._generation_config is not None and GENERATION_CONFIG not in self._copied():
-                self._generation_config.save_pretrained(directory)
-            return read_files(Path(directory), ("*",)) | self.tokenizer_files()
-
     def _copied(self) -> dict[str, bytes]:
         """The base's own files, unchanged, and the code of the model's class; empty without both."""
         files: dict[str, bytes] = {}
-        if self._code_dir is not None:
-            files |= read_files(self._code_dir, CODE_FILES)
-        if self._base_dir is not None:
+        if self.code_dir is not None:
+            files |= read_files(self.code_dir, CODE_FILES)
+        if self.base_dir is not None:
             names = list(MODEL_FILES)
-            if self._generation_config is not None:
+            if self.generation_config is not None:
                 names.append(GENERATION_CONFIG)
-            files |= read_files(self._base_dir, names)
+            files |= read_files(Path(self.base_dir), names)
         return files
-
-    def _unchanged_tokenizer_files(self) -> dict[str, bytes]:
-        """The files that the tokenizer was read from, with its chat template; empty if it has changed otherwise."""
-        name = getattr(_tokenizer_of(self._tokenizer), "name_or_path", "")
-        origin = Path(name) if name and Path(name).is_dir() else self._base_dir
-        files = read_files(origin, _files_of(self._tokenizer)) if origin is not None else {}
-        if origin is None or not files:
-            return {}
-        before = _read_unchanged(self._tokenizer, origin)
-        if before is None or before.chat_template == self._tokenizer.chat_template:
-            return files if before is not None else {}
-        return _with_template(files, self._tokenizer.chat_template)
 
     @functools.cached_property
     def _exported(self) -> dict[str, TensorSpec]:
         """The tensors of an export. Tied tensors have the names that the base has, otherwise the stored one."""
-        groups: dict[str, list[str]] = {fqn: [fqn] for fqn in self._tensors}
-        for alias, stored_name in self._tied.items():
+        groups: dict[str, list[str]] = {fqn: [fqn] for fqn in self.tensors}
+        for alias, stored_name in self.tied.items():
             groups[stored_name].append(alias)
         exported: dict[str, TensorSpec] = {}
         for stored_name, names in groups.items():
-            in_base = [name for name in names if name in self._base_tensors]
+            in_base = [name for name in names if name in self._base]
             for name in in_base or [stored_name]:
-                exported[name] = self._tensors[stored_name]
+                exported[name] = self.tensors[stored_name]
         return exported
 
     @functools.cached_property
-    def _base_names(self) -> dict[str, str]:
-        """{name in the base: name in exports}, which have or lack the prefix of the backbone for all tensors."""
-        known = {*self._tensors, *self._tied}
-        names: dict[str, str] = {}
-        for name in self._files_of_base:
-            candidates = (name, f"{self._prefix}.{name}", name.removeprefix(f"{self._prefix}."))
-            names[name] = next((each for each in candidates if each in known), name)
-        return names
+    def _base(self) -> dict[str, tuple[str, TensorEntry]]:
+        """The file and the description of each of the base's tensors, by its name in exports; empty where there is no
+        base in safetensors format."""
+        return {self._name_of(fqn): found for fqn, found in _tensors_in(self.base_dir).items()}
 
-    @functools.cached_property
-    def _base_files(self) -> dict[str, str]:
-        """The base's file of each of its tensors, by the name in exports."""
-        return {self._base_names[name]: file for name, file in self._files_of_base.items()}
-
-    @functools.cached_property
-    def _files_of_base(self) -> dict[str, str]:
-        """The base's file of each of its tensors; empty where there is no base in safetensors format."""
-        if self._base_dir is None:
-            return {}
-        index = self._base_dir / layout.HF_INDEX
-        weight_map = read_weight_map(index, follow_links=True, kind=RecipeError)
-        if weight_map is not None:
-            return weight_map
-        single = self._base_dir / "model.safetensors"
-        if not single.is_file():
-            return {}
-        return dict.fromkeys(read_header(single).tensors, single.name)
-
-    @functools.cached_property
-    def _base_tensors(self) -> dict[str, TensorEntry]:
-        """The tensors of the base by the name in exports; empty without a base in safetensors format."""
-        tensors: dict[str, TensorEntry] = {}
-        if self._base_dir is None:
-            return tensors
-        for name in sorted(set(self._base_files.values())):
-            try:
-                header = read_header(self._base_dir / name)
-            except (OSError, CheckpointUnusable) as error:
-                raise RecipeError(
-                    "a file of the base model cannot be read",
-                    where=str(self._base_dir / name),
-                    value=str(error),
-                    hint="download the base model again",
-                ) from error
-            for fqn, entry in header.tensors.items():
-                tensors[self._base_names.get(fqn, fqn)] = entry
-        return tensors
+    def _name_of(self, fqn: str) -> str:
+        """The name in exports of a tensor of the base; all of them have or lack the prefix of the backbone."""
+        names = (fqn, f"{self.prefix}.{fqn}", fqn.removeprefix(f"{self.prefix}."))
+        return next((name for name in names if name in self.tensors or name in self.tied), fqn)
 
     def _expected(self, fqn: str) -> dict[str, Any]:
         """A tensor that an export must contain: its shape, the declared difference from the base, if any, and the
@@ -359,39 +278,29 @@ class HFAssets:
         for difference, names in self._differences.items():
             if fqn in names and self._is_declared(fqn):
                 expected["declared"] = difference
-                break
         return expected
 
     def _float32_of(self, fqn: str) -> frozenset[str]:
-        return frozenset(code for code, names in self._float32_in.items() if fqn in names)
+        kept = self.float32_in or {}
+        return frozenset(code for code, names in kept.items() if fqn in names)
 
     def _is_declared(self, fqn: str) -> bool:
-        return any(fnmatchcase(fqn, pattern) for pattern in self._declared)
+        return any(fnmatchcase(fqn, pattern) for pattern in self.declared)
 
     @functools.cached_property
     def _differences(self) -> dict[str, list[str]]:
         """The names of the tensors that differ between an export and the base, by kind of difference."""
-        base = self._base_tensors
-        if not base:
-            return {}
-        return {
-            "not in the base": [fqn for fqn in self._exported if fqn not in base],
-            "in the base only": [fqn for fqn in base if fqn not in self._exported],
-            "of another shape than in the base": [
-                fqn
-                for fqn, spec in self._exported.items()
-                if fqn in base and base[fqn].shape != spec.shape
-            ],
-        }
+        found: dict[str, list[str]] = {}
+        for fqn in {**self._exported, **self._base} if self._base else {}:
+            if fqn not in self._base:
+                found.setdefault("not in the base", []).append(fqn)
+            elif fqn not in self._exported:
+                found.setdefault("in the base only", []).append(fqn)
+            elif self._base[fqn][1].shape != self._exported[fqn].shape:
+                found.setdefault("of another shape than in the base", []).append(fqn)
+        return found
 
     def _log_differences(self) -> None:
-        renamed = {new: old for old, new in self._base_names.items() if new != old}
-        for new, old in list(renamed.items())[:1]:
-            with_prefix, prefix = "without", old.removesuffix(new)
-            if prefix == old:
-                with_prefix, prefix = "with", new.removesuffix(old)
-            message = "Exports have the names of the base %s the prefix %r: %s"
-            log.info(message, with_prefix, prefix, counted(len(renamed), "tensor"))
         for kind, names in self._differences.items():
             declared = [fqn for fqn in names if self._is_declared(fqn)]
             others = [fqn for fqn in names if fqn not in declared]
@@ -403,6 +312,51 @@ class HFAssets:
             if others:
                 message = "Exports will differ from the base: %s %s: %s"
                 log.warning(message, counted(len(others), "tensor"), kind, others[:_NUM_SHOWN])
+
+
+def _tensors_in(directory: Path | str | None) -> dict[str, tuple[str, TensorEntry]]:
+    """The file and the description of each tensor in the safetensors files of a model, by name; empty without any."""
+    found: dict[str, tuple[str, TensorEntry]] = {}
+    if directory is None:
+        return found
+    index = Path(directory, layout.HF_INDEX)
+    files = set((read_weight_map(index, follow_links=True, kind=RecipeError) or {}).values())
+    if not files and Path(directory, _SINGLE).is_file():
+        files = {_SINGLE}
+    for name in sorted(files):
+        path = Path(directory, name)
+        try:
+            header = read_header(path)
+        except (OSError, CheckpointUnusable) as error:
+            raise RecipeError(
+                "a file of the base model cannot be read",
+                where=str(path),
+                value=str(error),
+                hint="download the base model again",
+            ) from error
+        for fqn, entry in header.tensors.items():
+            found[fqn] = name, entry
+    return found
+
+
+def tokenizer_files(tokenizer: Any, base_dir: Path | str | None) -> dict[str, bytes]:
+    """The files of a *tokenizer* or processor: its own bytes where it was read from files and is unchanged.
+
+    It was read from the directory that it names itself, or *base_dir*. None has no files.
+    """
+    if tokenizer is None:
+        return {}
+    name = getattr(_tokenizer_of(tokenizer), "name_or_path", "")
+    origin = name if name and Path(name).is_dir() else base_dir
+    files = {} if origin is None else read_files(Path(origin), _files_of(tokenizer))
+    before = _read_unchanged(tokenizer, Path(origin)) if origin is not None and files else None
+    if before is None:
+        with tempfile.TemporaryDirectory(prefix="automodel_ckpt-") as directory:
+            save_preprocessor(tokenizer, Path(directory))
+            return read_files(Path(directory), ("*", "additional_chat_templates/*"))
+    if before.chat_template == tokenizer.chat_template:
+        return files
+    return _with_template(files, tokenizer.chat_template)
 
 
 def _local_references(references: Mapping[str, Any], files: Iterable[str]) -> dict[str, Any]:

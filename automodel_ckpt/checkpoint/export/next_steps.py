@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.util
 import re
 import shlex
 from collections.abc import Mapping
@@ -18,8 +15,6 @@ _CONFIG = "config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _SEQ2SEQ = "AutoModelForSeq2SeqLM"
-_IMAGE_TEXT = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
-"""The constant of transformers that maps types of models to the classes of AutoModelForImageTextToText."""
 
 
 def try_command(directory: Path) -> str:
@@ -122,9 +117,7 @@ def _is_seq2seq(directory: Path) -> bool:
 def _auto_class(directory: Path) -> str:
     """The class of transformers that loads a model which generates text."""
     config = _config(directory)
-    if _image_text_models().intersection(map(str, config.get("architectures") or ())):
-        return "AutoModelForImageTextToText"
-    # Models that the installed version does not know. A text model of the same family has no vision_config.
+    # A text model of the same family has no vision_config.
     if "vision_config" in config and _has_architecture(config, "ForConditionalGeneration"):
         return "AutoModelForImageTextToText"
     if "audio_config" in config and _has_architecture(config, "ForConditionalGeneration"):
@@ -133,31 +126,6 @@ def _auto_class(directory: Path) -> str:
     if config.get("is_encoder_decoder") is True and not _has_architecture(config, "ForCausalLM"):
         return _SEQ2SEQ
     return "AutoModelForCausalLM"
-
-
-@functools.cache
-def _image_text_models() -> frozenset[str]:
-    """The classes of models that transformers' AutoModelForImageTextToText creates; empty if they are not found.
-
-    They are read from the source of transformers: its import takes seconds, and an export needs no torch.
-    """
-    # It imports nothing, because the name is that of a top-level package.
-    package = importlib.util.find_spec("transformers")
-    if package is None or package.origin is None:
-        return frozenset()
-    source = Path(package.origin).parent / "models" / "auto" / "modeling_auto.py"
-    try:
-        statements = ast.parse(source.read_text(encoding="utf-8")).body
-        for statement in statements:
-            if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
-                continue
-            if _IMAGE_TEXT in map(ast.unparse, statement.targets):
-                pairs = ast.literal_eval(statement.value.args[0])
-                return frozenset(name for _, name in pairs)
-    except (OSError, SyntaxError, ValueError, TypeError, IndexError):
-        # Another version may write the constant differently.
-        return frozenset()
-    return frozenset()
 
 
 def _has_architecture(config: Mapping[str, Any], suffix: str) -> bool:

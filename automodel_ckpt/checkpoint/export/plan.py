@@ -125,31 +125,10 @@ def make_plan(
     max_file_bytes: int = MAX_FILE_BYTES,
     where: str = "",
 ) -> Plan:
-    """Plan an export. *tied* maps names that were not stored to stored names; *where* is for messages.
+    """Plan an export. Needs names, dtypes and shapes, but no slices.
 
-    Raises :class:`CheckpointUnusable` if names or shapes are not those of the base.
-    """
-    files, warnings = plan_files(
-        tensors, tied, maps, cast_dtype=cast_dtype, max_file_bytes=max_file_bytes, where=where
-    )
-    return Plan(files, counted_casts(files), warnings)
-
-
-def plan_files(
-    tensors: Mapping[str, Tensor],
-    tied: Mapping[str, str],
-    maps: BaseMaps,
-    *,
-    cast_dtype: str | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
-    where: str = "",
-    kinds: Mapping[str, str] | None = None,
-) -> tuple[tuple[OutputFile, ...], tuple[str, ...]]:
-    """Return the files of an export, and warnings for the user. Needs names, dtypes and shapes, but no slices.
-
-    Stored tensors that have a kind in *kinds* are in files with only tensors of this kind.
-
-    Raises :class:`CheckpointUnusable` if names or shapes are not those of the base.
+    *tied* maps names that were not stored to stored names; *where* is for messages. Raises :class:`CheckpointUnusable`
+    if names or shapes are not those of the base.
     """
     warnings: list[str] = []
     stored = export_names(tensors, tied, maps, where, warnings)
@@ -160,17 +139,14 @@ def plan_files(
     if maps.is_adapter:
         # PEFT reads a single file of this name.
         files = [_output_file(exported, layout.ADAPTER_MODEL)]
-        return tuple(files), tuple(warnings)
-    groups: list[list[ExportTensor]] = []
-    for group in _group(exported, maps, max_file_bytes):
-        groups += _divided(group, kinds or {})
-    files = []
-    for number, group in enumerate(groups, start=1):
-        files.append(_output_file(group, numbered_file(number, len(groups))))
-    return tuple(files), tuple(warnings)
+    else:
+        groups = _group(exported, maps, max_file_bytes)
+        names = [numbered_file(number, len(groups)) for number in range(1, len(groups) + 1)]
+        files = [_output_file(group, name) for group, name in zip(groups, names, strict=True)]
+    return Plan(tuple(files), _counted_casts(files), tuple(warnings))
 
 
-def counted_casts(files: Iterable[OutputFile]) -> dict[tuple[str, str], int]:
+def _counted_casts(files: Iterable[OutputFile]) -> dict[tuple[str, str], int]:
     """Return the number of tensors whose dtype changes, by (from, to)."""
     casts: Counter[tuple[str, str]] = Counter()
     for file in files:
@@ -313,17 +289,6 @@ def _group(
         groups[-1].append(tensor)
         nbytes += tensor.nbytes
     return groups
-
-
-def _divided(
-    group: Sequence[ExportTensor], kinds: Mapping[str, str]
-) -> Iterator[list[ExportTensor]]:
-    """Divide the tensors of a file by their kind, those without one first."""
-    by_kind: dict[str, list[ExportTensor]] = {}
-    for tensor in group:
-        by_kind.setdefault(kinds.get(tensor.stored.fqn, ""), []).append(tensor)
-    for kind in sorted(by_kind):
-        yield by_kind[kind]
 
 
 def _output_file(tensors: Sequence[ExportTensor], name: str) -> OutputFile:

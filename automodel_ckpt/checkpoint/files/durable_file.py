@@ -174,13 +174,6 @@ def part_digests(path: Path, sizes: Sequence[int], *, start: int = 0) -> list[st
     return digests
 
 
-def range_digest(path: Path, start: int, nbytes: int) -> str:
-    """Return the digest of at most *nbytes* bytes of a regular file from byte *start*."""
-    with _opened(path) as descriptor:
-        _, digest = _digest_up_to(descriptor, start, nbytes)
-    return digest
-
-
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
     # A link or a pipe in place of the file must be neither followed nor waited for.

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from automodel_ckpt.checkpoint.export.plan import MAX_FILE_BYTES, OutputFile, plan_files
+from automodel_ckpt.checkpoint.export.plan import MAX_FILE_BYTES, OutputFile, make_plan
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.formats.safetensors import values_job
 from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout, positioned
-from automodel_ckpt.checkpoint.jobs.jobs import Chunk, Job, SharedFileJob
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.parts.sharding import Position, RegularSlices
 from automodel_ckpt.checkpoint.parts.slices import (
     Box,
@@ -34,13 +34,12 @@ NAME = FINISHED
 
 @dataclass(frozen=True, slots=True)
 class FilePosition:
-    """The position of a tensor in the files: under *key*, in *dtype*, from byte *start* of *file*.
+    """The position of a tensor in the files: under *key*, from byte *start* of *file*.
 
     *file* is relative to the checkpoint. *is_copy* marks an additional position of a tensor.
     """
 
     key: str
-    dtype: str
     file: str
     start: int
     is_copy: bool = False
@@ -50,16 +49,13 @@ class FilePosition:
 class FileLayout:
     """The files of a *directory*, and the positions of each stored tensor, by its FQN.
 
-    *interleaved* names the tensors with a slice that is not one contiguous byte range of the whole tensor. *reusable*
-    names the files, relative to the directory, with only tensors that do not train. *warnings* are for the user.
+    *interleaved* names the tensors with a slice that is not one contiguous byte range of the whole tensor.
     """
 
     directory: str
     files: tuple[OutputFile, ...]
     positions: Mapping[str, tuple[FilePosition, ...]]
     interleaved: frozenset[str]
-    warnings: tuple[str, ...] = ()
-    reusable: frozenset[str] = frozenset()
 
     def tree_layout(self, tensors: Mapping[str, Tensor]) -> TreeLayout:
         """The regular *tensors* and their copies at their positions."""
@@ -70,30 +66,29 @@ class FileLayout:
                 name = position.key if position.is_copy else fqn
                 where = Position(position.file, position.start, fqn in self.interleaved)
                 target = copies if position.is_copy else own
-                target[name] = positioned(tensor, name, position.dtype, where)
+                target[name] = positioned(tensor, name, where)
         return TreeLayout(own, copies)
 
     def entry(self, tensor: Tensor, box: Box, position: FilePosition) -> Tensor:
         """The manifest entry of the slice *box* of *tensor* at *position*, without digest."""
         name = position.key if position.is_copy else tensor.fqn
-        dtype = position.dtype
         is_interleaved = tensor.fqn in self.interleaved
         start = position.start
         # An interleaved slice has the start of the whole tensor (see `Slice`).
         if not is_interleaved and box.numel:
-            start += flat_index(box.offsets, tensor.shape) * DTYPE_BITS[dtype] // 8
+            start += flat_index(box.offsets, tensor.shape) * DTYPE_BITS[tensor.dtype] // 8
         stored = Slice(
             name,
-            dtype,
+            tensor.dtype,
             box.offsets,
             box.sizes,
             position.file,
             start,
-            nbytes_of(dtype, box.sizes),
+            nbytes_of(tensor.dtype, box.sizes),
             None,
             is_interleaved,
         )
-        return Tensor(name, dtype, tensor.shape, (stored,))
+        return Tensor(name, tensor.dtype, tensor.shape, (stored,))
 
 
 def lay_out_tensors(
@@ -103,36 +98,22 @@ def lay_out_tensors(
     tied: Mapping[str, str] | None = None,
     maps: BaseMaps | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    untrained: Mapping[str, str] | None = None,
 ) -> FileLayout:
     """The files for all ranks' *tensors*, by FQN (their slices' files and starts do not count).
 
-    *tied* and *maps* decide names, tying, dtypes and split as in an export (:func:`plan_files`); without maps each
-    tensor keeps its name and dtype. *untrained* has the kind of each tensor that does not train;
-    those of each kind are stored in separate files.
+    *tied* and *maps*, which have no dtypes, decide names, tying and split as in an export (:func:`make_plan`). Each
+    tensor keeps its dtype.
 
     Raises :class:`CheckpointUnusable` where names or shapes are not those of the base.
     """
     # All ranks must get the same files and offsets, or they overwrite each other's slices. Nothing
     # here may depend on the rank or on the order of a set.
-    files, warnings = plan_files(
-        tensors,
-        tied or {},
-        maps or BaseMaps(),
-        max_file_bytes=max_file_bytes,
-        where=directory,
-        kinds=untrained,
+    plan = make_plan(
+        tensors, tied or {}, maps or BaseMaps(), max_file_bytes=max_file_bytes, where=directory
     )
-    reusable: set[str] = set()
-    for file in files:
-        # All tensors of a file have the same kind.
-        if file.tensors and file.tensors[0].stored.fqn in (untrained or {}):
-            reusable.add(file.name)
     interleaved = {tensor.fqn for tensor in tensors.values() if not _is_contiguous(tensor)}
-    positions = _positions(files, directory)
-    return FileLayout(
-        directory, files, positions, frozenset(interleaved), warnings, frozenset(reusable)
-    )
+    positions = _positions(plan.files, directory)
+    return FileLayout(directory, plan.files, positions, frozenset(interleaved))
 
 
 def _is_contiguous(tensor: Tensor) -> bool:
@@ -153,7 +134,7 @@ def _positions(
     for file in files:
         path = f"{directory}/{file.name}"
         for tensor, start in file.placed():
-            position = FilePosition(tensor.fqn, tensor.dtype, path, start)
+            position = FilePosition(tensor.fqn, path, start)
             found.setdefault(tensor.stored.fqn, []).append(position)
     return {fqn: _mark_copies(fqn, positions) for fqn, positions in found.items()}
 
@@ -165,52 +146,34 @@ def _mark_copies(fqn: str, positions: list[FilePosition]) -> tuple[FilePosition,
     return (first, *copies)
 
 
-def lay_out(
-    plan: TreePlan,
-    directory: str,
-    maps: BaseMaps,
-    tied: Mapping[str, str],
-    untrained: Mapping[str, str] | None = None,
-) -> FileLayout:
+def lay_out(plan: TreePlan, directory: str, maps: BaseMaps, tied: Mapping[str, str]) -> FileLayout:
     """The files of a partitioned plan in *directory*. The arguments are those of :func:`lay_out_tensors`.
 
     Raises :class:`SaveFailed` where they do not match the base.
     """
     try:
-        return lay_out_tensors(
-            plan.all_tensors(), directory, tied=tied, maps=maps, untrained=untrained
-        )
+        return lay_out_tensors(plan.all_tensors(), directory, tied=tied, maps=maps)
     except CheckpointUnusable as error:
         raise SaveFailed.all_of(error.problems) from error
 
 
-def plan_jobs(plan: TreePlan, rank: int, file_layout: FileLayout) -> Iterator[Job]:
+def plan_jobs(plan: TreePlan, rank: int, file_layout: FileLayout) -> Iterator[FileJob]:
     """The jobs of *rank* for a tree; rank 0 creates the files."""
-    yield from shared_file_jobs(plan, rank, file_layout)
-    yield from values_job(plan, layout.objects_file(plan.directory, rank))
-
-
-def shared_file_jobs(plan: TreePlan, rank: int, file_layout: FileLayout) -> Iterator[SharedFileJob]:
-    """The jobs of *rank* for the tensors of a tree. A tensor's data is fetched once, however many positions it has."""
     chunks: dict[str, list[Chunk]] = {}
     for tensor in plan.tensors():
+        # Fetched once, however many positions it has.
         data = plan.fetch(tensor)
         (local,) = tensor.slices
         for position in file_layout.positions.get(tensor.fqn, ()):
             entry = file_layout.entry(tensor, local.box, position)
-            chunk = Chunk(
-                entry.slices[0].start,
-                data,
-                entry,
-                dtype=tensor.dtype,
-                is_copy=position.is_copy,
-            )
+            chunk = Chunk(entry.slices[0].start, data, entry, is_copy=position.is_copy)
             chunks.setdefault(position.file, []).append(chunk)
     for file in file_layout.files:
         path = f"{file_layout.directory}/{file.name}"
         mine = sorted(chunks.get(path, ()), key=lambda chunk: chunk.start)
         # Rank 0 writes every header, also of a file in which it has no slice.
-        header = file.header if rank == 0 else None
-        if mine or header is not None:
-            is_reusable = file.name in file_layout.reusable
-            yield SharedFileJob(path, file.nbytes, mine, plan.name, header, is_reusable)
+        if rank == 0:
+            mine.insert(0, Chunk(0, file.header))
+        if mine:
+            yield FileJob(path, mine, plan.name, file.nbytes, is_shared=True)
+    yield from values_job(plan, layout.objects_file(plan.directory, rank))

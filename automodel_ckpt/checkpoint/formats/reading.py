@@ -126,21 +126,6 @@ class _Read(NamedTuple):
         return file, start + runs[0].source, start + runs[-1].source + runs[-1].nbytes
 
 
-class _ReadValue(NamedTuple):
-    """A value that is no tensor, under its name."""
-
-    fqn: str
-    blob: Blob
-
-    @property
-    def position(self) -> tuple[str, int]:
-        return self.blob.file, self.blob.start
-
-    def byte_range(self) -> tuple[str, int, int]:
-        """(file, start, end) of its bytes."""
-        return self.blob.file, self.blob.start, self.blob.start + self.blob.nbytes
-
-
 def read_value(checkpoint: Path, file: str) -> Any:
     """The plain data in a file that ``torch.save`` wrote.
 
@@ -157,9 +142,7 @@ def read_object(checkpoint: Path, tree: Tree, name: str, remote: ByteRanges | No
     With *remote*, it is read from there, and *checkpoint* is only for messages.
     """
     with _Files(checkpoint, remote) as files:
-        from automodel_ckpt.checkpoint.pickles import pickle_reader
-
-        return pickle_reader.load(files.read_blob(tree.objects[name]), name)
+        return _plain_value(files, tree.objects[name], name)
 
 
 def read_tree(
@@ -175,24 +158,34 @@ def read_tree(
     bytes are read from there, and *checkpoint* is only for messages. Raises :class:`CheckpointUnusable` naming the
     file, or a tensor in *exact* with a value that its type in *state_dict* cannot represent.
     """
-    reads: list[_Read | _ReadValue] = []
+    blobs: list[tuple[str, Blob]] = []
+    reads: list[_Read] = []
     local_boxes = LocalBoxes()
     for fqn, value in state_dict.items():
         if fqn in tree.objects:
-            reads.append(_ReadValue(fqn, tree.objects[fqn]))
+            blobs.append((fqn, tree.objects[fqn]))
         elif fqn in tree.tensors:
             stored = tree.tensors[fqn]
             reads += _reads(stored, value, local_boxes(value), is_exact=fqn in exact)
     # In the order of the disk.
+    blobs.sort(key=lambda item: (item[1].file, item[1].start))
     reads.sort(key=lambda read: read.position)
     if remote is not None:
-        remote.expect([read.byte_range() for read in reads])
-    of_tensors = [read for read in reads if isinstance(read, _Read)]
+        ranges = [(blob.file, blob.start, blob.start + blob.nbytes) for _, blob in blobs]
+        remote.expect([*ranges, *(read.byte_range() for read in reads)])
     # What is remote is read in order, by one thread.
-    threads = num_threads(sum(read.nbytes for read in of_tensors)) if remote is None else 1
-    to_gpu = any(read.target.is_cuda for read in of_tensors)
+    threads = num_threads(sum(read.nbytes for read in reads)) if remote is None else 1
+    to_gpu = any(read.target.is_cuda for read in reads)
     with _Files(checkpoint, remote) as files:
-        read_all(_blocks(reads, files, state_dict), threads, to_gpu=to_gpu)
+        for fqn, blob in blobs:
+            state_dict[fqn] = _plain_value(files, blob, fqn)
+        read_all(_blocks(reads, files), threads, to_gpu=to_gpu)
+
+
+def _plain_value(files: _Files, blob: Blob, name: str) -> Any:
+    from automodel_ckpt.checkpoint.pickles import pickle_reader
+
+    return pickle_reader.load(files.read_blob(blob), name)
 
 
 def _reads(
@@ -220,17 +213,10 @@ def _reads(
         yield _Read(stored, Box(offsets, common.sizes), nbytes, local[common.within(box)], fqn)
 
 
-def _blocks(
-    reads: Iterable[_Read | _ReadValue], files: _Files, state_dict: dict[str, Any]
-) -> Iterator[_Tensors | _Value]:
+def _blocks(reads: Iterable[_Read], files: _Files) -> Iterator[_Tensors]:
     """The blocks that are read together, in the order of *reads*."""
     block = _Tensors(files)
     for read in reads:
-        if isinstance(read, _ReadValue):
-            yield block
-            yield _Value(read, files, state_dict)
-            block = _Tensors(files)
-            continue
         for part in read.parts():
             if not block.has_room(part):
                 yield block
@@ -317,30 +303,6 @@ def _check_exact(fqn: str, values: torch.Tensor, dtype: torch.dtype) -> None:
         value=f"saved as {saved}",
         hint="set model.dtype to float32, which keeps them",
     )
-
-
-class _Value:
-    """A value that is no tensor: a block of :mod:`~automodel_ckpt.checkpoint.formats.read_ahead`."""
-
-    staged_bytes = 0
-    reads_elsewhere = True
-
-    def __init__(self, read: _ReadValue, files: _Files, state_dict: dict[str, Any]) -> None:
-        self._read, self._files, self._state_dict = read, files, state_dict
-        self._data = b""
-
-    def read(self, staging: torch.Tensor) -> None:
-        """Read its bytes."""
-        del staging
-        self._data = self._files.read_blob(self._read.blob)
-
-    def put(self, staging: torch.Tensor) -> set[torch.device]:
-        """Replace the value in the state dict."""
-        del staging
-        from automodel_ckpt.checkpoint.pickles import pickle_reader
-
-        self._state_dict[self._read.fqn] = pickle_reader.load(self._data, self._read.fqn)
-        return set()
 
 
 class _Files:

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.formats.planning import DTYPES, TreePlan, located
+from automodel_ckpt.checkpoint.formats.planning import TreePlan, located
 from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout, ordered
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.parts.sharding import RegularSlices
 from automodel_ckpt.checkpoint.parts.slice_columns import BoxesOf, columns_of
-from automodel_ckpt.checkpoint.parts.slices import Tensor, nbytes_of
+from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
     DcpChunk,
     DcpLocation,
@@ -29,7 +29,7 @@ from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
     Extents,
     Items,
 )
-from automodel_ckpt.checkpoint.pickles.torch_archive import tensor_archive
+from automodel_ckpt.checkpoint.pickles.torch_archive_writing import described_archive
 
 NAME = "torch_save"
 
@@ -49,7 +49,7 @@ def plan_jobs(plan: TreePlan, rank: int) -> Iterator[FileJob]:
         end += len(data)
     for tensor in plan.tensors():
         (stored,) = tensor.slices
-        archive = tensor_archive(DTYPES[tensor.dtype], stored.sizes, stored.nbytes)
+        archive = described_archive(tensor.dtype, stored.sizes)
         # Head, data, tail: an archive of torch.save around the tensor's raw bytes. The tail contains their checksum,
         # which is known only when they are written.
         data_start = end + len(archive.head)
@@ -89,7 +89,7 @@ def _chunks(tensor: Tensor) -> list[DcpChunk]:
     chunks: list[DcpChunk] = []
     for stored in tensor.slices:
         # torch's reader gets the whole archive, the manifest's entry has only the raw bytes in it.
-        archive = tensor_archive(DTYPES[tensor.dtype], stored.sizes, stored.nbytes)
+        archive = described_archive(tensor.dtype, stored.sizes)
         length = len(archive.head) + stored.nbytes + len(archive.tail)
         start = stored.start - len(archive.head)
         location = DcpLocation(_file_name(stored.file), start, length)
@@ -131,7 +131,7 @@ def _added_bytes(dtype: str, sizes: Any) -> tuple[Any, Any]:
     heads: list[int] = []
     others: list[int] = []
     for row in map(tuple, sizes.tolist()):
-        archive = tensor_archive(DTYPES[dtype], row, nbytes_of(dtype, row))
+        archive = described_archive(dtype, row)
         heads.append(len(archive.head))
         others.append(len(archive.head) + len(archive.tail))
     return np.array(heads, np.int64), np.array(others, np.int64)

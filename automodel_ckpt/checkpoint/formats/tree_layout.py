@@ -40,8 +40,8 @@ def ordered(tensors: Iterable[Tensor], part_of: Callable[[str], int] = lambda fq
     return TreeLayout(found)
 
 
-def positioned(tensor: Tensor, name: str, dtype: str, position: Position) -> Tensor:
-    """A regular tensor under *name*, stored with *dtype* at a position in a file that several ranks write."""
+def positioned(tensor: Tensor, name: str, position: Position) -> Tensor:
+    """A regular tensor under *name*, stored at a position in a file that several ranks write."""
     assert isinstance(tensor.slices, RegularSlices)
-    slices = replace(tensor.slices, fqn=name, dtype=dtype, position=position)
-    return replace(tensor, fqn=name, dtype=dtype, slices=slices)
+    slices = replace(tensor.slices, fqn=name, position=position)
+    return replace(tensor, fqn=name, slices=slices)

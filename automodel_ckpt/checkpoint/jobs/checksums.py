@@ -13,11 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import xxhash
 
-from automodel_ckpt.checkpoint.files.digests import digest_from, digest_of
+from automodel_ckpt.checkpoint.files.digests import digest_from
 from automodel_ckpt.checkpoint.files.threads import cores_of_rank
 
 _PIECE_BYTES = 8 << 20
-PARALLEL_FROM_BYTES = 2 << 20
+_PARALLEL_FROM_BYTES = 2 << 20
 """Shorter ranges are computed by the thread that writes: passing them to another one takes as long."""
 _MOST_THREADS = 8
 # The polynomial of CRC-32 (IEEE 802.3), without x^32. The highest bit is the coefficient of x^0.
@@ -32,37 +32,10 @@ def num_threads() -> int:
 
 
 class Checksums:
-    """The digest and the CRC-32 of bytes in memory, which threads of a *pool* compute from now on.
-
-    The *data* must not change until both have been returned.
-    """
-
-    def __init__(
-        self,
-        data: bytes | memoryview,
-        pool: ThreadPoolExecutor,
-        *,
-        has_digest: bool,
-        has_crc: bool,
-    ) -> None:
-        self._digest = pool.submit(digest_of, data) if has_digest else None
-        self._crcs = _submit_crcs(pool, data) if has_crc else None
-
-    def digest(self) -> str:
-        """The digest in the stored format. Waits for the threads."""
-        assert self._digest is not None, "it is not computed"
-        return self._digest.result()
-
-    def crc(self) -> int:
-        """The CRC-32. Waits for the threads."""
-        assert self._crcs is not None, "it is not computed"
-        return _joined(0, self._crcs)
-
-
-class BlockChecksums:
     """The digest and, with *has_crc*, the CRC-32 of bytes that are added in blocks.
 
-    Threads of a *pool* compute those of long blocks. A block must not change until :meth:`finish` has returned.
+    Threads of a *pool* compute those of long blocks. A block must not change until :meth:`finish` has returned, which
+    the other methods call.
     """
 
     def __init__(self, pool: ThreadPoolExecutor | None, *, has_crc: bool) -> None:
@@ -72,9 +45,9 @@ class BlockChecksums:
         self._hashing: Future[None] | None = None
         self._crcs: Sequence[tuple[Future[int], int]] = ()
 
-    def begin(self, block: memoryview) -> None:
+    def begin(self, block: bytes | memoryview) -> None:
         """Add a block."""
-        if self._pool is None or len(block) < PARALLEL_FROM_BYTES:
+        if self._pool is None or len(block) < _PARALLEL_FROM_BYTES:
             self._hash.update(block)
             if self._has_crc:
                 self._crc = zlib.crc32(block, self._crc)
@@ -92,11 +65,13 @@ class BlockChecksums:
 
     def digest(self) -> str:
         """The digest of all blocks, in the stored format."""
+        self.finish()
         return digest_from(self._hash)
 
     def crc(self) -> int:
         """The CRC-32 of all blocks."""
         assert self._has_crc, "it was not computed"
+        self.finish()
         return self._crc
 
 

@@ -17,7 +17,6 @@ from typing import IO, Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
-from automodel_ckpt.checkpoint.jobs.reuse import Previous, ReusableFiles
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Manifest, Tree
 from automodel_ckpt.checkpoint.parts.merkle import merkle_digest, slices_by_file
@@ -32,7 +31,6 @@ from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.parts.tree import (
     blob_of,
     in_rank_files,
-    regular_slices_in,
     tensor_of,
 )
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
@@ -80,15 +78,13 @@ class RankManifest:
     """What one rank wrote of a checkpoint. Rank 0 merges those of all ranks into the manifest.
 
     *placed* has, for each file that several ranks write and this one created, its size and the digest of its header.
-    *reused* names the files that several ranks write, and to which this one wrote nothing, because the previous
-    checkpoint has all its slices (``reuse.py``). The names of the fields are keys of the file.
+    The names of the fields are keys of the file.
     """
 
     rank: int
     files: dict[str, FileRecord] = field(default_factory=dict)
     trees: dict[str, RankTree] = field(default_factory=dict)
     placed: dict[str, FileRecord] = field(default_factory=dict)
-    reused: list[str] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
         """The content of the file: a line of JSON, then the rows of all segments in their order."""
@@ -109,15 +105,6 @@ class RankManifest:
         head = {**_fields(self), "trees": trees}
         return b"\n".join([json.dumps(head, default=_fields).encode(), b"".join(rows)])
 
-    def irregular_in(self, file: str) -> list[Tensor]:
-        """The listed slices of this rank in *file*: tensors with one slice each."""
-        found: list[Tensor] = []
-        for tree in self.trees.values():
-            for tensor in tree.irregular((*tree.tensors, *tree.copies)):
-                if tensor.slices[0].file == file:
-                    found.append(tensor)
-        return found
-
     @classmethod
     def parse(cls, data: bytes) -> RankManifest:
         head, _, rows = data.partition(b"\n")
@@ -127,7 +114,6 @@ class RankManifest:
             rank=raw["rank"],
             files=_parse_records(raw["files"]),
             placed=_parse_records(raw["placed"]),
-            reused=list(raw["reused"]),
             trees={name: _parse_tree(tree, remaining) for name, tree in raw["trees"].items()},
         )
 
@@ -275,21 +261,19 @@ def finalize(
     staging: Path,
     partial_manifest: Manifest,
     rank_manifests: Sequence[RankManifest],
-    previous: Previous | None = None,
     trees: Mapping[str, Tree] | None = None,
 ) -> int:
     """Complete the manifest and finalize *staging* with it; return the bytes of the checkpoint's files.
 
-    *partial_manifest* has no files, and of each tree only its format and tied names. *previous* is the checkpoint whose
-    files the ranks reused. *trees* is the result of :func:`merge_trees`, if the caller has it. Raises OSError, and
-    :class:`SaveFailed` where the result is not a checkpoint that can be read back.
+    *partial_manifest* has no files, and of each tree only its format and tied names. *trees* is the result of
+    :func:`merge_trees`, if the caller has it. Raises OSError, and :class:`SaveFailed` where the result is not a
+    checkpoint that can be read back.
     """
     if trees is None:
         trees = merge_trees(partial_manifest, rank_manifests)
     files = merge_files(rank_manifests)
     files |= _write_tables(staging, trees)
     files |= merge_shared_files(rank_manifests, trees.values())
-    _complete_reused(staging, files, rank_manifests, trees, previous)
     manifest = replace(partial_manifest, created=time.time(), trees=trees, files=files)
     checkpoint = staging.parent / str(layout.CheckpointName(manifest.step, manifest.epoch))
     commit.finalize(staging, readable_bytes(manifest, checkpoint))
@@ -316,36 +300,3 @@ def _write_tables(staging: Path, trees: Mapping[str, Tree]) -> dict[str, FileRec
         written[file] = commit.write_file(staging / file, tree.table.content())
         tree.table.store_in(file)
     return written
-
-
-def _complete_reused(
-    staging: Path,
-    files: Mapping[str, FileRecord],
-    rank_manifests: Sequence[RankManifest],
-    trees: Mapping[str, Tree],
-    previous: Previous | None,
-) -> None:
-    """Take over what the ranks did not write because *previous* has it; *files* has the records of all files."""
-    reused: dict[str, list[RankManifest]] = {}
-    for written in rank_manifests:
-        for file in written.reused:
-            reused.setdefault(file, []).append(written)
-    if not reused:
-        return
-    reusable = ReusableFiles.open(previous)
-    if reusable is None:
-        raise SaveFailed(
-            "the checkpoint whose files the new one shares was removed during the save",
-            where=str(staging),
-            value=previous.root if previous else "no checkpoint",
-            hint="",
-            restart="run the same command to resume from the newest checkpoint",
-        )
-    for file, ranks in reused.items():
-        tensors: list[Tensor] = []
-        for written in ranks:
-            tensors += written.irregular_in(file)
-            for tree in trees.values():
-                tensors += regular_slices_in(tree, file, written.rank)
-        needs_head = any(file in written.placed for written in ranks)
-        reusable.complete(file, files[file], tensors, staging, needs_head=needs_head)

@@ -15,34 +15,27 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
-from automodel_ckpt.base.durable_io import fsync_file, write_all
+from automodel_ckpt.base.durable_io import fsync_file
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_from
+from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.files.direct import METER
-from automodel_ckpt.checkpoint.files.durable_file import DurableFile
-from automodel_ckpt.checkpoint.files.safe_open import begins_with, open_safely
+from automodel_ckpt.checkpoint.files.safe_open import begins_with
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.merkle import (
     FileSlice,
-    damaged,
-    head_fits,
-    merkle_digest,
     slices_by_file,
     slices_in,
 )
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, runs_in_file
+from automodel_ckpt.checkpoint.parts.slices import Slice
 from automodel_ckpt.checkpoint.parts.verify import size_problem
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable
 
 MAX_AGE_SECONDS = 86400.0
 """A file that is older is written anew, so that damage on the disk does not pass to all later checkpoints."""
-_COPY_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,34 +131,17 @@ class ReusableFiles:
         METER.nbytes += record.size
         return True
 
-    def has_slices(self, file: str, slices: Iterable[Slice], head: str | None) -> bool:
-        """Whether the previous checkpoint has all *slices*, with digests, at the same positions of *file*.
-
-        *head*, if given, is the digest of the bytes before the first slice, which must be the same, too.
-        """
-        record = self.record(file)
-        if record is None:
-            return False
-        previous = self.slices_of(file)
-        available = {one.stored for one in previous}
-        # An empty slice has no bytes, and no entry in a Merkle digest.
-        filled = [stored for stored in slices if stored.nbytes]
-        if not available.issuperset(filled):
-            return False
-        return head is None or merkle_digest(head, previous) == record.digest
-
     def same_file(self, file: str, header: bytes, slices: Sequence[Slice]) -> FileRecord | None:
         """The record of a file of the previous checkpoint that consists of *header* and *slices*; None for any other.
 
         The slices have the digests of what a save would write.
         """
         record = self.record(file)
-        if record is None or not self.has_slices(file, slices, None):
+        # An empty slice has no bytes.
+        filled = {stored for stored in slices if stored.nbytes}
+        if record is None or {one.stored for one in self.slices_of(file)} != filled:
             return None
-        filled = [stored for stored in slices if stored.nbytes]
-        nbytes = len(header) + sum(stored.nbytes for stored in filled)
-        has_others = len(self.slices_of(file)) != len(filled)
-        if nbytes != record.size or has_others:
+        if len(header) + sum(stored.nbytes for stored in filled) != record.size:
             return None
         # No digest in the manifest covers the header alone.
         return record if begins_with(self._root, file, header) else None
@@ -179,80 +155,3 @@ class ReusableFiles:
                 self._slices = slices_by_file(tensor for tree in trees for tensor in tree.stored)
             return self._slices.get(file) or slices_in(trees, file)
         return ()
-
-    def complete(
-        self,
-        file: str,
-        record: FileRecord,
-        tensors: Sequence[Tensor],
-        staging: Path,
-        *,
-        needs_head: bool,
-    ) -> None:
-        """Complete a file that several ranks fill, after those with changed slices have written theirs.
-
-        *record* describes the complete file, and *tensors* have the slices that were not written, because the previous
-        checkpoint has them. *needs_head*: the header was not written either. If no rank has written the file, it is
-        linked, or copied if that is not possible. Raises OSError, and :class:`SaveFailed` where the previous file is
-        damaged.
-        """
-        target = staging / file
-        if not target.exists():
-            if self.record(file) == record and self.link(file, record, staging):
-                return
-            _copy_file(self._root / file, target)
-            slices = self.slices_of(file)
-            if damaged(staging, file, slices) or not head_fits(staging, file, record, slices):
-                raise _damaged(self._root / file)
-            return
-        with _open_pair(self._root, file, target) as (source, out):
-            if needs_head:
-                head_bytes = self.slices_of(file)[0].stored.start
-                write_all(out, memoryview(os.pread(source, head_bytes, 0)), 0)
-            for tensor in tensors:
-                for stored in tensor.slices:
-                    if _copy_slice(source, out, stored, tensor.shape) != stored.digest:
-                        raise _damaged(self._root / file)
-            os.fsync(out)
-
-
-@contextlib.contextmanager
-def _open_pair(root: Path, file: str, target: Path) -> Iterator[tuple[int, int]]:
-    """Open *file* below *root* for reading and *target* for writing."""
-    source = open_safely(root, file)
-    try:
-        out = os.open(target, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            yield source, out
-        finally:
-            os.close(out)
-    finally:
-        os.close(source)
-
-
-def _copy_slice(source: int, out: int, stored: Slice, shape: tuple[int, ...]) -> str:
-    """Copy the bytes of a slice to the same position; return their digest."""
-    hashed = xxhash.xxh3_128()
-    for run in runs_in_file(stored, shape):
-        for offset in range(0, run.nbytes, _COPY_BYTES):
-            length = min(_COPY_BYTES, run.nbytes - offset)
-            data = os.pread(source, length, run.source + offset)
-            hashed.update(data)
-            write_all(out, memoryview(data), run.source + offset)
-    return digest_from(hashed)
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file, DurableFile(target) as out:
-        while data := file.read(_COPY_BYTES):
-            out.write(data)
-
-
-def _damaged(path: Path) -> SaveFailed:
-    return SaveFailed(
-        "a file that the new checkpoint would share is damaged",
-        where=str(path),
-        value="its digest differs from the manifest",
-        hint="run `ckpt verify`, and remove the damaged checkpoint; checkpoint.incremental: false shares nothing",
-    )

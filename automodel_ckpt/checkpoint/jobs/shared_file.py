@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -22,7 +22,6 @@ from automodel_ckpt.checkpoint.files.direct import (
     METER,
     DirectStream,
 )
-from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.durable_file import reserve_range
 from automodel_ckpt.checkpoint.parts.slices import Run, Tensor, runs_in_file
 
@@ -50,7 +49,7 @@ class SharedFile:
         if nbytes >= DIRECT_FROM_BYTES:
             self._stream = DirectStream(self._descriptor, path)
 
-    def create(self, header: bytes, nbytes: int) -> None:
+    def create(self, header: bytes | memoryview, nbytes: int) -> None:
         """Reserve *nbytes* for the whole file, so that a full disk is found now, and write its header."""
         with naming(self.path):
             if not reserve_range(self._descriptor, 0, nbytes):
@@ -62,18 +61,19 @@ class SharedFile:
         if os.fstat(self._descriptor).st_size < nbytes:
             os.ftruncate(self._descriptor, nbytes)
 
-    def write_slice(self, entry: Tensor, data: bytes | memoryview, dtype: str) -> str:
-        """Write the one slice of *entry* at its position; return the digest of its bytes as stored.
-
-        *data* are the slice's row-major elements in *dtype*; they are cast where the slice has another dtype.
-        """
+    def write_slice(self, entry: Tensor, data: bytes | memoryview) -> str:
+        """Write the one slice of *entry*, with the row-major bytes *data*, at its position; return their digest."""
         hashed = xxhash.xxh3_128()
+        (stored,) = entry.slices
+        view = memoryview(data).cast("B")
         with naming(self.path):
-            for group, block in _stored_blocks(entry, data, dtype):
+            for group in _groups(runs_in_file(stored, entry.shape)):
+                first = group[0].target
+                block = view[first : group[-1].target + group[-1].nbytes]
                 hashed.update(block)
                 METER.nbytes += len(block)
                 for run in group:
-                    offset = run.target - group[0].target
+                    offset = run.target - first
                     self._write(block[offset : offset + run.nbytes], run.source)
         return digest_from(hashed)
 
@@ -102,24 +102,6 @@ class SharedFile:
                 os.close(descriptor)
 
 
-def slice_digest(entry: Tensor, data: bytes | memoryview, dtype: str) -> str:
-    """Return the digest that :meth:`SharedFile.write_slice` returns with these arguments, without writing."""
-    hashed = xxhash.xxh3_128()
-    for _, block in _stored_blocks(entry, data, dtype):
-        hashed.update(block)
-    return digest_from(hashed)
-
-
-def _stored_blocks(
-    entry: Tensor, data: bytes | memoryview, dtype: str
-) -> Iterator[tuple[list[Run], memoryview]]:
-    """Yield the bytes of a slice as stored, in blocks, each with the runs that it fills."""
-    (stored,) = entry.slices
-    view = memoryview(data).cast("B")
-    for group in _groups(runs_in_file(stored, entry.shape)):
-        yield group, _cast(view, group, dtype, stored.dtype)
-
-
 def _groups(runs: Iterable[Run]) -> Iterator[list[Run]]:
     """Group consecutive runs into about BLOCK_BYTES bytes each; longer runs are split."""
     group: list[Run] = []
@@ -134,19 +116,3 @@ def _groups(runs: Iterable[Run]) -> Iterator[list[Run]]:
                 group, nbytes = [], 0
     if group:
         yield group
-
-
-def _cast(view: memoryview, group: Sequence[Run], source: str, target: str) -> memoryview:
-    """The bytes of a group's runs, cast from dtype *source* to dtype *target*. The runs count bytes in *target*."""
-    first = group[0].target
-    end = group[-1].target + group[-1].nbytes
-    if source == target:
-        return view[first:end]
-    import numpy as np
-
-    from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
-
-    source_bits, target_bits = DTYPE_BITS[source], DTYPE_BITS[target]
-    elements = view[first * source_bits // target_bits : end * source_bits // target_bits]
-    values = np.frombuffer(elements, storage_dtype(source, source_bits))
-    return memoryview(cast(values, source, target).view(np.uint8).data)

@@ -104,21 +104,19 @@ class Export:
 class Finalize:
     """Finalize *staging*, which has all rank manifests. Returns the bytes of all files.
 
-    *common* has the files that rank 0 wrote in addition to its rank manifest, and *previous* is the checkpoint whose
-    files the ranks reused.
+    *common* has the files that rank 0 wrote in addition to its rank manifest.
     """
 
     staging: str
     partial_manifest: Manifest
     common: RankManifest
-    previous: Previous | None = None
 
     @collector_paused()
     def run(self, memory: SharedMemory) -> int:
         staging = Path(self.staging)
         rank_manifests = read_rank_manifests(staging, self.partial_manifest.world_size)
         rank_manifests[self.common.rank].files.update(self.common.files)
-        return finalize(staging, self.partial_manifest, rank_manifests, self.previous)
+        return finalize(staging, self.partial_manifest, rank_manifests)
 
 
 Command = Write | Finalize | Export

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.files.json_values import flag, integer, shown, sizes_of, text
@@ -84,18 +84,6 @@ def slices_in_rank_file(
                 stored = tensor.slices.of_rank(each)
                 if stored is not None and stored.file == file:
                     yield tensor, stored
-
-
-def regular_slices_in(tree: Tree, file: str, rank: int) -> list[Tensor]:
-    """Return the regular slices of a rank in a file that several ranks write: tensors with one slice each."""
-    found: list[Tensor] = []
-    for tensor in tree.stored:
-        if not isinstance(tensor.slices, RegularSlices) or tensor.slices.position is None:
-            continue
-        stored = tensor.slices.of_rank(rank) if tensor.slices.position.file == file else None
-        if stored is not None:
-            found.append(replace(tensor, slices=(stored,)))
-    return found
 
 
 def uses_table(tree: Tree) -> bool:

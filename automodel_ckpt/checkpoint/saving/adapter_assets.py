@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from automodel_ckpt.checkpoint.export.adapter_record import FORMAT_VERSION, read_peft_record
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity
-from automodel_ckpt.checkpoint.export.hf_assets import HFAssets, TensorSpec
+from automodel_ckpt.checkpoint.export.hf_assets import TensorSpec, tokenizer_files
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS, BaseMaps
 from automodel_ckpt.errors import CheckpointUnusable
@@ -61,9 +61,7 @@ class AdapterAssets:
         self._further = dict(further or {})
         self._peft_config, self._description = dict(peft_config), dict(description)
         self._tensors, self._base = dict(tensors), base
-        self._tokenizer_files = HFAssets(
-            None, tokenizer=tokenizer, base_dir=base_dir
-        ).tokenizer_files()
+        self._tokenizer_files = tokenizer_files(tokenizer, base_dir)
 
     @property
     def file_index_mapping(self) -> Mapping[str, int]:

@@ -21,13 +21,14 @@ from automodel_ckpt.checkpoint.export.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.export.next_steps import try_command
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats.assignment import Share
-from automodel_ckpt.checkpoint.jobs.jobs import Job
+from automodel_ckpt.checkpoint.jobs.jobs import FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
     merge_tree,
     rank_manifest_paths,
     read_rank_manifests,
 )
+from automodel_ckpt.checkpoint.jobs.writer import Finalize
 from automodel_ckpt.checkpoint.parts.collective_errors import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.checkpoint.parts.discovery import Item, classify
 from automodel_ckpt.checkpoint.parts.failures import as_failure
@@ -123,7 +124,7 @@ class AsyncSaves:
         return SaveReport(path, save.name.step, save.stall_seconds, published=False)
 
     def _copy_and_start(
-        self, save: Save, written: RankManifest, trees: MemoryLayout, objects: Iterable[Job]
+        self, save: Save, written: RankManifest, trees: MemoryLayout, objects: Iterable[FileJob]
     ) -> None:
         """Copy the state, then write the copy in the background."""
         self._in_flight = save
@@ -196,7 +197,7 @@ class AsyncSaves:
         common.files.update(publisher.write_metadata(save, merged))
         if save.before_publishing is not None:
             save.before_publishing()
-        nbytes = task.finalize(staging, manifest, common, save.previous)
+        nbytes: int = task.do(Finalize(str(staging), manifest, common), staging)
         if self._nodes is not None:
             # Before rank 0's node: its own checkpoint is the one that the next save continues.
             self._nodes.publish(staging, str(save.name), task)

@@ -16,9 +16,8 @@ import torch
 
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
 from automodel_ckpt.checkpoint.jobs.reuse import Previous
-from automodel_ckpt.checkpoint.jobs.writer import Command, Export, Finalize, Write, Writer
+from automodel_ckpt.checkpoint.jobs.writer import Command, Export, Write, Writer
 from automodel_ckpt.checkpoint.parts.failures import as_failure
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory, MemoryLayout
 from automodel_ckpt.checkpoint.saving.page_lock import PageLock
 from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
@@ -308,22 +307,6 @@ class SaveTask:
             return self.writer.do(command)
         finally:
             self.is_writing = False
-
-    def finalize(
-        self,
-        staging: Path,
-        partial_manifest: Manifest,
-        common: RankManifest,
-        previous: Previous | None = None,
-    ) -> int:
-        """Merge all rank manifests of *staging* into the manifest in the writer process; return the checkpoint's
-        bytes.
-
-        Raises :class:`SaveFailed` or OSError.
-        """
-        command = Finalize(str(staging), partial_manifest, common, previous)
-        nbytes: int = self.do(command, staging)
-        return nbytes
 
 
 class _TaskThread:

@@ -9,12 +9,7 @@ from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.jobs.reuse import ReusableFiles
 from automodel_ckpt.checkpoint.parts.discovery import Item
-from automodel_ckpt.checkpoint.saving.forecast import (
-    Forecast,
-    forecast_bytes,
-    forecast_manifest_bytes,
-    free_bytes,
-)
+from automodel_ckpt.checkpoint.saving.forecast import Forecast, forecast_bytes, free_bytes
 from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.checkpoint.state.module_tensors import untrained_names
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
@@ -53,10 +48,6 @@ class DiskSpace:
         return forecast_bytes(
             modules, world_size=1, save_optimizer=False, states=states, side_bytes=side_bytes
         )
-
-    def forecast_manifest_bytes(self, items: Iterable[Item]) -> int:
-        """Expected bytes of the manifest of one save of *items*."""
-        return forecast_manifest_bytes(items, save_optimizer=self._settings.save_optimizer)
 
     def check_fits(self, forecast: Forecast, items: Iterable[Item]) -> None:
         """Raise :class:`SaveFailed` where the disk has too little space for one checkpoint of *items*.

@@ -1,4 +1,4 @@
-"""Exports of a run's checkpoints as Hugging Face files: from memory after a save, and from their files."""
+"""Exports of a run's checkpoints as Hugging Face files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -154,23 +153,21 @@ class Exports:
         self._wait_for_save()
         checkpoint = self._settings.run.root / name
         doing = f"looking for the export of {name}"
-        is_exported = self._of_rank0(doing, lambda: self.is_exported(checkpoint))
-        parsed = layout.parse_checkpoint_name(name)
-        if is_exported or parsed is None:
+        if self._of_rank0(doing, lambda: self.is_exported(checkpoint)):
             return
-        export = self._export_from_files(parsed)
+        export = self._export_from_files(name)
         if export is not None:
-            self._settings.run.on_exported(str(parsed))
-            log.info("Hugging Face export of %s: %s", parsed, export)
+            self._settings.run.on_exported(name)
+            log.info("Hugging Face export of %s: %s", name, export)
 
-    def _export_from_files(self, name: layout.CheckpointName) -> Path | None:
+    def _export_from_files(self, name: str) -> Path | None:
         """Export a published checkpoint on rank 0. Returns the directory there, None elsewhere."""
-        checkpoint = self._settings.run.root / str(name)
 
         def export() -> Path | None:
             output = None
             for attribute in self._settings.assets:
-                output = self._consolidated(checkpoint / layout.state_directory(attribute))
+                directory = self._settings.run.root / name / layout.state_directory(attribute)
+                output = self._consolidated(directory)
             return output
 
         return self.run_on_rank0(f"exporting {name} (the checkpoint itself is safe)", export)
@@ -194,38 +191,21 @@ class Exports:
             return agree.while_working(self._group, work_of_rank0)
 
     def export_save(self, save: Save, report: SaveReport) -> SaveReport:
-        """Export the model of a published *save* from memory; return *report* with the result. Collective.
+        """Export the model of a published *save*; return *report* with the result. Collective.
 
-        Every rank writes its slices. If the export fails, the published checkpoint is unchanged and the failure is in
-        the report. Raises :class:`LeaseLost` on all ranks where another run took over the directory.
+        If the export fails, the published checkpoint is unchanged and the failure is in the report. Raises
+        :class:`LeaseLost` on all ranks where another run took over the directory.
         """
-        run = self._settings.run
+        checkpoint = self._settings.run.root / str(save.name)
         try:
-            with self._raise_on_all_ranks(save.name):
-                run.check_lease()
-            from automodel_ckpt.checkpoint.saving.inline_export import export_from_memory
-
-            for attribute, assets in self._settings.assets.items():
-                export = export_from_memory(
-                    save.plan.trees[attribute],
-                    run.root / str(save.name),
-                    assets,
-                    save.plan.tied[attribute],
-                    rank=self._settings.ranks.rank,
-                    group=self._group,
-                    raise_on_all_ranks=lambda: self._raise_on_all_ranks(save.name),
-                    log=log.info,
-                    before_publishing=run.check_lease,
-                )
-                report = replace(report, export=export)
-            run.on_exported(str(save.name))
+            self._export_from_files(str(save.name))
+            self._settings.run.on_exported(str(save.name))
+            for attribute in self._settings.assets:
+                directory = checkpoint / layout.state_directory(attribute) / layout.CONSOLIDATED
+                report = replace(report, export=directory)
         except LeaseLost:
             raise
         except AutomodelError as failure:
             report = replace(report, export_failure=failure)
         seconds = time.monotonic() - save.started
         return replace(report, stall_seconds=seconds, total_seconds=seconds)
-
-    def _raise_on_all_ranks(self, name: layout.CheckpointName) -> AbstractContextManager[None]:
-        doing = f"exporting {name} (the checkpoint itself is safe)"
-        return raise_on_all_ranks(self._group, doing, self._settings.run.path, ExportFailed)

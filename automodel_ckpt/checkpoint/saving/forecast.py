@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,24 +17,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from automodel_ckpt.base.units import size_text
-from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts.discovery import Item
-from automodel_ckpt.checkpoint.parts.manifest_file import MAX_BYTES
-from automodel_ckpt.checkpoint.parts.slice_table import MIN_TABLE_ROWS
 from automodel_ckpt.checkpoint.state.module_tensors import module_state, stored_layout
 from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all
-from automodel_ckpt.errors import RecipeError
 
 # Per slice: its entry in the manifest, and that in a shard's header or in DCP's .metadata.
 _ENTRY_BYTES = {"module": 380, "optimizer": 850}
 # The rest of the manifest, config.yaml, losses.json, consolidate.sh; a shard's header is padded to a block.
 _FIXED_BYTES, _PADDING_BYTES = 10_240, 2048
 _VALUE_BYTES = 16
-# Text of an entry in the manifest besides its name, its file's name and its extents: per tensor, and per slice. In a
-# tree with a table, a tensor has its sharding instead of slices.
-_TENSOR_TEXT_BYTES, _SLICE_TEXT_BYTES = 48, 132
-_FILE_NAME_BYTES = {"module": 60, "optimizer": 28}
 # Extents of the parameter for a trial step. They differ, so that the extents of state that an optimizer has per row or
 # per column show which dimension they belong to.
 _TRIAL_EXTENTS = (2, 3, 5, 7, 11, 13, 17, 19)
@@ -67,45 +57,6 @@ def free_bytes(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def check_manifest_size(num_bytes: int) -> None:
-    """Raise :class:`RecipeError` where a manifest of *num_bytes* would be too large to be read."""
-    if num_bytes > MAX_BYTES:
-        raise RecipeError(
-            "the checkpoints of this run could not be read back: their manifest would be too large",
-            where=layout.MANIFEST,
-            value=f"about {size_text(num_bytes)}; at most {size_text(MAX_BYTES)} are read",
-            hint="the manifest has one entry for each tensor, of the model and the optimizer: leave the optimizer out "
-            "(checkpoint.save_optimizer: false)",
-        )
-
-
-def forecast_manifest_bytes(
-    items: Iterable[Item],
-    *,
-    save_optimizer: bool,
-    num_shards: int | None = None,
-) -> int:
-    """Expected bytes of the manifest of one checkpoint of these items; the arguments are those of
-    :func:`forecast_bytes`."""
-    items = list(items)
-    total = _FIXED_BYTES
-    names: dict[int, str] = {}
-    for item in items:
-        if item.kind != "module":
-            continue
-        for name, parameter in item.value.named_parameters():
-            names[id(parameter)] = name
-        entries: list[_Entry] = []
-        for name, value in _module_tensors(item, None).items():
-            entries.append(_Entry(name, tuple(value.shape), _num_slices(value, num_shards)))
-        total += _text_bytes("module", entries)
-    for item in items:
-        if item.kind == "optimizer" and save_optimizer:
-            entries = list(_optimizer_entries(item.value, names, num_shards))
-            total += int(_text_bytes("optimizer", entries) * _share_factor(item.value))
-    return total
-
-
 def _module_tensors(
     item: Item, states: Mapping[str, Mapping[str, Any]] | None
 ) -> dict[str, torch.Tensor]:
@@ -117,41 +68,6 @@ def _module_tensors(
     elif state is None:
         state, _ = module_state(item.value)
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-class _Entry(NamedTuple):
-    """A tensor in the manifest: its name, its shape, and the number of its slices."""
-
-    name: str
-    shape: tuple[int, ...]
-    num_slices: int
-
-
-def _optimizer_entries(
-    optimizer: Optimizer, names: Mapping[int, str], num_shards: int | None
-) -> Iterator[_Entry]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            prefix = f"state.{names.get(id(parameter), '')}"
-            for key, numel, _ in _state_entries(optimizer, group, parameter):
-                shape: tuple[int, ...] = ()
-                num_slices = 1
-                if numel is not None:
-                    shape = tuple(parameter.shape)
-                    num_slices = _num_slices(parameter, num_shards)
-                yield _Entry(f"{prefix}.{key}", shape, num_slices)
-
-
-def _text_bytes(kind: str, entries: Sequence[_Entry]) -> int:
-    """Bytes of the tensors of a tree in the manifest."""
-    has_table = sum(entry.num_slices for entry in entries) >= MIN_TABLE_ROWS
-    total = 0
-    for name, shape, num_slices in entries:
-        extents = sum(len(str(extent)) + 1 for extent in shape)
-        total += len(json.dumps(name)) + _TENSOR_TEXT_BYTES + extents
-        if not has_table:
-            total += num_slices * (_SLICE_TEXT_BYTES + _FILE_NAME_BYTES[kind] + 2 * extents)
-    return total
 
 
 def forecast_bytes(
@@ -177,7 +93,9 @@ def forecast_bytes(
     for item in items:
         if item.kind == "module":
             for tensor in _module_tensors(item, states).values():
-                total += _nbytes(tensor) * (1 + num_exports)
+                # Of the whole tensor, not only of this rank's shard.
+                nbytes = tensor.numel() * tensor.element_size()
+                total += nbytes * (1 + num_exports)
                 total += _num_slices(tensor, num_shards) * _ENTRY_BYTES["module"]
             total += world_size * _PADDING_BYTES
         elif item.kind == "optimizer" and save_optimizer:
@@ -192,9 +110,7 @@ def forecast_bytes(
 
 def _value_bytes(value: Any) -> int:
     """Expected bytes of a value in the state of an object."""
-    if isinstance(value, torch.Tensor):
-        return _nbytes(value) + archive_overhead() // 4
-    if isinstance(value, np.ndarray):
+    if isinstance(value, torch.Tensor | np.ndarray):
         return value.nbytes + archive_overhead() // 4
     if isinstance(value, Mapping):
         return sum(_value_bytes(key) + _value_bytes(element) for key, element in value.items())
@@ -203,11 +119,6 @@ def _value_bytes(value: Any) -> int:
     if isinstance(value, str | bytes | bytearray):
         return len(value)
     return _VALUE_BYTES
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of the whole tensor, not only of this rank's shard."""
-    return tensor.numel() * tensor.element_size()
 
 
 def _num_slices(tensor: torch.Tensor, num_shards: int | None) -> int:
@@ -239,15 +150,15 @@ def _optimizer_bytes(optimizer: Optimizer, num_shards: int | None) -> Iterator[i
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             entry = _ENTRY_BYTES["optimizer"] + archive_overhead()
-            for _, numel, itemsize in _state_entries(optimizer, group, parameter):
+            for numel, itemsize in _state_entries(optimizer, group, parameter):
                 num_slices = 1 if numel is None else _num_slices(parameter, num_shards)
                 yield (numel or 1) * itemsize + num_slices * entry
 
 
 def _state_entries(
     optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
-) -> Iterator[tuple[str, int | None, int]]:
-    """(name, elements, bytes per element) of each state entry; elements None for one without dimensions."""
+) -> Iterator[tuple[int | None, int]]:
+    """(elements, bytes per element) of each state entry; elements None for one without dimensions."""
     optimizer = _optimizer_of(optimizer, group)
     state = optimizer.state.get(parameter)
     shape = list(parameter.shape)
@@ -260,16 +171,15 @@ def _state_entries(
         trial_parameter = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device="cpu"))
         state = _state_after_a_step(optimizer, group, trial_parameter)
     real_extent = dict(zip(shape, parameter.shape, strict=False))
-    for name, value in state.items():
+    for value in state.values():
         if not isinstance(value, torch.Tensor):
             continue
-        if value.dim() == 0:
-            yield name, None, value.element_size()
-        elif value.numel() == math.prod(shape):
-            yield name, parameter.numel(), value.element_size()
-        else:
-            extents = [real_extent.get(extent, extent) for extent in value.shape]
-            yield name, math.prod(extents), value.element_size()
+        numel: int | None = None
+        if value.dim() and value.numel() == math.prod(shape):
+            numel = parameter.numel()
+        elif value.dim():
+            numel = math.prod(real_extent.get(extent, extent) for extent in value.shape)
+        yield numel, value.element_size()
 
 
 def _optimizer_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:

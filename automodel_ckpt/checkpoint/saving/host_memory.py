@@ -20,7 +20,7 @@ import torch
 
 from automodel_ckpt.checkpoint.files.threads import cores_of_rank, started_pool
 from automodel_ckpt.checkpoint.formats.planning import Fetch
-from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Data, FileJob, Job, Span, with_data
+from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Data, FileJob, Span, with_data
 from automodel_ckpt.checkpoint.parts.manifest import Blob
 from automodel_ckpt.checkpoint.saving.page_lock import PageLock
 
@@ -177,7 +177,7 @@ class MemoryLayout:
     tensor, by (tree, name). *targets* are views of *memory* for the tensors.
     """
 
-    jobs: list[Job]
+    jobs: list[FileJob]
     end: int
     tensors: list[tuple[int, Fetch]] = field(default_factory=list)
     constants: list[tuple[int, bytes | memoryview]] = field(default_factory=list)
@@ -202,7 +202,7 @@ class MemoryLayout:
         return len(data) == span.nbytes
 
 
-def lay_out(jobs: Sequence[Job], after: int = 0) -> MemoryLayout:
+def lay_out(jobs: Sequence[FileJob], after: int = 0) -> MemoryLayout:
     """Assign positions from byte *after* on to all data of *jobs*.
 
     Bytes that are consecutive in a file are consecutive in memory, at the same offset within a page, so that they can
@@ -243,9 +243,9 @@ def _append(layout: MemoryLayout, data: Data) -> Span:
     return span
 
 
-def _values(job: Job, spans: Sequence[Span]) -> Iterator[tuple[tuple[str, str], Span]]:
+def _values(job: FileJob, spans: Sequence[Span]) -> Iterator[tuple[tuple[str, str], Span]]:
     """((tree, name), position) of each value of *job* that is not a tensor."""
-    if not isinstance(job, FileJob) or job.tree is None:
+    if job.tree is None:
         return
     for chunk, span in zip(job.chunks, spans, strict=True):
         if isinstance(chunk.entry, Blob):

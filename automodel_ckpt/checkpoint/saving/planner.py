@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
-from automodel_ckpt.checkpoint.jobs.jobs import FileJob, Job
+from automodel_ckpt.checkpoint.jobs.jobs import FileJob
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
 from automodel_ckpt.checkpoint.jobs.reuse import Previous, links_are_supported
 from automodel_ckpt.checkpoint.parts.discovery import Item, classify
@@ -228,7 +228,7 @@ class Planner:
 
     def plan(
         self, save: Save, proposals: list[Proposal], shares: Mapping[str, Sequence[Share]]
-    ) -> tuple[RankManifest, list[Job], list[FileJob]]:
+    ) -> tuple[RankManifest, list[FileJob], list[FileJob]]:
         """Plan what this rank writes: (rank manifest to be filled in, jobs of trees, jobs of objects).
 
         Also completes the plan and the records of *save*. *shares* are those of all ranks, by tree.
@@ -238,7 +238,7 @@ class Planner:
         check_consistent(digests)
         save.previous = proposals[0].previous
         written = RankManifest(self.settings.ranks.rank)
-        jobs: list[Job] = []
+        jobs: list[FileJob] = []
         self._has_reusable_files = False
         for tree in save.plan.trees.values():
             tree.assign(shares[tree.name], self.settings.ranks.rank)
@@ -263,14 +263,14 @@ class Planner:
 
     def _tree_jobs(
         self, tree: TreePlan, save: Save, of_rank0: Proposal, untrained: Mapping[str, str]
-    ) -> list[Job]:
+    ) -> list[FileJob]:
         """Choose the format of a tree; return the jobs of this rank. *untrained* tensors get separate files."""
         plan, name, rank = save.plan, tree.name, self.settings.ranks.rank
         # Rank 0's for all ranks: each computes the offsets in files that all of them write.
         maps = of_rank0.maps.get(name)
         if maps is not None:
             tied = of_rank0.tied[name]
-            file_layout = hf.lay_out(tree, tree.directory, maps, tied, untrained)
+            file_layout = hf.lay_out(tree, tree.directory, maps, tied)
             plan.formats[name] = hf.NAME
             plan.file_layouts[name] = file_layout
             plan.layouts[name] = file_layout.tree_layout(tree.assignment.tensors)

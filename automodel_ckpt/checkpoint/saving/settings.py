@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.jobs.reuse import Previous
-from automodel_ckpt.checkpoint.options import ModelFormat, ModelLayout, Options
+from automodel_ckpt.checkpoint.options import CheckpointOptions, ModelFormat, ModelLayout
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 
@@ -28,7 +28,7 @@ class SaveSettings:
         run: RunDirectory,
         ranks: layout.RankLayout,
         assets: dict[str, Assets],
-        options: Options,
+        options: CheckpointOptions,
     ) -> None:
         self.run, self.ranks, self.assets = run, ranks, assets
         self.save_optimizer = options.save_optimizer
@@ -58,9 +58,8 @@ class SaveSettings:
     @property
     def shares_files(self) -> bool:
         """Whether saves of this format and layout can share files with earlier checkpoints."""
-        if self.incremental is False:
-            return False
-        return self.model_layout != "shards" or self.model_format == "safetensors"
+        has_shards = self.model_layout == "shards" and self.model_format == "safetensors"
+        return has_shards and self.incremental is not False
 
     def previous(self) -> Previous | None:
         """The checkpoint whose files the next save can share, where hard links are supported; None if there is none.

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.formats.assignment import Share
-from automodel_ckpt.checkpoint.jobs.jobs import Data, FileJob, Job, run_all, with_data
+from automodel_ckpt.checkpoint.jobs.jobs import Data, FileJob, run_all, with_data
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
     finalize,
@@ -38,7 +38,7 @@ class SyncSaves:
         self._settings = planner.settings
         self._publisher = Publisher(planner.settings)
         self._reuse = PlanReuse(planner, group)
-        self._jobs: list[Job] = []
+        self._jobs: list[FileJob] = []
         self.in_progress: Save | None = None
 
     def save(
@@ -49,7 +49,7 @@ class SyncSaves:
         *proposals* and *shares* are those of all ranks. Raises :class:`SaveFailed` on all ranks. The failure of an
         export is in the report.
         """
-        planned: list[Job] = []
+        planned: list[FileJob] = []
 
         def plan() -> tuple[RankManifest, list[FileJob]]:
             written, jobs, objects = self._planner.plan(save, proposals, shares)
@@ -94,7 +94,7 @@ class SyncSaves:
     def _save(
         self,
         save: Save,
-        jobs: Sequence[Job],
+        jobs: Sequence[FileJob],
         plan: Callable[[], tuple[RankManifest, list[FileJob]]],
     ) -> SaveReport:
         """Write the *jobs* of the trees, which *plan* may add to, and those of objects, which it returns; publish."""
@@ -138,7 +138,7 @@ class SyncSaves:
     def _raise_on_all_ranks(self, doing: str) -> AbstractContextManager[None]:
         return raise_on_all_ranks(self._group, doing, self._settings.run.path)
 
-    def _write(self, save: Save, written: RankManifest, jobs: Sequence[Job]) -> None:
+    def _write(self, save: Save, written: RankManifest, jobs: Sequence[FileJob]) -> None:
         """Write this rank's files and its rank manifest below the staging directory."""
         staging = save.staging.path
         save.bytes_before = METER.nbytes
@@ -162,7 +162,7 @@ class SyncSaves:
             # A recipe flushes its logs here: no checkpoint is published before the log lines of its
             # step.
             save.before_publishing()
-        nbytes = finalize(staging, manifest, rank_manifests, save.previous, trees)
+        nbytes = finalize(staging, manifest, rank_manifests, trees)
         if self._settings.nodes is not None:
             from automodel_ckpt.checkpoint.memory.nodes import Waiting
 
@@ -180,7 +180,7 @@ class _Values:
     def __init__(self) -> None:
         self._data: dict[tuple[str, str], bytes] = {}
 
-    def taken_from(self, job: Job) -> Job:
+    def taken_from(self, job: FileJob) -> FileJob:
         """A copy of *job* that writes the present values."""
         data: list[Data] = []
         for chunk in job.chunks:

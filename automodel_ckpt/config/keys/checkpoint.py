@@ -98,7 +98,7 @@ class CheckpointConfig:
     is_async: bool = False
     """Save asynchronously: training continues as soon as the state is copied to CPU memory."""
     incremental: Literal["auto"] | bool = "auto"
-    """Share the files of tensors that do not train with an earlier checkpoint by hard links. auto: if they take 16 MiB
+    """Share the shards of tensors that do not train with an earlier checkpoint by hard links. auto: if they take 16 MiB
     or more, and never with the checkpoint just before, so that two checkpoints stay independent; true: always."""
     export_best: bool = False
     """At the end, also export the checkpoint that LOWEST_VAL points to. Not needed with adapters."""

@@ -60,11 +60,10 @@ def loaded(root: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("model_layout", ["shards", "hf"])
 def test_ranks_share_what_none_of_them_changed_and_write_the_rest(
-    tmp_path: Path, model_layout: str, is_async: bool
+    tmp_path: Path, is_async: bool
 ) -> None:
-    ranks.run(saved, 2, tmp_path, {"model_layout": model_layout, "is_async": is_async})
+    ranks.run(saved, 2, tmp_path, {"is_async": is_async})
     inodes: dict[int, set[int]] = {}
     for step in range(1, 6):
         path = tmp_path / f"epoch_0_step_{step}"
@@ -75,13 +74,10 @@ def test_ranks_share_what_none_of_them_changed_and_write_the_rest(
             tensor = manifest.trees["model"].tensors[name]
             files |= {(path / piece.file).stat().st_ino for piece in tensor.slices}
         inodes[step] = files
-    # One file that both ranks fill, or one of each rank.
-    num_files = 1 if model_layout == "hf" else 2
-    assert all(len(files) == num_files for files in inodes.values())
+    assert all(len(files) == 2 for files in inodes.values())
     assert inodes[1] == inodes[2] and inodes[4] == inodes[5]
     # Of the rank that did not change, the shard is still shared.
-    num_kept = 0 if model_layout == "hf" else 1
-    assert len(inodes[2] & inodes[3]) == len(inodes[3] & inodes[4]) == num_kept
+    assert len(inodes[2] & inodes[3]) == len(inodes[3] & inodes[4]) == 1
     for size, step in ((2, 3), (1, 5)):
         found = ranks.run(loaded, size, tmp_path, step)[0]
         expected_rows = torch.arange(28.0).reshape(7, 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import itertools
@@ -12,17 +11,14 @@ import resource
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from automodel_ckpt.checkpoint.export import blocks as export_blocks
 from automodel_ckpt.checkpoint.export import copy_engine
 from automodel_ckpt.checkpoint.export import input as export_input
 from automodel_ckpt.checkpoint.export import output as export_output
@@ -51,7 +47,6 @@ from tests.support.models.shards import (
     cut,
     raw_bytes,
     record_of,
-    whole,
     write_checkpoint,
     write_shards,
 )
@@ -140,8 +135,7 @@ def test_a_grid_of_strided_slices_is_put_together(tmp_path: Path) -> None:
 def test_tensors_of_many_blocks_are_bit_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, num_threads: int
 ) -> None:
-    for module in (export_blocks, copy_engine):
-        monkeypatch.setattr(module, "BLOCK_BYTES", block)
+    monkeypatch.setattr(copy_engine, "BLOCK_BYTES", block)
     monkeypatch.setattr(export_output, "DIRECT_FROM_BYTES", 1)
     tensors = {
         "w": torch.randn(5, 41, 7),
@@ -183,68 +177,6 @@ def test_the_bytes_are_the_same_whichever_way_they_are_written(
     tensors = {**zoo(), "large": torch.randn(3, 4099)}
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
     assert_same(consolidate(tmp_path / "c").output, tensors)
-
-
-@pytest.mark.parametrize("way", ["direct", "refused", "in pieces", "unaligned"])
-def test_the_bytes_are_the_same_whichever_way_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    monkeypatch.setattr(export_input, "_ASK_FROM_BYTES", 1)
-    monkeypatch.setattr(export_input._Map, "is_in_memory", lambda *_: False)
-    preadv, past_cache = os.preadv, []
-
-    def read(descriptor: int, buffers: list[memoryview], at: int) -> int:
-        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-            past_cache.append(at)
-            if way == "refused":
-                raise OSError(errno.EINVAL, "Invalid argument")
-            if way == "in pieces":
-                buffers = [buffers[0][: 1000 if len(past_cache) % 2 else 4096]]
-        return preadv(descriptor, buffers, at)
-
-    odd = {"odd": torch.randn(4099).bfloat16()} if way == "unaligned" else {}
-    tensors = {
-        **zoo(),
-        **odd,
-        "large": torch.randn(6 << 20, dtype=torch.float64),
-        "even": torch.randn(3, 4096),
-    }
-    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
-    monkeypatch.setattr(os, "preadv", read)
-    assert_same(consolidate(tmp_path / "c").output, tensors)
-    assert past_cache or not takes_o_direct(tmp_path)
-
-
-def takes_o_direct(directory: Path) -> bool:
-    try:
-        os.close(os.open(directory / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
-    except OSError:
-        return False
-    return True
-
-
-def test_what_the_page_cache_holds_is_read_from_it_and_the_rest_past_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensors = {"w": torch.randn(1 << 20)}
-    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, 1))
-    (path,) = (tmp_path / "c/model").glob("*.safetensors")
-    source = export_input._Input(os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY))
-    os.fsync(source.cached)
-    path.read_bytes()
-    assert source.is_cached(0, 1 << 20)
-    os.posix_fadvise(source.cached, 0, 0, os.POSIX_FADV_DONTNEED)
-    past = (
-        source._is_direct and source._map._address is not None and not source.is_cached(0, 1 << 20)
-    )
-    source.close()
-    if not past:
-        pytest.skip("this file system does not let go of its pages")
-    assert_same(consolidate(tmp_path / "c").output, tensors)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mmap=no_map, mincore=no_map))
-    unknown = export_input._Input(os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY))
-    assert unknown.is_cached(0, 1 << 20)
-    unknown.close()
 
 
 def no_map(*_: object) -> int | None:
@@ -689,8 +621,8 @@ def test_a_slice_that_changes_under_the_copy_is_named_and_nothing_is_published(
     """The file is sound when it is looked at again: what counts is what was read."""
     preadv = os.preadv
 
-    def flips(descriptor: int, buffers: list[memoryview], start: int) -> int:
-        count = preadv(descriptor, buffers, start)
+    def flips(descriptor: int, buffers: list[memoryview], start: int, *flags: int) -> int:
+        count = preadv(descriptor, buffers, start, *flags)
         if start > 3_000_000 and count > 5:
             buffers[0][5] ^= 1
         return count
@@ -710,28 +642,6 @@ def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path: Path) -> 
     for arguments in ({"cast_dtype": "int8"}, {"num_threads": 0}, {"num_procs": -1}):
         with pytest.raises(RecipeError):
             consolidate(tmp_path / "missing", **arguments)  # type: ignore[arg-type]
-
-
-def test_a_worker_process_that_dies_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    code = (
-        "import os, sys, automodel_ckpt.checkpoint.export.consolidate as c\n"
-        "from automodel_ckpt.checkpoint.export import copy_engine\n"
-        "copy_engine.Output.write = lambda *_: os._exit(9)\n"
-        "try: c.consolidate(sys.argv[1], num_procs=2)\n"
-        "except BaseException as error: print(type(error).__name__)\n"
-    )
-    tensors = {name: torch.randn(4096) for name in "ab"}
-    write_checkpoint(
-        tmp_path / "c", tensors, [Chunk(n, whole(t), i) for i, (n, t) in enumerate(tensors.items())]
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.strip() == "SaveFailed", done.stdout + done.stderr
-    assert sorted(path.name for path in (tmp_path / "c/model").iterdir()) == [
-        "shard-00001-model-00001-of-00001.safetensors",
-        "shard-00002-model-00001-of-00001.safetensors",
-    ]
 
 
 def test_the_tool_imports_no_torch_and_no_numpy_where_nothing_is_cast(tmp_path: Path) -> None:
@@ -911,36 +821,6 @@ def test_an_export_reports_what_it_wrote_and_how_long_it_took(tmp_path: Path) ->
     assert report.nbytes == weights.stat().st_size
     again = consolidate(report.output.parent, tmp_path / "again", cast_dtype="fp32")
     assert again.casts == {} and 0 <= again.seconds <= time.monotonic() - started
-
-
-def test_threads_enter_in_the_order_of_their_blocks_and_all_end_when_one_fails() -> None:
-    turns = copy_engine._Turns()
-    entered: list[int] = []
-    stopped: list[int] = []
-
-    def enter(number: int) -> None:
-        try:
-            with turns.turn(number):
-                entered.append(number)
-        except copy_engine._Stopped:
-            stopped.append(number)
-
-    threads = [threading.Thread(target=enter, args=(number,), daemon=True) for number in (3, 2, 1)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.05)
-    assert entered == []
-    enter(0)
-    for thread in threads:
-        thread.join(120)
-    assert entered == [0, 1, 2, 3] and stopped == []
-    waiting = threading.Thread(target=enter, args=(9,), daemon=True)
-    waiting.start()
-    time.sleep(0.05)
-    turns.stop()
-    waiting.join(120)
-    enter(4)
-    assert entered == [0, 1, 2, 3] and stopped == [9, 4]
 
 
 def test_a_link_in_the_checkpoint_does_not_choose_where_an_export_is_written(

@@ -18,7 +18,7 @@ import torch
 
 from automodel_ckpt.checkpoint import Manifest, discover
 from automodel_ckpt.checkpoint.export import output
-from automodel_ckpt.checkpoint.export.consolidate import _workers, consolidate
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.export.publish import check_target, staged
 from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, block_of
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
@@ -230,6 +230,6 @@ def test_a_directory_without_permission_is_no_full_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, -1, 10**8])
 def test_numbers_of_workers_have_limits(number: int) -> None:
-    for arguments in ((number, 1), (1, number)):
+    for name in ("num_procs", "num_threads"):
         with pytest.raises(RecipeError, match="from 1 to 1024"):
-            _workers(*arguments)
+            consolidate("missing", **{name: number})

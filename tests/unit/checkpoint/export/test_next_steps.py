@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from automodel_ckpt.checkpoint.export.next_steps import (
-    _image_text_models,
     hf_lines,
     model_files_lines,
 )
@@ -21,9 +19,6 @@ from automodel_ckpt.checkpoint.export.next_steps import (
     [
         ({"architectures": ["LlamaForCausalLM"]}, "AutoModelForCausalLM"),
         ({"architectures": ["Gemma3ForCausalLM"]}, "AutoModelForCausalLM"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "AutoModelForImageTextToText"),
-        ({"architectures": ["FuyuForCausalLM"]}, "AutoModelForImageTextToText"),
-        ({"architectures": ["ChameleonForConditionalGeneration"]}, "AutoModelForImageTextToText"),
         (
             {"architectures": ["NewForConditionalGeneration"], "vision_config": {}},
             "AutoModelForImageTextToText",
@@ -53,10 +48,6 @@ def test_the_class_that_loads_an_export_is_that_of_its_kind(
     assert f'try it:       ckpt generate {tmp_path} -p "{prompt}"' in lines
     is_served = any("vllm serve" in line for line in lines)
     assert is_served == (auto_class != "AutoModelForSeq2SeqLM")
-
-
-def test_the_classes_of_models_with_images_are_those_of_transformers() -> None:
-    assert _image_text_models() == set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
 
 
 @pytest.mark.parametrize(

@@ -8,30 +8,23 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Manifest
-from automodel_ckpt.checkpoint.export import base_identity, hf_assets
+from automodel_ckpt.checkpoint.export import base_identity
 from automodel_ckpt.checkpoint.export.adapter_record import read_peft_record
 from automodel_ckpt.checkpoint.export.export_manifest import (
     DigestedRange,
     ExportManifest,
     ListedFile,
 )
-from automodel_ckpt.checkpoint.export.hf_assets import TensorSpec
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.jobs import reuse
-from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest, _complete_reused
-from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, runs_in_file
-from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.saving import forecast
+from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.sources.opening import open_checkpoint
-from automodel_ckpt.checkpoint.state.live_state import _is_same
-from automodel_ckpt.checkpoint.state.stored_rows import read_rows, rows_of
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from tests.support.models.shards import cut, write_checkpoint
 
 # ---------------------------------------------------------------- records and indexes
@@ -91,15 +84,6 @@ def test_a_base_without_weights_is_an_error_of_the_recipe(tmp_path: Path) -> Non
     linked = tmp_path / "snapshot" / layout.HF_INDEX
     linked.symlink_to(index)
     assert base_identity.files_of_index(linked) == ["one", "two"]
-
-
-def test_tensors_are_divided_into_files_of_at_most_5_gb_in_their_order() -> None:
-    def spec(gigabytes: float) -> TensorSpec:
-        return TensorSpec("U8", (int(gigabytes * 10**9),))
-
-    sizes = {"a": 4.0, "b": 1.0, "c": 0.5, "d": 6.0, "e": 4.5, "f": 0.5, "g": 0.1}
-    numbers = hf_assets._split_by_size({name: spec(size) for name, size in sizes.items()})
-    assert numbers == {"a": 1, "b": 1, "c": 2, "d": 3, "e": 4, "f": 4, "g": 5}
 
 
 # ---------------------------------------------------------------- exports and slices
@@ -164,73 +148,6 @@ def test_a_link_in_an_export_is_damage_except_in_the_cache_of_the_hub(tmp_path: 
     assert "its digest does not match" in problem.what
 
 
-def test_the_bytes_of_a_strided_slice_are_no_byte_ranges_of_its_file() -> None:
-    piece = Slice("w", "F32", (0, 0), (2, 2), "m", 0, 16, None)
-    strided = dataclasses.replace(piece, strides=(1, 2))
-    with pytest.raises(ValueError, match="w is strided"):
-        list(runs_in_file(strided, (2, 2)))
-    assert [run.nbytes for run in runs_in_file(piece, (2, 2))] == [16]
-
-
-@pytest.mark.parametrize("dimension", [0, 1])
-@pytest.mark.parametrize(("first", "stop"), [(0, 6), (1, 5), (2, 4), (3, 3), (5, 6)])
-def test_rows_of_a_tensor_are_read_from_the_slices_that_have_them(
-    tmp_path: Path, dimension: int, first: int, stop: int
-) -> None:
-    path = tmp_path / "epoch_0_step_20"
-    tensors = {"w": torch.arange(60.0).reshape(6, 10)}
-    write_checkpoint(path, tensors, cut("w", tensors["w"], 3, dim=dimension), step=20)
-    stored = Manifest.read(path).trees["model"].tensors["w"]
-    rows = rows_of(stored, first, stop)
-    assert rows.shape == (stop - first, 10)
-    for piece in rows.slices:
-        num_elements = piece.sizes[0] * piece.sizes[1]
-        assert piece.nbytes == 4 * num_elements and piece.digest is None
-        whole = (path / piece.file).read_bytes()[piece.start : piece.start + piece.nbytes]
-        values = torch.frombuffer(bytearray(whole or b"0000"), dtype=torch.float32)[:num_elements]
-        row, column = first + piece.offsets[0], piece.offsets[1]
-        wanted = tensors["w"][row : row + piece.sizes[0], column : column + piece.sizes[1]]
-        assert torch.equal(values.reshape(piece.sizes), wanted)
-    assert sum(piece.nbytes for piece in rows.slices) == 4 * 10 * (stop - first)
-    read = read_rows(Weights(path), stored, first, stop)
-    assert torch.equal(read, tensors["w"][first:stop])
-
-
-class Weights:
-    """Where tensors are read."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-
-# ---------------------------------------------------------------- state and forecasts
-
-
-def test_two_tensors_are_the_same_if_they_are_the_same_memory_in_the_same_form() -> None:
-    tensor = torch.arange(16.0)
-    assert _is_same(tensor, tensor.view(16)) and _is_same(3, 3) and not _is_same(3, 4)
-    others: list[Any] = [
-        3,
-        tensor.clone(),
-        tensor[:8],
-        tensor.view(4, 4),
-        tensor.view(torch.int32),
-        tensor[::2],
-    ]
-    for other in others:
-        assert not _is_same(tensor, other)
-    square = tensor.view(4, 4)
-    assert not _is_same(square, square.t())
-
-
-def test_arrays_in_the_state_of_an_object_are_expected_with_their_bytes() -> None:
-    array, tensor = np.zeros(1000, np.float64), torch.zeros(1000, dtype=torch.float64)
-    assert forecast._value_bytes(array) == forecast._value_bytes(tensor)
-    assert 8000 < forecast._value_bytes(array) < 8000 + forecast.archive_overhead()
-    nested = {"abcd": [array, b"12", "345"], "": (array,)}
-    assert forecast._value_bytes(nested) == 4 + 2 * forecast._value_bytes(array) + 5
-
-
 # ---------------------------------------------------------------- checkpoints that changed
 
 
@@ -262,55 +179,20 @@ def test_an_adapter_checkpoint_is_not_exported(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
-def test_a_restore_request_is_the_same_for_one_checkpoint_under_two_places(tmp_path: Path) -> None:
-    name = "epoch_0_step_20"
-    checkpoint_in(tmp_path / "run" / name)
-    checkpoint_in(tmp_path / "other" / name, value=2.0)
-    run, other = tmp_path / "run", tmp_path / "other"
-    assert resume._is_same_request(run, name, name)
-    # The previous location of the run does not exist any more.
-    assert resume._is_same_request(run, f"/gone/{name}", name)
-    assert not resume._is_same_request(run, "epoch_0_step_10", name)
-    assert not resume._is_same_request(run, None, name)
-    assert not resume._is_same_request(run, 20, name)
-    # Another run has a checkpoint of this name, with another manifest.
-    assert not resume._is_same_request(run, str(other / name), name)
-    # Two absolute paths that differ are two checkpoints.
-    assert not resume._is_same_request(run, f"/a/{name}", f"/b/{name}")
-    (other / name / layout.MANIFEST).unlink()
-    assert not resume._is_same_request(run, str(other / name), name)
-
-
-def test_files_to_share_are_missed_by_name_where_their_checkpoint_was_removed(
-    tmp_path: Path,
-) -> None:
-    gone = reuse.Previous(str(tmp_path / "epoch_0_step_10"))
-    nothing: Any = [RankManifest(0)]
-    _complete_reused(tmp_path, {}, nothing, {}, gone)
-    written = [RankManifest(0, reused=["model/a"])]
-    for previous, named in ((gone, "epoch_0_step_10"), (None, "no checkpoint")):
-        with pytest.raises(SaveFailed, match="was removed during the save") as caught:
-            _complete_reused(tmp_path, {}, written, {}, previous)
-        assert named in str(caught.value)
-
-
 def test_a_file_of_a_previous_checkpoint_with_another_slice_is_not_shared(tmp_path: Path) -> None:
     path = checkpoint_in(tmp_path / "epoch_0_step_20")
     reusable = reuse.ReusableFiles.open(reuse.Previous(str(path)))
     assert reusable is not None
     (tensor,) = Manifest.read(path).trees["model"].tensors.values()
     piece = tensor.slices[0]
-    assert reusable.has_slices(piece.file, [piece], None)
     changed = dataclasses.replace(piece, digest=digest_of(b"other"))
-    assert not reusable.has_slices(piece.file, [changed], None)
-    assert not reusable.has_slices("model/missing", [piece], None)
-    assert not reusable.has_slices(piece.file, [piece], digest_of(b"other head"))
     record = reusable.record(piece.file)
     header = (path / piece.file).read_bytes()[: piece.start]
     assert reusable.same_file(piece.file, header, [piece]) == record
     assert reusable.same_file(piece.file, header[:-1] + b"x", [piece]) is None
     assert reusable.same_file(piece.file, header + b" ", [piece]) is None
-    assert reusable.same_file(piece.file, header, []) is None
+    for slices in ([], [changed]):
+        assert reusable.same_file(piece.file, header, slices) is None
 
 
 def test_a_file_of_the_future_or_of_the_avoided_checkpoint_is_not_shared(tmp_path: Path) -> None:

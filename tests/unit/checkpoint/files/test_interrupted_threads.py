@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import save_file
 
 from automodel_ckpt.base.durable_io import write_all
-from automodel_ckpt.checkpoint.export.copy_engine import _Run
 from automodel_ckpt.checkpoint.files import direct
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.files.threads import Pool
@@ -139,34 +138,6 @@ def test_an_interrupted_read_does_not_change_tensors_later(
         other.flush()
         time.sleep(0.6)
     assert torch.equal(target, found)
-
-
-def test_an_interrupted_export_ends_with_the_blocks_in_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    others, has_ended = threading.Event(), threading.Event()
-    filled: list[int] = []
-    with interrupting() as interrupt:
-
-        def fill(run: _Run, number: int, _: object) -> None:
-            if threading.current_thread() is threading.main_thread():
-                others.wait()
-                return
-            others.set()
-            for _ in range(2):
-                time.sleep(0.2)
-                interrupt()
-            time.sleep(0.2)
-            has_ended.set()
-            with run._checking.turn(0):
-                filled.append(number)
-
-        monkeypatch.setattr(_Run, "_fill", fill)
-        blocks: Any = iter([0, 1])
-        run = _Run(tmp_path, {}, blocks)
-        with pytest.raises(KeyboardInterrupt):
-            run.by_threads(2)
-        assert has_ended.is_set() and not filled
 
 
 def test_an_interrupted_allocation_does_not_change_the_memory_later(

@@ -28,6 +28,7 @@ from automodel_ckpt.checkpoint.formats.planning import Fetch
 from automodel_ckpt.checkpoint.jobs import writer
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob, Span
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
+from automodel_ckpt.checkpoint.jobs.writer import Finalize
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.parts.verify import verify
@@ -922,7 +923,7 @@ def test_an_abandoned_save_stays_abandoned_when_the_next_one_has_started(
         respond.wait(120)
         for step in (
             lambda: task.pause(0),
-            lambda: task.finalize(tmp_path, None, RankManifest(0)),
+            lambda: task.do(Finalize(str(tmp_path), None, RankManifest(0)), tmp_path),
         ):
             try:
                 step()

@@ -18,7 +18,7 @@ import torch
 
 from automodel_ckpt.checkpoint.files import direct
 from automodel_ckpt.checkpoint.files.digests import digest_of
-from automodel_ckpt.checkpoint.files.direct import METER, block_of
+from automodel_ckpt.checkpoint.files.direct import block_of
 from automodel_ckpt.checkpoint.jobs import jobs
 from automodel_ckpt.checkpoint.jobs.checksums import combined, num_threads
 from automodel_ckpt.checkpoint.jobs.jobs import Blocks, Chunk, Data, FileJob, Span, run_all
@@ -168,26 +168,6 @@ def test_the_file_and_its_entries_are_those_of_one_thread(
     assert alone.to_bytes() == written.to_bytes()
 
 
-def test_a_file_is_written_while_later_checksums_are_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = METER.nbytes
-    monkeypatch.setattr(jobs, "num_threads", lambda: 2)
-
-    def wait_for_first_tensor(data: memoryview) -> None:
-        deadline = time.monotonic() + 20
-        # Only the last tensor has pieces of this length.
-        while len(data) == 3 * MIB and METER.nbytes < before + 12 * MIB:
-            assert time.monotonic() < deadline, "nothing was written before the last checksum"
-            time.sleep(0.001)
-
-    slowed(monkeypatch, wait_for_first_tensor)
-    memory = block_of(64 * MIB)
-    job, content, _ = archives([16 * MIB, 16 * MIB, 3 * MIB], in_memory(memory, 0))
-    run_all([job], tmp_path, RankManifest(0), memory)
-    assert (tmp_path / "optim/x").read_bytes() == content
-
-
 @pytest.mark.parametrize("kind", ["memory", "device"])
 def test_after_a_failed_write_no_thread_reads_the_state(
     kind: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -238,30 +218,6 @@ def test_an_error_of_the_state_is_raised_and_ends_the_threads(
         run_all([FileJob("optim/x", chunks, "optim", job.nbytes)], tmp_path, RankManifest(0))
     assert raised.value is error
     assert not [each.name for each in threading.enumerate() if each.name.startswith("checksum")]
-
-
-def test_an_error_of_a_thread_fails_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: object) -> None:
-        raise MemoryError
-
-    slowed(monkeypatch, fail)
-    memory = some_memory()
-    job, _, _ = archives(SIZES, in_memory(memory, 0))
-    with pytest.raises(MemoryError):
-        run_all([job], tmp_path, RankManifest(0), memory)
-
-
-def test_a_small_file_needs_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: object) -> None:
-        raise AssertionError("a thread computed a checksum")
-
-    slowed(monkeypatch, fail)
-    memory = some_memory()
-    job, content, _ = archives([10 * MIB, 2000], in_memory(memory, 0))
-    run_all([job], tmp_path, RankManifest(0), memory)
-    assert (tmp_path / "optim/x").read_bytes() == content
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 3, 64, 1000, 4 * MIB, 4 * MIB + 1])

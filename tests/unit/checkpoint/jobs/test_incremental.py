@@ -22,11 +22,11 @@ from automodel_ckpt.checkpoint.parts.verify import verify_deep
 from automodel_ckpt.checkpoint.run import shared_files
 from automodel_ckpt.checkpoint.saving import disk_space, plan_reuse, planner
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import RecipeError, SaveFailed
 from tests.support.models import tiny
 
-LAYOUTS = [{}, {"model_layout": "hf"}, {"is_async": True}, {"model_layout": "hf", "is_async": True}]
-IDS = ["shards", "hf", "shards, async", "hf, async"]
+LAYOUTS: list[dict[str, Any]] = [{}, {"is_async": True}]
+IDS = ["sync", "async"]
 
 
 def save_all(root: Path, made: SimpleNamespace, *steps: int, **options: Any) -> None:
@@ -177,33 +177,30 @@ def test_a_file_system_without_hard_links_gets_full_saves(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", unsupported)
-    for options in LAYOUTS[:2]:
-        root = tmp_path / str(len(options))
-        made = tiny.recipe()
-        save_all(root, made, 1, 2, **options)
-        assert shared(root, 1, 2) == set()
-        assert_complete(root, 2)
-        assert_loads(root, made, **options)
+    made = tiny.recipe()
+    save_all(tmp_path, made, 1, 2)
+    assert shared(tmp_path, 1, 2) == set()
+    assert_complete(tmp_path, 2)
+    assert_loads(tmp_path, made)
 
 
-@pytest.mark.parametrize("options", LAYOUTS[:2], ids=IDS[:2])
 def test_a_link_that_fails_after_the_probe_becomes_a_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tiny.recipe()
-    save_all(tmp_path, made, 1, **options)
+    save_all(tmp_path, made, 1)
     link = os.link
 
     def full(source: Any, target: Any, **more: Any) -> None:
-        if "frozen" in str(target) or "model-" in str(target):
+        if "frozen" in str(target):
             raise OSError(31, "Too many links")
         link(source, target, **more)
 
     monkeypatch.setattr(os, "link", full)
-    save_all(tmp_path, made, 2, **options)
-    assert not any("frozen" in name or "model-" in name for name in shared(tmp_path, 1, 2))
+    save_all(tmp_path, made, 2)
+    assert not any("frozen" in name for name in shared(tmp_path, 1, 2))
     assert_complete(tmp_path, 2)
-    assert_loads(tmp_path, made, **options)
+    assert_loads(tmp_path, made)
 
 
 def test_an_old_file_is_written_anew_so_that_damage_does_not_last(
@@ -237,11 +234,9 @@ def test_a_file_with_several_names_is_never_opened_for_writing(tmp_path: Path) -
     assert (tmp_path / "a").read_bytes() == b"shared"
 
 
-def test_a_previous_checkpoint_without_a_manifest_is_not_used(tmp_path: Path) -> None:
-    assert reuse.ReusableFiles.open(None) is None
-    assert reuse.ReusableFiles.open(reuse.Previous(str(tmp_path / "gone"))) is None
-    with pytest.raises(CheckpointUnusable):
-        Manifest.read(tmp_path / "gone")
+def test_whole_files_and_shared_ones_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="share nothing"):
+        tiny.checkpointer(tmp_path, model_layout="hf", incremental=True)
 
 
 def test_a_file_that_is_removed_while_it_is_compared_is_not_shared(
@@ -260,7 +255,7 @@ def test_a_file_that_is_removed_while_it_is_compared_is_not_shared(
     assert_complete(tmp_path, 2)
 
 
-@pytest.mark.parametrize("options", LAYOUTS[:3], ids=IDS[:3])
+@pytest.mark.parametrize("options", LAYOUTS, ids=IDS)
 def test_shared_files_need_no_space_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -284,13 +279,12 @@ def test_shared_files_need_no_space_on_the_disk(
         saver.close()
 
 
-@pytest.mark.parametrize("options", LAYOUTS[:2], ids=IDS[:2])
 def test_a_previous_checkpoint_with_a_damaged_table_is_not_used(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_manifest, "MIN_TABLE_ROWS", 0)
     made = tiny.recipe(1)
-    saver = tiny.checkpointer(tmp_path, incremental=True, **options)
+    saver = tiny.checkpointer(tmp_path, incremental=True)
     saver.save(discover(made), step=1, epoch=0)
     first = tmp_path / "epoch_0_step_1"
     table = Manifest.read(first).trees["model"].table
@@ -343,10 +337,7 @@ def test_freed_bytes_count_a_file_with_its_last_name(tmp_path: Path) -> None:
     assert shared_files.repeated_bytes([a, b, c]) == 6
 
 
-@pytest.mark.parametrize("model_layout", ["hf", "shards"])
-def test_transformers_loads_what_was_saved_in_separate_files(
-    tmp_path: Path, model_layout: str
-) -> None:
+def test_transformers_loads_what_was_saved_in_separate_files(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=16,
@@ -359,7 +350,7 @@ def test_transformers_loads_what_was_saved_in_separate_files(
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name)
-    options = {"model_layout": model_layout, "save_consolidated": False, "incremental": True}
+    options = {"save_consolidated": False, "incremental": True}
     assets = {"model": HFAssets.from_model(model)}
     saver = tiny.checkpointer(tmp_path, assets=assets, **options)
     for step in (1, 2):
@@ -368,9 +359,7 @@ def test_transformers_loads_what_was_saved_in_separate_files(
         saver.save({"model": model}, step=step, epoch=0)
     saver.close()
     assert shared(tmp_path, 1, 2)
-    path = tmp_path / "epoch_0_step_2" / "model"
-    if model_layout == "shards":
-        path = consolidate(path, log=lambda _: None).output
+    path = consolidate(tmp_path / "epoch_0_step_2", log=lambda _: None).output
     ids = torch.arange(8)[None]
     loaded = AutoModelForCausalLM.from_pretrained(path)
     assert torch.equal(loaded(ids).logits, model(ids).logits)

@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import os
-import zipfile
 import zlib
 from pathlib import Path
 
-import pytest
-import torch
-
 from automodel_ckpt.checkpoint.files.digests import digest_of
-from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
 from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob, Span, run_all
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
-from automodel_ckpt.checkpoint.jobs.tensor_bytes import raw_bytes
 from automodel_ckpt.checkpoint.parts.manifest import Blob
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor
-from automodel_ckpt.checkpoint.pickles.torch_archive import tensor_archive
 
 CHUNK = 64 << 10  # not gathered with others by a buffer
-
-
-@pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
-def test_an_archive_put_together_is_that_of_torch_save(dtype: torch.dtype) -> None:
-    for sizes in ((), (5,), (0, 3), (2, 3, 4)):
-        tensor = torch.ones(sizes).to(dtype)
-        raw = bytes(raw_bytes(tensor))
-        archive = tensor_archive(dtype, sizes, len(raw))
-        tail = bytearray(archive.tail)
-        for place in archive.crc_at:
-            tail[place : place + 4] = zlib.crc32(raw).to_bytes(4, "little")
-        made = archive.head + raw + bytes(tail)
-        assert zipfile.ZipFile(io.BytesIO(made)).testzip() is None
-        read = torch.load(io.BytesIO(made), weights_only=True)
-        assert (read.dtype, read.shape, bytes(raw_bytes(read))) == (dtype, tensor.shape, raw)
-        buffer = io.BytesIO()
-        torch.save(tensor, buffer)
-        if raw:  # torch leaves out the checksum of nothing
-            at = buffer.getvalue().find(b"PK\7\b", len(archive.head))
-            assert made[: at + 100] == buffer.getvalue()[: at + 100] and len(made) == len(
-                buffer.getvalue()
-            )
 
 
 def test_a_job_writes_its_chunks_and_completes_the_rank_manifest(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from automodel_ckpt.checkpoint.files import direct, durable_file
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.formats.hf import FileLayout, lay_out_tensors
 from automodel_ckpt.checkpoint.jobs import shared_file
-from automodel_ckpt.checkpoint.jobs.jobs import Chunk, SharedFileJob, run_all
+from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob, run_all
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
     merge_shared_files,
@@ -157,17 +157,17 @@ def jobs_of(
                 entry = file_layout.entry(tensor, piece.box, where)
                 data = raw_bytes(values[fqn], piece.box)
                 start = entry.slices[0].start
-                chunk = Chunk(start, data, entry, dtype=tensor.dtype, is_copy=where.is_copy)
+                chunk = Chunk(start, data, entry, is_copy=where.is_copy)
                 mine[where.file].append(chunk)
+    for file in file_layout.files:
+        shares[0][f"model/{file.name}"].insert(0, Chunk(0, file.header))
     return [
         [
-            SharedFileJob(
-                name, file.nbytes, share[name], "model", None if rank else file.header, False
-            )
+            FileJob(name, share[name], "model", file.nbytes, is_shared=True)
             for file in file_layout.files
             if (name := f"model/{file.name}")
         ]
-        for rank, share in enumerate(shares)
+        for share in shares
     ]
 
 
@@ -229,11 +229,8 @@ def big(rng: random.Random) -> Tensor:
     )
 
 
-def one_file(
-    tmp_path: Path, tensors: Layout, casts: dict[str, str] | None = None
-) -> tuple[Path, RankManifest, FileLayout]:
-    maps = BaseMaps(dtype=casts) if casts else None
-    file_layout = lay_out_tensors(tensors, "model", maps=maps)
+def one_file(tmp_path: Path, tensors: Layout) -> tuple[Path, RankManifest, FileLayout]:
+    file_layout = lay_out_tensors(tensors, "model")
     values = {fqn: random_values(tensor, 5) for fqn, tensor in tensors.items()}
     (tmp_path / "model").mkdir(parents=True)
     part = RankManifest(0)
@@ -273,22 +270,6 @@ def test_a_flipped_bit_anywhere_is_found_and_its_slice_named(tmp_path: Path) -> 
         ]
         assert wrong == inside and len(inside) == (index >= end)
         assert head_fits(tmp_path, f"model/{path.name}", record, held) == (index >= end)
-
-
-@pytest.mark.parametrize(
-    ("source", "target"), [*itertools.permutations(["F32", "BF16", "F16", "F64"], 2)]
-)
-def test_a_cast_on_the_way_is_the_one_that_torch_makes_in_blocks_and_in_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, target: str
-) -> None:
-    monkeypatch.setattr(shared_file, "BLOCK_BYTES", 256)
-    tensors = {"a": grid("a", source, (8, 30), (2, 1)), "b": grid("b", source, (8, 30), (1, 3))}
-    path, *_ = one_file(tmp_path, tensors, dict.fromkeys(tensors, target))
-    for fqn, found in load_file(path).items():
-        expected = random_values(tensors[fqn], 5).to(DTYPES[target])
-        nan = expected.isnan()
-        assert found.dtype == DTYPES[target] and torch.equal(found.isnan(), nan)
-        assert (bits(found[~nan]) == bits(expected[~nan])).all()
 
 
 def test_without_fallocate_a_file_gets_its_size_and_what_others_wrote_stays(

@@ -8,14 +8,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from automodel_ckpt.checkpoint.export import publish
-from automodel_ckpt.checkpoint.export.copy_engine import Workers
 from automodel_ckpt.checkpoint.files import direct, layout, ownership
 from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.jobs import reuse
@@ -151,24 +150,6 @@ def test_an_export_does_not_replace_a_directory_with_links_of_the_user(tmp_path:
     assert "'mine'" in str(caught.value)
     (target / "mine").unlink()
     publish.check_target(target)
-
-
-def _ended(share: Sequence[Any], num_threads: int) -> Any:
-    """A worker that is killed while it works."""
-    os.kill(os.getpid(), 9)
-
-
-def _answering(share: Sequence[Any], num_threads: int) -> Any:
-    return [(list(share), num_threads)]
-
-
-def test_a_worker_that_is_killed_is_reported_and_results_come_in_the_order_of_the_shares() -> None:
-    with pytest.raises(SaveFailed, match="a worker process was killed") as caught:
-        Workers(2, 1).run(_ended, [[], []])
-    assert "one of 2" in str(caught.value)
-    shares: Any = [["a"], ["b"]]
-    assert Workers(2, 3).run(_answering, shares) == [[(["a"], 3)], [(["b"], 3)]]
-    assert Workers(2, 3).run(_answering, shares[:1]) == [[(["a"], 3)]]
 
 
 # ---------------------------------------------------------------- locks and owners
@@ -342,25 +323,6 @@ def test_a_file_that_changes_while_it_is_linked_is_not_shared(tmp_path: Path) ->
     assert reusable.link(file, record, staging) and (staging / file).samefile(path / file)
     # The name is taken now.
     assert not reusable.link(file, record, staging)
-
-
-def test_a_damaged_file_is_not_completed_from_the_previous_checkpoint(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    path = checkpoint_of_three(tmp_path / "epoch_0_step_20")
-    manifest = Manifest.read(path)
-    file = next(name for name in manifest.files if name.endswith(".safetensors"))
-    tensors = [*manifest.trees["model"].tensors.values()]
-    staging = tmp_path / "staging"
-    (staging / "model").mkdir(parents=True)
-    data = bytearray((path / file).read_bytes())
-    data[-1] ^= 1
-    (path / file).write_bytes(data)
-    reusable = reuse.ReusableFiles.open(reuse.Previous(str(path)))
-    assert reusable is not None
-    monkeypatch.setattr(os, "link", failing(errno.EMLINK))
-    with pytest.raises(SaveFailed, match="damaged"):
-        reusable.complete(file, manifest.files[file], tensors, staging, needs_head=False)
 
 
 # ---------------------------------------------------------------- pointers to the best checkpoint

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.saving import forecast
 from automodel_ckpt.checkpoint.state.optimizer_state import load_read_state
 from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -290,27 +289,6 @@ def test_a_group_without_parameters_is_that_of_its_number_if_it_had_none_either(
     tree = Tree("dcp", {}, {})
     match = match_groups("optimizer", saved, here, tree, absent)
     assert match.sources == sources and match.mismatched == ()
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "names"),
-    [
-        (torch.optim.SGD, {"momentum": 0.9}, {"momentum_buffer"}),
-        (torch.optim.SGD, {"momentum": 0.0}, set()),
-        (torch.optim.Adam, {"amsgrad": True}, {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
-    ],
-)
-def test_the_state_that_a_forecast_counts_is_what_the_optimizer_has_after_a_step(
-    kind: Any, options: dict[str, Any], names: set[str]
-) -> None:
-    parameter = torch.nn.Parameter(torch.ones(2, 3))
-    optimizer = kind([parameter], lr=0.1, **options)
-    (group,) = optimizer.param_groups
-    entries = {
-        name: numel for name, numel, _ in forecast._state_entries(optimizer, group, parameter)
-    }
-    assert entries.keys() == names and optimizer.state == {}
-    assert all(numel in (6, None) for numel in entries.values())
 
 
 def group_tree(*options: Mapping[str, str]) -> Tree:
