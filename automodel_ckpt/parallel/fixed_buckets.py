@@ -9,8 +9,6 @@ that was not interrupted, would round differently.
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -28,7 +26,6 @@ class FixedBucketsDDP(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
-        self._may_warn: bool = self.find_unused_parameters
         # torch has no option for this. DistributedDataParallel.join makes the same two calls where a rank has no step
         # whose order it could take. The second one communicates: all ranks use the order of rank 0.
         self.reducer._push_all_rebuilt_params()
@@ -39,48 +36,16 @@ class FixedBucketsDDP(DistributedDataParallel):
         return parameters[::-1], expect_sparse_gradient[::-1]
 
     def _post_forward(self, output: Any) -> Any:
-        """Finish a forward pass as DistributedDataParallel does, without its warning about unused parameters.
-
-        If it found none, torch recommends to turn off the search, which another batch may need. The search begins at
-        the tensors in the output. torch does not find those in an object with attributes.
-        """
+        """Finish a forward pass as DistributedDataParallel does, which looks for unused parameters from the tensors in
+        the output. torch does not find those in an object with attributes."""
         if self.find_unused_parameters and _has_hidden_tensors(output):
             found = copy.copy(output)
             vars(found).update(self._post_forward(dict(vars(output))))
             return found
-        if not self._may_warn or not torch.is_grad_enabled():
-            return super()._post_forward(output)  # type: ignore[no-untyped-call]
-        results: list[Any] = []
-
-        def search() -> None:
-            results.append(super(FixedBucketsDDP, self)._post_forward(output))  # type: ignore[no-untyped-call]
-
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            _PythonWarnings.apply(search)  # type: ignore[no-untyped-call]
-        for each in caught:
-            if _NONE_UNUSED in str(each.message):
-                # torch warns once in a process.
-                self._may_warn = False
-            else:
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-        (result,) = results
-        return result
+        return super()._post_forward(output)  # type: ignore[no-untyped-call]
 
 
 def _has_hidden_tensors(output: Any) -> bool:
     if isinstance(output, (torch.Tensor, list, tuple, dict)) or is_dataclass(output):
         return False
     return any(isinstance(each, torch.Tensor) for each in getattr(output, "__dict__", {}).values())
-
-
-_NONE_UNUSED = "did not find any unused parameters in the forward pass"
-
-
-class _PythonWarnings(torch.autograd.Function):
-    """Calls a function whose warnings in C++ become warnings of Python: only functions of autograd have that."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Callable[[], None]) -> None:
-        with torch.enable_grad():
-            call()

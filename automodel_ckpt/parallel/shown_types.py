@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from automodel_ckpt.errors import RecipeError
 
@@ -93,7 +93,6 @@ class _Shown:
             dtype,
             parameter.device,
             layer,
-            lambda: parameter.sharded_param,
             requires_grad=sharded.requires_grad,
         )
         self._is_shown = False
@@ -169,13 +168,9 @@ class _ForwardPass:
 
 
 class NotGathered(torch.Tensor):
-    """A parameter without values, with the shape, the type and the device that it has when it is gathered.
-
-    A change in place, by numbers or other such parameters, is made in what is stored, which *stored* returns.
-    """
+    """A parameter without values, with the shape, the type and the device that it has when it is gathered."""
 
     _layer: str
-    _stored: Callable[[], torch.Tensor]
     _is_param = True
 
     # A subclass without values: results are ordinary tensors.
@@ -188,14 +183,12 @@ class NotGathered(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
         layer: str,
-        stored: Callable[[], torch.Tensor],
         requires_grad: bool = False,
     ) -> NotGathered:
         made: Any = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
         made._layer = layer
-        made._stored = stored
         found: NotGathered = made
         return found
 
@@ -215,13 +208,6 @@ class NotGathered(torch.Tensor):
         if name in ("to", "type_as"):
             # torch decomposes them before, except in inference mode.
             return function.decompose(*args, **kwargs or {})
-        if name.endswith("_") and not _reads_others((args, kwargs)):
-            # RWKV divides weights by powers of 2 before its first forward pass without training.
-            stored_args, stored_kwargs = tree_map_only(
-                NotGathered, lambda each: each._stored().detach(), (args, kwargs)
-            )
-            function(*stored_args, **stored_kwargs or {})
-            return args[0] if function._schema.returns else None
         raise RecipeError(
             "the model computes with a weight of a layer outside of the layer, where fsdp2 has not gathered it",
             where="distributed.strategy",
@@ -230,7 +216,7 @@ class NotGathered(torch.Tensor):
         )
 
     def _detached(self) -> NotGathered:
-        return NotGathered(self.shape, self.dtype, self.device, self._layer, self._stored)
+        return NotGathered(self.shape, self.dtype, self.device, self._layer)
 
     def _without_memory(self) -> torch.Tensor:
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
@@ -240,9 +226,3 @@ class NotGathered(torch.Tensor):
         layers: list[str] = []
         tree_map_only(NotGathered, lambda each: layers.append(each._layer), arguments)
         return layers[0]
-
-
-def _reads_others(arguments: Any) -> bool:
-    """Whether there are tensors with values among *arguments*."""
-    tensors = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
-    return not all(isinstance(each, NotGathered) for each in tensors)

@@ -21,16 +21,6 @@ def test_each_seed_has_a_recipe_of_its_own_without_contradictions() -> None:
     assert len({str(recipe.options) for recipe in recipes}) == len(recipes)
 
 
-def test_adapters_in_the_dtype_of_their_base_have_the_same_one_on_both_devices() -> None:
-    # 6058: adapters in the base's dtype, which is not given.
-    options = checking._on_two_devices(draw(6058)).options
-    assert (options["peft.dtype"], options["model.dtype"]) == ("base", "bfloat16")
-    recipe = Recipe(
-        1, "llm_finetune", EXAMPLES, 1, 2, {"peft.dtype": "base", "model.dtype": "float32"}
-    )
-    assert checking._on_two_devices(recipe) == recipe
-
-
 def test_a_recipe_is_resumed_exactly_and_a_difference_is_reported(
     tmp_path: Path, commands: CommandServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,9 +69,9 @@ def session_in(directory: Path) -> Session:
 @pytest.mark.parametrize(
     "parts",
     [
-        ["preflight", "ceilings", "head", "numerics", "vlm"],
+        ["ceilings", "head", "numerics", "vlm"],
         ["lora", "packing", "saves"],
-        ["full", "profile"],
+        ["full"],
         ["tests"],
     ],
     ids=" ".join,
@@ -153,7 +153,7 @@ def test_a_stopped_call_leaves_complete_figures_and_no_process(
         assert result["ended"] == RUNNING
         # The next call removes what this one left.
         commands.run(
-            "python", "-m", "tools.gpu", "--dry-run", "--out", str(tmp_path / "other"), "preflight",
+            "python", "-m", "tools.gpu", "--dry-run", "--out", str(tmp_path / "other"), "head",
             cwd=ROOT, env=environment,
         )  # fmt: skip
         assert list(scratch.iterdir()) == []
@@ -341,7 +341,7 @@ def test_an_unknown_part_and_a_machine_without_a_gpu_are_reported(
     )
     assert done.returncode == 2 and "--only (: no regular expression: " in done.stderr
     found = commands.run(
-        "python", "-m", "tools.gpu", "preflight", "--out", str(tmp_path),
+        "python", "-m", "tools.gpu", "head", "--out", str(tmp_path),
         cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert found.returncode == 3 and "no CUDA device" in found.stdout

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
 import os
 import shutil
-import socket
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
-from tools.bench.checkpoint import model_of
+from tools.bench.checkpoint import model_of, on_forked_ranks
 from tools.bench.report import write_block
 from tools.bench.rounds import machine, parse_size
 
@@ -49,8 +46,6 @@ BYTES_PER_WEIGHT = 2 + 2 + 2
 
 Pending = Callable[[], bool]
 """Whether a save is done."""
-Task = Callable[[argparse.Namespace, Path], Any]
-"""What a rank does; its result can be pickled."""
 
 
 @dataclass
@@ -250,49 +245,8 @@ def measure(arguments: argparse.Namespace, root: Path) -> Any:
     )
 
 
-def _run_rank(
-    task: Task,
-    rank: int,
-    num_ranks: int,
-    port: int,
-    arguments: argparse.Namespace,
-    root: Path,
-    queue: Any,
-) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(num_ranks)
-    )
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    result = task(arguments, root)
-    if rank == 0:
-        queue.put(result)
-    os._exit(0)  # torch's writer process would be waited for
-
-
-def ranks_started(num_ranks: int, task: Task, arguments: argparse.Namespace, root: Path) -> Any:
-    """Run *task* on forked gloo ranks with one thread each; the result of rank 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    ranks = []
-    for rank in range(num_ranks):
-        words = (task, rank, num_ranks, port, arguments, root, queue)
-        ranks.append(context.Process(target=_run_rank, args=words))
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise SystemExit("a rank failed")
-    return queue.get()
-
-
 def on_ranks(num_ranks: int, arguments: argparse.Namespace, root: Path) -> tuple[int, list[Row]]:
-    nbytes, rows = ranks_started(num_ranks, measure, arguments, root)
+    nbytes, rows = on_forked_ranks(num_ranks, measure, arguments, root)
     return nbytes, [
         Row(name, lambda _: lambda: True, ours, stalls, steps, lost, failure)
         for name, ours, stalls, steps, lost, failure in rows

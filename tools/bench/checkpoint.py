@@ -19,6 +19,7 @@ import shutil
 import socket
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -302,43 +303,52 @@ class Bench:
         )
 
 
-def rank_main(rank: int, port: int, arguments: argparse.Namespace, root: str, queue: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        WORLD_SIZE=str(arguments.ranks),
-    )
-    dist.init_process_group("gloo", rank=rank, world_size=arguments.ranks)
-    groups, memories = Bench(arguments.size).measure(Path(root), arguments.runs)
-    if rank == 0:
-        rows = [
-            (group.title, group.nbytes, [(r.name, r.ours, r.seconds) for r in group.rows])
-            for group in groups
-        ]
-        queue.put((rows, memories))
-    dist.destroy_process_group()
+Task = Callable[[argparse.Namespace, Path], Any]
+"""What a rank does; its result can be pickled."""
 
 
-def by_ranks(arguments: argparse.Namespace, root: Path) -> tuple[list[Group], list[Memory]]:
-    """What real ranks measure."""
+def on_forked_ranks(num_ranks: int, task: Task, arguments: argparse.Namespace, root: Path) -> Any:
+    """Run *task* on forked gloo ranks with one thread each; the result of rank 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
-    ranks = [
-        context.Process(target=rank_main, args=(r, port, arguments, str(root), queue))
-        for r in range(arguments.ranks)
-    ]
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks))
+        dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+        result = task(arguments, root)
+        if rank == 0:
+            queue.put(result)
+        os._exit(0)  # torch's writer process would be waited for
+
+    ranks = [context.Process(target=run, args=(rank,)) for rank in range(num_ranks)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
     if any(process.exitcode for process in ranks):
         raise SystemExit("a rank failed")
-    groups, memories = queue.get()
+    return queue.get()
+
+
+def _measure(arguments: argparse.Namespace, root: Path) -> Any:
+    """What a rank measures, without the functions of the rows."""
+    groups, memories = Bench(arguments.size).measure(root, arguments.runs)
+    rows = [
+        (group.title, group.nbytes, [(r.name, r.ours, r.seconds) for r in group.rows])
+        for group in groups
+    ]
+    return rows, memories
+
+
+def by_ranks(arguments: argparse.Namespace, root: Path) -> tuple[list[Group], list[Memory]]:
+    """What real ranks measure."""
+    groups, memories = on_forked_ranks(arguments.ranks, _measure, arguments, root)
     return [
         Group(
             title,

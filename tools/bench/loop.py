@@ -1,12 +1,12 @@
 """Compare the training loop with a bare loop, Hugging Face's Trainer and accelerate.
 
-    python -m tools.bench.loop [--sizes tiny 5M 50M] [--rounds N] [--only TEXT] [--docs] [--profile]
+    python -m tools.bench.loop [--sizes tiny 5M 50M] [--rounds N] [--docs]
 
 The bare loop and one other program alternate every few steps in one process, on one thread (:mod:`.loop_ways`),
 so that changes in the machine's speed affect both equally. (With all programs in one process, some were slowed down by
 what others left in it.) Each step is compared with the bare loop's steps next to it; the result is the median over all
-of them and all processes. ``--docs`` writes the figures to docs/performance.md. All measurements are stored in
-build/bench-loop.json, and printed if Ctrl-C ends the benchmark early.
+of them and all processes. ``--docs`` writes the figures to docs/performance.md. What was measured
+is printed if Ctrl-C ends the benchmark early.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tools.bench.loop_ways import PACK, SIZES, WAYS, Size, dataset_of, recipe_of, train_here
+from tools.bench.loop_ways import SIZES, WAYS, Size, train_here
 from tools.bench.report import write_block
 from tools.bench.rounds import ROOT, machine
-from tools.bench.startup import first_step_seconds
 
-KEPT = ROOT / "build" / "bench-loop.json"
 LONGEST_SECONDS = 600
 """After which a process counts as failed."""
 GROUPS: dict[str, list[str]] = {
@@ -116,13 +114,6 @@ def _launched(
     return words, {PLAN: json.dumps(asdict(plan))}
 
 
-def waste(size: str) -> float:
-    """The part of packs that stays empty, of docstrings."""
-    from automodel_ckpt.data.batches.packing import PackedDataset
-
-    return PackedDataset(dataset_of(SIZES[size], "docstrings"), PACK).waste
-
-
 def compared(found: Found) -> list[dict[str, Any]]:
     """Each way beside the first one: medians over the turns; with samples of different lengths over the rounds."""
     first, names = next(iter(found[0])), dict.fromkeys(name for run in found for name in run)
@@ -204,23 +195,6 @@ def _lines(table: list[dict[str, Any]], cells: list[str]) -> list[str]:
     return [f"| {way} | {cell} |" for way, cell in zip(ways, cells, strict=True)]
 
 
-def first_steps(size: str, num_rounds: int) -> str:
-    """How soon the first step of the same model ends in a bare script and in ``ckpt-train``, in turns."""
-    with tempfile.TemporaryDirectory(prefix="bench-loop-") as directory:
-        recipe = Path(directory) / "recipe.yaml"
-        recipe.write_text(json.dumps(recipe_of(SIZES[size], 5, "blocks", 1, packed=False)))
-        pairs = [
-            (
-                measure(["bare"], size, "--short")["bare"]["first_step"],
-                first_step_seconds(1, recipe),
-            )
-            for _ in range(num_rounds)
-        ]
-    bare_seconds, our_seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
-    added = statistics.median(mine - theirs for theirs, mine in pairs)
-    return f"bare script {bare_seconds:.2f} s, ckpt-train {our_seconds:.2f} s, added {added:+.2f} s"
-
-
 def plan(sizes: list[str], num_rounds: int | None) -> list[tuple[str, list[str], str, int]]:
     """(title, ways, size, rounds) of each table."""
     middle = sizes[-2:][0]
@@ -236,16 +210,6 @@ def plan(sizes: list[str], num_rounds: int | None) -> list[tuple[str, list[str],
         )
         for title, size in tables
     ]
-
-
-def run_all(sizes: list[str], num_rounds: int | None, results: dict[str, Any]) -> None:
-    """Everything into *results*, which are kept on disk after each step; what fails is noted there."""
-    measure(["bare"], sizes[0], "--short")  # warms file caches and prepares data
-    run_tables(plan(sizes, num_rounds), results)
-    also = results["also"]
-    also["first step, one process"] = first_steps(sizes[0], num_rounds or 3)
-    also["packing"] = f"{100 * waste(sizes[0]):.2f} % of the tokens in packs of {PACK} are padding"
-    _keep(results)
 
 
 def run_tables(tables: list[tuple[str, list[str], str, int]], results: dict[str, Any]) -> None:
@@ -277,7 +241,6 @@ def run_table(
             if way not in PEERS or turn < PEER_ROUNDS
         ]
         results["tables"][title] = compared(found)
-        _keep(results)
         tell(
             f"{title}, round {turn + 1} of {num_rounds}, {time.time() - started:.0f} s",
             results["tables"][title],
@@ -290,25 +253,6 @@ def tell(what: str, table: list[dict[str, Any]]) -> None:
     print(f"{what}: {', '.join(ways)}", file=sys.stderr, flush=True)
 
 
-def _keep(results: dict[str, Any]) -> None:
-    KEPT.parent.mkdir(exist_ok=True)
-    KEPT.write_text(json.dumps(results, indent=1))
-
-
-def profile(way: str, size: str) -> None:
-    """Where a run's time goes, in this process."""
-    import cProfile
-    import pstats
-
-    profiler = cProfile.Profile()
-    with tempfile.TemporaryDirectory() as directory, profiler:
-        os.environ["BENCH_LOOP_DIRECTORY"] = directory
-        train_here([way], SIZES[size])
-    pstats.Stats(profiler).sort_stats("cumulative").print_stats(
-        r"automodel_ckpt|recipes|transformers|torch", 70
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -316,28 +260,17 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, help="processes for each table (default: by table, 2 to 11)"
     )
-    parser.add_argument(
-        "--only",
-        metavar="TEXT",
-        help="only tables with it in their title; the others as measured before",
-    )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument(
         "--docs", action="store_true", help="write the figures to docs/performance.md"
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="where our loop's time goes, at the first size"
     )
     parser.add_argument("--short", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         train_one(given.one[0], given.one[1:], SIZES[given.sizes[0]], short=given.short)
-    elif given.profile:
-        profile("ours", given.sizes[0])
-    else:
-        return run_and_tell(given.sizes, given.rounds, given.only, docs=given.docs)
-    return 0
+        return 0
+    return run_and_tell(given.sizes, given.rounds, docs=given.docs)
 
 
 def train_one(output: str, ways: list[str], size: Size, *, short: bool) -> None:
@@ -347,16 +280,12 @@ def train_one(output: str, ways: list[str], size: Size, *, short: bool) -> None:
         Path(output).write_text(json.dumps(figures))
 
 
-def run_and_tell(sizes: list[str], num_rounds: int | None, only: str | None, *, docs: bool) -> int:
+def run_and_tell(sizes: list[str], num_rounds: int | None, *, docs: bool) -> int:
     """Measure and print; what is there is printed too when Ctrl-C ends it."""
     results: dict[str, Any] = {"machine": machine(), "tables": {}, "also": {}, "failed": []}
     try:
-        if only is not None:
-            if KEPT.exists():
-                results = json.loads(KEPT.read_text())
-            run_tables([table for table in plan(sizes, num_rounds) if only in table[0]], results)
-        else:
-            run_all(sizes, num_rounds, results)
+        measure(["bare"], sizes[0], "--short")  # warms file caches and prepares data
+        run_tables(plan(sizes, num_rounds), results)
     except KeyboardInterrupt:
         print(as_markdown(results))
         return 130

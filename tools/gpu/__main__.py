@@ -52,11 +52,9 @@ class Part:
 
 
 PARTS = {
-    "preflight": Part("preflight", 60),
     "ceilings": Part("ceilings", 90),
     "tests": Part("gpu_tests", 300),
     "lora": Part("lora", 270),
-    "profile": Part("profile_steps", 100),
     "packing": Part("packing", 120),
     "head": Part("head", 60),
     "full": Part("full", 270),

@@ -191,7 +191,7 @@ def as_markdown(parts: Parts) -> str:
     for row in rows_of(parts):
         lines.append(f"| {' | '.join(row)} |")
     for name, part in parts.items():
-        if name in ("preflight", "profile", "tests"):
+        if name == "tests":
             continue
         lines += ["", f"### GPU: {name}", "", *_part_table(part)]
     lines += ["", *_tests_lines(parts)]

@@ -13,18 +13,6 @@ from typing import Any
 
 from tools.bench.rounds import ROOT
 
-NEEDED = (
-    "datasets", "jinja2", "numpy", "omegaconf", "peft", "pyyaml", "safetensors", "tokenizers",
-    "torch", "transformers", "xxhash", "dill", "multiprocess", "pandas", "pyarrow",
-    "pytest", "pytest-timeout", "hypothesis", "pillow",
-)  # fmt: skip
-"""Distributions that training, its tests and this tool import."""
-OPTIONAL = (
-    "accelerate", "bitsandbytes", "compressed-tensors", "cut-cross-entropy", "flash-attn", "liger-kernel",
-    "pytest-xdist", "scikit-learn", "tensorboard", "torchao", "torchvision", "triton",
-)  # fmt: skip
-"""Distributions without which single measurements are left out."""
-
 
 def version_of(distribution: str) -> str | None:
     """The installed version of a distribution; None if it is not installed."""
@@ -32,14 +20,6 @@ def version_of(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def versions(distributions: tuple[str, ...]) -> dict[str, str | None]:
-    """The installed versions of distributions."""
-    found = {}
-    for name in distributions:
-        found[name] = version_of(name)
-    return found
 
 
 def git_commit() -> str:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from tools.crash.record import Record
-from tools.random_recipes.check import CPU, Device, check, null_cuda
+from tools.random_recipes.check import check
 from tools.random_recipes.draw import Recipe, draw
 
 
@@ -24,13 +24,6 @@ def main() -> int:
         "--seconds", type=float, default=float("inf"), help="start no further recipe after as long"
     )
     parser.add_argument(
-        "--null-cuda",
-        nargs="?",
-        const=".null-cuda",
-        metavar="VENV",
-        help="train on the device of tools/null_cuda, with torch of VENV (.null-cuda), and resume on CPUs",
-    )
-    parser.add_argument(
         "--show", action="store_true", help="print the flags of the recipes, and run none"
     )
     options = parser.parse_args()
@@ -41,20 +34,19 @@ def main() -> int:
             print(_text(recipe))
         return 0
     record = Record("random recipes", vars(options))
-    device = null_cuda(Path(options.null_cuda)) if options.null_cuda else CPU
     for recipe in recipes:
-        _check(recipe, device, record)
+        _check(recipe, record)
         if time.time() - record.started > options.seconds:
             break
     return record.finish()
 
 
-def _check(recipe: Recipe, device: Device, record: Record) -> None:
+def _check(recipe: Recipe, record: Record) -> None:
     seed = recipe.seed
     # The files of a recipe that fails are kept, and their place is part of the report.
     work = Path(tempfile.mkdtemp(prefix=f"random-recipe-{seed}-"))
     started = time.time()
-    result = check(recipe, work, device)
+    result = check(recipe, work)
     if not result.problems:
         shutil.rmtree(work)
     print(f"{seed}: {result.outcome}, {time.time() - started:.0f} s", flush=True)

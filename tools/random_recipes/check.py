@@ -12,14 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from tools.random_recipes.draw import MOST_RANKS, STEPS, Recipe, store_of
+from tools.random_recipes.draw import STEPS, Recipe, store_of
 
 TIMEOUT_SECONDS = 600
 """A start that prints nothing for as long is reported as one that hangs, also on a machine with other work."""
@@ -46,6 +46,7 @@ _BY_RANK = (
 """What gives each rank random numbers or negatives of its own. The configurations of GPT-2 and BERT have dropout."""
 _SHOWN_CHARACTERS = 1500
 
+_PROGRAM = str(Path(sys.executable).with_name("ckpt-train"))
 Steps = dict[int, dict[str, Any]]
 
 
@@ -72,32 +73,7 @@ class Result:
     """Why the recipe was rejected."""
 
 
-@dataclass(frozen=True)
-class Device:
-    """Where a recipe is trained: the words before the arguments of ``ckpt-train``."""
-
-    command: tuple[str, ...]
-    resumes_on: Device | None = None
-    """Where the checkpoints are resumed also, on another number of ranks; None: on the same device."""
-
-
-CPU = Device((str(Path(sys.executable).with_name("ckpt-train")),))
-
-
-def null_cuda(venv: Path) -> Device:
-    """The device of tools/null_cuda for as many ranks as recipes have; *venv* has torch for CUDA."""
-    return Device(
-        (
-            *("env", f"NULL_CUDA_DEVICES={MOST_RANKS}"),
-            *(sys.executable, "-m", "tools.null_cuda", "--venv", str(venv)),
-            *("--arithmetic", "--no-triton", "--"),
-            *("python", "-m", "automodel_ckpt.cli.train"),
-        ),
-        resumes_on=CPU,
-    )
-
-
-def check(recipe: Recipe, work: Path, device: Device = CPU) -> Result:
+def check(recipe: Recipe, work: Path) -> Result:
     """Train the recipe, and compare further runs with the first one. *work* is a directory for their files.
 
     A recipe can be rejected, with exit code 2, because its options do not fit its model. Otherwise:
@@ -109,10 +85,8 @@ def check(recipe: Recipe, work: Path, device: Device = CPU) -> Result:
     * ``ckpt verify`` and ``ckpt export`` succeed, ``ckpt verify --deep`` also on the store.
     """
     numbers = random.Random(recipe.seed)
-    if device.resumes_on is not None:
-        recipe = _on_two_devices(recipe)
     first = work / "first"
-    ended = _train(device, recipe, first, recipe.ranks)
+    ended = _train(recipe, first, recipe.ranks)
     if "Traceback" in ended.output:
         return Result("failed", [f"a traceback was printed, {ended.problem}"])
     if ended.code == REJECTED:
@@ -125,33 +99,23 @@ def check(recipe: Recipe, work: Path, device: Device = CPU) -> Result:
         problems.append(f"training.jsonl has the steps {steps}")
     earlier = [step for step in _saved_steps(first) if step < len(steps)]
     if numbers.random() < 0.3:
-        problems += _check_stop(device, recipe, first, work / "stopped", numbers)
+        problems += _check_stop(recipe, first, work / "stopped", numbers)
     elif earlier:
-        problems += _check_resume(device, recipe, first, work / "resumed", numbers.choice(earlier))
+        problems += _check_resume(recipe, first, work / "resumed", numbers.choice(earlier))
     if earlier:
         step = numbers.choice(earlier)
-        problems += _check_other_ranks(device, recipe, first, work / "other-ranks", step)
+        problems += _check_other_ranks(recipe, first, work / "other-ranks", step)
     problems += _check_commands(recipe, first, work)
     return Result("trained", problems)
-
-
-def _on_two_devices(recipe: Recipe) -> Recipe:
-    """*recipe* with the dtype of the base, if adapters have it, too: its default differs between the devices."""
-    options = recipe.options
-    if options.get("peft.dtype") != "base" or "model.dtype" in options:
-        return recipe
-    return replace(recipe, options={**options, "model.dtype": "bfloat16"})
 
 
 def _least_steps(recipe: Recipe) -> int:
     return 2 if "step_scheduler.early_stopping" in recipe.options else STEPS
 
 
-def _check_resume(
-    device: Device, recipe: Recipe, first: Path, copy: Path, step: int
-) -> Iterator[str]:
+def _check_resume(recipe: Recipe, first: Path, copy: Path, step: int) -> Iterator[str]:
     _copy_up_to(first, copy, step)
-    ended = _train(device, recipe, copy, recipe.ranks)
+    ended = _train(recipe, copy, recipe.ranks)
     what = f"resumed from step {step}"
     if ended.code != 0 or "Traceback" in ended.output:
         yield f"{what}: {ended.problem}"
@@ -161,19 +125,19 @@ def _check_resume(
 
 
 def _check_stop(
-    device: Device, recipe: Recipe, first: Path, stopped: Path, numbers: random.Random
+    recipe: Recipe, first: Path, stopped: Path, numbers: random.Random
 ) -> Iterator[str]:
     seconds = numbers.uniform(0, 3)
     number = numbers.choice([signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
     what = f"stopped by {number.name} {seconds:.2f} s after the first step"
-    ended = _train(device, recipe, stopped, recipe.ranks, stop=(number, seconds))
+    ended = _train(recipe, stopped, recipe.ranks, stop=(number, seconds))
     if ended.code not in (0, STOPPED, -signal.SIGKILL) or "Traceback" in ended.output:
         yield f"{what}: {ended.problem}"
         return
     if store_of(stopped).exists() and numbers.random() < 0.5:
         what += ", without its local directory"
         shutil.rmtree(stopped)
-    ended = _train(device, recipe, stopped, recipe.ranks)
+    ended = _train(recipe, stopped, recipe.ranks)
     if ended.code != 0 or "Traceback" in ended.output:
         yield f"{what}, resumed: {ended.problem}"
         return
@@ -181,11 +145,9 @@ def _check_stop(
         yield f"{what}: {problem}"
 
 
-def _check_other_ranks(
-    device: Device, recipe: Recipe, first: Path, copy: Path, step: int
-) -> Iterator[str]:
+def _check_other_ranks(recipe: Recipe, first: Path, copy: Path, step: int) -> Iterator[str]:
     _copy_up_to(first, copy, step)
-    ended = _train(device.resumes_on or device, recipe, copy, recipe.other_ranks)
+    ended = _train(recipe, copy, recipe.other_ranks)
     what = f"resumed from step {step} on {recipe.other_ranks} ranks"
     if ended.code == REJECTED and "Traceback" not in ended.output:
         # The global batch may not be a multiple of what the ranks have.
@@ -205,7 +167,7 @@ def _check_other_ranks(
         if any(ours.get(key) != theirs.get(key) for key in _SAME_DATA):
             yield f"{what}: other data in step {number}: {ours} {theirs}"
             return
-        allowed = _allowed_difference(recipe, device)
+        allowed = _allowed_difference(recipe)
         if allowed and abs(ours["loss"] - theirs["loss"]) > allowed * abs(ours["loss"]):
             yield f"{what}: another loss in step {number}: {ours} {theirs}"
             return
@@ -216,16 +178,14 @@ def _only_unsharded(recipe: Recipe) -> bool:
     return "torch.optim.Adafactor" in json.dumps(recipe.options)
 
 
-def _allowed_difference(recipe: Recipe, device: Device) -> float | None:
+def _allowed_difference(recipe: Recipe) -> float | None:
     """The relative difference of losses on another number of ranks; None if their random numbers differ."""
     text = json.dumps(recipe.options)
     if "model" not in recipe.options:
         text += recipe.example.read_text()
     if any(each in text for each in _BY_RANK):
         return None
-    # A CUDA device computes in bfloat16 by default.
-    is_rounded = "bfloat16" in text or device.resumes_on is not None
-    return 2e-2 if is_rounded else 5e-4
+    return 2e-2 if "bfloat16" in text else 5e-4
 
 
 def _check_commands(recipe: Recipe, run: Path, work: Path) -> Iterator[str]:
@@ -368,14 +328,13 @@ def _is_equal(first: Any, second: Any) -> bool:
 
 
 def _train(
-    device: Device,
     recipe: Recipe,
     run: Path,
     ranks: int,
     stop: tuple[signal.Signals, float] | None = None,
 ) -> Ended:
     """Train to the end, or until the signal *stop*, so many seconds after the first step."""
-    command = [*device.command, *recipe.flags(run, ranks)]
+    command = [_PROGRAM, *recipe.flags(run, ranks)]
     if stop is None:
         return _end(command)
     process = _start(command)

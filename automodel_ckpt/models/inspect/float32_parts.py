@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
-from automodel_ckpt.models.inspect.converted_layers import converted_names
 from automodel_ckpt.models.inspect.float32_probe import computes_as_built
 from automodel_ckpt.models.meta_init import is_transient, on_meta
 
@@ -74,9 +73,8 @@ def float32_names(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]
 
     Those that the class of the model creates in float32 in a model of type *dtype* are among them, if it can compute
     with them, and batch normalization with running statistics in float32: torch requires weights of the same type.
-    Those of layers that the model converts in its forward pass are among them, whatever their type.
     """
-    found: set[str] = set(converted_names(model))
+    found: set[str] = set()
     pattern = float32_pattern(model, dtype)
     created, outer = _created_in_float32(model, dtype, pattern)
     for name, _ in model.named_parameters(remove_duplicate=False):

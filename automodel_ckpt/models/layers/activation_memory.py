@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import logging
 import types
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -35,8 +33,9 @@ from automodel_ckpt.errors import RecipeError
 log = logging.getLogger(__name__)
 
 _WHERE = "model.activation_checkpointing"
-MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm"})
-"""Operators of which every second result is kept. Batched products are not: eager attention's are all pairs."""
+MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm"})
+"""Operators of which every second result is kept. Batched products are not: eager attention's are all pairs. Neither
+are grouped ones: GPT-OSS adds a bias to their results in place, which would be added again to a kept one."""
 KEPT_OPERATORS = frozenset(
     {
         "aten::_scaled_dot_product_flash_attention",
@@ -128,21 +127,9 @@ def _selective_forward(layer_class: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def selective(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         function = functools.partial(forward, layer, **kwargs)
-        is_recorded = layer.training and torch.is_grad_enabled()
-        without_contexts = functools.partial(checkpoint, function, use_reentrant=False)
-        changed: frozenset[str] | None = frozenset()
-        # Compilation replaces operations in place, and a forecast of the memory has no memory to look at.
-        if not torch.compiler.is_compiling() and not _has_fakes((args, kwargs)):
-            changed = _changed_operators.setdefault(layer, {}).get(layer.training)
-        if changed is None:
-            with _ChangedResults() as results:
-                output = without_contexts(*args) if is_recorded else function(*args)
-            _changed_operators[layer][layer.training] = frozenset(results.changed)
-            return output
-        if not is_recorded:
+        if not (layer.training and torch.is_grad_enabled()):
             return function(*args)
-        contexts = functools.partial(selective_contexts, changed)
-        return without_contexts(*args, context_fn=contexts)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=selective_contexts)
 
     return selective
 
@@ -172,24 +159,10 @@ def _unselected_class(module_class: type[nn.Module]) -> type[nn.Module]:
     return type(module_class.__name__, (module_class,), names)
 
 
-def selective_contexts(
-    changed: frozenset[str] = frozenset(),
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of a selective layer's forward pass and of its recomputation.
-
-    The results of the operators *changed* are not kept.
-    """
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_Policy(changed))  # type: ignore[no-untyped-call]
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of a selective layer's forward pass and of its recomputation."""
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_Policy())  # type: ignore[no-untyped-call]
     return contexts
-
-
-_changed_operators: weakref.WeakKeyDictionary[nn.Module, dict[bool, frozenset[str]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""For each selective layer that was called: {whether it was in training: the operators whose results it changes}.
-
-Probes call layers in evaluation mode, in which they may do something else.
-"""
 
 
 def _has_fakes(inputs: Any) -> bool:
@@ -200,56 +173,6 @@ def _has_fakes(inputs: Any) -> bool:
     return False
 
 
-class _ChangedResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operators whose results could be kept, but are changed in place later in the same context.
-
-    A kept result would have the changed value when it is used in place of the recomputed one: the bias that GPT-OSS
-    adds to the products of its experts would be added twice. torch raises an error instead.
-    """
-
-    # Flex attention is an operator of a higher order.
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Let torch compile flex attention in this context, which would compute all pairs of tokens otherwise."""
-        return True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.changed: set[str] = set()
-        # Results stay alive in the context, so that no other tensor gets their memory.
-        self._results: dict[int, tuple[str, torch.Tensor]] = {}
-
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        output = operator(*args, **kwargs)
-        name = _name_of(operator)
-        # Operators of a higher order have no schema.
-        schema = getattr(operator, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            for tensor in tree_leaves((args[:1], kwargs.get("out"))):
-                if isinstance(tensor, torch.Tensor) and _address(tensor) in self._results:
-                    self.changed.add(self._results[_address(tensor)][0])
-        elif name in MATRIX_PRODUCTS or name in KEPT_OPERATORS:
-            for result in tree_leaves(output):
-                if isinstance(result, torch.Tensor) and result.numel():
-                    self._results[_address(result)] = (name, result)
-        return output
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._results.clear()
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Where the memory of *tensor*, or of this rank's part of it, begins."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
-
-
 def _name_of(operator: Any) -> str:
     """The name of an operator without that of its overload; flex attention has no overloads."""
     name: str = operator.name().partition(".")[0]
@@ -257,10 +180,9 @@ def _name_of(operator: Any) -> str:
 
 
 class _Policy:
-    """Decides which results are kept, in the order of the operators of one layer; none of the operators *changed*."""
+    """Decides which results are kept, in the order of the operators of one layer."""
 
-    def __init__(self, changed: frozenset[str]) -> None:
-        self._changed = changed
+    def __init__(self) -> None:
         # The recomputation makes the same choices, so it counts separately.
         self._num_products = {False: 0, True: 0}
 
@@ -272,8 +194,6 @@ class _Policy:
     def _keeps(self, operator: Any, *, is_recompute: bool) -> bool:
         """Whether the result of the next call, of *operator*, is kept."""
         name = _name_of(operator)
-        if name in self._changed:
-            return False
         if name in MATRIX_PRODUCTS:
             self._num_products[is_recompute] += 1
             return self._num_products[is_recompute] % 2 == 1

@@ -5,7 +5,8 @@ appendix B): a product of [n, k] and [k, m] is 2 n k m. Activations that are com
 count. Attention is counted per document, over all pairs of its positions although half of them are masked. A query of
 a layer with a sliding window has at most as many keys as the window. In a mixture, the experts that a token is routed
 to count. Layers of multi-token prediction count once per depth, and the output layer once more per depth, for all
-labels: that a depth has a few labels less is not considered.
+labels: that a depth has a few labels less is not considered. In an encoder-decoder, the encoder and the keys and values
+of cross attention are computed for each token of a source, the other layers of the decoder for each token of a target.
 
 The backward pass of a product has two further products: the gradient of the weight, where it is trained, and that of
 the input, where anything before it is trained. With frozen weights and adapters, a weight therefore counts 4 instead of
@@ -16,10 +17,10 @@ all products of this layer have both gradients of activations.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,102 +31,99 @@ from automodel_ckpt.models.config_values import config_of_layer, layer_configs
 from automodel_ckpt.models.inspect.forward import model_without_adapters
 from automodel_ckpt.models.inspect.vision import part_of
 from automodel_ckpt.models.loss.mtp import mtp_of
-from automodel_ckpt.models.measure.flop_rates import (
-    Lengths,
-    Pairs,
-    attention_operations,
-    has_trained_weight,
-    is_attention,
-    layer_kinds,
-    product_operations,
-    window_of,
-)
 
-if TYPE_CHECKING:
-    from automodel_ckpt.models.measure.encoder_decoder_flops import EncoderDecoderFlops
+TEXT, SOURCE, TARGET, LABEL = "text", "source", "target", "label"
+PATCH, IMAGE_TOKEN = "patch", "image_token"
+"""What operations are counted per. A patch is one of an image, and an image token one that it takes in the text."""
 
+Lengths = np.ndarray[Any, Any]
+_UNIT_OF_PART = {"vision_tower": PATCH, "projector": IMAGE_TOKEN, "audio_tower": None}
+_IGNORE_INDEX = -100
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts")
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _OF_AUDIO = re.compile("feature|audio")
 """The names of tensors of audio."""
 _IN_BLOCK = re.compile(r"\.\d+\.")
-_QUERIES = ("q_proj", "query", "q", "wq")
-_FUSED_QUERIES = ("qkv", "qkv_proj")
-
-
-@dataclass(frozen=True, slots=True)
-class ImageFlops:
-    """The operations of a vision tower and its projector, forward and backward."""
-
-    per_patch: int
-    """Operations of the layers of the tower per patch of an image."""
-    per_token: int
-    """Operations of the projector per token that an image takes in the text."""
-    pairs: Pairs
-    """Attention of the tower."""
-    patch_size: int
-    token_id: int
-    """The token in the text that the features of an image replace."""
-
-    def of(self, micro_batch: Mapping[str, torch.Tensor]) -> float | None:
-        """The operations for the images of *micro_batch*; None if its images have an unknown format."""
-        pixels = micro_batch.get("pixel_values")
-        if pixels is None:
-            return 0.0
-        lengths = self._patches_of_images(pixels, micro_batch)
-        if lengths is None:
-            return None
-        num_tokens = int(np.count_nonzero(micro_batch["input_ids"].numpy() == self.token_id))
-        products = self.per_patch * int(lengths.sum()) + self.per_token * num_tokens
-        return products + attention_operations(lengths, self.pairs)
-
-    def _patches_of_images(
-        self, pixels: torch.Tensor, micro_batch: Mapping[str, torch.Tensor]
-    ) -> Lengths | None:
-        """The number of patches of each image, or of each frame of a video."""
-        if "image_grid_thw" in micro_batch:
-            frames, heights, widths = micro_batch["image_grid_thw"].numpy().T
-            patches: Lengths = np.repeat(heights * widths, frames)
-            return patches
-        if "image_position_ids" in micro_batch:
-            # [images, patches, 2], negative where there is no patch.
-            has_patch = micro_batch["image_position_ids"].numpy()[..., 0] >= 0
-            of_images: Lengths = np.count_nonzero(has_patch, axis=-1)
-            return of_images.reshape(-1)
-        if pixels.dim() < 4:
-            return None
-        num_images = int(np.prod(pixels.shape[:-3]))
-        num_patches = (pixels.shape[-2] // self.patch_size) * (pixels.shape[-1] // self.patch_size)
-        return np.full(num_images, num_patches, dtype=np.int64)
+_QUERIES = {"q_proj": 1, "query": 1, "q": 1, "wq": 1, "qkv": 3, "qkv_proj": 3}
+"""Names of layers that compute queries, and how many parts of equal width they have."""
+_CROSS = re.compile(r"(EncDecAttention|encoder_attn|cross_attn|cross_attention|crossattention)\.")
+_KEYS_VALUES = re.compile(r"\.(k|v|k_proj|v_proj|key|value)(\.|$)")
+_NOT_COUNTED = (
+    # Mixtures of experts: Switch Transformers, NLLB.
+    "num_experts",
+    # Attention to a part of the source: LED, LongT5, BigBird-Pegasus, Pegasus-X.
+    "attention_window",
+    "encoder_attention_type",
+    "attention_type",
+    "block_size",
+    # A decoder that predicts several tokens per position: ProphetNet.
+    "ngram",
+)
+"""Values of configurations of encoder-decoders whose operations have another form."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlopCount:
-    """The operations of a forward and a backward pass of a language model, as rates per token."""
+    """The operations of a forward and a backward pass, as rates.
 
-    per_token: int
-    """Operations of the layers per token."""
-    per_label: int
-    """Operations of the output layer per token with a label: the loss needs no other logits."""
-    pairs: Pairs
-    """Attention of all layers."""
-    images: ImageFlops | None = None
-    """The part for images; None: the model has none."""
+    *per_unit* has the operations of products. *pairs* has those of attention, for queries of a unit: operations per
+    pair of a query and a key, by the largest number of keys of a query (None: all of the document). *per_cross_pair*
+    are those of a token of a target and one of its source. *image_token_id* is the token that the features of an
+    image replace; None: the model has no images. Operations of a tower for audio are not counted.
+    """
+
+    per_unit: Mapping[str, int]
+    pairs: Mapping[str, Mapping[int | None, int]]
+    per_cross_pair: int = 0
+    image_token_id: int | None = None
+    patch_size: int = 0
     has_audio_tower: bool = False
-    """Whether the model has a tower for audio. Its operations are not counted."""
 
     def of(self, micro_batch: Mapping[str, torch.Tensor], num_labels: int) -> float:
         """The operations for a micro-batch [B, T] on the CPU with *num_labels* labels; 0 if they are unknown."""
         if self.has_audio_tower and any(map(_OF_AUDIO.search, micro_batch)):
             return 0.0
-        lengths = document_lengths(micro_batch)
-        total = self.per_token * int(lengths.sum()) + self.per_label * num_labels
-        total += attention_operations(lengths, self.pairs)
-        if self.images is None:
-            return float(total)
-        of_images = self.images.of(micro_batch)
-        return 0.0 if of_images is None else total + of_images
+        found = self._lengths(micro_batch)
+        if found is None:
+            return 0.0
+        total = self.per_unit.get(LABEL, 0) * num_labels
+        for unit, lengths in found.items():
+            total += self.per_unit.get(unit, 0) * int(lengths.sum())
+            for window, per_pair in self.pairs.get(unit, {}).items():
+                num_keys = lengths if window is None else np.minimum(lengths, window)
+                total += per_pair * int(np.dot(lengths, num_keys))
+        if self.per_cross_pair:
+            total += self.per_cross_pair * int(np.dot(found[SOURCE], found[TARGET]))
+        return float(total)
+
+    def _lengths(self, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, Lengths] | None:
+        """The lengths of documents, or of images in patches, by unit; None if images have an unknown format."""
+        if self.per_cross_pair:
+            return {
+                SOURCE: _num_tokens(micro_batch, "attention_mask", micro_batch["input_ids"]),
+                TARGET: _num_tokens(micro_batch, "decoder_attention_mask", micro_batch["labels"]),
+            }
+        lengths = {TEXT: document_lengths(micro_batch)}
+        pixels = micro_batch.get("pixel_values")
+        if self.image_token_id is not None and pixels is not None:
+            patches = _patches_of_images(pixels, micro_batch, self.patch_size)
+            if patches is None:
+                return None
+            is_image = micro_batch["input_ids"].numpy() == self.image_token_id
+            lengths |= {PATCH: patches, IMAGE_TOKEN: np.array([np.count_nonzero(is_image)])}
+        return lengths
+
+
+def _num_tokens(
+    micro_batch: Mapping[str, torch.Tensor], mask: str, tokens: torch.Tensor
+) -> Lengths:
+    """The number of tokens of each row of *tokens* according to the mask with this name, if there is one."""
+    is_token = micro_batch.get(mask)
+    if is_token is None:
+        is_token = tokens != _IGNORE_INDEX
+    found: Lengths = np.count_nonzero(is_token.numpy(), axis=1)
+    return found
 
 
 def document_lengths(micro_batch: Mapping[str, torch.Tensor]) -> Lengths:
@@ -144,225 +142,239 @@ def document_lengths(micro_batch: Mapping[str, torch.Tensor]) -> Lengths:
     return of_rows
 
 
-def count_flops(
-    model: nn.Module, layers: Sequence[nn.Module]
-) -> FlopCount | EncoderDecoderFlops | None:
+def _patches_of_images(
+    pixels: torch.Tensor, micro_batch: Mapping[str, torch.Tensor], patch_size: int
+) -> Lengths | None:
+    """The number of patches of each image, or of each frame of a video."""
+    if "image_grid_thw" in micro_batch:
+        frames, heights, widths = micro_batch["image_grid_thw"].numpy().T
+        patches: Lengths = np.repeat(heights * widths, frames)
+        return patches
+    if "image_position_ids" in micro_batch:
+        # [images, patches, 2], negative where there is no patch.
+        has_patch = micro_batch["image_position_ids"].numpy()[..., 0] >= 0
+        of_images: Lengths = np.count_nonzero(has_patch, axis=-1)
+        return of_images.reshape(-1)
+    if pixels.dim() < 4:
+        return None
+    num_images = int(np.prod(pixels.shape[:-3]))
+    num_patches = (pixels.shape[-2] // patch_size) * (pixels.shape[-1] // patch_size)
+    return np.full(num_images, num_patches, dtype=np.int64)
+
+
+def count_flops(model: nn.Module, layers: Sequence[nn.Module]) -> FlopCount | None:
     """Count the operations of an unsharded transformers *model* from its modules; no tensor is read.
 
-    *layers* are its repeated blocks. Returns None for a model without a configuration of transformers, and for one
-    whose configuration does not have the number of heads, one number of active experts, or the size of patches.
+    *layers* are its repeated blocks. Returns None for a model without a configuration of transformers, for one whose
+    configuration does not have the number of heads, one number of active experts, or the size of patches, and for an
+    encoder-decoder whose parts have another form than those of T5 and BART.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return None
+    walk = _Walk(model, layers)
     if getattr(config, "is_encoder_decoder", False):
-        from automodel_ckpt.models.measure.encoder_decoder_flops import count_encoder_decoder
-
-        return count_encoder_decoder(model, layers)
-    walk = _Walk(model, layers, config.get_text_config())
-    text_pairs = walk.text_pairs()
-    if walk.is_unknown or text_pairs is None:
+        if any(getattr(config, name, None) is not None for name in _NOT_COUNTED):
+            return None
+        walk.count(walk.modules_of_pairs())
+        if walk.is_unknown or not (walk.per_cross_pair and walk.per_unit[LABEL]):
+            return None
+        return FlopCount(walk.per_unit, walk.pairs, walk.per_cross_pair)
+    walk.count(walk.modules_of_text())
+    walk.count_text_attention()
+    if walk.is_unknown:
         return None
     vision = getattr(config, "vision_config", None)
-    images = None
-    if vision is not None and walk.per_patch:
-        patch_size = getattr(vision, "patch_size", None)
-        token_id = _first_number(config, ("image_token_id", "image_token_index"))
-        if not isinstance(patch_size, int) or token_id is None:
-            return None
-        images = ImageFlops(
-            walk.per_patch,
-            walk.per_image_token,
-            walk.image_pairs(vision, patch_size),
-            patch_size,
-            token_id,
-        )
-    return FlopCount(walk.per_token, walk.per_label, text_pairs, images, walk.has_audio_tower)
+    if vision is None or not walk.per_unit[PATCH]:
+        return FlopCount(walk.per_unit, walk.pairs, has_audio_tower=walk.has_audio_tower)
+    patch_size = getattr(vision, "patch_size", None)
+    token_id = _first_number(config, ("image_token_id", "image_token_index"))
+    if not isinstance(patch_size, int) or token_id is None:
+        return None
+    return FlopCount(
+        walk.per_unit,
+        walk.pairs,
+        image_token_id=token_id,
+        patch_size=patch_size,
+        has_audio_tower=walk.has_audio_tower,
+    )
+
+
+_Unit = str | None
+_Module = tuple[str, nn.Module, _Unit]
 
 
 class _Walk:
-    """Adds up the products of a model's modules, by what they are computed for."""
+    """Adds up the operations of a model's modules, by the unit that they are computed for."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], text_config: Any) -> None:
-        self.per_token = self.per_label = 0
-        self.per_patch = self.per_image_token = 0
-        self.is_unknown = False
-        self._layers, self._text_config = layers, text_config
-        # Whether attention of each decoder layer has a backward pass, in order.
-        self._text_gradients: list[bool] = []
-        # The width of the queries of each block of a vision tower.
-        self._tower_widths: list[int] = []
-        self._tower_has_gradient = False
-        self._num_experts = _first_number(text_config, _NUM_EXPERTS)
-        self._top_k = _first_number(text_config, _TOP_K)
-        for layer in layer_configs(text_config):
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+        self.per_unit: Counter[str] = Counter()
+        self.pairs: dict[str, Counter[int | None]] = defaultdict(Counter)
+        self.per_cross_pair = 0
+        self.is_unknown = self.has_audio_tower = False
+        self._model, self._inner = model, model_without_adapters(model)
+        self._config: Any = model.config
+        self._text_config = self._config.get_text_config()
+        self._layers = layers
+        self._layer_of = {module: layer for layer in layers for module in layer.modules()}
+        self._has_gradient: dict[nn.Module, bool] = {}
+        """Whether the inputs of a layer, or of a module outside of the layers, have gradients."""
+        self._windows: dict[nn.Module, int | None] = {}
+        """The windows of the layers of an encoder-decoder."""
+        self._num_tower_queries = 0
+        self._num_experts = _first_number(self._text_config, _NUM_EXPERTS)
+        self._top_k = _first_number(self._text_config, _TOP_K)
+        for layer in layer_configs(self._text_config):
             experts = _first_number(layer, _NUM_EXPERTS), _first_number(layer, _TOP_K)
-            if experts != (self._num_experts, self._top_k):
-                self.is_unknown = True
-        head: Any = getattr(model_without_adapters(model), "get_output_embeddings", None)
-        output_layer = head() if head is not None else None
-        self._head = set(map(id, output_layer.modules())) if output_layer is not None else set()
-        self._mtp = mtp_of(model_without_adapters(model))
+            self.is_unknown |= experts != (self._num_experts, self._top_k)
+        get_head: Any = getattr(self._inner, "get_output_embeddings", None)
+        output_layer = get_head() if get_head is not None else None
+        self._head = set(output_layer.modules()) if output_layer is not None else set()
+        self._mtp = mtp_of(self._inner)
         self._num_calls = self._calls_of_modules()
-        # A vision tower comes before the projector, and both before the layers of the text.
-        parts: dict[str, list[tuple[str, nn.Module]]] = {
-            "vision_tower": [],
-            "projector": [],
-            "audio_tower": [],
-        }
-        rest: list[tuple[str, nn.Module]] = []
-        for name, module in model.named_modules():
-            # peft keeps the frozen original next to the copy that it trains.
-            if ".original_module" in name:
-                continue
-            parts.get(part_of(name) or "", rest).append((name, module))
-        self.has_audio_tower = bool(parts["audio_tower"])
-        is_trained = self._count_tower(parts["vision_tower"])
-        is_trained = self._count_projector(parts["projector"], is_trained)
-        self._count_text(rest, is_trained)
 
-    def text_pairs(self) -> Pairs | None:
-        """Attention of the text layers: its two products of each head, and twice as many in a backward pass.
-
-        None if the configuration does not have the number of heads of each layer.
-        """
-        found: Counter[int | None] = Counter()
-        kinds = zip(self._kinds_of_layers(), self._text_gradients, strict=False)
-        for number, ((kind, num_calls), has_gradient) in enumerate(kinds):
-            layer = config_of_layer(self._text_config, number)
-            per_pair = _operations_per_pair(layer)
-            if per_pair is None:
-                return None
-            if is_attention(kind):
-                passes = 3 if has_gradient else 1
-                found[window_of(layer, kind)] += per_pair * passes * num_calls
-        return tuple((per_pair, window) for window, per_pair in found.items())
-
-    def _kinds_of_layers(self) -> list[tuple[str, int]]:
-        """The kind of each decoder layer, and how often a pass calls it; those of MTP are the last ones."""
-        of_mtp: list[tuple[str, int]] = []
-        if self._mtp is not None:
-            for depth in self._mtp.depths:
-                config: Any = depth.decoder.config  # type: ignore[union-attr]
-                kinds = layer_kinds(config, config.num_hidden_layers)
-                of_mtp += [(kind, self._num_calls[id(depth)]) for kind in kinds]
-        num_layers = len(self._text_gradients) - len(of_mtp)
-        of_model = [(kind, 1) for kind in layer_kinds(self._text_config, num_layers)]
-        return [*of_model[:num_layers], *of_mtp]
-
-    def _calls_of_modules(self) -> dict[int, int]:
-        """{id of a module: how often a forward pass calls it} of those that are called several times, because of MTP.
-
-        The output layer computes the logits of each depth, too.
-        """
+    def _calls_of_modules(self) -> dict[nn.Module, int]:
+        """{module: how often a forward pass calls it} of those that are called several times, because of MTP."""
         if self._mtp is None:
             return {}
+        # The output layer computes the logits of each depth, too.
         calls = dict.fromkeys(self._head, 1 + self._mtp.num_depths)
         num_stored = len(self._mtp.depths)
         for number, depth in enumerate(self._mtp.depths):
             for module in depth.modules():
-                calls[id(module)] = len(range(number, self._mtp.num_depths, num_stored))
+                calls[module] = len(range(number, self._mtp.num_depths, num_stored))
         return calls
 
-    def image_pairs(self, vision: Any, patch_size: int) -> Pairs:
-        """Attention of the blocks of the vision tower."""
-        passes = 3 if self._tower_has_gradient else 1
-        full = getattr(vision, "fullatt_block_indexes", None)
-        window = None
-        if full is not None and isinstance(getattr(vision, "window_size", None), int):
-            window = (vision.window_size // patch_size) ** 2
-        found: Counter[int | None] = Counter()
-        for number, width in enumerate(self._tower_widths):
-            is_full = full is None or number in full
-            found[None if is_full else window] += 4 * width * passes
-        return tuple((per_pair, limit) for limit, per_pair in found.items())
+    def modules_of_text(self) -> list[_Module]:
+        """The modules of a decoder: those of a vision tower first, then the projector, then the text."""
+        found: dict[_Unit, list[_Module]] = {PATCH: [], IMAGE_TOKEN: [], TEXT: [], None: []}
+        for name, module in _named_modules(self._model):
+            unit = _UNIT_OF_PART.get(part_of(name) or "", TEXT)
+            found[unit].append((name, module, LABEL if module in self._head else unit))
+        self.has_audio_tower = bool(found.pop(None))
+        return [entry for of_unit in found.values() for entry in of_unit]
 
-    def _count_tower(self, modules: Iterable[tuple[str, nn.Module]]) -> bool:
-        """Count a vision tower; returns whether any parameter of it is trained."""
-        is_trained = False
+    def modules_of_pairs(self) -> Iterator[_Module]:
+        """The modules of an encoder-decoder in the order of a forward pass."""
+        modules = list(_named_modules(self._inner))
+        encoder, decoder = self._inner.get_encoder(), self._inner.get_decoder()
+        rest = set(self._inner.modules())
+        for part, unit in ((encoder, SOURCE), (decoder, TARGET)):
+            part_config = getattr(self._config, {SOURCE: "encoder", TARGET: "decoder"}[unit], None)
+            of_part = set(part.modules()) & rest - self._head
+            layers = [layer for layer in self._layers if layer in of_part]
+            part_config = self._config if part_config is None else part_config
+            for layer, kind in zip(layers, _layer_kinds(part_config, len(layers)), strict=False):
+                self._windows[layer] = _window_of(part_config, kind)
+            for name, module in modules:
+                if module in of_part:
+                    is_of_source = _CROSS.search(name) and _KEYS_VALUES.search(name)
+                    yield name, module, SOURCE if is_of_source else unit
+            rest -= of_part
         for name, module in modules:
-            is_trained = is_trained or has_trained_weight(module)
-            is_in_block = _IN_BLOCK.search(name) is not None
-            if not is_in_block and "patch" not in name:
-                # A pooling head, which a language model does not use.
+            if module in rest:
+                yield name, module, LABEL if module in self._head else None
+
+    def count(self, modules: Iterable[_Module]) -> None:
+        """Add the operations of *modules*, which are in the order of a forward pass."""
+        is_trained = source_is_trained = False
+        for name, module, unit in modules:
+            layer = self._layer_of.get(module)
+            place = module if layer is None else layer
+            if place not in self._has_gradient:
+                trains = layer is not None and any(p.requires_grad for p in layer.parameters())
+                self._has_gradient[place] = is_trained or trains
+                is_trained = is_trained or trains or _has_trained_weight(module)
+            has_gradient = self._has_gradient[place]
+            is_cross = _CROSS.search(name) is not None
+            if unit == SOURCE and not is_cross:
+                source_is_trained = is_trained
+            elif unit == SOURCE:
+                has_gradient = source_is_trained
+            size = self._size(name, module, unit)
+            if unit is None:
+                self.is_unknown |= size > 0
                 continue
-            size = self._size(name, module)
-            # The first layer of a tower: pixels have no gradient.
-            self.per_patch += product_operations(
-                module, size, has_gradient=is_trained and is_in_block
-            )
-            if is_in_block and isinstance(module, nn.Linear) and ".lora_" not in name:
-                self._note_queries(name, module)
-        self._tower_has_gradient = is_trained
-        return is_trained
+            if unit == PATCH and _IN_BLOCK.search(name) is None:
+                if "patch" not in name:
+                    # A pooling head, which a language model does not use.
+                    continue
+                # Pixels have no gradient.
+                has_gradient = False
+            passes = 1 + has_gradient + (size > 0 and _has_trained_weight(module))
+            self.per_unit[unit] += 2 * size * passes * self._num_calls.get(module, 1)
+            if unit != TEXT and isinstance(module, nn.Linear) and ".lora_" not in name:
+                self._count_attention(name, module, unit, is_cross)
 
-    def _note_queries(self, name: str, layer: nn.Linear) -> None:
-        """Keep the width of the queries if *layer* of a tower's block computes them."""
+    def _count_attention(self, name: str, module: nn.Linear, unit: str, is_cross: bool) -> None:
+        """Add the attention of a tower, or of an encoder-decoder, if *module* computes its queries."""
         # The layer may be inside of a wrapper with this name: one with an adapter, or one that limits its values.
-        last_names = name.split(".")[-2:]
-        if any(each in _QUERIES for each in last_names):
-            self._tower_widths.append(layer.out_features)
-        elif any(each in _FUSED_QUERIES for each in last_names):
-            self._tower_widths.append(layer.out_features // 3)
+        parts = [_QUERIES[each] for each in name.split(".")[-2:] if each in _QUERIES]
+        if not parts:
+            return
+        layer = self._layer_of.get(module, module)
+        per_pair = 4 * module.out_features // parts[0] * (3 if self._has_gradient[layer] else 1)
+        if is_cross:
+            self.per_cross_pair += per_pair
+        elif unit == PATCH:
+            self.pairs[unit][self._tower_window()] += per_pair
+        else:
+            self.pairs[unit][self._windows.get(layer)] += per_pair
 
-    def _count_projector(self, modules: Iterable[tuple[str, nn.Module]], is_trained: bool) -> bool:
-        """Count a projector after a tower with trained parameters if *is_trained*; returns whether now any is."""
-        for name, module in modules:
-            size = self._size(name, module)
-            if not size and not isinstance(module, nn.Embedding):
-                size = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
-            self.per_image_token += product_operations(module, size, has_gradient=is_trained)
-            is_trained = is_trained or has_trained_weight(module)
-        return is_trained
+    def _tower_window(self) -> int | None:
+        """The number of patches that a query of the next block of the vision tower attends to; None: all."""
+        vision = self._config.vision_config
+        number = self._num_tower_queries
+        self._num_tower_queries += 1
+        full, window = (
+            getattr(vision, key, None) for key in ("fullatt_block_indexes", "window_size")
+        )
+        if full is None or number in full or not isinstance(window, int):
+            return None
+        return int((window // vision.patch_size) ** 2)
 
-    def _count_text(self, modules: Sequence[tuple[str, nn.Module]], is_trained: bool) -> None:
-        """Count the language model, whose input has a gradient if *is_trained* or if its embedding is trained."""
-        layer_of: dict[int, int] = {}
-        text_layers = self._text_layers(modules)
-        for number, layer in enumerate(text_layers):
-            for module in layer.modules():
-                layer_of[id(module)] = number
-        for _, module in modules:
-            if isinstance(module, nn.Embedding) and id(module) not in layer_of:
-                is_trained = is_trained or has_trained_weight(module)
-        for layer in text_layers:
-            is_trained = is_trained or any(p.requires_grad for p in layer.parameters())
-            self._text_gradients.append(is_trained)
-        for name, module in modules:
-            size = self._size(name, module)
-            position = layer_of.get(id(module))
-            has_gradient = is_trained if position is None else self._text_gradients[position]
-            operations = product_operations(module, size, has_gradient=has_gradient)
-            operations *= self._num_calls.get(id(module), 1)
-            if id(module) in self._head:
-                self.per_label += operations
-            else:
-                self.per_token += operations
+    def count_text_attention(self) -> None:
+        """Add the attention of the text layers: its two products of each head, and twice as many in a backward pass."""
+        of_text = {module for _, module, unit in self.modules_of_text() if unit == TEXT}
+        layers = [layer for layer in self._layers if layer in of_text]
+        for number, (layer, (kind, num_calls)) in enumerate(
+            zip(layers, self._kinds_of_layers(len(layers)), strict=False)
+        ):
+            config = config_of_layer(self._text_config, number)
+            per_pair = _operations_per_pair(config)
+            if per_pair is None:
+                self.is_unknown = True
+            elif "attention" in kind and "linear" not in kind:
+                passes = 3 if self._has_gradient[layer] else 1
+                self.pairs[TEXT][_window_of(config, kind)] += per_pair * passes * num_calls
 
-    def _text_layers(self, modules: Sequence[tuple[str, nn.Module]]) -> list[nn.Module]:
-        of_text = {id(module) for _, module in modules}
-        return [layer for layer in self._layers if id(layer) in of_text]
+    def _kinds_of_layers(self, num_layers: int) -> list[tuple[str, int]]:
+        """The kind of each text layer, and how often a pass calls it; those of MTP are the last ones."""
+        of_mtp: list[tuple[str, int]] = []
+        for depth in self._mtp.depths if self._mtp is not None else ():
+            config: Any = depth.decoder.config  # type: ignore[union-attr]
+            kinds = _layer_kinds(config, config.num_hidden_layers)
+            of_mtp += [(kind, self._num_calls[depth]) for kind in kinds]
+        num_own = num_layers - len(of_mtp)
+        of_model = [(kind, 1) for kind in _layer_kinds(self._text_config, num_own)]
+        return [*of_model[:num_own], *of_mtp]
 
-    def _size(self, name: str, module: nn.Module) -> int:
-        """The number of multiplications that *module* itself makes per token, without its submodules."""
+    def _size(self, name: str, module: nn.Module, unit: _Unit) -> int:
+        """The number of multiplications that *module* itself makes per unit, without its submodules."""
         if isinstance(module, nn.Linear):
             size = module.in_features * module.out_features
-            if _ONE_EXPERT.search(f"{name}."):
-                size = self._active(size)
-            return size
+            return self._active(size) if _ONE_EXPERT.search(f"{name}.") else size
         if isinstance(module, (Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             return module.weight.numel()
+        own = list(module.parameters(recurse=False))
+        if unit == IMAGE_TOKEN and not isinstance(module, nn.Embedding):
+            return sum(parameter.numel() for parameter in own if parameter.dim() == 2)
         if self._num_experts is None:
             return 0
-        size = 0
-        for parameter in module.parameters(recurse=False):
-            if parameter.shape[:1] != (self._num_experts,):
-                continue
-            if parameter.dim() == 3:
-                size += self._active(parameter.numel())
-            elif parameter.dim() == 2 and type(module).__name__.endswith(("Router", "Gate")):
-                size += parameter.numel()
-        return size
+        is_router = type(module).__name__.endswith(("Router", "Gate"))
+        of_experts = [each for each in own if each.shape[:1] == (self._num_experts,)]
+        size = sum(self._active(each.numel()) for each in of_experts if each.dim() == 3)
+        return size + is_router * sum(each.numel() for each in of_experts if each.dim() == 2)
 
     def _active(self, size: int) -> int:
         """The share of *size* multiplications of all experts that belongs to the experts of a token."""
@@ -370,6 +382,18 @@ class _Walk:
             self.is_unknown = True
             return 0
         return size * self._top_k // self._num_experts
+
+
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        # peft keeps the frozen original next to the copy that it trains.
+        if ".original_module" not in f".{name}":
+            yield name, module
+
+
+def _has_trained_weight(module: nn.Module) -> bool:
+    """Whether a parameter of *module* itself, without its submodules, is trained."""
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
 def _operations_per_pair(layer: Any) -> int | None:
@@ -388,6 +412,30 @@ def _operations_per_pair(layer: Any) -> int | None:
         of_values = getattr(layer, "v_head_dim", None) or width
     operations: int = 2 * num_heads * (of_keys + of_values)
     return operations
+
+
+def _layer_kinds(text: Any, num_layers: int) -> Sequence[str]:
+    """The kind of each decoder layer, as the configuration names it."""
+    for name in ("layer_types", "layers_block_type"):
+        kinds = getattr(text, name, None)
+        if kinds:
+            return list(kinds)
+    found = []
+    for number in range(num_layers):
+        layer = config_of_layer(text, number)
+        window = getattr(layer, "sliding_window", None)
+        is_windowed = window and getattr(layer, "use_sliding_window", True)
+        found.append("sliding_attention" if is_windowed else "full_attention")
+    return found
+
+
+def _window_of(text: Any, kind: str) -> int | None:
+    """The largest number of keys of a query in a layer of this *kind*; None: no limit."""
+    name = "attention_chunk_size" if "chunked" in kind else "sliding_window"
+    if "sliding" not in kind and "chunked" not in kind:
+        return None
+    size = getattr(text, name, None)
+    return size if isinstance(size, int) else None
 
 
 def _first_number(config: Any, names: Iterable[str]) -> int | None:

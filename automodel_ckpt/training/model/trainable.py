@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint.state.module_tensors import StoredLayout, stored_layout
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.models.inspect.converted_layers import convert_layers
 from automodel_ckpt.models.inspect.float32_parts import float32_names
 from automodel_ckpt.models.inspect.forward import accepts_use_cache
 from automodel_ckpt.models.inspect.shared_memory import check_separate_memory
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
     from automodel_ckpt.models.layers.fake_quantization import FakeQuantization
     from automodel_ckpt.models.layers.neftune import EmbeddingNoise
     from automodel_ckpt.models.loss.mtp import MultiTokenPrediction
-    from automodel_ckpt.models.measure.encoder_decoder_flops import EncoderDecoderFlops
     from automodel_ckpt.models.measure.flop_count import FlopCount
     from automodel_ckpt.parallel.context_parallel import ContextParallel
     from automodel_ckpt.training.model.pipeline import PipelineStage
@@ -102,7 +100,7 @@ class Trainable:
     """Whether the model has a classification head, which its pretrained files may lack."""
     other_head: tuple[str, ...] = ()
     """Names of tensors in which exports and the pretrained files differ because they have different heads."""
-    flop_count: FlopCount | EncoderDecoderFlops | None = None
+    flop_count: FlopCount | None = None
     """The operations of a training step of the complete model; None if they are unknown."""
     summary: str = ""
     """The class and size of the model and how ranks share it, for the log."""
@@ -186,7 +184,6 @@ def _build(request: ModelRequest) -> Trainable:
     """Build the model, change it, shard it, and probe what it supports."""
     changed = change_model(request, build_unsharded(request))
     model = changed.deferred.model
-    convert_layers(model)
     if request.is_trained:
         remove_dropout(request, model)
         check_trained_types(model)
@@ -232,7 +229,7 @@ def _build(request: ModelRequest) -> Trainable:
     )
 
 
-def _flop_count(request: ModelRequest, model: nn.Module) -> FlopCount | EncoderDecoderFlops | None:
+def _flop_count(request: ModelRequest, model: nn.Module) -> FlopCount | None:
     """Count the operations of a step, before the model is divided; None where the log does not have them."""
     if not logs_mfu(request.config.logging, request.layout):
         return None

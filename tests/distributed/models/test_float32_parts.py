@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     DeepseekV3Config,
     FSMTConfig,
     FSMTForConditionalGeneration,
@@ -28,7 +27,6 @@ from transformers import (
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.examples.data.python_docs import train_tokenizer
-from automodel_ckpt.models.inspect.converted_layers import convert_layers
 from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize, reshard
 from automodel_ckpt.parallel.ranks.group_types import check_gathered_types
@@ -471,38 +469,6 @@ def test_a_model_reads_this_type_also_after_it_has_called_itself() -> None:
     assert torch.equal(outputs, Tower(twice).bfloat16()(inputs))
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.further)])
-def test_a_model_changes_weights_of_layers_before_it_calls_them(num_ranks: int) -> None:
-    """RWKV divides some before it evaluates. A momentum encoder (MoCo) is an average of another."""
-
-    def change(tower: Any, inputs: torch.Tensor) -> torch.Tensor:
-        first, second = tower.layers[0].linear, tower.layers[1].linear
-        with torch.no_grad():
-            first.weight.div_(2)
-            second.bias.data.clamp_(min=0.0)
-            torch._foreach_mul_([second.weight], 0.75)
-        second.weight.data.add_(first.weight.data, alpha=0.25)
-        converted: torch.Tensor = inputs.to(tower.weight().dtype)
-        return converted
-
-    inputs = torch.randn(2, 8)
-
-    def found() -> tuple[torch.Tensor, torch.Tensor]:
-        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
-        tower: Any = parallelize(Tower(change), layout_here(), how)
-        outputs = tower(inputs).detach().clone()
-        return outputs, tower.layers[1].linear.weight.full_tensor().detach()
-
-    changed: Any = Tower(change)
-    changed(inputs)
-    average = changed.layers[1].linear.weight.clone()
-    changed._convert = CONVERSIONS["dtype"]
-    expected = changed.bfloat16()(inputs)
-    for outputs, weight in ranks.run(found, num_ranks):
-        assert torch.equal(outputs, expected)
-        assert torch.equal(weight, average)
-
-
 @pytest.mark.parametrize("adapters", [False, True], ids=["in full", "LoRA"])
 def test_a_run_continues_exactly_and_its_export_has_the_types_of_the_base(
     adapters: bool, tmp_path: Path
@@ -580,89 +546,6 @@ def mixture(directory: Path) -> None:
     read = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     read.save_pretrained(directory)
     train_tokenizer(vocab_size=300).save_pretrained(directory)
-
-
-def converting(kind: str) -> nn.Module:
-    """A model that converts the layer of a router to float32 in its forward pass."""
-    sizes = {"d_model": 16, "d_ff": 16, "num_experts": 2, "vocab_size": VOCABULARY}
-    if kind == "switch_transformers":
-        sizes |= {"num_layers": 2, "num_sparse_encoder_layers": 1, "num_heads": 2, "d_kv": 8}
-    else:
-        of_each = {"layers": 2, "attention_heads": 2, "ffn_dim": 16, "sparse_step": 2}
-        for part in ("encoder", "decoder"):
-            sizes |= {f"{part}_{key}": value for key, value in of_each.items()}
-    torch.manual_seed(0)
-    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **sizes))
-
-
-@pytest.mark.parametrize("kind", ["switch_transformers", "nllb-moe"])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
-def test_a_layer_that_the_model_converts_computes_with_its_newest_values(
-    kind: str, stored: torch.dtype
-) -> None:
-    def of_two_steps() -> list[torch.Tensor]:
-        model: Any = converting(kind).to(stored)
-        convert_layers(model)
-        names = float32_names(model, torch.bfloat16)
-        routers = {name for name in names if "router.classifier" in name}
-        assert routers and all(model.get_parameter(each).dtype == torch.float32 for each in routers)
-        how = Parallelism(
-            "fsdp2",
-            compute_dtype=torch.bfloat16,
-            float32_names=names,
-            constants=constants_in(model, torch.bfloat16),
-        )
-        model = parallelize(model, layout_here(), how)
-        (first, *_) = sorted(routers)
-        seen: list[torch.Tensor] = []
-        layer = model.get_submodule(first.removesuffix(".weight"))
-        layer.register_forward_pre_hook(lambda module, _: seen.append(module.weight.clone()))
-        tokens = global_batch(0)
-        for _step in range(2):
-            stored_value: Any = model.get_parameter(first)
-            assert isinstance(stored_value, DTensor)
-            whole = stored_value.full_tensor().detach().clone()
-            output = model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False)
-            check_gathered_types(model)
-            assert torch.equal(seen[-1], whole)
-            output.logits.float().square().mean().backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(torch.full_like(parameter, 0.25))
-        return seen
-
-    for first, second in ranks.run(of_two_steps, 2):
-        assert torch.equal(second, first + 0.25)
-
-
-class Prepared(nn.Module):
-    """Converts one layer in its forward pass, and another one only before inference."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def prepare_for_inference(self) -> None:
-        self.head = self.head.to(torch.bfloat16)
-
-    def widen(self) -> None:
-        self.router = self.router.to(torch.float64)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.widen()
-        result: torch.Tensor = self.head(self.router(inputs.double()).float())
-        return result
-
-
-def test_a_method_that_the_forward_pass_does_not_call_converts_nothing() -> None:
-    model = nn.Sequential(Prepared())
-    convert_layers(model)
-    assert {name: each.dtype for name, each in model.named_parameters()} == {
-        "0.router.weight": torch.float64,
-        "0.router.bias": torch.float64,
-        "0.head.weight": torch.float32,
-        "0.head.bias": torch.float32,
-    }
 
 
 class ConvertsSecretly(nn.Module):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from automodel_ckpt.errors import RecipeError
@@ -92,41 +91,6 @@ def test_selective_layers_draw_the_same_dropout_when_they_recompute() -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-class BiasInPlace(nn.Module):
-    """A layer that adds a bias to the result of its product in training, as routers add noise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        product = hidden @ self.weight
-        if self.training:
-            product.add_(self.bias)
-        return product.exp().tanh()
-
-
-@pytest.mark.parametrize("is_probed", [False, True])
-def test_selective_layers_may_change_the_results_of_products(is_probed: bool) -> None:
-    hidden = torch.ones(2, 4) / 8
-    gradients = []
-    for mode in (None, "selective"):
-        model: Any = nn.Sequential(BiasInPlace(), BiasInPlace())
-        model.supports_gradient_checkpointing = True
-        if mode is not None:
-            checkpoint_activations(model, mode, list(model))
-        if is_probed:
-            with torch.no_grad():
-                model.eval()(hidden)
-                model.train()
-        # In the second pass, every layer knows what it changes.
-        for _ in range(2):
-            model(hidden).sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
-
-
 class LiveBytes:
     """The bytes of all storages that a forward pass made and that still exist afterwards."""
 
@@ -153,9 +117,6 @@ class LiveBytes:
         own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         own |= {buffer.untyped_storage()._cdata for buffer in model.buffers()}
         inputs = {name: each for name, each in row().items() if name != "labels"}
-        # The probes of a recipe call a model before it is trained.
-        with torch.no_grad():
-            model.model(**inputs, use_cache=False)
         host = offloading(mode)
         with host.saving() if host is not None else nullcontext(), Noting():
             output = model.model(**inputs, use_cache=False).last_hidden_state

@@ -71,9 +71,6 @@ def test_full_training_of_a_llama_counts_six_operations_per_weight_and_token() -
     attention = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2
     products = LAYERS * (attention + 3 * HIDDEN * INTERMEDIATE)
     found = counted(llama())
-    assert found.per_token == 6 * products
-    assert found.per_label == 6 * HIDDEN * VOCABULARY
-    assert found.pairs == ((12 * HIDDEN * LAYERS, None),)
     tokens = 2 * LENGTH
     by_hand = 6 * products * tokens + 6 * HIDDEN * VOCABULARY * tokens
     by_hand += 12 * HIDDEN * LAYERS * 2 * LENGTH**2
@@ -88,11 +85,7 @@ def test_frozen_weights_under_adapters_count_four_operations_and_the_adapters_si
     model = peft.get_peft_model(
         llama(), peft.LoraConfig(r=rank, target_modules=["q_proj", "down_proj"])
     )
-    frozen = LAYERS * (3 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
-    adapters = LAYERS * rank * (2 * HIDDEN + INTERMEDIATE + HIDDEN)
     found = counted(model)
-    assert found.per_token == 4 * frozen + 6 * adapters
-    assert found.per_label == 4 * HIDDEN * VOCABULARY
     tokens = 2 * LENGTH
     # The input of the first layer has no gradient, and neither have its keys and values: a layer counts as a whole.
     queries_keys_values = 2 * HIDDEN * HIDDEN + rank * HIDDEN
@@ -120,10 +113,10 @@ def test_layers_below_the_first_trained_one_have_no_backward_pass() -> None:
     model.requires_grad_(False)
     layers = decoder_layers(model)
     layers[-1].requires_grad_(True)
-    found = counted(model)
     of_layer = 3 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE
-    assert found.per_token == (2 * (LAYERS - 1) + 6) * of_layer
-    assert found.pairs == ((4 * HIDDEN * (LAYERS - 1) + 12 * HIDDEN, None),)
+    by_hand = (2 * (LAYERS - 1) + 6) * of_layer * 2 * LENGTH
+    by_hand += (4 * (LAYERS - 1) + 12) * HIDDEN * 2 * LENGTH**2
+    assert counted(model).of(batch(), 0) == by_hand
 
 
 def mixture(**changes: Any) -> nn.Module:
@@ -137,10 +130,6 @@ def mixture(**changes: Any) -> nn.Module:
 def test_of_a_mixture_the_experts_of_a_token_count() -> None:
     model = mixture(head_dim=8)
     found = counted(model)
-    hidden, layers = SIZES["hidden_size"], SIZES["num_hidden_layers"]
-    experts = 2 * 3 * hidden * 8
-    router = 4 * hidden
-    assert found.per_token == 6 * layers * (4 * hidden * 16 + experts + router)
     tokens = 2 * LENGTH
     assert found.of(batch(), tokens) == computed(model, batch())
 
@@ -164,7 +153,10 @@ def test_heads_of_other_layers_may_have_another_width() -> None:
     if not getattr(config, "is_heterogeneous", False):
         pytest.skip("this version of transformers has one configuration for all layers")
     found = counted(AutoModelForCausalLM.from_config(config))
-    assert found.pairs == ((12 * 16, 4), (12 * 32, None))
+    shorter = found.of(batch(rows=1, length=LENGTH // 2), 0)
+    pairs = 12 * 16 * 4 * LENGTH + 12 * 32 * LENGTH**2
+    of_half = 12 * 16 * 4 * LENGTH // 2 + 12 * 32 * LENGTH**2 // 4
+    assert found.of(batch(rows=1), 0) - 2 * shorter == pairs - 2 * of_half
 
 
 def test_a_mixture_with_an_unknown_number_of_active_experts_is_not_counted() -> None:
@@ -186,9 +178,8 @@ def test_documents_of_a_packed_row_do_not_attend_to_each_other() -> None:
     padded = {name: packed[name] for name in ("input_ids", "labels", "attention_mask")}
     assert document_lengths(padded).tolist() == [9]
     squares = 4**2 + 2**2 + 3**2
-    per_pair = found.pairs[0][0]
-    assert found.of(packed, 0) == 9 * found.per_token + per_pair * squares
-    assert found.of(padded, 0) - found.of(packed, 0) == per_pair * (9**2 - squares)
+    assert found.of(packed, 0) == sum(found.of(batch(1, length), 0) for length in (4, 2, 3))
+    assert found.of(padded, 0) - found.of(packed, 0) == 12 * HIDDEN * LAYERS * (9**2 - squares)
 
 
 def test_a_query_of_a_windowed_layer_has_at_most_as_many_keys_as_the_window() -> None:
@@ -200,10 +191,9 @@ def test_a_query_of_a_windowed_layer_has_at_most_as_many_keys_as_the_window() ->
         head_dim=8,
     )
     found = counted(AutoModelForCausalLM.from_config(config))
-    assert found.pairs == ((12 * 16, None), (12 * 16, 4))
-    rows = batch(rows=1)
-    in_pairs = 12 * 16 * (LENGTH**2 + LENGTH * 4)
-    assert found.of(rows, 0) == found.per_token * LENGTH + in_pairs
+    of_half = found.of(batch(rows=1, length=LENGTH // 2), 0)
+    # A query of the windowed layer has 4 keys in both.
+    assert found.of(batch(rows=1), 0) - 2 * of_half == 12 * 16 * LENGTH**2 // 2
 
 
 RATIOS = {
