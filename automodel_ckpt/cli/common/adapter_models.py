@@ -76,11 +76,8 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     parameters = find_parameters(model, settings.parameters)
     targets = _layers(settings.targets, parameters)
-    renamed: dict[str, str] = {}
     if missing := [name for name in (*targets, *settings.saved) if name not in modules]:
-        renamed = _renamed_layers(model, missing, settings.task_type, directory)
-        settings = settings.renamed(renamed)
-        targets = _layers(settings.targets, parameters)
+        _raise_missing(missing, settings.task_type, type(model).__name__, directory)
     lora = Lora(
         r=settings.r,
         alpha=settings.alpha,
@@ -118,9 +115,7 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     def base_names() -> Mapping[str, Sequence[str]]:
         return _names_in_base(directory, frozen)
 
-    return AdapterModel(
-        tuple(trained), shapes, base_names, files, directory, section, vocab_size, renamed
-    )
+    return AdapterModel(tuple(trained), shapes, base_names, files, directory, section, vocab_size)
 
 
 def _directory_of(base: str, revision: str | None) -> Path:
@@ -214,35 +209,18 @@ def _section(lora: Lora, peft_targets: list[str] | str, *, is_tied: bool) -> dic
     return section
 
 
-def _renamed_layers(
-    model: Any, missing: list[str], task_type: str | None, directory: Path
-) -> dict[str, str]:
-    """Return {name: name in the base} of layers that an earlier version of transformers named in another way.
-
-    Raises :class:`CheckpointUnusable` if the base has none for one of them.
-    """
-    from automodel_ckpt.models.hf_names import layers_in_memory
-
-    found = layers_in_memory(model, missing)
-    if found.combined:
-        raise CheckpointUnusable(
-            "the adapter has a layer for each expert, and the base one tensor for all experts of a layer",
-            where=str(directory),
-            value=", ".join(found.combined[:_MAX_NAMED]),
-            hint="merge it into its base with the versions of peft and transformers that saved it (merge_and_unload), "
-            "and import the result",
-        )
-    if unknown := [name for name in missing if name not in found.renamed]:
-        _raise_missing(unknown, task_type, type(model).__name__, directory)
-    return found.renamed
-
-
 def _raise_missing(
     missing: list[str], task_type: str | None, model: str, directory: Path
 ) -> NoReturn:
     names = ", ".join(missing[:_MAX_NAMED])
     if task_type not in _OTHER_HEADS:
-        _raise("the base has no such layers", str(directory), names)
+        raise CheckpointUnusable(
+            "the base has no such layers",
+            where=str(directory),
+            value=names,
+            hint="name the base that it was trained on with --base; layers of single experts, and those with the "
+            "names of another version of transformers: merge it with the versions that saved it (merge_and_unload)",
+        )
     raise CheckpointUnusable(
         "this adapter was trained on the base with another head, or without its head",
         where=str(directory),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,14 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.model_files import ADAPTER_SIDE_FILES, read_files
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.formats.files import read_json
-from automodel_ckpt.convert.formats.torch.training_state import ModelParameter, Parameters
-from automodel_ckpt.convert.imports.base_copies import check_copies, check_same
-from automodel_ckpt.convert.merging.layer_patterns import matches_layer
+from automodel_ckpt.convert.formats.torch.training_state import ModelParameter
+from automodel_ckpt.convert.imports.base_copies import check_copies
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _PREFIX = "base_model.model."
 # Between the name of a module and those of its tensors, in a module that is trained in full.
 _TRAINED = ".modules_to_save."
 _UNTRAINED = ".original_module."
-_MATRIX = 2
 _ADAPTER_PARTS = (
     ".lora_A.",
     ".lora_B.",
@@ -43,30 +41,10 @@ _ADAPTER_PARTS = (
 _BIASES = ("none", "all", "lora_only")
 _NAME = re.compile(r"[A-Za-z0-9_.]+", re.ASCII)
 _MAX_RANK = 1 << 16
-# Pairs of a pattern and a layer. A million pairs take seconds.
-_MAX_MATCHES = 1 << 22
 _MAX_NAMED = 5
-_CONTINUE = (
-    "continue it with peft: it is no change of the base's weights, and cannot be merged into them"
-)
-_MERGE = "merge it into its base with peft (merge_and_unload), and import the result"
-# What these add is no change of the base's weights (peft 0.21: their merge_and_unload raises an error).
-_UNMERGEABLE = frozenset(
-    {
-        "ADAPTION_PROMPT",
-        "CARTRIDGE",
-        "CPT",
-        "MULTITASK_PROMPT_TUNING",
-        "PREFIX_TUNING",
-        "PROMPT_TUNING",
-        "P_TUNING",
-        "XLORA",
-        "SHADOW",
-        "alora_invocation_tokens",
-        "arrow_config",
-        "layer_replication",
-        "use_qalora",
-    }
+_MERGE = (
+    "merge it into its base with peft (merge_and_unload), and import the result; an adapter that is no change of the "
+    "base's weights, such as a prefix, can only be continued with peft"
 )
 # Options with any value: a recipe has them, or they do not affect the function that the adapter computes.
 _READ_OPTIONS = frozenset(
@@ -133,21 +111,6 @@ class AdapterSettings:
     base: str
     revision: str | None
 
-    def renamed(self, names: Mapping[str, str]) -> AdapterSettings:
-        """Return the same settings for layers with new *names*, by those that they have here."""
-
-        def keys(mapping: Mapping[str, int]) -> dict[str, int]:
-            return {names.get(name, name): value for name, value in mapping.items()}
-
-        return replace(
-            self,
-            targets=tuple(names.get(name, name) for name in self.targets),
-            saved=tuple(names.get(name, name) for name in self.saved),
-            rank_pattern=keys(self.rank_pattern),
-            alpha_pattern=keys(self.alpha_pattern),
-            rows=keys(self.rows),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class AdapterModel:
@@ -157,8 +120,7 @@ class AdapterModel:
     file by name. *base_names* maps the names that frozen tensors have in peft to their names in the base's files, of
     which a tied tensor has several. *files* are the side files of a checkpoint, by name. *base* is the directory of the
     base, and *section* the ``peft`` section of a recipe that continues from the adapter. *vocab_size* is that of the
-    recipe's model, if the vocabulary of the base was resized. *renamed* maps the names of layers in the adapter's file
-    to those in the base, where an earlier version of transformers named them in another way.
+    recipe's model, if the vocabulary of the base was resized.
     """
 
     parameters: tuple[ModelParameter, ...]
@@ -168,21 +130,6 @@ class AdapterModel:
     base: Path
     section: Mapping[str, Any]
     vocab_size: int | None = None
-    renamed: Mapping[str, str] = field(default_factory=dict)
-
-    def with_names_of_base(self, weights: Tensors) -> Tensors:
-        """Return the tensors of the adapter's file under the names of layers in the base."""
-        if not self.renamed:
-            return weights
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in weights.tensors.items():
-            new = _renamed(name, self.renamed)
-            tensors[new] = tensor.renamed(new)
-        return replace(weights, tensors=tensors)
-
-    def parameters_in(self, _: Path) -> Parameters:
-        """Return a function that lists the parameters, whatever the directory of config.json is."""
-        return lambda: self.parameters
 
 
 AdapterBuilder = Callable[[AdapterSettings], AdapterModel]
@@ -200,60 +147,9 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
     :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors are not
     those of the adapter.
     """
-    settings = _read_settings(directory, _without_wrapped(directory, weights))
-    model = _built(directory, settings, build)
-    weights = model.with_names_of_base(weights)
-    tensors = _without_wrapped(directory, weights)
-    more = tensors.keys() - model.shapes.keys()
-    if more:
-        base_names = model.base_names()
-        copies = more & base_names.keys()
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
-        check_copies(directory, weights, copies, model.base, base_names)
-    _check_tensors(directory, tensors, model)
-    files = {**model.files, **read_files(directory, ADAPTER_SIDE_FILES)}
-    return replace(model, files=files)
-
-
-def _without_wrapped(directory: Path, weights: Tensors) -> dict[str, Tensor]:
-    """Return the tensors without those that peft adds for modules trained in full, with ``save_embedding_layers``.
-
-    These are the module of the base, which is not used, and a second copy of the trained one. Raises
-    :class:`CheckpointUnusable` if the two copies differ.
-    """
-    found: dict[str, Tensor] = {}
-    for name, tensor in weights.tensors.items():
-        trained = weights.tensors.get(name.replace(_TRAINED, "."))
-        if _TRAINED in name and trained is not None:
-            check_same(directory / layout.ADAPTER_MODEL, weights.root, tensor, trained)
-        elif _UNTRAINED not in name:
-            found[name] = tensor
-    return found
-
-
-def _renamed(name: str, layers: Mapping[str, str]) -> str:
-    """Return the name of a tensor with the new name of its layer, which *layers* maps; else the same name."""
-    inner = name.removeprefix(_PREFIX)
-    end = inner.rfind(".")
-    while end > 0:
-        if inner[:end] in layers:
-            return f"{_PREFIX}{layers[inner[:end]]}{inner[end:]}"
-        end = inner.rfind(".", 0, end)
-    return name
-
-
-def _rows_in(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    rows: dict[str, int] = {}
-    for name, tensor in tensors.items():
-        module = name.removeprefix(_PREFIX).removesuffix(".weight").removesuffix(".base_layer")
-        if name.endswith(".weight") and len(tensor.shape) == _MATRIX:
-            rows[module] = tensor.shape[0]
-    return rows
-
-
-def _built(directory: Path, settings: AdapterSettings, build: AdapterBuilder) -> AdapterModel:
+    tensors = _without_wrapped(weights)
     try:
-        return build(settings)
+        model = build(_read_settings(directory, tensors))
     except RecipeError as error:
         # Its hints are for the keys of a recipe, and the user has none.
         problem = error.problems[0]
@@ -261,6 +157,27 @@ def _built(directory: Path, settings: AdapterSettings, build: AdapterBuilder) ->
         raise CheckpointUnusable(
             problem.what, where=where, value=problem.value, hint=_MERGE
         ) from error
+    more = tensors.keys() - model.shapes.keys()
+    if more:
+        base_names = model.base_names()
+        copies = more & base_names.keys()
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
+        check_copies(directory, weights, copies, model.base, base_names)
+    _check_tensors(directory, tensors, model)
+    return replace(model, files={**model.files, **read_files(directory, ADAPTER_SIDE_FILES)})
+
+
+def _without_wrapped(weights: Tensors) -> dict[str, Tensor]:
+    """Return the tensors without those that peft adds for modules trained in full, with ``save_embedding_layers``.
+
+    These are the module of the base, which is not used, and a second copy of the trained one.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.tensors.items():
+        is_copy = _TRAINED in name and name.replace(_TRAINED, ".") in weights.tensors
+        if not is_copy and _UNTRAINED not in name:
+            found[name] = tensor
+    return found
 
 
 def _read_settings(directory: Path, tensors: Mapping[str, Tensor]) -> AdapterSettings:
@@ -268,22 +185,27 @@ def _read_settings(directory: Path, tensors: Mapping[str, Tensor]) -> AdapterSet
     options = read_json(directory, layout.ADAPTER_CONFIG)
     if options is None:
         raise _unusable("the adapter has no description", path, "no such file")
-    options = _with_whole_numbers(options)
-    _check_options(options, path)
-    targets, others = _modules_of(tensors, path)
-    ranks = _numbers_of(options, "rank_pattern", targets, path)
-    alphas = _numbers_of(options, "alpha_pattern", targets, path)
-    saved_names = options.get("modules_to_save") or []
-    saved = [name for name in others if name.endswith(tuple(saved_names))]
+    _check_kind(options, path)
+    targets, others = _modules_of(tensors, path.with_name(layout.ADAPTER_MODEL))
+    saved_names = tuple(_list(options, "modules_to_save", path))
+    dropout = options.get("lora_dropout", 0.0)
+    for name, is_right in (
+        ("lora_dropout", type(dropout) in (int, float) and 0 <= dropout < 1),
+        ("bias", options.get("bias", "none") in _BIASES),
+        ("task_type", isinstance(options.get("task_type"), str | None)),
+        ("base_model_name_or_path", isinstance(options.get("base_model_name_or_path"), str | None)),
+    ):
+        if not is_right:
+            raise _damaged(name, options[name], path)
     return AdapterSettings(
-        r=options["r"],
-        alpha=options["lora_alpha"],
-        rank_pattern=ranks,
-        alpha_pattern=alphas,
-        dropout=float(options.get("lora_dropout", 0.0)),
+        r=_whole("r", options.get("r"), path),
+        alpha=_whole("lora_alpha", options.get("lora_alpha"), path),
+        rank_pattern=_numbers_of(options, "rank_pattern", targets, path),
+        alpha_pattern=_numbers_of(options, "alpha_pattern", targets, path),
+        dropout=float(dropout),
         targets=tuple(targets),
-        parameters=tuple(options.get("target_parameters") or ()),
-        saved=tuple(saved),
+        parameters=tuple(_list(options, "target_parameters", path)),
+        saved=tuple(name for name in others if name.endswith(saved_names)) if saved_names else (),
         rows=_rows_in(tensors),
         use_dora=bool(options.get("use_dora")),
         use_rslora=bool(options.get("use_rslora")),
@@ -295,53 +217,59 @@ def _read_settings(directory: Path, tensors: Mapping[str, Tensor]) -> AdapterSet
     )
 
 
-def _with_whole_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return *options* with integers for ``16.0``, as some programs write ``lora_alpha``."""
+def _rows_in(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    rows: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        module = name.removeprefix(_PREFIX).removesuffix(".weight").removesuffix(".base_layer")
+        if name.endswith(".weight") and len(tensor.shape) == 2:
+            rows[module] = tensor.shape[0]
+    return rows
 
-    def whole(value: Any) -> Any:
-        return int(value) if type(value) is float and value.is_integer() else value
 
-    changed = dict(options)
-    for name in ("r", "lora_alpha"):
-        changed[name] = whole(options.get(name))
-    for name in ("rank_pattern", "alpha_pattern"):
-        if isinstance(patterns := options.get(name), dict):
-            changed[name] = {key: whole(value) for key, value in patterns.items()}
-    return changed
+def _whole(option: str, value: Any, path: Path) -> int:
+    # Some programs write lora_alpha as 16.0.
+    if type(value) is float and value.is_integer():
+        value = int(value)
+    if type(value) is not int or not 0 < value <= _MAX_RANK:
+        what = "an option of the adapter is not a positive whole number"
+        raise _unusable(what, path, f"{option}: {value!r:.100}")
+    return value
+
+
+def _list(options: Mapping[str, Any], option: str, path: Path) -> list[str]:
+    """Return a list of names, each of which is usable as a pattern of the recipe's section."""
+    names = options.get(option) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise _damaged(option, names, path)
+    for name in names:
+        if _NAME.fullmatch(name) is None:
+            raise _unsupported(option, name, path)
+    return names
 
 
 def _numbers_of(
     options: Mapping[str, Any], option: str, targets: Sequence[str], path: Path
 ) -> dict[str, int]:
-    """Return the numbers that patterns give to layers: by the patterns, if a recipe has them, else by full names.
+    """Return the numbers that names of layers, or their ends, have; peft ignores those that match no layer.
 
-    peft ignores patterns that match no layer.
+    peft takes them as regular expressions, which can take forever to match.
     """
     patterns = options.get(option) or {}
-    if not isinstance(patterns, dict) or len(patterns) * len(targets) > _MAX_MATCHES:
-        raise _unusable("an option of the adapter is damaged", path, f"{option}: {patterns!r:.100}")
-    by_layer: dict[str, int] = {}
-    used: dict[str, int] = {}
-    for pattern, number in patterns.items():
-        if type(number) is not int or not 0 < number <= _MAX_RANK:
-            what = "an option of the adapter is not a positive whole number"
-            raise _unusable(what, path, f"{option}: {pattern[:100]!r}: {number!r:.100}")
-        try:
-            matches = [name for name in targets if matches_layer(pattern, name)]
-        except ValueError as error:
+    if not isinstance(patterns, dict):
+        raise _damaged(option, patterns, path)
+    found: dict[str, int] = {}
+    for pattern, value in patterns.items():
+        number = _whole(f"{option}: {pattern[:100]!r}", value, path)
+        if _NAME.fullmatch(pattern) is None:
             raise CheckpointUnusable(
-                "a pattern of the adapter is not read, because it can take forever to match",
+                "a pattern of the adapter is not read: it is no name of a layer",
                 where=str(path),
-                value=f"{option}: {pattern[:100]!r} ({error})",
+                value=f"{option}: {pattern[:100]!r}",
                 hint=f"replace it in the file by names of layers; or {_MERGE}",
-            ) from error
-        if matches:
-            used[pattern] = number
-        for name in matches:
-            by_layer.setdefault(name, number)
-    if all(_NAME.fullmatch(pattern) for pattern in used):
-        return used
-    return by_layer
+            )
+        if any(f".{name}".endswith(f".{pattern}") for name in targets):
+            found[pattern] = number
+    return found
 
 
 def unknown_options(options: Mapping[str, Any]) -> list[str]:
@@ -349,53 +277,14 @@ def unknown_options(options: Mapping[str, Any]) -> list[str]:
     return [name for name, value in options.items() if name not in _READ_OPTIONS and value]
 
 
-def _check_options(options: Mapping[str, Any], path: Path) -> None:
-    """Raise :class:`CheckpointUnusable` for options that are damaged, or that the ``peft`` section does not have."""
+def _check_kind(options: Mapping[str, Any], path: Path) -> None:
+    """Raise :class:`CheckpointUnusable` for options that the ``peft`` section does not have."""
     if options.get("peft_type") != "LORA":
         raise _unsupported("peft_type", options.get("peft_type"), path)
     if options.get("init_lora_weights", True) not in _INITS:
         raise _unsupported("init_lora_weights", options["init_lora_weights"], path)
     for name in unknown_options(options):
         raise _unsupported(name, options[name], path)
-    for name in ("r", "lora_alpha"):
-        value = options.get(name)
-        if type(value) is not int or not 0 < value <= _MAX_RANK:
-            raise _unusable(
-                "an option of the adapter is not a positive whole number",
-                path,
-                f"{name}: {value!r:.100}",
-            )
-    dropout = options.get("lora_dropout", 0.0)
-    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
-        raise _unusable(
-            "an option of the adapter is damaged", path, f"lora_dropout: {dropout!r:.100}"
-        )
-    if options.get("bias", "none") not in _BIASES:
-        raise _unusable(
-            "an option of the adapter is damaged", path, f"bias: {options['bias']!r:.100}"
-        )
-    for name in ("task_type", "base_model_name_or_path"):
-        if not isinstance(options.get(name), str | None):
-            raise _unusable(
-                "an option of the adapter is damaged", path, f"{name}: {options[name]!r:.100}"
-            )
-    _check_names(options, path)
-
-
-def _check_names(options: Mapping[str, Any], path: Path) -> None:
-    for option in ("modules_to_save", "target_parameters"):
-        names = options.get(option)
-        if names is None:
-            continue
-        is_list = isinstance(names, list)
-        if not is_list or not all(isinstance(name, str) and name for name in names):
-            raise _unusable(
-                "an option of the adapter is damaged", path, f"{option}: {names!r:.100}"
-            )
-    for name in options.get("target_parameters") or ():
-        # Patterns of the recipe's section are globs.
-        if _NAME.fullmatch(name) is None:
-            raise _unsupported("target_parameters", name, path)
 
 
 def _modules_of(names: Iterable[str], path: Path) -> tuple[list[str], list[str]]:
@@ -403,13 +292,9 @@ def _modules_of(names: Iterable[str], path: Path) -> tuple[list[str], list[str]]
     targets: dict[str, None] = {}
     others: dict[str, None] = {}
     for name in names:
-        if not name.startswith(_PREFIX):
+        if not name.startswith(_PREFIX) or _NAME.fullmatch(name) is None:
             what = "a tensor of the adapter does not have one of peft's names"
-            raise _unusable(what, path.with_name(layout.ADAPTER_MODEL), name[:200])
-        # Patterns of the recipe's section are globs.
-        if _NAME.fullmatch(name) is None:
-            what = "a tensor of the adapter has a name that no module has"
-            raise _unusable(what, path.with_name(layout.ADAPTER_MODEL), repr(name[:200]))
+            raise _unusable(what, path, repr(name[:200]))
         inner = name.removeprefix(_PREFIX)
         parts = [part for part in _ADAPTER_PARTS if part in inner]
         if parts:
@@ -442,8 +327,12 @@ def _unsupported(option: str, value: object, path: Path) -> CheckpointUnusable:
         "this kind of adapter cannot be imported, because a recipe has none like it",
         where=str(path),
         value=f"{option}: {value!r:.100}",
-        hint=_CONTINUE if {option, str(value)} & _UNMERGEABLE else _MERGE,
+        hint=_MERGE,
     )
+
+
+def _damaged(option: str, value: object, path: Path) -> CheckpointUnusable:
+    return _unusable("an option of the adapter is damaged", path, f"{option}: {value!r:.100}")
 
 
 def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:

@@ -7,18 +7,15 @@ is not imported is reported. ``new_checkpoint.py`` writes the checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.export.files import agreeing_config
 from automodel_ckpt.checkpoint.export.plan import Plan, make_plan
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
@@ -43,10 +40,8 @@ from automodel_ckpt.convert.imports.source_state import position_of, training_st
 from automodel_ckpt.convert.imports.training_import import TrainingImport, training_import
 from automodel_ckpt.convert.merging.model_names import (
     NameComparer,
-    NameDifferences,
     fitting_prefixes,
     has_odd_prefix,
-    has_stated_sizes,
 )
 from automodel_ckpt.convert.names.conversion import check_converted
 from automodel_ckpt.errors import CheckpointUnusable
@@ -96,13 +91,13 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
     weights = source.opened.modules[MODEL]
     adapter = _adapter(source, weights, options)
     if adapter is not None and options.parameters is not None:
-        options = replace(options, parameters=adapter.parameters_in)
+        trained = adapter.parameters
+        options = replace(options, parameters=lambda _: lambda: trained)
     renaming = None
     name_notes: tuple[str, ...] = ()
     omitted = source.opened.omitted
     if adapter is not None:
-        weights, copies = _without_copies(adapter.with_names_of_base(weights), adapter)
-        name_notes = _renamed_note(adapter)
+        weights, copies = _without_copies(weights, adapter)
         omitted = (*omitted, *copies)
     if options.names is not None:
         renaming = rename(weights, options.names)
@@ -112,14 +107,11 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
     check_not_sparse(weights)
     if adapter is None:
         check_merged(weights, source.path)
-    if adapter is None:
-        compared = _compared(source, weights, options)
-        if compared.renaming is not None:
-            renaming = compared.renaming
-            weights = renaming.after
-            omitted = (*omitted, *renaming.left_out)
-        name_notes = compared.notes
-    training = _training(source, weights, options, renaming)
+        name_notes, without = _compared(source, weights, options)
+        if without is not None:
+            renaming, weights = without, without.after
+            omitted = (*omitted, *without.left_out)
+    training = _training(source, options, renaming)
     if training is not None:
         # The omitted parts of the model's files are what the training state consists of.
         omitted = training.state.omitted
@@ -151,7 +143,7 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
 
 
 def _training(
-    source: ImportSource, weights: Tensors, options: ImportOptions, renaming: Renaming | None
+    source: ImportSource, options: ImportOptions, renaming: Renaming | None
 ) -> TrainingImport | None:
     """Return the training state of the source, if it is asked for."""
     if options.parameters is None:
@@ -161,107 +153,54 @@ def _training(
     )
     return training_import(
         state,
-        weights.tensors,
-        weights.tied,
         where=str(path),
         step=options.step,
         epoch=options.epoch,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """What a comparison of an import's tensors with the model found: *notes* in words, and a *renaming* of tensors."""
+def _compared(
+    source: ImportSource, weights: Tensors, options: ImportOptions
+) -> tuple[tuple[str, ...], Renaming | None]:
+    """Compare *weights* with the model that config.json describes: notes in words, and a renaming of the tensors.
 
-    notes: tuple[str, ...] = ()
-    renaming: Renaming | None = None
-
-
-def _compared(source: ImportSource, weights: Tensors, options: ImportOptions) -> _Compared:
-    """Compare *weights* with the model that config.json describes.
-
-    Raises :class:`CheckpointUnusable` if the tensors have other names or shapes than the model's.
+    Files that were saved with their config.json are not compared: building the model takes seconds. Raises
+    :class:`CheckpointUnusable` if the tensors have other names or shapes than the model's.
     """
     compare = options.compare_names
-    has_config_of_model = source.known.saves_config and options.config is None
-    if compare is None or has_config_of_model:
-        return _Compared()
     has_own_names = source.known.has_own_names or has_odd_prefix(weights.tensors)
+    has_config_of_model = source.known.saves_config and options.config is None
+    if compare is None or has_config_of_model or not (has_own_names or options.config):
+        return (), None
     files = source.side_files(options.config)
     config = files.get(_CONFIG)
     if config is None:
-        return _Compared(_unchecked(weights) if has_own_names else ())
-    content = _content(config)
-    is_from_elsewhere = has_own_names or options.config is not None
-    if not is_from_elsewhere and has_stated_sizes(content, weights.tensors):
-        return _Compared()
+        first = next(iter(weights.tensors))
+        return (f"unchecked, because there is no config.json; the first is {first}",), None
     found = compare(config, [*weights.tensors, *weights.tied])
     if found is None:
         unknown = "unchecked, because those of this type of model are unknown"
-        return _Compared((unknown,) if has_own_names else ())
-    renaming = None
-    notes: tuple[str, ...] = ()
-    if is_from_elsewhere:
-        notes = tuple(found.lines())
-    if has_own_names and options.names is None:
-        again = _without_prefix(found, config, weights, compare)
-        if again is not None:
-            found, renaming = again
-            weights, notes = renaming.after, (_prefix_note(renaming),)
-        else:
+        return ((unknown,) if has_own_names else ()), None
+    notes, renaming = tuple(found.lines()), None
+    if has_own_names and options.names is None and found.unknown and found.missing:
+        without: dict[str, Renaming] = {}
+
+        def fits(prefix: str) -> bool:
+            without[prefix] = without_prefix(weights, prefix)
+            after = without[prefix].after
+            again = compare(config, [*after.tensors, *after.tied])
+            return again is not None and not (again.unknown or again.missing)
+
+        prefixes = fitting_prefixes(weights.tensors, found.missing, fits)
+        if len(prefixes) != 1:
             found.check(str(source.path))
+            return notes, None
+        renaming = without[prefixes[0]]
+        notes = (f"those of the model after the prefix {prefixes[0]!r}, which is removed",)
     is_quantized = bool(quantization_of(files))
-    found.check_shapes(weights.tensors, str(source.path), is_quantized=is_quantized)
-    padded = found.padded_rows(weights.tensors)
-    if padded is not None:
-        notes += (f"the vocabulary has {padded} rows, {found.vocab_size} by config.json: padding",)
-    return _Compared(notes, renaming)
-
-
-def _unchecked(weights: Tensors) -> tuple[str, ...]:
-    first = next(iter(weights.tensors))
-    return (f"unchecked, because there is no config.json; the first is {first}",)
-
-
-def _content(config: bytes) -> dict[str, Any]:
-    """Return the content of a config.json; empty if it is not a JSON mapping, which is an error where it is written."""
-    with contextlib.suppress(ValueError):
-        content = parse_json(config)
-        if isinstance(content, dict):
-            return content
-    return {}
-
-
-def _without_prefix(
-    found: NameDifferences, config: bytes, weights: Tensors, compare: NameComparer
-) -> tuple[NameDifferences, Renaming] | None:
-    """Return the tensors with a prefix without it if they have exactly the names of the model then.
-
-    None if there is no such prefix, or several, as of a model and its average.
-    """
-    if not found.unknown or not found.missing:
-        return None
-    names = [*weights.tensors, *weights.tied]
-    without: dict[str, NameDifferences] = {}
-
-    def fits(prefix: str) -> bool:
-        stripped = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        again = compare(config, stripped)
-        if again is None or again.unknown or again.missing:
-            return False
-        without[prefix] = again
-        return True
-
-    fitting = fitting_prefixes(names, found.missing, fits)
-    if len(fitting) != 1:
-        return None
-    return without[fitting[0]], without_prefix(weights, fitting[0])
-
-
-def _prefix_note(renaming: Renaming) -> str:
-    after = next(iter(renaming.after.tensors))
-    before = next(name for name in renaming.before.tensors if name.endswith(f".{after}"))
-    return f"those of the model after the prefix {before.removesuffix(after)!r}, which is removed"
+    stored = weights if renaming is None else renaming.after
+    found.check_shapes(stored.tensors, str(source.path), is_quantized=is_quantized)
+    return notes, renaming
 
 
 def _side_files(
@@ -298,15 +237,6 @@ def _without_copies(weights: Tensors, adapter: AdapterModel) -> tuple[Tensors, l
     return replace(weights, tensors=tensors), [
         f"{counted(num_copies, 'copy', 'copies')} of weights that the base or the adapter has"
     ]
-
-
-def _renamed_note(adapter: AdapterModel) -> tuple[str, ...]:
-    """Report layers that have other names in the base than in the adapter's file."""
-    if not adapter.renamed:
-        return ()
-    old, new = next(iter(adapter.renamed.items()))
-    count = counted(len(adapter.renamed), "layer")
-    return (f"{count} renamed as in this version of transformers, such as {old[:200]} to {new}",)
 
 
 def _config_directory(config: Path) -> Path:

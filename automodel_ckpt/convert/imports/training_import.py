@@ -154,17 +154,15 @@ class TrainingImport:
 
 def training_import(
     state: TrainingState,
-    weights: Mapping[str, Tensor],
-    tied: Mapping[str, str],
     *,
     where: str,
     step: int | None,
     epoch: int | None,
 ) -> TrainingImport:
-    """Complete a training state for a checkpoint of the model *weights*.
+    """Complete a training state for a checkpoint.
 
     *step* and *epoch* are those that the user gave, for a source that does not state them. Raises
-    :class:`CheckpointUnusable` if there is no step, or if the optimizer does not belong to this model.
+    :class:`CheckpointUnusable` if there is no step.
     """
     if state.step is None and step is None:
         raise CheckpointUnusable(
@@ -181,43 +179,10 @@ def training_import(
                 value=f"{given}; the source states {stated}",
                 hint=f"remove {option}, or import without --training-state",
             )
-    if state.optimizer is not None:
-        _check_optimizer(state.optimizer, weights, tied, where)
     final_step = state.step if state.step is not None else step
     final_epoch = state.epoch if state.epoch is not None else epoch
     assert final_step is not None
     return TrainingImport(state, final_step, final_epoch or 0, _schedule(state, final_step))
-
-
-def _check_optimizer(
-    optimizer: OptimizerState, weights: Mapping[str, Tensor], tied: Mapping[str, str], where: str
-) -> None:
-    """Raise :class:`CheckpointUnusable` if a moment has another shape than its weight, or groups overlap."""
-    seen: set[str] = set()
-    for group in optimizer.groups:
-        for name in group.parameters:
-            if name in seen:
-                raise _damaged("a parameter is in two groups of the optimizer", where, name)
-            seen.add(name)
-    for name, entries in optimizer.tensors.items():
-        if name not in seen:
-            raise _damaged(
-                "the optimizer has state of a parameter in none of its groups", where, name
-            )
-        weight = weights.get(tied.get(name, name))
-        for entry, tensor in entries.items():
-            # transformers merges the experts of a layer in memory: then the optimizer has other names than the files.
-            if weight is not None and tensor.shape not in (weight.shape, ()):
-                value = f"{name}: {entry} {list(tensor.shape)}, weight {list(weight.shape)}"
-                raise _damaged(
-                    "the optimizer's state and the weight have different shapes", where, value
-                )
-
-
-def _damaged(what: str, where: str, value: str) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        what, where=where, value=value, hint="import the weights without --training-state"
-    )
 
 
 def _schedule(state: TrainingState, step: int) -> dict[str, Any] | None:

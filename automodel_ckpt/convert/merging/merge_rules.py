@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from automodel_ckpt.checkpoint.tensors.float_cast import Array
-from automodel_ckpt.convert.merging.layer_patterns import matches_layer
 from automodel_ckpt.errors import CheckpointUnusable
 
 _LARGEST_ALPHA = 1e9
+_NAME = re.compile(r"[A-Za-z0-9_.]+", re.ASCII)
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(
     r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
@@ -221,10 +221,11 @@ def scale_of(config: Mapping[str, Any], rank: int, module: str) -> float:
 
 
 def _names_module(pattern: str, module: str) -> bool:
-    try:
-        return matches_layer(pattern, module)
-    except ValueError as error:
-        raise ValueError(f"alpha_pattern has a regular expression: {pattern[:50]}") from error
+    # peft takes it as a regular expression, which can take forever to match.
+    name = pattern.removeprefix("^")
+    if _NAME.fullmatch(name) is None:
+        raise ValueError(f"alpha_pattern has a regular expression: {pattern[:50]}")
+    return module == name or (name == pattern and module.endswith(f".{name}"))
 
 
 def merged(

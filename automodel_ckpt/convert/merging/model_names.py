@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.files.dtypes import ORDINARY_FLOATS
@@ -14,10 +13,6 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.errors import CheckpointUnusable
 
 _MAX_NAMED = 3
-# Keys of sizes in most config.json.
-_HIDDEN = ("hidden_size", "d_model", "n_embd")
-_INNER = ("intermediate_size", "moe_intermediate_size", "d_ff", "n_inner")
-_HEADS = ("num_attention_heads", "num_key_value_heads")
 # Megatron pads vocabularies to a multiple of 128 rows for each of up to 64 ranks.
 _MAX_PADDING = 128 * 64
 # Each one is compared with the model.
@@ -83,18 +78,6 @@ class NameDifferences:
             "size",
         )
 
-    def padded_rows(self, stored: Mapping[str, Tensor]) -> int | None:
-        """Return how many rows the vocabulary has in *stored* tensors, if it is padded there."""
-        for name, shape in self.shapes.items():
-            tensor = stored.get(name)
-            if (
-                tensor is not None
-                and tensor.shape != shape
-                and self._is_padded(tensor.shape, shape)
-            ):
-                return tensor.shape[0]
-        return None
-
     def _fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """Whether a tensor of the shape *stored* can be a parameter of the model's *shape*."""
         has_one_element = math.prod(stored) == math.prod(shape) == 1
@@ -123,47 +106,9 @@ The command that imports passes it: it builds the model, which needs torch and t
 """
 
 
-def has_stated_sizes(config: Mapping[str, Any], stored: Mapping[str, Tensor]) -> bool:
-    """Return whether *stored* tensors have the sizes that *config* states, also in its parts.
-
-    True is certain enough for files whose config.json was saved with them. False means that only the model itself can
-    tell, which takes seconds to build: its tensors may be combinations of these sizes, or quantized.
-    """
-    matrices = {tensor.shape[-2:] for tensor in stored.values() if len(tensor.shape) > 1}
-    parts = [config, *(each for each in config.values() if isinstance(each, dict))]
-    stating = [part for part in parts if any(_stated(part, _HIDDEN))]
-    return bool(stating) and all(_has_stated_sizes(part, matrices) for part in stating)
-
-
-def _has_stated_sizes(config: Mapping[str, Any], matrices: Collection[tuple[int, ...]]) -> bool:
-    """Return whether *matrices* are those between the hidden size of *config* and its other sizes."""
-    hidden = next(_stated(config, _HIDDEN))
-    head_dim = next(_stated(config, ("head_dim",)), 0)
-    num_heads = next(_stated(config, _HEADS), 0)
-    if not head_dim and num_heads:
-        head_dim = hidden // num_heads
-    sizes = [head_dim * number for number in _stated(config, _HEADS)]
-    sizes += _stated(config, _INNER)
-    if any((size, hidden) not in matrices and (hidden, size) not in matrices for size in sizes):
-        return False
-    for vocab_size in _stated(config, ("vocab_size",)):
-        if not any(
-            width == hidden and _is_vocabulary(rows, vocab_size) for rows, width in matrices
-        ):
-            return False
-    return True
-
-
 def _is_vocabulary(rows: int, vocab_size: int) -> bool:
     """Whether that many *rows* can be those of *vocab_size* tokens, and padding."""
     return vocab_size <= rows <= vocab_size + _MAX_PADDING
-
-
-def _stated(config: Mapping[str, Any], keys: Iterable[str]) -> Iterator[int]:
-    for key in keys:
-        value = config.get(key)
-        if isinstance(value, int) and value > 0:
-            yield value
 
 
 def fitting_prefixes(

@@ -5,14 +5,15 @@ converted: byte-level BPE (``gpt2``), whose way of splitting text must be built 
 and BPE with byte fallback (``llama``), as SentencePiece makes it (``sentencepiece.py``). A tokenizer that splits text
 in another way, or changes it first, would give other tokens there, so it is rejected.
 
-The files are not trusted: :func:`_checked` validates the types of everything that is used, before it is used.
+The files are not trusted: whatever their structure makes the functions here raise is an error about the file.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from automodel_ckpt.convert.formats.gguf import sentencepiece
 from automodel_ckpt.convert.formats.gguf.pre_tokenizers import PRE_TOKENIZERS, find_pre_tokenizer
@@ -53,9 +54,27 @@ def convert_tokenizer(
     follow.
     """
     template = template or settings.get("chat_template")
-    for value in (tokenizer, settings, template):
-        _require_text(value, where)
-    model = _checked(tokenizer, where)
+    try:
+        # Parsed JSON can have lone surrogates, which no file can hold.
+        json.dumps([tokenizer, settings, template], ensure_ascii=False).encode()
+        return _converted(tokenizer, settings, vocab_size, where, template, ends)
+    except UnicodeEncodeError as error:
+        what = "a text in the tokenizer's files is not valid Unicode"
+        raise not_convertible(what, where, ascii(error.object[error.start : error.end])) from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # of another structure
+        what = "this is not a tokenizer of Hugging Face's"
+        raise not_convertible(what, where, repr(error)[:200]) from error
+
+
+def _converted(
+    tokenizer: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    vocab_size: int,
+    where: str,
+    template: Any,
+    ends: Iterable[Any],
+) -> GgufTokenizer:
+    model = tokenizer["model"]
     _check_model(model, where)
     tokens, types = _tokens(tokenizer, model, vocab_size, where)
     ids = {token: index for index, token in enumerate(tokens)}
@@ -266,83 +285,3 @@ def _part(part: Mapping[str, Any], ids: Mapping[str, int]) -> int | None:
     name = part["SpecialToken"].get("id")
     # -2 is neither an id nor the -1 of a beginning or end token that does not exist.
     return None if name is None else ids.get(str(name), -2)
-
-
-# ---------------------------------------------------------------- the structure of tokenizer.json
-
-
-def _checked(tokenizer: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The ``model`` of a tokenizer.json, once all lists and mappings that are used are found to be that.
-
-    Raises :class:`CheckpointUnusable` naming the key.
-    """
-    model = _mapping(tokenizer.get("model"), "model", where)
-    _mapping(model.get("vocab"), "model.vocab", where)
-    _list(model.get("merges"), "model.merges", where)
-    _mappings(tokenizer.get("added_tokens"), "added_tokens", where)
-    for key, inner in (
-        ("normalizer", "normalizers"),
-        ("pre_tokenizer", "pretokenizers"),
-        ("post_processor", "processors"),
-    ):
-        outer = tokenizer.get(key)
-        if outer is None:
-            continue
-        steps = _mapping(outer, key, where)
-        for number, step in enumerate(_mappings(steps.get(inner), f"{key}.{inner}", where)):
-            _check_template(step, f"{key}.{inner}.{number}", where)
-        _check_template(steps, key, where)
-    return model
-
-
-def _check_template(step: Mapping[str, Any], key: str, where: str) -> None:
-    """The parts of a TemplateProcessing, the step that puts special tokens around the text."""
-    for number, part in enumerate(_mappings(step.get("single"), f"{key}.single", where)):
-        if "SpecialToken" in part:
-            _mapping(part["SpecialToken"], f"{key}.single.{number}.SpecialToken", where)
-
-
-def _mapping(value: Any, key: str, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        _check_type(value, key, "a mapping", where)
-    return value
-
-
-def _list(value: Any, key: str, where: str) -> list[Any]:
-    """The list, empty where there is none."""
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        _check_type(value, key, "a list", where)
-    return value
-
-
-def _mappings(value: Any, key: str, where: str) -> list[Mapping[str, Any]]:
-    return [
-        _mapping(item, f"{key}.{number}", where)
-        for number, item in enumerate(_list(value, key, where))
-    ]
-
-
-def _check_type(value: Any, key: str, wanted: str, where: str) -> NoReturn:
-    raise not_convertible(
-        "this is not a tokenizer of Hugging Face's", where, f"{key} is not {wanted}: {value!r:.80}"
-    )
-
-
-def _require_text(value: Any, where: str) -> None:
-    """Raise :class:`CheckpointUnusable` for text with lone surrogates, anywhere in parsed JSON: no file can hold it."""
-    left = [value]
-    while left:
-        each = left.pop()
-        if isinstance(each, str):
-            try:
-                each.encode()
-            except UnicodeEncodeError:
-                raise not_convertible(
-                    "a text in the tokenizer's files is not valid Unicode", where, ascii(each)[:80]
-                ) from None
-        elif isinstance(each, Mapping):
-            left += [*each.keys(), *each.values()]
-        elif isinstance(each, list):
-            left += each

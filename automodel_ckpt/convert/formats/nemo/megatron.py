@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,15 @@ from automodel_ckpt.checkpoint.parts.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.formats.files import check_regular_files, names_in
-from automodel_ckpt.convert.formats.format import (
-    Counters,
-    Format,
-    Inventory,
-    TensorSummary,
-    UnsupportedFormat,
-)
-from automodel_ckpt.convert.formats.nemo.zarr_arrays import (
-    read_arrays,
-    zarr_inventory,
-    zarr_source,
-)
+from automodel_ckpt.convert.formats.format import Counters, Format, UnsupportedFormat
+from automodel_ckpt.convert.formats.nemo.zarr_arrays import read_arrays, zarr_tensor
 from automodel_ckpt.convert.formats.torch.dcp import DATA_SUFFIX
 from automodel_ckpt.convert.formats.torch.dcp_directory import (
     DcpContent,
     read_content,
     read_tensors,
 )
-from automodel_ckpt.convert.formats.torch.torch_files import read_archive
+from automodel_ckpt.convert.formats.torch.torch_files import UNCHECKED, read_archive
 from automodel_ckpt.convert.formats.torch.torch_objects import Opaque
 from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.dimensions import config_of_arguments, dimensions_of_arguments
@@ -59,15 +49,7 @@ _ZARR = "zarr"
 _LEFT = "Megatron stores the optimizer in flat buffers of its ranks"
 _ITERATION = re.compile(r"(?:iter_([0-9]{1,12})|release)", re.ASCII)
 _RANK = re.compile(r"mp_rank_[0-9]{2}(_[0-9]{3})*", re.ASCII)
-_UNCHECKED = "the .distcp files are unchecked: there is no manifest with their digests"
 _MAX_COUNT = 1 << 53
-
-
-class _Megatron(UnsupportedFormat):
-    hint = (
-        "convert it to Hugging Face files with Megatron's or NeMo's own tools (Megatron Bridge, or "
-        "tools/checkpoint/convert.py of Megatron-LM), and import those"
-    )
 
 
 class MegatronCore(Format):
@@ -83,68 +65,29 @@ class MegatronCore(Format):
 
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
         """Describe the model under the names that Megatron stores. Links are never followed."""
-        if sharded_backend(path) == _ZARR:
-            return self._open_zarr(path)
-        _check_backend(path)
         data_files = [name for name in names_in(path) if name.endswith(DATA_SUFFIX)]
         check_no_links(path, (*data_files, layout.DCP_METADATA, _COMMON))
         check_regular_files(path, data_files)
-        content = read_content(path)
-        weights = {fqn: entry for fqn, entry in content.tensors.items() if is_model_tensor(fqn)}
-        tensors: dict[str, Tensor] = {}
-        for tensor in read_tensors(path, DcpContent(weights, {})):
-            tensors[tensor.fqn] = tensor
+        tensors, others = _stored(path, only_model=True)
         if not tensors:
-            raise unusable(
-                "there are no weights here", path, counted(len(content.tensors), "tensor")
-            )
+            raise unusable("there are no weights here", path, counted(len(others), "other entry"))
         common = read_common(path)
-        omitted = tuple(_omitted(content, common))
-        notes = [_UNCHECKED, *(left_out(text, 2) for text in omitted)]
+        omitted = tuple(_omitted(others, common))
         return Source(
             path,
             path,
             tensors,
-            notes=tuple(notes),
+            notes=(UNCHECKED, *(left_out(text, 2) for text in omitted)),
             omitted=omitted,
             stated_config=config_of_arguments(_arguments(common)),
         )
-
-    def _open_zarr(self, path: Path) -> Source:
-        """Describe the model in the arrays of the deprecated backend zarr."""
-        arrays = read_arrays(path)
-        weights = {name: array for name, array in arrays.items() if is_model_tensor(name)}
-        source = zarr_source(path, weights)
-        common = read_common(path)
-        omitted = _omitted_counters(common)
-        num_others = len(arrays) - len(weights)
-        if num_others:
-            omitted.insert(0, f"the optimizer's state ({counted(num_others, 'tensor')})")
-        stated = config_of_arguments(_arguments(common))
-        return replace(source, omitted=tuple(omitted), stated_config=stated)
 
     def conversion(self, path: Path) -> Conversion | None:
         """Return the conversion that the arguments of Megatron-LM in ``common.pt`` imply."""
         return _conversion_of(read_common(path), str(path / _COMMON))
 
     def stored_tensors(self, path: Path) -> StoredTensors:
-        if sharded_backend(path) == _ZARR:
-            source = zarr_source(path, read_arrays(path))
-            return StoredTensors(source.root, source.tensors)
-        _check_backend(path)
-        tensors = {tensor.fqn: tensor for tensor in read_tensors(path, read_content(path))}
-        return StoredTensors(path, tensors)
-
-    def inventory(self, path: Path) -> Inventory:
-        if sharded_backend(path) == _ZARR:
-            return zarr_inventory(read_arrays(path))
-        _check_backend(path)
-        content = read_content(path)
-        summaries = {
-            fqn: TensorSummary(entry.dtype, entry.shape, len(entry.chunks))
-            for fqn, entry in content.tensors.items()
-        }
-        return Inventory(summaries, len(content.values))
+        return StoredTensors(path, _stored(path, only_model=False)[0])
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
         lines = tuple(f"{name}: {value}" for name, value in _counters(read_common(path)).items())
@@ -161,50 +104,58 @@ class MegatronCore(Format):
         return _LEFT
 
 
-class MegatronRun(Format):
+class _Inside(Format):
+    """A directory with a checkpoint of another format in it: everything is read there. Links are never followed."""
+
+    @abstractmethod
+    def inner(self, path: Path) -> Path:
+        """Return the directory of the checkpoint. Raises :class:`CheckpointUnusable` if it is missing."""
+
+    def _found(self, path: Path) -> tuple[Format, Path]:
+        place = self.inner(path)
+        for known in (MegatronCore(), MegatronRanks()):
+            if known.detect(place):
+                return known, place
+        raise unusable("this checkpoint has no known format", place, "no metadata.json")
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        known, place = self._found(path)
+        return known.open(place)
+
+    def conversion(self, path: Path) -> Conversion | None:
+        known, place = self._found(path)
+        return known.conversion(place)
+
+    def stored_tensors(self, path: Path) -> StoredTensors:
+        known, place = self._found(path)
+        return known.stored_tensors(place)
+
+    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+        known, place = self._found(path)
+        return {"checkpoint": (place.name,), **known.details(place)}
+
+    def counters(self, path: Path) -> Counters:
+        known, place = self._found(path)
+        return known.counters(place)
+
+    def training_left(self, path: Path) -> str:
+        return _LEFT
+
+
+class MegatronRun(_Inside):
     """A run: ``latest_checkpointed_iteration.txt`` and the directories of its checkpoints."""
 
     name = "a run of Megatron-LM"
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         names = names_in(path)
-        if _LATEST not in names:
-            return False
-        return any(_ITERATION.fullmatch(name) for name in names)
-
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
-        """Describe the model of the newest checkpoint. Links are never followed."""
-        newest = self._newest(path)
-        return self._format(newest).open(newest)
-
-    def conversion(self, path: Path) -> Conversion | None:
-        newest = self._newest(path)
-        return self._format(newest).conversion(newest)
+        return _LATEST in names and any(_ITERATION.fullmatch(name) for name in names)
 
     def parts(self, path: Path) -> frozenset[str]:
         return frozenset(name for name in names_in(path) if _ITERATION.fullmatch(name))
 
-    def stored_tensors(self, path: Path) -> StoredTensors:
-        newest = self._newest(path)
-        return self._format(newest).stored_tensors(newest)
-
-    def inventory(self, path: Path) -> Inventory:
-        newest = self._newest(path)
-        return self._format(newest).inventory(newest)
-
-    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
-        newest = self._newest(path)
-        return {"checkpoint": (newest.name,), **self._format(newest).details(newest)}
-
-    def counters(self, path: Path) -> Counters:
-        newest = self._newest(path)
-        return self._format(newest).counters(newest)
-
-    def training_left(self, path: Path) -> str:
-        return _LEFT
-
-    def _newest(self, path: Path) -> Path:
-        """Return the directory of the newest checkpoint. Raises :class:`CheckpointUnusable` if it is missing."""
+    def inner(self, path: Path) -> Path:
+        """Return the directory of the newest checkpoint."""
         try:
             text = read_safely(path, _LATEST, limit=_MAX_LATEST_BYTES).decode("ascii").strip()
         except (OSError, ValueError) as error:
@@ -220,59 +171,37 @@ class MegatronRun(Format):
             raise unusable("the newest checkpoint of this run is missing", newest, "no directory")
         return newest
 
-    def _format(self, checkpoint: Path) -> Format:
-        for known in (MegatronCore(), MegatronRanks()):
-            if known.detect(checkpoint):
-                return known
-        raise unusable("this checkpoint has no known format", checkpoint, "no metadata.json")
 
-
-class MegatronRanks(_Megatron):
+class MegatronRanks(UnsupportedFormat):
     """The older form: a directory ``mp_rank_XX`` for each rank."""
 
     name = "a checkpoint of Megatron-LM, a directory for each rank"
+    hint = (
+        "convert it to Hugging Face files with Megatron's or NeMo's own tools (Megatron Bridge, or "
+        "tools/checkpoint/convert.py of Megatron-LM), and import those"
+    )
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         rank_names = filter(_RANK.fullmatch, names_in(path))
         return any((path / name).is_dir() for name in rank_names)
 
 
-class Nemo2(Format):
+class Nemo2(_Inside):
     """A checkpoint of NeMo 2: Megatron-Core's in ``weights/``, beside ``context/``."""
 
     name = "a checkpoint of NeMo 2 (Megatron-Core)"
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         names = names_in(path)
-        if _WEIGHTS not in names or "context" not in names:
-            return False
-        return sharded_backend(path / _WEIGHTS) is not None
-
-    def open(self, path: Path, *, follow_links: bool = False) -> Source:
-        """Describe the model. Symbolic links are never followed."""
-        check_no_links(path, (_WEIGHTS,))
-        return MegatronCore().open(path / _WEIGHTS)
-
-    def conversion(self, path: Path) -> Conversion | None:
-        return MegatronCore().conversion(path / _WEIGHTS)
+        has_both = _WEIGHTS in names and "context" in names
+        return has_both and sharded_backend(path / _WEIGHTS) is not None
 
     def parts(self, path: Path) -> frozenset[str]:
         return frozenset((_WEIGHTS,))
 
-    def stored_tensors(self, path: Path) -> StoredTensors:
-        return MegatronCore().stored_tensors(path / _WEIGHTS)
-
-    def inventory(self, path: Path) -> Inventory:
-        return MegatronCore().inventory(path / _WEIGHTS)
-
-    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
-        return MegatronCore().details(path / _WEIGHTS)
-
-    def counters(self, path: Path) -> Counters:
-        return MegatronCore().counters(path / _WEIGHTS)
-
-    def training_left(self, path: Path) -> str:
-        return _LEFT
+    def inner(self, path: Path) -> Path:
+        check_no_links(path, (_WEIGHTS,))
+        return path / _WEIGHTS
 
 
 # ---------------------------------------------------------------- metadata.json and common.pt
@@ -290,15 +219,28 @@ def sharded_backend(directory: Path) -> str | None:
     return backend[:40]
 
 
-def _check_backend(path: Path) -> None:
+def _stored(path: Path, *, only_model: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors, and the names of everything else. Raises :class:`CheckpointUnusable`."""
     backend = sharded_backend(path)
-    if backend not in (_TORCH_DIST, None):
+    if backend not in (_TORCH_DIST, _ZARR, None):
         raise CheckpointUnusable(
             "the backend of this distributed checkpoint of Megatron-Core is not supported",
             where=str(path / "metadata.json"),
             value=backend,
             hint="save it with Megatron-Core's backend torch_dist (--ckpt-format torch_dist)",
         )
+
+    def is_wanted(name: str) -> bool:
+        return not only_model or is_model_tensor(name)
+
+    if backend == _ZARR:
+        arrays = read_arrays(path)
+        found = {name: zarr_tensor(path, arrays[name]) for name in arrays if is_wanted(name)}
+        return found, [name for name in arrays if name not in found]
+    content = read_content(path)
+    wanted = {fqn: entry for fqn, entry in content.tensors.items() if is_wanted(fqn)}
+    found = {tensor.fqn: tensor for tensor in read_tensors(path, DcpContent(wanted, {}))}
+    return found, [name for name in (*content.tensors, *content.values) if name not in found]
 
 
 def read_common(path: Path) -> dict[Any, Any]:
@@ -335,30 +277,18 @@ def _counters(common: Mapping[Any, Any]) -> dict[str, int]:
     return found
 
 
-def _omitted(content: DcpContent, common: Mapping[Any, Any]) -> list[str]:
-    """Return what an import of the weights leaves, in words."""
-    omitted: list[str] = []
-    num_others = sum(1 for fqn in content.tensors if not is_model_tensor(fqn))
-    if num_others:
-        omitted.append(f"the optimizer's state ({counted(num_others, 'tensor')})")
-    num_extra = sum(1 for name in content.values if "_extra_state" in name)
+def _omitted(others: Collection[str], common: Mapping[Any, Any]) -> Iterator[str]:
+    """Yield what an import of the weights leaves, in words: the *others* are names of entries."""
+    num_extra = sum(1 for name in others if "_extra_state" in name)
+    if len(others) > num_extra:
+        number = counted(len(others) - num_extra, "entry", "entries")
+        yield f"the state of the optimizer and of the ranks ({number})"
     if num_extra:
-        omitted.append(f"{counted(num_extra, '_extra_state object')} of Transformer Engine")
-    num_values = len(content.values) - num_extra
-    if num_values:
-        omitted.append(
-            f"{counted(num_values, 'object')} of the ranks (random numbers and the like)"
-        )
-    return [*omitted, *_omitted_counters(common)]
-
-
-def _omitted_counters(common: Mapping[Any, Any]) -> list[str]:
-    omitted: list[str] = []
+        yield f"{counted(num_extra, '_extra_state object')} of Transformer Engine"
     counters = _counters(common)
     if counters:
         text = ", ".join(f"{name} {value}" for name, value in counters.items())
-        omitted.append(f"counters ({text})")
-    return omitted
+        yield f"counters ({text})"
 
 
 def _conversion_of(common: Mapping[Any, Any], where: str) -> Conversion | None:

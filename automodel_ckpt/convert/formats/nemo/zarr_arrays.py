@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.slices import Slice, Tensor, counts, nbytes_of
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault, tiling_fault
-from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.formats.files import names_in
-from automodel_ckpt.convert.formats.format import Inventory, TensorSummary
 from automodel_ckpt.errors import CheckpointUnusable
 
 ARRAY = ".zarray"
@@ -41,7 +40,6 @@ _DTYPES = {
     "|b1": "BOOL",
 }
 """The names of dtypes in ``.zarray``, and their safetensors codes."""
-_UNCHECKED = "these arrays are unchecked: there is no manifest with their digests"
 _MAX_ARRAY_BYTES = 1 << 20
 _MAX_CHUNKS = 1 << 20
 _MAX_SLICES = 1 << 16
@@ -83,26 +81,6 @@ def read_arrays(directory: Path) -> dict[str, ZarrArray]:
     return found
 
 
-def zarr_inventory(arrays: Mapping[str, ZarrArray]) -> Inventory:
-    """Return the names, dtypes and shapes of *arrays* for display."""
-    summaries = {
-        name: TensorSummary(array.dtype, array.shape, math.prod(array.grid))
-        for name, array in arrays.items()
-    }
-    return Inventory(summaries)
-
-
-def zarr_source(directory: Path, arrays: Mapping[str, ZarrArray]) -> Source:
-    """Describe the tensors of *arrays* in *directory*.
-
-    Raises :class:`CheckpointUnusable` if a chunk is missing or damaged.
-    """
-    if not arrays:
-        raise unusable("there are no arrays of zarr here", directory, f"no */{ARRAY}")
-    tensors = {name: _tensor(directory, array) for name, array in arrays.items()}
-    return Source(directory, directory, tensors, notes=(_UNCHECKED,))
-
-
 # ---------------------------------------------------------------- .zarray
 
 
@@ -138,8 +116,8 @@ def _array(name: str, value: Any, path: Path) -> ZarrArray:
 # ---------------------------------------------------------------- chunks
 
 
-def _tensor(directory: Path, array: ZarrArray) -> Tensor:
-    """Describe an array in *directory*."""
+def zarr_tensor(directory: Path, array: ZarrArray) -> Tensor:
+    """Describe an array in *directory*. Raises :class:`CheckpointUnusable` if a chunk is missing or damaged."""
     slices: list[Slice] = []
     chunk_bytes = nbytes_of(array.dtype, array.chunks)
     for index in itertools.product(*map(range, array.grid)):

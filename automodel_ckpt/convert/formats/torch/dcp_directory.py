@@ -25,13 +25,19 @@ from automodel_ckpt.checkpoint.parts.slices import Box, Slice, Tensor, counts, n
 from automodel_ckpt.checkpoint.parts.tiling import shape_fault, tiling_fault
 from automodel_ckpt.checkpoint.pickles.pickle_records import RECORD, Names, Record, read_records
 from automodel_ckpt.checkpoint.pickles.torch_archive_reading import Fault
-from automodel_ckpt.convert.formats.torch.torch_objects import StoredView, describe_archive
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.formats.torch.torch_files import faults_of
+from automodel_ckpt.convert.formats.torch.torch_objects import (
+    Archive,
+    StoredView,
+    describe_archive,
+)
 
 # Read, a pickle takes up to eighty times its size; a larger one must have data on the disk to describe.
 _FREE_BYTES = 4 << 20
 _MAX_BYTES = 1 << 29
 _DATA_RATIO = 128
+_HINT = "take the files from another copy, or export them with PyTorch"
 _MAX_DIMENSIONS = 64
 _MAX_PATH = 64
 # The limit of a tensor's pickle within an archive; a program of torch.save has some hundred bytes.
@@ -39,6 +45,8 @@ _MAX_PROGRAM_BYTES = 1 << 16
 _META = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+
+_KINDS = (f"{_META}.Metadata", f"{_MEGATRON}.MCoreMetadata")
 
 
 def _nothing(*_: Any) -> None:
@@ -49,44 +57,33 @@ def _pair(value: Any = ()) -> Any:
     return value
 
 
+def _names(module: str, names: str, replacement: Any) -> dict[str, Any]:
+    return {f"{module}.{name}": replacement for name in names.split()}
+
+
+_PATHS = "Path PosixPath PurePath PurePosixPath WindowsPath PureWindowsPath"
 _METADATA_NAMES: Names = {
-    **{
-        f"{_META}.{name}": RECORD
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "MetadataIndex",
-            "StorageMeta",
-        )
-    },
+    **_names(
+        _META,
+        "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex "
+        "StorageMeta",
+        RECORD,
+    ),
     "torch.distributed.checkpoint.filesystem._StorageInfo": RECORD,
     # Megatron-Core also stores the plan of each rank, which repeats the information of the tensors and chunks.
-    **{f"{_PLANNER}.{name}": RECORD for name in ("SavePlan", "WriteItem", "TensorWriteData")},
-    f"{_PLANNER}.WriteItemType": _nothing,
-    **{f"{_MEGATRON}.{name}": RECORD for name in ("MCoreSavePlan", "MCoreMetadata")},
+    **_names(_PLANNER, "SavePlan WriteItem TensorWriteData", RECORD),
+    **_names(_MEGATRON, "MCoreSavePlan MCoreMetadata", RECORD),
     **{f"torch.{name}": code for name, code in CODES.items()},
     "torch.Size": _pair,
     "collections.OrderedDict": dict,
+    f"{_PLANNER}.WriteItemType": _nothing,
     "torch.serialization._get_layout": _nothing,
     f"{_META}._MEM_FORMAT_ENCODING": _nothing,
     # How some versions of Python pickle the member of an enumeration (the memory format).
     "builtins.getattr": _nothing,
     "__builtin__.getattr": _nothing,
-    **{
-        f"{module}.{name}": _nothing
-        for module in ("pathlib", "pathlib._local")
-        for name in (
-            "Path",
-            "PosixPath",
-            "PurePath",
-            "PurePosixPath",
-            "WindowsPath",
-            "PureWindowsPath",
-        )
-    },
+    **_names("pathlib", _PATHS, _nothing),
+    **_names("pathlib._local", _PATHS, _nothing),
 }
 
 
@@ -125,34 +122,14 @@ def read_content(directory: Path) -> DcpContent:
 
     Raises :class:`CheckpointUnusable` if it is missing, has an unknown form, or contradicts itself.
     """
-    path = directory / layout.DCP_METADATA
-    try:
-        program = read_safely(directory, layout.DCP_METADATA, limit=_most_bytes(directory))
-    except FileNotFoundError as error:
-        what = "these .distcp files have no .metadata beside them"
-        raise _unusable(what, path, "no such file") from error
-    except OSError as error:
-        raise _unusable("this .metadata cannot be read", path, repr(error)[:300]) from error
-    return parse_content(program, path)
-
-
-def max_metadata_bytes(nbytes_on_disk: int) -> int:
-    """Return how many bytes ``.metadata`` may have, beside files of *nbytes_on_disk*."""
-    return min(_MAX_BYTES, max(_FREE_BYTES, nbytes_on_disk // _DATA_RATIO))
-
-
-def parse_content(program: bytes, path: Path) -> DcpContent:
-    """Return the content of ``.metadata``, whose bytes are *program*; *path* is for errors.
-
-    Raises :class:`CheckpointUnusable` if it has an unknown form, or contradicts itself.
-    """
-    try:
-        value = read_records(program, _METADATA_NAMES)
-        return _content(value, len(program))
-    except Exception as error:  # a damaged pickle can make Python's reader raise anything
-        reason = str(error) if isinstance(error, Fault) else repr(error)
-        value = reason.split("\n")[0][:300]
-        raise _unusable("this .metadata cannot be read", path, value) from error
+    with faults_of(directory / layout.DCP_METADATA, "this .metadata cannot be read", _HINT):
+        # Allocated blocks: a sparse file must not allow a larger pickle.
+        on_disk = sum(
+            entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(directory)
+        )
+        limit = min(_MAX_BYTES, max(_FREE_BYTES, on_disk * 512 // _DATA_RATIO))
+        program = read_safely(directory, layout.DCP_METADATA, limit=limit)
+        return _content(read_records(program, _METADATA_NAMES), len(program))
 
 
 def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
@@ -165,11 +142,17 @@ def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
         for fqn, described in content.tensors.items():
             slices: list[Slice] = []
             for box, item in described.chunks:
-                slices.append(_slice(fqn, described, box, item, files))
+                what = f"the stored chunk at {list(box.offsets)} of {fqn[:200]!r} does not match .metadata"
+                with faults_of(directory / item.file, what, _HINT):
+                    archive = files.archive(item, _MAX_PROGRAM_BYTES)
+                    start = item.start + _raw_start(archive, described.dtype, box.sizes)
+                nbytes = nbytes_of(described.dtype, box.sizes)
+                where = (box.offsets, box.sizes, item.file, start, nbytes)
+                slices.append(Slice(fqn, described.dtype, *where))
             fault = tiling_fault([stored.box for stored in slices], described.shape)
             if fault:
                 what = f"the chunks of {fqn!r} do not make it up"
-                raise _unusable(what, directory / layout.DCP_METADATA, fault)
+                raise unusable(what, directory / layout.DCP_METADATA, fault)
             yield Tensor(fqn, described.dtype, described.shape, tuple(slices))
 
 
@@ -180,61 +163,35 @@ def read_values(directory: Path, items: Mapping[str, Item]) -> Iterator[tuple[st
     """
     with _Mapped(directory) as files:
         for fqn, item in items.items():
-            try:
-                content = files.content(item.file)
-                if item.start + item.nbytes > len(content):
-                    raise Fault(f"the file has {len(content)} bytes, the item ends later")
-                with (
-                    memoryview(content) as everything,
-                    everything[item.start : item.start + item.nbytes] as data,
-                ):
-                    archive = describe_archive(data)
-            except Exception as error:  # a damaged archive can make its readers raise anything
-                reason = str(error) if isinstance(error, Fault | OSError) else repr(error)
-                what = f"the stored value {fqn[:200]!r} cannot be read"
-                raise _unusable(what, files.path(item.file), reason[:300]) from error
-            yield fqn, archive.value
+            what = f"the stored value {fqn[:200]!r} cannot be read"
+            with faults_of(directory / item.file, what, _HINT):
+                value = files.archive(item, None).value
+            yield fqn, value
 
 
 # ---------------------------------------------------------------- .metadata
-
-
-def _most_bytes(directory: Path) -> int:
-    on_disk = 0
-    for entry in os.scandir(directory):
-        # Allocated blocks: a sparse file must not allow a larger pickle.
-        on_disk += entry.stat(follow_symlinks=False).st_blocks * 512
-    return max_metadata_bytes(on_disk)
 
 
 def _content(value: Any, budget: int) -> DcpContent:
     """Convert the unpickled *value*. *budget* is the number of bytes of the program.
 
     Each described tensor or chunk takes at least one byte, unless the program refers to the same one again. A small
-    program could do that to describe any number of them, so that is an error.
+    program could do that to describe any number of them, so that is an error. Other damage raises any exception.
     """
-    kinds = (f"{_META}.Metadata", f"{_MEGATRON}.MCoreMetadata")
-    if type(value) is not Record or value.kind not in kinds:
+    if type(value) is not Record or value.kind not in _KINDS:
         raise Fault("it is not a Metadata of PyTorch DCP")
-    described = value.get("state_dict_metadata")
-    stored = value.get("storage_data")
-    if type(described) is not dict or type(stored) is not dict:
-        raise Fault("it lacks state_dict_metadata or storage_data")
-    items = dict(_items(stored))
+    items = dict(_items(value.get("storage_data")))
     tensors: dict[str, Described] = {}
     values: dict[str, Item] = {}
-    for fqn, entry in described.items():
-        if type(fqn) is not str or type(entry) is not Record:
-            raise Fault("a name in it is not text, or what it names is not a description")
+    for fqn, entry in value.get("state_dict_metadata").items():
+        if type(fqn) is not str:
+            raise Fault("a name in it is not text")
+        budget -= 1
         if entry.kind.endswith(".BytesStorageMetadata"):
-            budget -= 1
-            item = items.get((fqn, None))
-            if item is None:
-                raise Fault(f"it does not state where the value {fqn[:200]!r} is stored")
-            values[fqn] = item
+            values[fqn] = items[fqn, None]
         else:
             tensors[fqn] = _described(fqn, entry, items)
-            budget -= 1 + len(tensors[fqn].chunks)
+            budget -= len(tensors[fqn].chunks)
         if budget < 0:
             raise Fault("it describes more entries than it has bytes for")
     return DcpContent(tensors, values, dict(_paths(value.get("planner_data"))))
@@ -244,39 +201,26 @@ def _content(value: Any, budget: int) -> DcpContent:
 _Key = tuple[str, tuple[int, ...] | None]
 
 
-def _items(stored: dict[Any, Any]) -> Iterator[tuple[_Key, Item]]:
+def _items(stored: Mapping[Any, Any]) -> Iterator[tuple[_Key, Item]]:
     """Yield the items of ``storage_data``, with the name and offsets that refer to each."""
     for index, info in stored.items():
-        if type(index) is not Record or type(info) is not Record:
-            raise Fault("its storage_data is of another form")
-        fqn = index.get("fqn")
-        if type(fqn) is not str:
-            raise Fault("its storage_data is of another form")
         if info.get("transform_descriptors"):
             raise Fault("its items are compressed or otherwise transformed")
-        file = info.get("relative_path")
-        start = info.get("offset")
-        length = info.get("length")
-        if type(file) is not str or counts([start, length]) is None:
-            raise Fault("its storage_data is of another form")
+        file, offsets = info.get("relative_path"), index.get("offset")
+        start, nbytes = _extents([info.get("offset"), info.get("length")])
         reason = layout.unsafe_path(file)
         if reason is not None:
             raise Fault(f"it names the file {file[:200]!r}: {reason}")
-        offsets = index.get("offset")
-        if offsets is not None:
-            offsets = _extents(offsets)
-        yield (fqn, offsets), Item(file, start, length)
+        chunk = None if offsets is None else _extents(offsets)
+        yield (index.get("fqn"), chunk), Item(file, start, nbytes)
 
 
 def _described(fqn: str, entry: Record, items: Mapping[_Key, Item]) -> Described:
     dtype = _dtype(entry.get("properties"))
-    chunks = entry.get("chunks")
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS or type(chunks) is not list:
+    if dtype not in DTYPE_BITS:
         raise Fault(f"the tensor {fqn[:200]!r} is not described in full")
     found = []
-    for chunk in chunks:
-        if type(chunk) is not Record:
-            raise Fault(f"a chunk of {fqn[:200]!r} is not described")
+    for chunk in entry.get("chunks"):
         box = Box(_extents(chunk.get("offsets")), _extents(chunk.get("sizes")))
         item = items.get((fqn, box.offsets))
         if item is None:
@@ -292,8 +236,6 @@ def _described(fqn: str, entry: Record, items: Mapping[_Key, Item]) -> Described
 
 def _dtype(properties: Any) -> Any:
     """Return the dtype of TensorProperties, whose state is a tuple or, in older versions of torch, a mapping."""
-    if type(properties) is not Record:
-        return None
     if type(properties.state) is tuple and properties.state:
         return properties.state[0]
     return properties.get("dtype")
@@ -336,49 +278,28 @@ class _Mapped:
         for content in self._maps.values():
             content.close()
 
-    def path(self, file: str) -> Path:
-        return self._directory / file
-
-    def content(self, file: str) -> mmap.mmap:
-        if file not in self._maps:
-            descriptor = open_safely(self._directory, file)
+    def archive(self, item: Item, max_program_bytes: int | None) -> Archive:
+        """Describe the archive in an item. Raises any exception if it is damaged."""
+        if item.file not in self._maps:
+            descriptor = open_safely(self._directory, item.file)
             try:
-                self._maps[file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+                self._maps[item.file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
             finally:
                 os.close(descriptor)
-        return self._maps[file]
+        content, stop = self._maps[item.file], item.start + item.nbytes
+        # A slice of a memoryview beyond its end is shorter, without an error.
+        if stop > len(content):
+            raise Fault(f"the file has {len(content)} bytes, the item ends at {stop}")
+        # The views must be released before the map can be closed.
+        with memoryview(content) as everything, everything[item.start : stop] as data:
+            return describe_archive(data, max_program_bytes=max_program_bytes)
 
 
-def _slice(fqn: str, described: Described, box: Box, item: Item, files: _Mapped) -> Slice:
-    """Return the slice of a chunk, whose raw bytes are in the archive *item*."""
-    dtype = described.dtype
-    try:
-        start = item.start + _raw_start(files.content(item.file), item, dtype, box.sizes)
-    except FileNotFoundError as error:
-        what = "a file of tensors is missing: each node may have written its own"
-        raise _unusable(what, files.path(item.file), "no such file") from error
-    except Exception as error:  # a damaged archive can make its readers raise anything
-        reason = str(error) if isinstance(error, Fault | OSError) else repr(error)
-        what = f"the stored chunk at {list(box.offsets)} of {fqn!r} does not match .metadata"
-        raise _unusable(what, files.path(item.file), reason[:300]) from error
-    nbytes = nbytes_of(dtype, box.sizes)
-    return Slice(fqn, dtype, box.offsets, box.sizes, item.file, start, nbytes)
-
-
-def _raw_start(content: mmap.mmap, item: Item, dtype: str, sizes: tuple[int, ...]) -> int:
+def _raw_start(archive: Archive, dtype: str, sizes: tuple[int, ...]) -> int:
     """Return the offset in an item at which the tensor's row-major bytes begin."""
-    stop = item.start + item.nbytes
-    # A slice of a memoryview beyond its end is shorter, without an error.
-    if stop > len(content):
-        raise Fault(f"the file has {len(content)} bytes, the item ends at {stop}")
-    # The views must be released before the map can be closed.
-    with memoryview(content) as everything, everything[item.start : stop] as data:
-        archive = describe_archive(data, max_program_bytes=_MAX_PROGRAM_BYTES)
     view = archive.value
-    if not isinstance(view, StoredView):
-        raise Fault("it is not a plain tensor")
-    if view.dtype != dtype:
-        raise Fault(f"it is a tensor of another dtype than {dtype}")
+    if not isinstance(view, StoredView) or view.dtype != dtype:
+        raise Fault(f"it is not a plain tensor, or of another dtype than {dtype}")
     if view.shape != sizes or view.offset != 0:
         raise Fault("it is a tensor of another shape, or a view into a larger one")
     if view.num_outer_dimensions > 0:
@@ -388,12 +309,3 @@ def _raw_start(content: mmap.mmap, item: Item, dtype: str, sizes: tuple[int, ...
     if end - begin != nbytes_of(dtype, sizes):
         raise Fault(f"its record has {end - begin} bytes, not {nbytes_of(dtype, sizes)}")
     return begin
-
-
-def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        what,
-        where=str(where),
-        value=value,
-        hint="take the files from another copy, or export them with PyTorch",
-    )

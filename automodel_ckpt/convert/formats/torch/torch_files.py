@@ -234,15 +234,20 @@ def _shifted(archive: Archive, start: int) -> Archive:
 
 
 @contextlib.contextmanager
-def faults_of(path: Path) -> Iterator[None]:
+def faults_of(
+    path: Path,
+    what: str = "this file of torch.save cannot be read",
+    hint: str = "take the files from another copy, or use another checkpoint",
+) -> Iterator[None]:
     """Raise any error in the block, other than CheckpointUnusable, as one that names the file *path*."""
     try:
         yield
     except CheckpointUnusable:
         raise
     except Exception as error:  # a damaged pickle makes the unpickler raise anything
-        value = str(error) if isinstance(error, Fault) else repr(error)
-        raise unusable("this file of torch.save cannot be read", path, value[:300]) from error
+        value = str(error) if isinstance(error, Fault | OSError) else repr(error)
+        value = value.split("\n")[0][:300]
+        raise CheckpointUnusable(what, where=str(path), value=value, hint=hint) from error
 
 
 def _model_of(archive: Archive, path: Path) -> TorchModel:

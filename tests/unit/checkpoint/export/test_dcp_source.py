@@ -189,7 +189,7 @@ def _transposed(directory: Path, metadata: Metadata) -> None:
         (damaged(_wrong_dtype), "another dtype"),
         (damaged(_of_no_tensor), "not a plain tensor"),
         (damaged(_transposed), "row-major"),
-        (lambda d: (d / ".metadata").unlink(), "no such file"),
+        (lambda d: (d / ".metadata").unlink(), "No such file"),
         (lambda d: (d / ".metadata").write_bytes(pickle.dumps({"a": 1})), "not a Metadata"),
         (lambda d: (d / ".metadata").write_bytes(b""), "cannot be read"),
         (lambda d: (d / "__0_0.distcp").unlink(), "__0_0.distcp"),

@@ -50,7 +50,7 @@ def test_counters_are_reported_and_the_optimizer_is_not_imported(
     source = FIXTURES / "llama"
     planned = prepare(source, tmp_path / "run", ImportOptions(config=source / "expected"))
     assert planned.left_out == (
-        "the optimizer's state (2 tensors)",
+        "the state of the optimizer and of the ranks (2 entries)",
         "8 _extra_state objects of Transformer Engine",
         "counters (iteration 20, consumed_train_samples 640)",
     )

@@ -76,7 +76,7 @@ def imported(path: Path, optimizer: torch.optim.Optimizer, model: Model) -> Trai
     state = read(path, optimizer.state_dict(), model)
     scheduler = {"base_lrs": [group["initial_lr"] for group in optimizer.param_groups]}
     described = TrainingState(step=3, optimizer=state, scheduler=scheduler)
-    return training_import(described, {}, {}, where=str(path), step=None, epoch=None)
+    return training_import(described, where=str(path), step=None, epoch=None)
 
 
 def test_the_peak_of_a_one_cycle_schedule_is_its_largest_rate(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_an_inventory_needs_the_metadata_only() -> None:
 def test_data_files_without_their_metadata_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "__0_0.distcp").touch()
     for open_it in (open_source, open_weights):
-        with pytest.raises(CheckpointUnusable, match=r"no \.metadata"):
+        with pytest.raises(CheckpointUnusable, match=r"\.metadata cannot be read"):
             open_it(tmp_path)
 
 

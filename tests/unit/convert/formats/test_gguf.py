@@ -488,7 +488,7 @@ def test_llama_3_splits_text_in_its_own_way() -> None:
     ("change", "said"),
     [
         (lambda d: d["model"].update(type="Unigram"), "Unigram"),
-        (lambda d: d.update(model=None), "model"),
+        (lambda d: d.update(model=None), "not a tokenizer"),
         (lambda d: d["model"].update(byte_fallback=True), "<0x00>"),
         (lambda d: d.update(normalizer={"type": "Lowercase"}), "normalizer"),
         (lambda d: d["model"].update(dropout=0.1), "dropout"),
@@ -502,7 +502,7 @@ def test_llama_3_splits_text_in_its_own_way() -> None:
             lambda d: d.update(post_processor={"type": "TemplateProcessing", "single": STRANGE}),
             "other tokens",
         ),
-        (lambda d: d.update(added_tokens=["x"]), "added_tokens"),
+        (lambda d: d.update(added_tokens=["x"]), "not a tokenizer"),
     ],
 )
 def test_tokenizers_that_llama_cpp_would_not_follow_are_refused(

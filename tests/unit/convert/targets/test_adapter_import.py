@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -21,12 +20,9 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
 )
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.merging.layer_patterns import matches_layer
 
 Capture = pytest.CaptureFixture[str]
 Error = Callable[..., str]
@@ -212,20 +208,6 @@ def test_adapters_on_a_resized_vocabulary_are_imported(
     assert torch.equal(logits_of(base, adapter), logits_of(base, model))
 
 
-def test_two_different_copies_of_a_trained_module_are_an_error(
-    tmp_path: Path, error: Error
-) -> None:
-    base = base_in(tmp_path / "base")
-    adapter = adapter_on(
-        base, tmp_path / "adapter", target_modules=["q_proj"], modules_to_save=["lm_head"]
-    )
-    weights = load_file(adapter / FILE)
-    name = "base_model.model.lm_head"
-    weights[f"{name}.modules_to_save.weight"] = weights[f"{name}.weight"] + 1
-    save_file(weights, adapter / FILE)
-    assert "two different copies of a module that was trained in full" in error(adapter)
-
-
 def test_tied_adapters_are_an_error_without_the_key_of_a_recipe(
     tmp_path: Path, error: Error
 ) -> None:
@@ -242,8 +224,6 @@ def test_tied_adapters_are_an_error_without_the_key_of_a_recipe(
     "patterns",
     [
         {"q_proj": 4, "layers.1.self_attn.v_proj": 1},
-        {r"^model\.layers\.0\..*": 4, "nothing": 3},
-        {r".*1.self_attn.v_proj$": 4, "v_proj": 1},
     ],
 )
 def test_ranks_and_alphas_of_single_layers_are_imported(
@@ -286,16 +266,6 @@ def test_an_expression_that_can_take_forever_is_an_error(tmp_path: Path, error: 
     assert "lora_A.weight: in the file [2, 8], in the model [4, 8]" in text
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    ["q_proj", "1.q_proj", "a.q", "^a.q_proj", "a", ".*", "^.*q_proj", r"1\.q_proj$", "a.*j", "^q"],
-)
-def test_patterns_match_what_peft_matches(pattern: str) -> None:
-    names = ["a.1.q_proj", "a.q_proj", "aXq_proj", "q_proj", "a", "b.a.1.q_proj", "a1.q_projj"]
-    theirs = [name for name in names if re.match(rf"(.*\.)?({pattern})$", name)]
-    assert [name for name in names if matches_layer(pattern, name)] == theirs
-
-
 def test_adapters_on_fused_experts_are_imported(
     tmp_path: Path, imported: Callable[..., dict[str, Any]]
 ) -> None:
@@ -333,10 +303,9 @@ def test_adapters_on_fused_experts_are_imported(
         ({"init_lora_weights": "pissa"}, "merge it into its base with peft"),
         ({"trainable_token_indices": [1]}, "merge it into its base with peft"),
         ({"peft_type": "VERA"}, "merge it into its base with peft"),
-        ({"peft_type": "PREFIX_TUNING"}, "continue it with peft"),
-        ({"alora_invocation_tokens": [1]}, "continue it with peft"),
+        ({"peft_type": "PREFIX_TUNING"}, "continued with peft"),
+        ({"alora_invocation_tokens": [1]}, "continued with peft"),
         ({"target_parameters": ["gate.weight"]}, "merge it into its base with peft"),
-        ({"target_parameters": ["*"]}, "merge it into its base with peft"),
         ({"target_parameters": "gate"}, "restore the file from another copy"),
     ],
 )
@@ -368,51 +337,6 @@ def test_an_adapter_of_another_head_is_an_error_that_names_it(tmp_path: Path, er
     assert "recipe: sequence_classification" in text and "init_from.path" in text
 
 
-def test_layers_with_the_names_of_an_earlier_version_are_renamed(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    base = tmp_path / "base"
-    config = Qwen2VLConfig(
-        text_config={
-            "vocab_size": 24,
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]},
-        },
-        vision_config={"depth": 1, "embed_dim": 8, "hidden_size": 16, "num_heads": 1},
-    )
-    Qwen2VLForConditionalGeneration(config).save_pretrained(base)
-    # transformers 4.57 states the class only in the part.
-    stated = json.loads((base / "config.json").read_text())
-    stated["text_config"]["architectures"] = stated.pop("architectures")
-    (base / "config.json").write_text(json.dumps(stated))
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    layer = "base_model.model.model.layers.0.self_attn.q_proj"
-    tensors = {
-        f"{layer}.lora_A.weight": torch.ones(2, 16),
-        f"{layer}.lora_B.weight": torch.ones(16, 2),
-    }
-    save_file(tensors, adapter / FILE)
-    options = {
-        "peft_type": "LORA",
-        "r": 2,
-        "lora_alpha": 4,
-        "target_modules": "^(?!.*visual).*q_proj",
-    }
-    options["rank_pattern"] = {"model.layers.0.self_attn.q_proj": 2}
-    (adapter / "adapter_config.json").write_text(json.dumps(options))
-    assert main(["import", str(adapter), str(tmp_path / "run"), "--base", str(base)]) == 0
-    output = capsys.readouterr().out
-    assert "1 layer renamed" in output
-    (stored,) = (tmp_path / "run").glob(f"epoch*/model/{FILE}")
-    inner = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
-    assert load_file(stored).keys() == {f"{inner}.lora_A.weight", f"{inner}.lora_B.weight"}
-
-
 def test_adapters_on_single_experts_are_an_error_that_says_so(tmp_path: Path, error: Error) -> None:
     base = tmp_path / "base"
     config = MixtralConfig(
@@ -435,7 +359,7 @@ def test_adapters_on_single_experts_are_an_error_that_says_so(tmp_path: Path, er
     save_file(tensors, adapter / FILE)
     options = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["w1"]}
     (adapter / "adapter_config.json").write_text(json.dumps(options))
-    assert "a layer for each expert" in error(adapter, "--base", str(base))
+    assert "layers of single experts" in error(adapter, "--base", str(base))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model_fsdp.bin", "model.safetensors"])
