@@ -19,6 +19,7 @@ from automodel_ckpt.checkpoint.jobs import rank_manifest
 from automodel_ckpt.checkpoint.options import RemoteStorage
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote import background, fetch, uploader
+from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.remote.exports import push_exports
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
@@ -35,7 +36,7 @@ from tests.support.servers.object_store import ObjectStore, object_store
 
 @pytest.fixture(autouse=True)
 def _no_uploading_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background.Uploads, "_launch", lambda self, went_back_to: None)
+    monkeypatch.setattr(UploadingProcess, "start", lambda self: None)
 
 
 def in_store(url: str, root: Path, names: tuple[str, ...] = (FIRST, SECOND)) -> RemoteRun:
