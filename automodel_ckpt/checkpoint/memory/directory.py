@@ -190,11 +190,8 @@ def _owner(directory: Path) -> _Owner | None:
 
 
 def _is_orphan(directory: Path, owner: _Owner) -> bool:
-    """Whether no run refers to the memory checkpoints in *directory*. Raises OSError where that is unknown now.
-
-    A run that was renamed is found in the same parent directory.
-    """
-    if _refers_to(owner.run, owner.identity) or _was_renamed(owner):
+    """Whether no run refers to the memory checkpoints in *directory*. Raises OSError where that is unknown now."""
+    if _refers_to(owner.run, owner.identity):
         return False
     # The path of an unmounted disk is missing, too, or is a directory of another file system.
     found = owner.run if owner.run.is_dir() else owner.run.parent
@@ -202,16 +199,6 @@ def _is_orphan(directory: Path, owner: _Owner) -> bool:
         if owner.file_system == file_system_at(found):
             return True
     return untouched_seconds(directory) > UNREACHABLE_SECONDS
-
-
-def _was_renamed(owner: _Owner) -> bool:
-    """Whether a directory beside the path of the run has its identity. Raises OSError where they cannot be listed."""
-    with (
-        contextlib.suppress(FileNotFoundError, NotADirectoryError),
-        os.scandir(owner.run.parent) as entries,
-    ):
-        return any(_identity(Path(entry.path)) == owner.identity for entry in entries)
-    return False
 
 
 def _refers_to(run: Path, identity: str) -> bool:

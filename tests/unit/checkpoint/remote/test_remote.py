@@ -39,7 +39,6 @@ from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.saves.saves import Saves
-from tests.support import ranks
 from tests.support.models import tiny
 from tests.support.runs.idle_process import use_idle_processes
 from tests.support.runs.stored_runs import FIRST, SECOND, URL
@@ -117,21 +116,6 @@ def test_a_download_that_is_stopped_ends_soon_and_leaves_nothing(
     finally:
         released.set()
     assert list(root.iterdir()) == []
-
-
-def test_each_question_to_the_store_is_one_request(
-    s3: ObjectStore, local: Path, tmp_path: Path
-) -> None:
-    run = RemoteRun(Store(URL))
-    run.take_over()
-    for name in (FIRST, SECOND):
-        s3.requests.clear()
-        push_checkpoint(run, local / name, tmp_path / "memory")
-        run.point("val_loss", "min")
-        run.prune(policy.KeepPolicy(last=5), "val_loss")
-    questions = [path for method, path in s3.requests if method in ("GET", "HEAD")]
-    # Reading an object asked for its size before, and one that is absent for a directory of its name after.
-    assert len(questions) <= 24, questions
 
 
 def test_a_store_that_dies_at_any_request_has_no_incomplete_checkpoint(
@@ -384,28 +368,6 @@ def test_the_end_of_a_run_names_what_is_missing_in_the_store(
     assert failure(SECOND).startswith(exports)
 
 
-def test_the_status_names_a_checkpoint_of_which_only_an_export_is_missing(
-    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tmp_path / "run"
-    shutil.copytree(local, root)
-    link(root, uploader.LINK, FIRST)
-    job = uploader.Job(f"file://{tmp_path}/store", {}, "token", "val_loss", "min")
-    uploads = uploader.Uploader(root, job)
-    push_exports = uploader.push_exports
-    monkeypatch.setattr(
-        uploader, "push_exports", lambda *_, **__: (_ for _ in ()).throw(OSError("down"))
-    )
-    for _ in range(2):
-        with pytest.raises(OSError, match="down"):
-            uploads.catch_up()
-    assert Status.read(root, uploader.STATUS).complete == [FIRST]
-    monkeypatch.setattr(uploader, "push_exports", push_exports)
-    uploads.catch_up()
-    assert Status.read(root, uploader.STATUS).complete == []
-    assert not pending(root, uploader.LINK)
-
-
 def test_a_stop_by_signal_waits_for_the_upload(
     local: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -487,31 +449,6 @@ def test_a_start_that_fails_is_repeated(
     assert caplog.text.count("could not be started") == 2
 
 
-def test_a_process_that_is_killed_again_and_again_is_started_less_and_less_often() -> None:
-    pauses = [child_process.restart_pause_seconds(count) for count in (0, 1, 2, 1000)]
-    assert pauses == [5, 10, 20, 300]
-
-
-@pytest.mark.parametrize(("seconds", "num_calls"), [(1000.0, 3), (0.0, 0), (1e-9, 1)])
-def test_the_wait_after_a_signal_ends_with_the_time_or_another_signal(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    seconds: float,
-    num_calls: int,
-) -> None:
-    use_idle_processes(monkeypatch)
-    settings = RemoteStorage(url=f"file://{tmp_path}/store")
-    uploads = background.Uploads(tmp_path, settings, "val_loss", "min")
-    uploads.process.start()
-    calls: list[None] = []
-    (tmp_path / SECOND).mkdir()
-    (tmp_path / f"{uploader.LINK}{SECOND}").symlink_to(SECOND)
-    uploads.finish_before_stop(seconds, lambda: calls.append(None) or len(calls) >= 3)  # type: ignore[func-returns-value]
-    assert min(len(calls), 3) >= num_calls
-    assert f"not in the store yet: {SECOND}" in caplog.text
-
-
 @pytest.mark.parametrize("required", [False, True])
 def test_another_signal_ends_the_wait_at_the_end_of_a_run(
     tmp_path: Path,
@@ -545,25 +482,6 @@ def test_another_signal_ends_the_wait_at_the_end_of_a_run(
     thread.join()
     assert f"waiting for the upload of {SECOND}" in caplog.text
     assert "SIGINT: training is done" in caplog.text and request.on_request is None
-
-
-@pytest.mark.parametrize(
-    ("grace_seconds", "expected"), [({}, 80.0), ({"grace_seconds": 20.0}, 10.0)]
-)
-def test_the_time_for_uploads_after_a_signal_begins_with_the_signal(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    grace_seconds: dict[str, float],
-    expected: float,
-) -> None:
-    remote = RemoteStorage(f"file://{tmp_path}/store", wait_after_signal_seconds=90)
-    saver = tiny.checkpointer(tmp_path / "run", remote=remote)
-    given: list[float] = []
-    monkeypatch.setattr(
-        saver._transfers, "finish_before_stop", lambda run, seconds, must_end: given.append(seconds)
-    )
-    saver.upload_before_stop(10.0, lambda: False, **grace_seconds)
-    assert given == [expected]
 
 
 def test_an_empty_disk_gets_the_newest_checkpoint(s3: ObjectStore, tmp_path: Path) -> None:
@@ -608,18 +526,6 @@ def test_an_interrupted_removal_is_completed(s3: ObjectStore, local: Path, tmp_p
     assert run.manifest(FIRST) is None and run.store.sizes(FIRST)
     assert run.prune(policy.KeepPolicy(last=5), "val_loss") == [FIRST]
     assert not run.store.sizes(FIRST)
-
-
-def test_uploads_obey_a_limit_of_the_rate() -> None:
-    now = [0.0]
-    throttle = Throttle(100.0, clock=lambda: now[0], sleep=lambda seconds: now.append(seconds))
-    for _ in range(3):
-        throttle.take(50)
-    # The first is free, the others wait for those before them.
-    assert now[1:] == [0.5, 1.0]
-    throttle.stop()
-    with pytest.raises(InterruptedError):
-        throttle.take(1)
 
 
 def test_a_process_that_ends_waits_for_no_limit_of_the_rate() -> None:
@@ -668,14 +574,6 @@ def test_an_uploader_does_not_take_a_url_back(local: Path, tmp_path: Path) -> No
 
 def failing_store() -> None:
     raise StoreError("it does not answer", where="", value="", hint="")
-
-
-def test_the_status_has_the_bytes_of_an_unfinished_file(tmp_path: Path) -> None:
-    job = uploader.Job(f"file://{tmp_path}/store", {}, "first", "val_loss", "min")
-    uploading = uploader.Uploader(tmp_path, job)
-    uploading._throttle.take(5)
-    uploading.note_progress()
-    assert Status.read(tmp_path, uploader.STATUS).sent_bytes == 5
 
 
 def test_only_checkpoints_of_the_present_run_are_uploaded(
@@ -812,23 +710,3 @@ def test_the_commands_accept_urls(
     assert ckpt(["prune", URL, "--keep-last=1"]) == 0
     assert ckpt(["ls", f"{URL}/{FIRST}"]) == 3
     assert ckpt(["push", str(tmp_path), URL]) == 3
-
-
-def priorities_of_threads() -> set[int]:
-    """The priorities of this process's threads, of which one started before they were lowered, and one after."""
-    # Not the session of the tests, which has a priority as a whole.
-    os.setsid()
-    over = threading.Event()
-    threads = [threading.Thread(target=over.wait) for _ in range(2)]
-    threads[0].start()
-    child_process.lower_priority(7)
-    threads[1].start()
-    found = {os.getpriority(os.PRIO_PROCESS, int(each)) for each in os.listdir("/proc/self/task")}
-    over.set()
-    return found
-
-
-def test_all_threads_of_the_uploading_process_have_a_low_priority() -> None:
-    """That of the library of a store starts when the store is opened, and does most of the work."""
-    (found,) = ranks.run(priorities_of_threads, 1, init=False)
-    assert found == {os.getpriority(os.PRIO_PROCESS, 0) + 7}
