@@ -53,6 +53,7 @@ _SHALLOW |= {"selectattr"}
 """Filters that read only the outermost container."""
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[^a-zA-Z%]*")
 _BRACES = re.compile(r"\{[^{}]*:[^{}]*\{|\{[^{}]*")
+_WIDE = re.compile(r"\d{4}")
 _SCALARS = {type(None), bool, int, float, jinja2.Undefined}
 _PLAIN = {str, list, dict, tuple, *_SCALARS}
 _WITH_METHODS = (str, list, tuple, dict, Namespace, Macro, LoopContext, date)
@@ -253,12 +254,11 @@ def _check(name: str, given: tuple[Any, ...], options: Mapping[str, Any]) -> Non
     weights = [_meter.weigh(value) for value in values]
     name = name.removeprefix("str.") if name not in ("str.format", "str.format_map") else "braces"
     if name in ("indent", "round", "tojson"):
-        widths = [0]
-        for value, weight in zip(values[1:], weights[1:], strict=True):
-            widths.append(abs(value) if isinstance(value, int) else weight)
-        if max(widths) > _MAX_WIDTH:
+        rest = zip(values[1:], weights[1:], strict=True)
+        widths = [abs(value) if isinstance(value, int) else weight for value, weight in rest]
+        if max(widths, default=0) > _MAX_WIDTH:
             raise TemplateTooCostly(f"the template uses {name} with more than {_MAX_WIDTH}")
-        _meter.spend(max(widths) * _num_indents(values[0]) if name != "round" else 0)
+        _meter.spend(max(widths, default=0) * weights[0])
     elif name == "replace":
         text, *others = [value if isinstance(value, str) else str(value) for value in values]
         counts = [text.count(old) * len(new) for old, new in permutations(others, 2)]
@@ -270,31 +270,14 @@ def _check(name: str, given: tuple[Any, ...], options: Mapping[str, Any]) -> Non
         _check_format(_PERCENT if name == "format" else _BRACES, values[0], tuple(values[1:]))
 
 
-def _num_indents(value: Any, depth: int = 1) -> int:
-    """Return how often a filter writes the indentation: for each line of a text, and each level of JSON's lines."""
-    if isinstance(value, str):
-        return value.count("\n") + 1
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if not isinstance(value, list | tuple):
-        return depth
-    return 2 * depth + sum(_num_indents(item, depth + 1) for item in value)
-
-
 def _check_format(pattern: re.Pattern[str], text: Any, values: Any) -> None:
-    """Limit the widths of a format, and count its values, each of which it may write several times."""
+    """Reject large widths of a format, and widths that are values; count what it may write."""
     if not isinstance(text, str):
         return
-    values = values if isinstance(values, tuple) else (values,)
     specs = pattern.findall(text.replace("{{", ""))
-    widths = [int(digits[:9]) for spec in specs for digits in re.findall(r"\d+", spec)]
-    if any("*" in spec or spec.endswith("{") for spec in specs):  # a value is the width
-        for value in values:
-            inner = value.values() if isinstance(value, Mapping) else [value]
-            widths += [abs(number) for number in inner if isinstance(number, int)]
-    if max(widths, default=0) > _MAX_WIDTH:
-        raise TemplateTooCostly(f"the template formats with a width of more than {_MAX_WIDTH}")
-    _meter.spend((_meter.weigh(values) + max(widths, default=0)) * len(specs))
+    if any("*" in spec or spec.endswith("{") or _WIDE.search(spec) for spec in specs):
+        raise TemplateTooCostly(f"the template formats with a width of {_MAX_WIDTH} or more")
+    _meter.spend((_meter.weigh(values) + _MAX_WIDTH) * len(specs))
 
 
 def _read(value: Any) -> Any:

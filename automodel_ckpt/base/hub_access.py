@@ -129,23 +129,9 @@ def resolve_commit(
         if cached is None:
             raise _error(_not_cached(name, kind), name, revision, where)
         return cached
-    try:
-        commit = _requested_commit(name, revision or MAIN, kind)
-    except Exception as error:  # each version of the library has its own exceptions
-        problem = explain(error, name, kind)
-        if problem is None:
-            raise
-        if cached is not None and cached == revision and not problem.is_temporary:
-            # A deleted repository, for example: its files in the cache are those of this commit.
-            return cached
-        if not problem.is_temporary or cached is None:
-            raise _error(problem, name, revision, where) from error
-        cause = problem.cause or problem.what
-        message = "%s: %s; using commit %s in the cache, and no network from now on"
-        log.warning(message, name, cause, cached[:12])
-        go_offline(cause)
-        return cached
-    _note_commit(name, revision or MAIN, kind, commit)
+    commit = _commit_or_offline(name, revision, kind, where, cached)
+    if not constants.HF_HUB_OFFLINE:
+        _note_commit(name, revision or MAIN, kind, commit)
     return commit
 
 
@@ -159,18 +145,35 @@ def check_access(name: str, revision: str | None = None, *, kind: Kind, where: s
 
     if constants.HF_HUB_OFFLINE:
         return None
+    return _commit_or_offline(name, revision, kind, where, None, has_own_cache=True)
+
+
+def _commit_or_offline(
+    name: str,
+    revision: str | None,
+    kind: Kind,
+    where: str,
+    cached: str | None,
+    *,
+    has_own_cache: bool = False,
+) -> str | None:
+    """Request the commit of a repository. Without a network, go offline if its files can be in a cache."""
     try:
         return _requested_commit(name, revision or MAIN, kind)
     except Exception as error:  # each version of the library has its own exceptions
         problem = explain(error, name, kind)
         if problem is None:
             raise
-        if not problem.is_temporary:
+        if cached is not None and cached == revision and not problem.is_temporary:
+            # A deleted repository, for example: its files in the cache are those of this commit.
+            return cached
+        if not problem.is_temporary or (cached is None and not has_own_cache):
             raise _error(problem, name, revision, where) from error
         cause = problem.cause or problem.what
-        log.warning("%s: %s; using caches, and no network from now on", name, cause)
+        used = "caches" if cached is None else f"commit {cached[:12]} in the cache"
+        log.warning("%s: %s; using %s, and no network from now on", name, cause, used)
         go_offline(cause)
-        return None
+        return cached
 
 
 def cached_commit(name: str, revision: str | None = None, kind: Kind = "model") -> str | None:

@@ -26,7 +26,8 @@ from automodel_ckpt.parallel.ranks import agree
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.memory.nodes import Nodes
-    from automodel_ckpt.checkpoint.remote.background import PartUploads, Uploads
+    from automodel_ckpt.checkpoint.remote.background import Uploads
+    from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
     from automodel_ckpt.checkpoint.remote.fetch import Fetched, Fetcher
 
 log = logging.getLogger("automodel_ckpt")
@@ -54,7 +55,7 @@ class Transfers:
         self.uploads = None
         self.fetcher = None
         self._nodes: Nodes | None = None
-        self._part_uploads: PartUploads | None = None
+        self._part_uploads: UploadingProcess | None = None
         self._options = options
         self._group = group
         self._is_rank0 = is_rank0
@@ -203,9 +204,10 @@ class Transfers:
         token = agree.broadcast_object(self._group, mine)
         with self._raise_on_all_ranks(run, "starting the uploads"):
             if self._leads_other_node:
-                from automodel_ckpt.checkpoint.remote.background import PartUploads
+                from automodel_ckpt.checkpoint.remote.background import part_uploads
 
-                self._part_uploads = PartUploads(run.root, settings, token, self._nodes.own)
+                self._part_uploads = part_uploads(run.root, settings, token, self._nodes.own)
+                self._part_uploads.start()
 
     def restart_if_ended(self) -> None:
         """Start the uploading process of another node than rank 0's again if it has ended. Not collective.
@@ -213,7 +215,7 @@ class Transfers:
         A failure is logged.
         """
         if self._part_uploads is not None:
-            self._part_uploads.restart_if_ended()
+            self._part_uploads.ensure()
 
     def _start(self, uploads: Uploads, run: RunDirectory, step: int | None, name: str) -> None:
         if run.root != uploads.root:
@@ -281,7 +283,7 @@ class Transfers:
         if self.uploads is not None:
             self.uploads.close()
         if self._part_uploads is not None:
-            self._part_uploads.close()
+            self._part_uploads.leave()
 
     def _raise_on_all_ranks(
         self, run: RunDirectory, doing: str, kind: type[AutomodelError] = SaveFailed

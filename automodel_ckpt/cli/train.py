@@ -11,7 +11,6 @@ from pathlib import Path
 import automodel_ckpt
 from automodel_ckpt.base.socket_paths import short_temporary_directory
 from automodel_ckpt.base.user_code import reporting_user_failures
-from automodel_ckpt.cli.checks.finished_run import finished_text
 from automodel_ckpt.cli.checks.rank_counts import (
     check_node_counts,
     check_ranks,
@@ -151,12 +150,8 @@ def _run_recipe(line: CommandLine) -> int:
     ranks = known_ranks(line.flags)
     check_ranks(loaded, ranks)
     check_node_counts(loaded, line.flags)
-    finished = finished_text(loaded, line.flags)
-    if finished is not None and "dry_run" not in line.modes:
-        print_error(finished)
-        return EXIT_DONE
     if "dry_run" in line.modes:
-        return _dry_run(loaded, line, ranks, device_bytes, finished)
+        return _dry_run(loaded, line, ranks, device_bytes)
     from automodel_ckpt.cli.launch.launcher import launch
     from automodel_ckpt.config.callables.prepare import prepare
     from automodel_ckpt.config.callables.trust import Trust
@@ -183,9 +178,8 @@ def _dry_run(
     line: CommandLine,
     ranks: int | None,
     device_bytes: int | None,
-    finished: str | None,
 ) -> int:
-    """Print what a run would do. *ranks* is None if their number is not known; *finished*: the run is complete.
+    """Print what a run would do. *ranks* is None if their number is not known.
 
     Raises :class:`RecipeError` for what the run would reject before training.
     """
@@ -198,7 +192,7 @@ def _dry_run(
         loaded, recipe_class = prepare(loaded, Trust(line.flags.trust))
         sizes = mesh_sizes(loaded, ranks) if ranks else None
         with reporting_user_failures(RecipeError):
-            text = report(loaded, recipe_class, line.flags, sizes, device_bytes, finished)
+            text = report(loaded, recipe_class, line.flags, sizes, device_bytes)
         print(text, end="")
     return EXIT_DONE
 

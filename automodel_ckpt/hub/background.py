@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.remote.child_process import (
-    NUM_END_ATTEMPTS,
-    Child,
-    Restarts,
-    Status,
-)
+from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.run.pending import link, pending, step_of, unlink
 from automodel_ckpt.config.keys.hub import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
@@ -70,12 +65,10 @@ class Pushes:
 
     def __init__(self, root: Path, section: HubConfig, *, makes_exports: bool) -> None:
         self._root, self._section = root, section
-        self._process: Child | None = None
         self._step = 0
         """The newest step that the run has, for a process that is started again."""
-        self._restarts = Restarts(self._replace)
-        # The main thread and the one that watches the process can both start it again.
-        self._lock = threading.Lock()
+        name = "the process that uploads to the Hub"
+        self.process = UploadingProcess(_MODULE, root, LOCK, STATUS, self._present_job, name=name)
         self.job = Job(
             repo=section.repo,
             push=section.push,
@@ -95,36 +88,15 @@ class Pushes:
         for name in pending(self._root, LINK):
             if step_of(name) > (resumed_step or 0):
                 unlink(self._root, LINK, name)
-        self._launch(resumed_step or 0)
+        self._step = resumed_step or 0
+        self.process.start()
 
-    def _launch(self, went_back_to: int) -> None:
-        self._step = went_back_to
-        job = replace(self.job, went_back_to=went_back_to)
-        self._process = Child(_MODULE, self._root, LOCK, asdict(job))
-        self._restarts.watch(self._process)
-
-    def _replace(self, killed: Child) -> bool:
-        """Start another process in place of *killed*, unless that was replaced or closed.
-
-        Called by several threads. Returns False if that fails, which is logged.
-        """
-        with self._lock:
-            if self._process is not killed:
-                return True
-            log.warning(
-                "the process that uploads to the Hub ended unexpectedly; it is started again"
-            )
-            killed.close()
-            try:
-                self._launch(self._step)
-            except OSError as error:
-                log.warning("it could not be started: %s", error)
-                return False
-            return True
+    def _present_job(self) -> dict[str, Any]:
+        return asdict(replace(self.job, went_back_to=self._step))
 
     def roll_back(self, step: int) -> None:
         """Continue after *step*, to which the run went back while it trains: later checkpoints are abandoned."""
-        if self._process is not None:
+        if self.process.is_started:
             # It stops when the next one, which waits for its lock, has been started.
             self.close()
             self.start(step)
@@ -138,19 +110,13 @@ class Pushes:
 
     def note_last(self, name: str) -> None:
         """Have the last checkpoint of a run that ended on its own uploaded, unless it was."""
-        if self._section.push == "final" and self._status().uploaded != name:
+        if self._section.push == "final" and self.process.status.uploaded != name:
             self._request(name)
 
     def _request(self, name: str) -> None:
         link(self._root, LINK, name)
-        with self._lock:
-            self._step = step_of(name)
-            process = self._process
-        if process is not None and process.has_ended:
-            self._replace(process)
-
-    def _status(self) -> Status:
-        return Status.read(self._root, STATUS)
+        self._step = step_of(name)
+        self.process.ensure()
 
     def finish(self, must_end: Callable[[], bool] = lambda: False) -> None:
         """Wait for the uploads at the end of a run, while they make progress; with ``hub.required`` in any case.
@@ -158,16 +124,11 @@ class Pushes:
         The wait ends when *must_end* returns true. What was not uploaded is a warning. Raises :class:`SaveFailed`
         instead with ``hub.required``.
         """
-        if self._process is None:
+        if not self.process.is_started:
             return
-        for _ in range(NUM_END_ATTEMPTS):
-            process = self._process
-            process.finish(self._status, waits=self._section.required, must_end=must_end)
-            if not process.was_killed or must_end():
-                break
-            self._replace(process)
+        self.process.finish(waits=self._section.required, must_end=must_end)
         missing = pending(self._root, LINK)
-        status = self._status()
+        status = self.process.status
         if not missing and not status.error:
             return
         failure = SaveFailed(
@@ -182,7 +143,4 @@ class Pushes:
 
     def close(self) -> None:
         """Let the process finish what is pending, without waiting for it."""
-        with self._lock:
-            if self._process is not None:
-                self._process.leave()
-                self._process = None
+        self.process.leave()

@@ -129,7 +129,8 @@ def _base_license(base: str, commit: str | None, *, is_online: bool) -> dict[str
 
     try:
         path = hf_hub_download(base, README, revision=commit, local_files_only=not is_online)
-        data = ModelCard(Path(path).read_text("utf-8"), ignore_metadata_errors=True).data.to_dict()
+        card = ModelCard(Path(path).read_text("utf-8"), ignore_metadata_errors=True)
+        data: Mapping[str, Any] = vars(card.data)
     except Exception:  # whatever is wrong with the card of another model
         return {}
     if not isinstance(data.get("license"), str) or not data["license"]:

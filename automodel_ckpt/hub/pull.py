@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.base.durable_io import fsync_directories, fsync_directory
-from automodel_ckpt.base.hub_access import chain_of
+from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.export.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.ownership import owned
-from automodel_ckpt.errors import (
-    NOT_ALLOWED,
-    AutomodelError,
-    CheckpointUnusable,
-    Problem,
-    RecipeError,
-    SaveFailed,
-    os_problem,
-    writing_hint,
-)
+from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError, SaveFailed
 from automodel_ckpt.hub.address import HubAddress
 from automodel_ckpt.hub.client import client, reporting
 from automodel_ckpt.hub.listing import Listed, differs, listed
 
 Log = Callable[[str], None]
 _LIBRARY_CACHE = ".cache"
-# Not all codes: a connection can fail with an OSError, too.
-_OF_FILE_SYSTEMS = {
-    *NOT_ALLOWED,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EIO,
-    errno.ENAMETOOLONG,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +44,36 @@ def pull(address: HubAddress, directory: Path, log: Log, *, num_threads: int = 8
     with reporting(address, "the download"):
         commit = str(api.repo_info(address.repo, revision=address.branch).sha)
         files = listed(api, address.repo, commit)
-    staging = directory.with_name(f".{directory.name}.pull-{commit[:12]}")
-    with _reporting_writes(staging, directory):
-        staging.mkdir(parents=True, exist_ok=True)
-        with owned(staging):
-            with reporting(address, "the download"), _reporting_writes(staging, directory):
-                _download(address.repo, commit, staging, num_threads)
-            _check(staging, files, log)
-            has_manifest = _check_export(staging, address)
-            shutil.rmtree(staging / _LIBRARY_CACHE, ignore_errors=True)
-            fsync_directories(staging)
-            check_destination(directory)
-            if directory.exists():
-                directory.rmdir()
-            staging.rename(directory)
-        fsync_directory(directory.parent)
     nbytes = sum(each.size for each in files.values())
+    staging = directory.with_name(f".{directory.name}.pull-{commit[:12]}")
+    staging.mkdir(parents=True, exist_ok=True)
+    with owned(staging):
+        _check_space(directory, staging, nbytes)
+        with reporting(address, "the download"):
+            _download(address.repo, commit, staging, num_threads)
+        _check(staging, files, log)
+        has_manifest = _check_export(staging, address)
+        shutil.rmtree(staging / _LIBRARY_CACHE, ignore_errors=True)
+        fsync_directories(staging)
+        check_destination(directory)
+        if directory.exists():
+            directory.rmdir()
+        staging.rename(directory)
+    fsync_directory(directory.parent)
     return Pulled(directory, commit, nbytes, has_manifest)
+
+
+def _check_space(directory: Path, staging: Path, nbytes: int) -> None:
+    """Raise :class:`SaveFailed` if the disk lacks the space for what an interrupted download has not brought yet."""
+    present = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
+    free = shutil.disk_usage(staging).free
+    if free < nbytes - present:
+        raise SaveFailed(
+            "the disk lacks the space for the download",
+            where=str(directory),
+            value=f"{size_text(nbytes - present)} needed, {size_text(free)} free",
+            hint="free space, then run the same command, which continues the download",
+        )
 
 
 def check_destination(directory: Path) -> None:
@@ -100,29 +92,6 @@ def _download(repo: str, commit: str, staging: Path, num_threads: int) -> None:
     from huggingface_hub import snapshot_download
 
     snapshot_download(repo, revision=commit, local_dir=staging, max_workers=num_threads)
-
-
-@contextlib.contextmanager
-def _reporting_writes(staging: Path, directory: Path) -> Iterator[None]:
-    """Raise :class:`SaveFailed` with the path in *directory* if a file in *staging* cannot be written."""
-    try:
-        yield
-    except AutomodelError:
-        raise
-    except Exception as error:
-        cause = next(filter(_is_of_file_system, chain_of(error)), None)
-        if not isinstance(cause, OSError):
-            raise
-        # The name of the staging directory, which is hidden, says nothing to the user.
-        path = str(cause.filename or directory).replace(str(staging), str(directory), 1)
-        failed = OSError(cause.errno, cause.strerror, path)
-        hint = f"{writing_hint(cause)}, then run the same command, which continues the download"
-        problem = os_problem(failed, "the download could not be written", hint=hint)
-        raise SaveFailed.all_of([problem]) from error
-
-
-def _is_of_file_system(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in _OF_FILE_SYSTEMS
 
 
 def _check_export(staging: Path, address: HubAddress) -> bool:

@@ -21,7 +21,7 @@ _SMOOTHED_POINTS = 200
 class Curve:
     """A field of :attr:`History.series` to draw.
 
-    *style* is ``line``, ``dots`` or ``stems``. *label* follows the name of the run. *text_title* is its title on a
+    *style* is ``line`` or ``dots``. *label* follows the name of the run. *text_title* is its title on a
     terminal; curves without one are not shown there. A *smoothed* curve shows its moving average if it is long.
     """
 
@@ -80,7 +80,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel("MFU, percent", (Curve("mfu", text_title="MFU %", smoothed=True),), from_zero=True),
     Panel("Peak memory of rank 0, bytes", (Curve("mem", text_title="memory"),), from_zero=True),
-    Panel("Training waited for saves, seconds", (Curve("stall_seconds", "stems"),), from_zero=True),
+    Panel("Training waited for saves, seconds", (Curve("stall_seconds"),), from_zero=True),
 )
 """The charts below those of the loss and of the metrics, in their order."""
 
@@ -125,7 +125,7 @@ LEGEND = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A series to draw. *run* is the number of its color; *style* is ``line``, ``faint``, ``dots`` or ``stems``."""
+    """A series to draw. *run* is the number of its color; *style* is ``line``, ``faint`` or ``dots``."""
 
     label: str
     run: int

@@ -2,9 +2,9 @@
 
 The trainer starts it as a separate process that only reads files, so that no tracker can slow down, block or crash
 training. It reads a job from standard input. The steps that each tracker received are recorded in ``.trackers.json`` of
-the run. Steps that a resume repeats are sent again to trackers that can drop values; other trackers keep their values,
-because repeated steps give the same ones. For those trackers, a run that went back to an earlier checkpoint or started
-anew is a new run, and so is a run whose library may have lost values when this process was killed.
+the run. Steps that a resume repeats are not sent again, because they give the same values. A run that went back to an
+earlier checkpoint or started anew is a new run for trackers, and so is a run whose library may have lost values when
+this process was killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import IO, Any
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import open_regular, read_safely
+from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.run.notes import read_note
 from automodel_ckpt.logs.log_records import has_valid_step
 from automodel_ckpt.logs.trackers import TRACKERS, Tracker
 
@@ -33,7 +34,6 @@ log = logging.getLogger("automodel_ckpt.trackers")
 
 MEMORY = ".trackers.json"
 OUTPUT = ".trackers.log"
-_MEMORY_BYTES = 1 << 20
 POLL_SECONDS = 1.0
 LAST_SECONDS = 60
 """How long the process may take to send the last values after the trainer has ended."""
@@ -101,16 +101,13 @@ class Follower:
             _LogReader(run / layout.TRAINING_LOG),
             _LogReader(run / layout.VALIDATION_LOG),
         ]
-        # Read before the trackers start: _first_step_to_send() needs the steps that they lack.
-        self._unsent = self._new_records()
         for name, options in trackers.items():
             self._try(name, partial(self._start, name, options, after, went_back))
         self._write_memory()
 
     def feed(self) -> None:
         """Send the complete lines that were added since the last call, in the order of their steps."""
-        records = self._unsent + self._new_records()
-        self._unsent = []
+        records = [record for reader in self._logs for record in reader.new_records()]
         # The sort is stable: the lines of one step keep their order.
         records.sort(key=lambda record: record["step"])
         for record in records:
@@ -138,57 +135,24 @@ class Follower:
                 del self._memory[name]["open"]
         self._write_memory()
 
-    def _new_records(self) -> list[dict[str, Any]]:
-        records: list[dict[str, Any]] = []
-        for reader in self._logs:
-            records += reader.new_records()
-        return records
-
     def _start(
         self, name: str, options: Mapping[str, Any], after: int | None, went_back: bool
     ) -> None:
-        """Connect to a tracker. Starts a new run of it if the values that it has do not belong to this run, or are in
-        another place, such as another project."""
-        tracker_class = TRACKERS[name]
+        """Connect to a tracker. Starts a new run of it if the values that it has do not belong to this run."""
         memory = self._memory.setdefault(name, {"sent": {}})
-        place = {option: options[option] for option in tracker_class.places if option in options}
-        # Earlier versions did not record the place.
-        has_moved = memory.get("place", place) != place
-        if has_moved:
-            memory = self._memory[name] = {"sent": {}}
-        memory["place"] = place
         was_killed = memory.pop("open", False)
         sent: dict[str, int] = memory["sent"]
         has_later_steps = after is not None and any(step > after for step in sent.values())
         goes_back = has_later_steps and (went_back or after == 0)
-        may_have_lost = bool(sent) and was_killed and not tracker_class.is_durable
-        if may_have_lost or (goes_back and not tracker_class.forgets):
-            memory = {"sent": {}, "attempt": memory.get("attempt", 1) + 1, "place": place}
+        may_have_lost = bool(sent) and was_killed and not TRACKERS[name].is_durable
+        if may_have_lost or goes_back:
+            memory = {"sent": {}, "attempt": memory.get("attempt", 1) + 1}
             self._memory[name] = memory
-            sent = memory["sent"]
         # If the next start finds it, this process was killed, perhaps with values not sent yet.
         memory["open"] = True
-        # Created first: the constructor stores the id of the tracker's run in the memory.
-        tracker = tracker_class(self.run, memory, **options)
-        # The place may have values from before it was another one.
-        if tracker_class.forgets and (sent or has_moved):
-            first = self._first_step_to_send(sent, after)
-            if first is not None:
-                for group, step in sent.items():
-                    sent[group] = min(step, first - 1)
-                # Before the tracker forgets: a kill in between would otherwise leave a gap.
-                self._write_memory()
-                tracker.forget(first)
-        self._trackers[name], self._sent[name] = tracker, sent
-
-    def _first_step_to_send(self, sent: Mapping[str, int], after: int | None) -> int | None:
-        """Return the first step that the tracker lacks or that the run will repeat; None if there is none."""
-        steps = [] if after is None else [after + 1]
-        for record in self._unsent:
-            values = values_of(record)
-            if values and record["step"] > sent.get(_group(values), 0):
-                steps.append(record["step"])
-        return min(steps, default=None)
+        # The constructor stores the id of the tracker's run in the memory.
+        self._trackers[name] = TRACKERS[name](self.run, memory, **options)
+        self._sent[name] = memory["sent"]
 
     def _log(self, name: str, step: int, values: Mapping[str, float]) -> None:
         """Log the values of a step, unless the tracker has that step, or a later one, of the group."""
@@ -305,13 +269,8 @@ def values_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _read_memory(run: Path) -> dict[str, dict[str, Any]]:
     """Read what previous processes have sent to each tracker; empty if the file is missing or damaged."""
-    try:
-        memory = parse_json(read_safely(run, MEMORY, limit=_MEMORY_BYTES))
-    except (FileNotFoundError, ValueError):
-        return {}
-    if not isinstance(memory, dict) or not all(map(_is_valid_entry, memory.values())):
-        return {}
-    return memory
+    memory = read_note(run, MEMORY)
+    return memory if all(map(_is_valid_entry, memory.values())) else {}
 
 
 def _is_valid_entry(entry: Any) -> bool:

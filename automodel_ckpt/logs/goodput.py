@@ -151,50 +151,26 @@ def read_goodput(directory: Path) -> Goodput:
 
 def _slow_ranks(records: list[dict[str, Any]]) -> Iterator[SlowRank]:
     """Yield a rank for all windows of steps in which it was slow, those with the most steps first."""
-    by_rank: dict[tuple[int, str, str], list[_SlowWindow]] = {}
+    by_rank: dict[tuple[int, str, str], list[tuple[int, float, float]]] = {}
     for record in records:
-        window = _slow_window(record)
-        if window is not None:
-            by_rank.setdefault((window.rank, window.node, window.part), []).append(window)
+        if record.get("event") != STRAGGLER:
+            continue
+        rank, node, part = record.get("rank"), record.get("node"), record.get("part")
+        num_steps = record.get("steps")
+        share, seconds = _finite(record.get("share")), _finite(record.get("seconds"))
+        # type(), because a bool is an int for isinstance(). Damaged records are left out.
+        if type(rank) is not int or type(num_steps) is not int or num_steps <= 0:
+            continue
+        if isinstance(node, str) and part in (FORWARD, ARRIVAL) and None not in (share, seconds):
+            window = num_steps, share or 0.0, seconds or 0.0
+            by_rank.setdefault((rank, node, part), []).append(window)
     found = []
     for (rank, node, part), windows in by_rank.items():
-        num_steps = sum(window.num_steps for window in windows)
-        share = sum(window.num_steps * window.share for window in windows) / num_steps
-        waited = 0.0
-        if part == ARRIVAL:
-            waited = sum(window.num_steps * window.seconds for window in windows)
-        found.append(SlowRank(rank, node, part, num_steps, share, waited))
+        total = sum(count for count, _, _ in windows)
+        share = sum(count * each for count, each, _ in windows) / total
+        waited = sum(count * each for count, _, each in windows) if part == ARRIVAL else 0.0
+        found.append(SlowRank(rank, node, part, total, share, waited))
     yield from sorted(found, key=lambda slow: (-slow.num_steps, slow.rank, slow.part))
-
-
-@dataclass(frozen=True, slots=True)
-class _SlowWindow:
-    """The record of a window of steps in which a rank was slow. *seconds* is the delay of a step."""
-
-    rank: int
-    node: str
-    part: str
-    num_steps: int
-    share: float
-    seconds: float
-
-
-def _slow_window(record: dict[str, Any]) -> _SlowWindow | None:
-    """Return what a record states about a slow rank; None for another record, or a damaged one."""
-    if record.get("event") != STRAGGLER:
-        return None
-    rank, node, part = record.get("rank"), record.get("node"), record.get("part")
-    num_steps = record.get("steps")
-    share = _finite(record.get("share"))
-    seconds = _finite(record.get("seconds"))
-    # type(), because a bool is an int for isinstance().
-    if type(rank) is not int or type(num_steps) is not int or num_steps <= 0:
-        return None
-    if not isinstance(node, str) or part not in (FORWARD, ARRIVAL):
-        return None
-    if share is None or seconds is None:
-        return None
-    return _SlowWindow(rank, node, part, num_steps, share, seconds)
 
 
 def _finite(value: Any) -> float | None:

@@ -5,8 +5,9 @@ Torn lines and lines without numbers are ignored, because a report is most usefu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -179,9 +180,12 @@ def read_history(path: Path, name: str | None = None) -> History:
     }
     if series["tps_per_gpu"] == series["tps"]:
         series["tps_per_gpu"] = Series()
-    set_names = _set_names(validations)
-    measures = _measures(steps, validations, set_names)
-    benchmarks = _benchmarks(validations)
+    fields = [field_name for record in validations for field_name in record]
+    named = [name for name in fields if name.startswith(NAMED_LOSS)]
+    set_names = _distinct(name.removeprefix(NAMED_LOSS) for name in named)
+    measures = _distinct(_measures(steps, validations, set_names))
+    metrics = [name for name in fields if name.startswith(BENCHMARK)]
+    benchmarks = _distinct(name for name in metrics if not name.endswith(_ERROR))
     for measure in measures:
         series[measure] = _series(steps, measure)
     for field_name in (*_validation_fields(measures, set_names), *benchmarks):
@@ -254,47 +258,27 @@ def _validation_fields(measures: tuple[str, ...], set_names: tuple[str, ...]) ->
     return fields
 
 
-def _set_names(validations: list[dict[str, Any]]) -> tuple[str, ...]:
-    """List the named validation sets, in the order of their first lines."""
-    names: dict[str, None] = {}
-    for record in validations:
-        for name in record:
-            # A file may come from anywhere: a chart with thousands of curves helps no one.
-            if name.startswith(NAMED_LOSS) and len(names) < _MAX_FURTHER:
-                names[name.removeprefix(NAMED_LOSS)] = None
-    return tuple(names)
-
-
-def _benchmarks(validations: list[dict[str, Any]]) -> tuple[str, ...]:
-    """List the fields of the metrics of benchmarks, in the order of their first lines."""
-    names: dict[str, None] = {}
-    for record in validations:
-        for field_name in record:
-            is_metric = field_name.startswith(BENCHMARK) and not field_name.endswith(_ERROR)
-            if is_metric and len(names) < _MAX_FURTHER:
-                names[field_name] = None
-    return tuple(names)
+def _distinct(names: Iterable[str]) -> tuple[str, ...]:
+    """List *names* once, in their order. A file may come from anywhere: thousands of curves help no one."""
+    return tuple(islice(dict.fromkeys(names), _MAX_FURTHER))
 
 
 def _measures(
     steps: list[dict[str, Any]], validations: list[dict[str, Any]], set_names: tuple[str, ...]
-) -> tuple[str, ...]:
-    """List what was measured beside the loss, in the order of the first lines. Counts, which are integers, are not."""
-    names: dict[str, None] = {}
+) -> Iterator[str]:
+    """Yield what was measured beside the loss, in the order of the first lines. Counts, which are integers, are not."""
+    suffixes = tuple(f"_{set_name}" for set_name in set_names)
     for record in validations:
         for field_name, value in record.items():
-            if not field_name.startswith(VALIDATED) or not isinstance(value, float):
-                continue
             name = field_name.removeprefix(VALIDATED)
-            is_of_set = any(name.endswith(f"_{set_name}") for set_name in set_names)
-            if name != "loss" and not is_of_set and len(names) < _MAX_FURTHER:
-                names[name] = None
+            is_measure = field_name != name and name != "loss" and isinstance(value, float)
+            if is_measure and not (suffixes and name.endswith(suffixes)):
+                yield name
     for record in steps:
         for field_name, value in record.items():
             is_known = field_name in _STEP_FIELDS or field_name.startswith(VALIDATED)
-            if isinstance(value, float) and not is_known and len(names) < _MAX_FURTHER:
-                names[field_name] = None
-    return tuple(names)
+            if isinstance(value, float) and not is_known:
+                yield field_name
 
 
 def _number(value: object) -> float | None:

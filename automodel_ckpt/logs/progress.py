@@ -48,23 +48,6 @@ class StepView:
 
 
 @dataclass(frozen=True, slots=True)
-class _Speed:
-    """Sums over the latest steps, which decay from step to step. Their ratios are averages by time, not by step."""
-
-    tokens: float = 0.0
-    mfu_seconds: float = 0.0
-    seconds: float = 0.0
-
-    def after(self, view: StepView) -> _Speed:
-        """The sums after one more step."""
-        return _Speed(
-            _SMOOTHING * self.tokens + view.num_tokens,
-            _SMOOTHING * self.mfu_seconds + (view.mfu or 0.0) * view.seconds,
-            _SMOOTHING * self.seconds + view.seconds,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class SavingView:
     """The progress of the save of *step*: the *share* that is written, 0 to 1, and *amount*, the same as text."""
 
@@ -136,7 +119,8 @@ class Progress:
         self._shown_at = -float("inf")
         self._num_seen = 0
         self._first_at = 0.0
-        self._speed = _Speed()
+        # Sums over the latest steps, which decay from step to step. Their ratios are averages by time, not by step.
+        self._tokens = self._mfu_seconds = self._seconds = 0.0
         self._latest: StepView | None = None
         self._saving: SavingView | None = None
         self._saving_since = 0.0
@@ -249,9 +233,10 @@ class Progress:
         if self._num_seen == 1:
             self._first_at = self._clock()
         # The first step of a process is slow, so the average starts with the second.
-        if self._num_seen <= 2:
-            self._speed = _Speed()
-        self._speed = self._speed.after(view)
+        decay = _SMOOTHING if self._num_seen > 2 else 0.0
+        self._tokens = decay * self._tokens + view.num_tokens
+        self._mfu_seconds = decay * self._mfu_seconds + (view.mfu or 0.0) * view.seconds
+        self._seconds = decay * self._seconds + view.seconds
 
     def _show(self, parts: list[str]) -> None:
         if self._live:
@@ -287,14 +272,13 @@ class Progress:
 
     def _speed_parts(self, view: StepView) -> Iterator[str]:
         """Yield tokens per second, MFU, and memory."""
-        speed = self._speed
-        tokens_per_second = speed.tokens / speed.seconds if speed.seconds > 0 else 0.0
+        tokens_per_second = self._tokens / self._seconds if self._seconds > 0 else 0.0
         of_all = f"{tokens_per_second:,.0f} tok/s"
         if self._num_ranks > 1:
             of_all += f" ({tokens_per_second / self._num_ranks:,.0f}/{self._device_word})"
         yield of_all
-        if view.mfu is not None and speed.seconds > 0:
-            yield f"MFU {speed.mfu_seconds / speed.seconds:.1%}"
+        if view.mfu is not None and self._seconds > 0:
+            yield f"MFU {self._mfu_seconds / self._seconds:.1%}"
         if view.memory_bytes:
             yield f"mem {size_text(view.memory_bytes)}"
 
@@ -372,14 +356,7 @@ def fitting(parts: list[str], width: int) -> str:
 
 def _columns(stream: TextIO) -> int:
     """The width of the terminal of *stream*, which may differ from that of standard output. COLUMNS overrides it."""
-    with suppress(ValueError):
-        if os.environ.get("COLUMNS"):
-            return int(os.environ["COLUMNS"])
-        return _columns_of(stream.fileno())
-    return _COLUMNS
-
-
-def _columns_of(descriptor: int) -> int:
-    with suppress(OSError):
-        return os.get_terminal_size(descriptor).columns or _COLUMNS
+    with suppress(ValueError, OSError):
+        given = int(os.environ.get("COLUMNS") or 0)
+        return given or os.get_terminal_size(stream.fileno()).columns or _COLUMNS
     return _COLUMNS

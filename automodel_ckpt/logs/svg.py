@@ -19,16 +19,12 @@ NUM_COLORS = 6
 _MAX_MARK_ROWS = 12
 _MAX_CIRCLES = 60
 """Lines with more points get no circles."""
-# Stems of runs that save at the same steps are drawn side by side, this far apart and within this width.
-_STEM_DISTANCE = 3.0
-_STEMS_WIDTH = 24.0
 
 
 def svg(chart: Chart) -> str:
     """Draw a chart; its width follows the width of the page."""
     x_scale = Scale(*chart.step_range, LEFT, RIGHT)
     y_scale = Scale(*chart.value_range, BOTTOM, TOP)
-    num_runs = 1 + max((line.run for line in chart.lines), default=0)
     opening = (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
         f'aria-label="{escape(chart.title)}" '
@@ -36,7 +32,7 @@ def svg(chart: Chart) -> str:
     )
     elements = [opening, *_grid(x_scale, y_scale), *_step_marks(chart, x_scale)]
     for line in chart.lines:
-        elements += _line(line, x_scale, y_scale, num_runs)
+        elements += _line(line, x_scale, y_scale)
     elements += _value_marks(chart, x_scale, y_scale)
     cursor = f'<line class="cursor" y1="{TOP}" y2="{BOTTOM}" x1="-9" x2="-9"/>'
     return "\n".join([*elements, cursor, "</svg>"])
@@ -77,25 +73,16 @@ def _value_marks(chart: Chart, x_scale: Scale, y_scale: Scale) -> Iterator[str]:
         yield f'<circle class="best c{mark.run % NUM_COLORS}" cx="{x:.1f}" cy="{y:.1f}" r="6">{title}</circle>'
 
 
-def _line(line: Line, x_scale: Scale, y_scale: Scale, num_runs: int) -> Iterator[str]:
-    offset = 0.0
-    if line.style == "stems":
-        distance = min(_STEM_DISTANCE, _STEMS_WIDTH / num_runs)
-        offset = distance * (line.run - (num_runs - 1) / 2)
+def _line(line: Line, x_scale: Scale, y_scale: Scale) -> Iterator[str]:
     series = line.series.at_most(MAX_POINTS)
     points = []
     for step, value in zip(series.steps, series.values, strict=True):
-        points.append((x_scale(step) + offset, y_scale(value)))
+        points.append(f"{x_scale(step):.1f},{y_scale(value):.1f}")
     color = f"c{line.run % NUM_COLORS}"
-    if line.style == "stems":
-        foot = y_scale(max(y_scale.low, 0.0))
-        for x, y in points:
-            yield f'<path class="stem {color}" d="M{x:.1f} {foot:.1f}V{y:.1f}"/>'
-    elif points:
+    if points:
         style = "line dashed" if line.style == "dots" else line.style
-        positions = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        yield f'<polyline class="{style} {color}" points="{positions}"/>'
-    has_circles = line.style in ("dots", "stems") and len(points) <= _MAX_CIRCLES
-    if has_circles or len(points) == 1:
-        for x, y in points:
-            yield f'<circle class="dot {color}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
+        yield f'<polyline class="{style} {color}" points="{" ".join(points)}"/>'
+    if len(points) == 1 or (line.style == "dots" and len(points) <= _MAX_CIRCLES):
+        for point in points:
+            x, y = point.split(",")
+            yield f'<circle class="dot {color}" cx="{x}" cy="{y}" r="3"/>'

@@ -18,21 +18,14 @@ from typing import Any, ClassVar, Protocol
 class Tracker(Protocol):
     """Receives values. An exception that it raises disables only this tracker."""
 
-    forgets: ClassVar[bool] = False
-    """Whether it supports :meth:`forget`. Other trackers never get the value of a step twice."""
     is_durable: ClassVar[bool] = False
     """Whether logged and flushed values survive when every process is killed."""
-    places: ClassVar[tuple[str, ...]] = ()
-    """The options that select where the values go. What another place has is not there."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of a step, by names such as ``train/loss``. The steps of each name ascend."""
 
     def log_text(self, step: int, name: str, text: str) -> None:
         """Log Markdown *text* under *name*, if the library supports it. The steps ascend."""
-
-    def forget(self, step: int) -> None:
-        """Drop the values of *step* and all later ones, which will be logged again."""
 
     def flush(self) -> None:
         """Send buffered values, if the library supports it."""
@@ -42,20 +35,22 @@ class Tracker(Protocol):
 
 
 class TensorBoard(Tracker):
-    """Writes event files to ``tensorboard/`` of the run, or to the option ``log_dir``.
+    """Writes event files to ``tensorboard/`` of the run, or to the option ``log_dir``; later attempts to a directory
+    in it."""
 
-    A session log in them makes TensorBoard drop later steps (source: tensorboard's event.proto).
-    """
-
-    forgets = True
     is_durable = True
-    places = ("log_dir",)
 
     def __init__(self, run: Path, memory: dict[str, Any], *, log_dir: str | None = None) -> None:
         writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
         self._events = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
-        self._writer = writer.EventFileWriter(str(log_dir or run / "tensorboard"))
+        directory = Path(log_dir or run / "tensorboard")
+        if memory.get("attempt", 1) > 1:
+            directory /= f"attempt-{memory['attempt']}"
+        # A run directory from elsewhere must not lead out of it.
+        if directory.is_symlink():
+            raise NotADirectoryError(f"{directory} is a link")
+        self._writer = writer.EventFileWriter(str(directory))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         value = self._summaries.Summary.Value
@@ -79,10 +74,6 @@ class TensorBoard(Tracker):
         )
         self._write(step, summary=self._summaries.Summary(value=[value]))
 
-    def forget(self, step: int) -> None:
-        session_log = self._events.SessionLog
-        self._write(step, session_log=session_log(status=session_log.START))
-
     def flush(self) -> None:
         self._writer.flush()
 
@@ -98,8 +89,6 @@ class WeightsAndBiases(Tracker):
 
     wandb's own steps must not descend, so the logged value ``step`` is the axis of all others.
     """
-
-    places = ("entity", "project", "id")
 
     def __init__(self, run: Path, memory: dict[str, Any], **options: Any) -> None:
         wandb = importlib.import_module("wandb")
@@ -133,7 +122,6 @@ class MLflow(Tracker):
     """
 
     is_durable = True
-    places = ("tracking_uri", "experiment")
 
     def __init__(
         self,
@@ -183,8 +171,6 @@ class MLflow(Tracker):
 
 class Trackio(Tracker):
     """A run of trackio, resumed by its name. The options are those of ``trackio.init``."""
-
-    places = ("project", "space_id", "name")
 
     def __init__(self, run: Path, memory: dict[str, Any], **options: Any) -> None:
         trackio = importlib.import_module("trackio")

@@ -77,8 +77,6 @@ class RunEnd:
         log.info("done: step %d, %s", self._scheduler.step, loss)
         log.info("%s", self._scheduler.reason_of_end())
         self._saves.end(self._stop_request)
-        if self._layout.rank == 0:
-            self._saves.note_finished()
 
     def already_complete(self, losses: Mapping[str, Any]) -> None:
         """Log that the run was complete when it was started, and make exports that a kill or a signal prevented."""
@@ -89,8 +87,6 @@ class RunEnd:
             self._saves.save(losses, validated=False, started=time.monotonic(), last=True)
             self._saves.wait()
         self._saves.export_finished(self._stop_request)
-        if self._layout.rank == 0:
-            self._saves.note_finished()
 
 
 def _name(number: int | None) -> str:

@@ -11,7 +11,6 @@ Memory checkpoints are usable only by the next start of the run. A start on anot
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -20,15 +19,13 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.json_values import text
 from automodel_ckpt.checkpoint.files.ownership import file_system_at, untouched_seconds
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.run.lease import Lease
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
+from automodel_ckpt.checkpoint.run.notes import Damaged, read_note, write_note
+from automodel_ckpt.errors import AutomodelError, RecipeError
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -58,11 +55,11 @@ class MemoryRecord:
     @classmethod
     def read(cls, run: Path) -> MemoryRecord | None:
         """Read the record of the directory *run*; None if it has none."""
+        found = read_note(run, layout.MEMORY, _MAX_BYTES)
         try:
-            found = parse_json(read_safely(run, layout.MEMORY, limit=_MAX_BYTES))
             identity = uuid.UUID(hex=found["id"]).hex
             return cls(identity, str(found.get("generation", "")), str(found.get("base", "")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointUnusable):
+        except Damaged:
             return None
 
     @classmethod
@@ -82,7 +79,7 @@ class MemoryRecord:
     def write(self, run: Path) -> None:
         """Replace the record of the directory *run*, whose lease the caller holds. Raises OSError."""
         fields = {"id": self.identity, "generation": self.generation, "base": self.base}
-        replace_file(run / layout.MEMORY, json.dumps(fields).encode() + b"\n")
+        write_note(run / layout.MEMORY, fields)
 
 
 def make_directory(parent: Path, identity: str) -> Path:
@@ -115,7 +112,7 @@ def _is_own(directory: Path) -> bool:
 def claim_directory(directory: Path, run: Path, identity: str) -> None:
     """Record that *directory* belongs to *run*. Others beside it that no run refers to are removed. Raises OSError."""
     owner = {"run": str(run), "id": identity, "file_system": file_system_at(run)}
-    replace_file(directory / _OWNER, json.dumps(owner).encode() + b"\n")
+    write_note(directory / _OWNER, owner)
     # After the record is current: the run may have been moved.
     remove_orphans(directory.parent)
 
@@ -178,8 +175,8 @@ class _Owner:
 
 def _owner(directory: Path) -> _Owner | None:
     """Return what *directory* was created for; None if it has no record of it."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-        record = parse_json(read_safely(directory, _OWNER, limit=_MAX_BYTES))
+    record = read_note(directory, _OWNER, _MAX_BYTES)
+    with contextlib.suppress(*Damaged):
         run, identity = text(record["run"]), text(record["id"])
         if not run.startswith("/") or "\0" in run:
             return None
@@ -193,11 +190,8 @@ def _owner(directory: Path) -> _Owner | None:
 
 
 def _is_orphan(directory: Path, owner: _Owner) -> bool:
-    """Whether no run refers to the memory checkpoints in *directory*. Raises OSError where that is unknown now.
-
-    A run that was renamed is found in the same parent directory.
-    """
-    if _refers_to(owner.run, owner.identity) or _was_renamed(owner):
+    """Whether no run refers to the memory checkpoints in *directory*. Raises OSError where that is unknown now."""
+    if _refers_to(owner.run, owner.identity):
         return False
     # The path of an unmounted disk is missing, too, or is a directory of another file system.
     found = owner.run if owner.run.is_dir() else owner.run.parent
@@ -205,16 +199,6 @@ def _is_orphan(directory: Path, owner: _Owner) -> bool:
         if owner.file_system == file_system_at(found):
             return True
     return untouched_seconds(directory) > UNREACHABLE_SECONDS
-
-
-def _was_renamed(owner: _Owner) -> bool:
-    """Whether a directory beside the path of the run has its identity. Raises OSError where they cannot be listed."""
-    with (
-        contextlib.suppress(FileNotFoundError, NotADirectoryError),
-        os.scandir(owner.run.parent) as entries,
-    ):
-        return any(_identity(Path(entry.path)) == owner.identity for entry in entries)
-    return False
 
 
 def _refers_to(run: Path, identity: str) -> bool:

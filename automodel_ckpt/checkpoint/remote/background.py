@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.base.store_url import check_library, check_options, check_url
 from automodel_ckpt.checkpoint.export.export_manifest import exports_in
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.options import RemoteOptions
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.remote.child_process import (
-    NUM_END_ATTEMPTS,
-    Child,
-    Restarts,
-    Status,
-)
+from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.remote.part_uploader import STATUS as PART_STATUS
 from automodel_ckpt.checkpoint.remote.part_uploader import PartJob
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
@@ -70,14 +65,11 @@ class Uploads:
             bytes_per_second=_bytes_per_second(settings),
             num_threads=settings.num_threads,
         )
-        self._process: Child | None = None
+        self.process = UploadingProcess(_MODULE, root, LOCK, STATUS, self._present_job)
         self._newest: str | None = None
         self._went_back_to = 0
         self._only_exports: set[str] = set()
         """Checkpoints that were in the store when the upload of an export of them was requested."""
-        self._restarts = Restarts(self._replace)
-        # The thread that publishes and the one that watches the process can both start it again.
-        self._lock = threading.Lock()
 
     # ---------------------------------------------------------------- the start
 
@@ -88,66 +80,34 @@ class Uploads:
         *resumed_name* is the checkpoint of this step in the run directory, if it is there. It is uploaded unless the
         store has it: a kill may have prevented its link.
         """
-        if self._process is not None:
+        if self.process.is_started:
             return
         for name in pending(self.root, LINK):
             if step_of(name) > (resumed_step or 0):
                 unlink(self.root, LINK, name)
         if resumed_name is not None:
             link(self.root, LINK, resumed_name)
-        self._launch(gone_back.note(self.root, resumed_step or 0, self.job.token))
+        self._went_back_to = gone_back.note(self.root, resumed_step or 0, self.job.token)
+        self.process.start()
 
     def roll_back(self, step: int) -> None:
         """Continue after *step*, to which the run went back while it trains: later checkpoints are abandoned."""
-        if self._process is not None:
+        if self.process.is_started:
             # It stops when the next one, which waits for its lock, has been started.
             self.close()
             self._newest = None
             self.start(step)
 
-    def _launch(self, went_back_to: int) -> None:
-        # The process writes the owner's object: here, a slow store would delay training.
-        self._went_back_to = went_back_to
-        job = replace(self.job, went_back_to=went_back_to)
-        self._process = Child(_MODULE, self.root, LOCK, asdict(job))
-        self._restarts.watch(self._process)
+    def _present_job(self) -> dict[str, Any]:
+        """What a process that starts now uploads. It also writes the owner's object, which would delay training here.
 
-    def _launch_again(self, step: int) -> None:
-        """Start another process after one that ended. This start has published checkpoints up to *step*, or none."""
-        record = gone_back.GoneBack.read(self.root)
-        # While there is a record, the process has not marked the abandoned checkpoints of earlier starts, and has
-        # uploaded nothing of this one.
-        self._launch(step if record is None else record.step)
-
-    def _replace(self, killed: Child) -> bool:
-        """Start another process in place of *killed*, unless that was replaced or closed.
-
-        Called by several threads. Returns False if that fails, which is logged.
+        While there is a record, the process has not marked the abandoned checkpoints of earlier starts, and has
+        uploaded nothing of this one. Otherwise, later checkpoints than the newest one of this start are abandoned, and
+        not those that it has uploaded.
         """
-        with self._lock:
-            if self._process is not killed or self._status().is_over:
-                return True
-            log.warning("the uploading process ended unexpectedly; it is started again")
-            killed.close()
-            # Later checkpoints than the newest one of this start are abandoned, and not those that it has uploaded.
-            step = self._went_back_to if self._newest is None else step_of(self._newest)
-            try:
-                self._launch_again(step)
-            except OSError as error:
-                log.warning("it could not be started: %s", error)
-                return False
-            return True
-
-    def _finish_process(self, *, waits: bool, must_end: Callable[[], bool]) -> None:
-        """Wait for the process, and for the one that replaces it if it is killed meanwhile."""
-        for _ in range(NUM_END_ATTEMPTS):
-            process = self._process
-            if process is None:
-                return
-            process.finish(self._status, waits=waits, must_end=must_end)
-            if not process.was_killed or must_end():
-                return
-            self._replace(process)
+        record = gone_back.GoneBack.read(self.root)
+        step = self._went_back_to if self._newest is None else step_of(self._newest)
+        return asdict(replace(self.job, went_back_to=step if record is None else record.step))
 
     def note_published(self, name: str) -> None:
         """Have a published checkpoint uploaded. Until it is, it is not removed from the local disk."""
@@ -162,22 +122,12 @@ class Uploads:
         self._request(name)
 
     def _request(self, name: str) -> None:
-        with self._lock:
-            process = self._process
-            has_ended = process is None or process.has_ended
-            if has_ended and self._status().is_over:
-                # Another run took over the URL: a link would keep the checkpoint on the local disk forever.
-                log.warning("%s is not uploaded: %s", name, self._status().error)
-                return
-            link(self.root, LINK, name)
-            if has_ended:
-                if process is not None:
-                    log.warning("the uploading process ended unexpectedly; it is started again")
-                    process.close()
-                self._launch_again(step_of(name))
-
-    def _status(self) -> Status:
-        return Status.read(self.root, STATUS)
+        if self.process.is_over:
+            # Another run took over the URL: a link would keep the checkpoint on the local disk forever.
+            log.warning("%s is not uploaded: %s", name, self.process.status.error)
+            return
+        link(self.root, LINK, name)
+        self.process.ensure()
 
     # ---------------------------------------------------------------- the end
 
@@ -187,7 +137,7 @@ class Uploads:
         Without ``required``, only as long as they make progress. The wait ends when *must_end* returns true. Raises
         :class:`SaveFailed` if a checkpoint or an export is not in the store then.
         """
-        if self._process is None:
+        if not self.process.is_started:
             return
         waiting = pending(self.root, LINK)
         for pointer in layout.POINTERS:
@@ -199,7 +149,7 @@ class Uploads:
                 link(self.root, LINK, name)
         if missing := pending(self.root, LINK):
             log.info("waiting for the upload of %s", ", ".join(missing))
-        self._finish_process(waits=self._settings.required, must_end=must_end)
+        self.process.finish(waits=self._settings.required, must_end=must_end)
         missing = pending(self.root, LINK)
         if missing:
             raise self._failure(missing)
@@ -208,7 +158,7 @@ class Uploads:
 
     def _failure(self, missing: Sequence[str]) -> SaveFailed:
         """Return the error for checkpoints that are *missing* in the store, or whose exports are, newest first."""
-        in_store = self._only_exports.union(self._status().complete)
+        in_store = self._only_exports.union(self.process.status.complete)
         checkpoints = [name for name in missing if name not in in_store]
         # This start may have saved nothing, and continue the uploads of an earlier one.
         newest = self._newest or commit.pointed(self.root, layout.LATEST)
@@ -228,7 +178,7 @@ class Uploads:
         if self.job.num_nodes > 1:
             place, hint = "the disks of the nodes", ""
             restart = "run the same command on the same nodes"
-        error = self._status().error
+        error = self.process.status.error
         value = ", ".join(missing)
         return SaveFailed(
             f"{what}; {'it is' if len(missing) == 1 else 'all are'} complete on {place}",
@@ -244,16 +194,13 @@ class Uploads:
         The wait ends when *must_end* returns true. It is logged if a checkpoint is not in the store then.
         """
         missing = pending(self.root, LINK)
-        if self._process is None or not missing:
+        if not self.process.is_started or not missing:
             return
         if seconds > 0:
             message = "waiting up to %.0f s for the upload of %s; another signal ends the wait"
             log.info(message, seconds, ", ".join(missing))
             end = time.monotonic() + seconds
-            self._finish_process(
-                waits=True,
-                must_end=lambda: must_end() or time.monotonic() > end,
-            )
+            self.process.finish(waits=True, must_end=lambda: must_end() or time.monotonic() > end)
         missing = pending(self.root, LINK)
         if missing:
             log.warning(
@@ -272,62 +219,24 @@ class Uploads:
 
     def close(self) -> None:
         """Let the process finish what is pending, without waiting for it."""
-        with self._lock:
-            if self._process is not None:
-                self._process.leave()
-                self._process = None
+        self.process.leave()
 
 
-class PartUploads:
-    """Uploads the files of a node other than rank 0's, if the nodes of a run have separate directories.
+def part_uploads(root: Path, settings: RemoteOptions, token: str, node: int) -> UploadingProcess:
+    """Return the process that uploads the files of a node other than rank 0's, whose directory is *root*.
 
-    The first rank of the node *node* uses it. *token* is that of rank 0's uploads. Nothing waits for the network.
+    The first rank of the node *node* uses it. *token* is the token of rank 0's uploads. Nothing waits for the network.
     """
-
-    def __init__(self, root: Path, settings: RemoteOptions, token: str, node: int) -> None:
-        """Start the uploading process."""
-        self._root = root
-        self._job = PartJob(
-            url=settings.url,
-            options=dict(settings.options),
-            token=token,
-            node=node,
-            bytes_per_second=_bytes_per_second(settings),
-            num_threads=settings.num_threads,
-        )
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._restarts = Restarts(lambda killed: self.restart_if_ended())
-        self._launch()
-
-    def _launch(self) -> None:
-        self._process = Child(_PART_MODULE, self._root, LOCK, asdict(self._job))
-        self._restarts.watch(self._process)
-
-    def restart_if_ended(self) -> bool:
-        """Start the process again if it has ended unexpectedly. Called by several threads.
-
-        Returns False if that fails, which is logged.
-        """
-        with self._lock:
-            is_needed = self._process.has_ended and not self._is_closed
-            if not is_needed or Status.read(self._root, PART_STATUS).is_over:
-                return True
-            message = "the uploading process of this node ended unexpectedly; it is started again"
-            log.warning(message)
-            self._process.close()
-            try:
-                self._launch()
-            except OSError as error:
-                log.warning("it could not be started: %s", error)
-                return False
-            return True
-
-    def close(self) -> None:
-        """Let the process finish what is pending, without waiting for it."""
-        with self._lock:
-            self._is_closed = True
-            self._process.leave()
+    job = PartJob(
+        url=settings.url,
+        options=dict(settings.options),
+        token=token,
+        node=node,
+        bytes_per_second=_bytes_per_second(settings),
+        num_threads=settings.num_threads,
+    )
+    name = "the uploading process of this node"
+    return UploadingProcess(_PART_MODULE, root, LOCK, PART_STATUS, lambda: asdict(job), name=name)
 
 
 def _bytes_per_second(settings: RemoteOptions) -> float | None:

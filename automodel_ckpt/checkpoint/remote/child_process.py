@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import math
 import os
 import select
@@ -23,12 +24,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.base.python_child import start_python
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.run.notes import read_note, write_note
 from automodel_ckpt.checkpoint.run.pending import pending
 from automodel_ckpt.errors import AutomodelError, LeaseLost, without_hidden
+
+log = logging.getLogger("automodel_ckpt")
 
 FINISH = b"finish\n"
 POLL_SECONDS = 0.5
@@ -45,7 +46,6 @@ _LONGEST_POLL_SECONDS = 10.0
 _RESTART_SECONDS, _LONGEST_RESTART_SECONDS = 5.0, 300.0
 NUM_END_ATTEMPTS = 3
 """How often the end of a run starts a process that is killed while it finishes."""
-_STATUS_BYTES = 1 << 20
 _TOKEN_BYTES = 64
 _NICENESS = 19
 """Of the process: the lowest priority. Where training uses all cores, it gets about 2 % of them."""
@@ -74,8 +74,8 @@ class Status:
     def read(cls, root: Path, file: str) -> Status:
         """Read the status of the process of a run; that of one that has not begun if there is none."""
         try:
-            return cls(**parse_json(read_safely(root, file, limit=_STATUS_BYTES)))
-        except (OSError, ValueError, TypeError):
+            return cls(**read_note(root, file))
+        except TypeError:
             return cls()
 
 
@@ -157,7 +157,7 @@ class UploadLoop:
             fields = {**asdict(self.status), "sent_bytes": self.sent_bytes, **changes}
             self.status = Status(**fields)
             with contextlib.suppress(OSError):
-                replace_file(self.root / self._status_file, json.dumps(fields).encode())
+                write_note(self.root / self._status_file, fields)
 
 
 def print_line(text: str) -> None:
@@ -292,55 +292,125 @@ def restart_pause_seconds(num_restarts: int) -> float:
     return min(pause, _LONGEST_RESTART_SECONDS)
 
 
-class Child:
-    """The process from the trainer's side."""
+class UploadingProcess:
+    """The process, seen from the trainer: one that is killed, or fails, is started again after a pause.
 
-    def __init__(self, module: str, root: Path, lock_file: str, job: Mapping[str, Any]) -> None:
-        """Start ``main([ROOT])`` of *module* with the *job*."""
+    It calls ``main([ROOT])`` of *module* with what *job* returns, and writes its :class:`Status` to *status_file*.
+    Several threads may use it. *name* is for the log.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        root: Path,
+        lock_file: str,
+        status_file: str,
+        job: Callable[[], Mapping[str, Any]],
+        *,
+        name: str = "the uploading process",
+    ) -> None:
+        self._module, self._root, self._lock_file, self._job = module, root, lock_file, job
+        self._status_file, self._name = status_file, name
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_restarts = 0
+
+    @property
+    def status(self) -> Status:
+        """How far the uploads are."""
+        return Status.read(self._root, self._status_file)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether :meth:`start` was called, and :meth:`leave` was not."""
+        return self._process is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has ended because another run took over."""
+        process = self._process
+        return process is not None and process.poll() is not None and self.status.is_over
+
+    def start(self) -> None:
+        """Start the process. Raises OSError."""
+        with self._lock:
+            self._start()
+
+    def ensure(self) -> bool:
+        """Start the process again if it has ended, and not because another run took over.
+
+        Returns False if that fails, which is logged.
+        """
+        with self._lock:
+            process = self._process
+            if process is None or process.poll() is None or self.status.is_over:
+                return True
+            log.warning("%s ended unexpectedly; it is started again", self._name)
+            self._close(process)
+            try:
+                self._start()
+            except OSError as error:
+                log.warning("it could not be started: %s", error)
+                return False
+            return True
+
+    def finish(self, *, waits: bool, must_end: Callable[[], bool] = lambda: False) -> None:
+        """Let the process finish what is pending, and wait for it; unless it *waits*, only while it makes progress.
+
+        One that is killed meanwhile is replaced. The wait ends when *must_end* returns true.
+        """
+        for _ in range(NUM_END_ATTEMPTS):
+            process = self._process
+            if process is None:
+                return
+            self._finish(process, waits=waits, must_end=must_end)
+            if not process.poll() or must_end():
+                return
+            self.ensure()
+
+    def leave(self) -> None:
+        """Let the process finish what is pending, without waiting for it."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            _send(process, FINISH)
+            self._close(process)
+
+    def _start(self) -> None:
         token = uuid.uuid4().hex
-        note_newest(root, lock_file, token)
+        note_newest(self._root, self._lock_file, token)
         # In a separate session, a signal to the trainer's process group leaves it time to finish.
-        self._process = start_python(
-            module, str(root), stdin=subprocess.PIPE, start_new_session=True
+        process = start_python(
+            self._module, str(self._root), stdin=subprocess.PIPE, start_new_session=True
         )
         text = os.environ.get(_NICENESS_VARIABLE, "")
         niceness = int(text) if text.isdecimal() else _NICENESS
-        started = {"process": token, "niceness": niceness, "job": job}
-        self._send(json.dumps(started).encode() + b"\n")
+        started = {"process": token, "niceness": niceness, "job": self._job()}
+        _send(process, json.dumps(started).encode() + b"\n")
+        self._process = process
+        # It also waits for a process that outlives the trainer's interest: otherwise, Python would warn about that.
+        threading.Thread(
+            target=self._watch, args=(process,), name="uploader-watch", daemon=True
+        ).start()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process has ended."""
-        return self._process.poll() is not None
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        is_needed = process.wait() != 0
+        while is_needed:
+            time.sleep(restart_pause_seconds(self._num_restarts))
+            self._num_restarts += 1
+            is_needed = self._process is process and not self.ensure()
 
-    @property
-    def was_killed(self) -> bool:
-        """Whether the process has ended before it was asked to, or was killed while it finished."""
-        return self.has_ended and self._process.returncode != 0
-
-    def wait(self) -> int:
-        """Wait until the process has ended; return its exit code."""
-        return self._process.wait()
-
-    def finish(
-        self,
-        status: Callable[[], Status],
-        *,
-        waits: bool,
-        must_end: Callable[[], bool] = lambda: False,
+    def _finish(
+        self, process: subprocess.Popen[bytes], *, waits: bool, must_end: Callable[[], bool]
     ) -> None:
-        """Let the process finish what is pending, and wait for it; unless it *waits*, only while it makes progress.
-
-        The wait ends when *must_end* returns true.
-        """
-        self._send(FINISH)
+        _send(process, FINISH)
         idle_seconds, observed_at = 0.0, time.monotonic()
-        before = status()
-        while not self.has_ended:
+        before = self.status
+        while process.poll() is None:
             if must_end():
                 return
             time.sleep(_END_POLL_SECONDS)
-            now, found = time.monotonic(), status()
+            now, found = time.monotonic(), self.status
             if (found.sent_bytes, found.uploaded) != (before.sent_bytes, before.uploaded):
                 before, idle_seconds = found, 0.0
             else:
@@ -350,48 +420,16 @@ class Child:
             if idle_seconds > STALLED_SECONDS and not waits:
                 return
 
-    def leave(self) -> None:
-        """Let the process finish what is pending, without waiting for it."""
-        self._send(FINISH)
-        self.close()
-        # It may outlive this process: without a thread that waits, Python would warn about that.
-        threading.Thread(target=self._process.wait, name="uploader", daemon=True).start()
-
-    def close(self) -> None:
+    @staticmethod
+    def _close(process: subprocess.Popen[bytes]) -> None:
         """Close the connection to the process, which then ends after some time at the latest."""
         with contextlib.suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-
-    def _send(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
+            assert process.stdin is not None
+            process.stdin.close()
 
 
-class Restarts:
-    """Has processes that were killed, or failed, replaced after a pause.
-
-    *replace* starts another process in place of the given one, unless that was replaced or is not needed any more. It
-    is called by a thread, and returns False if the start failed: it is called again later.
-    """
-
-    def __init__(self, replace: Callable[[Child], bool]) -> None:
-        self._replace = replace
-        self._count = 0
-
-    def watch(self, child: Child) -> None:
-        """Have *child* replaced if it is killed, or fails."""
-        threading.Thread(
-            target=self._wait, args=(child,), name="uploader-watch", daemon=True
-        ).start()
-
-    def _wait(self, child: Child) -> None:
-        if child.wait() == 0:
-            return
-        is_replaced = False
-        while not is_replaced:
-            time.sleep(restart_pause_seconds(self._count))
-            self._count += 1
-            is_replaced = self._replace(child)
+def _send(process: subprocess.Popen[bytes], line: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError, ValueError):
+        process.stdin.write(line)
+        process.stdin.flush()

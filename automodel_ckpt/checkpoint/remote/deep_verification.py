@@ -10,7 +10,6 @@ import xxhash
 from automodel_ckpt.checkpoint.files.digests import digest_from, digest_of
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.parts.merkle import (
-    FileSlice,
     has_merkle_digest,
     merkle_digest,
     slices_by_file,
@@ -35,44 +34,24 @@ def digest_problems(
     problems = []
     with contextlib.closing(VerifiedRanges(run.store, name, manifest)) as ranges:
         for file in files:
-            if has_merkle_digest(manifest.files[file]):
-                of_file = slices.get(file, ())
-                damage = _damage_by_slices(run, name, manifest, file, ranges, of_file)
+            record, of_file = manifest.files[file], slices.get(file, ())
+            damaged = None
+            if has_merkle_digest(record):
+                # Of the digests of its slices, which are compared with their content, too.
+                end = of_file[0].stored.start if of_file else record.size
+                head = run.store.read_patiently(f"{name}/{file}", 0, end) if end else b""
+                damaged = ranges.damaged(file)
+                is_intact = merkle_digest(digest_of(head), of_file) == record.digest
+                is_intact = is_intact and not damaged
             else:
-                damage = _damage(run, name, manifest, file, ranges)
-            if damage is not None:
-                where = f"{run.store}/{name}/{file}"
-                problems.append(Problem(_WHAT, where, _text(damage), _HINT))
+                content = xxhash.xxh3_128()
+                run.store.stream(f"{name}/{file}", content.update)
+                is_intact = digest_from(content) == record.digest
+            if not is_intact:
+                # Only now, a second time: to find where the damage is.
+                found = ranges.damaged(file) if damaged is None else damaged
+                problems.append(Problem(_WHAT, f"{run.store}/{name}/{file}", _text(found), _HINT))
     return problems
-
-
-def _damage(
-    run: RemoteRun, name: str, manifest: Manifest, file: str, ranges: VerifiedRanges
-) -> list[str] | None:
-    """Return the names of damaged tensors and values; None if the file is intact."""
-    content = xxhash.xxh3_128()
-    run.store.stream(f"{name}/{file}", content.update)
-    if digest_from(content) == manifest.files[file].digest:
-        return None
-    # Only now, a second time: to find where the damage is.
-    return ranges.damaged(file)
-
-
-def _damage_by_slices(
-    run: RemoteRun,
-    name: str,
-    manifest: Manifest,
-    file: str,
-    ranges: VerifiedRanges,
-    slices: Sequence[FileSlice],
-) -> list[str] | None:
-    """Return what is damaged in a file whose digest is that of its slices' digests; None if the file is intact."""
-    record = manifest.files[file]
-    end = slices[0].stored.start if slices else record.size
-    head = run.store.read_patiently(f"{name}/{file}", 0, end) if end else b""
-    damaged = ranges.damaged(file)
-    is_intact = merkle_digest(digest_of(head), slices) == record.digest
-    return None if is_intact and not damaged else damaged
 
 
 def _text(damaged: Sequence[str]) -> str:

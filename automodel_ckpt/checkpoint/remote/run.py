@@ -26,12 +26,7 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.parts.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.run import policy
-from automodel_ckpt.checkpoint.store.multipart import (
-    abort_uploads,
-    unfinished_bytes,
-    unfinished_directories,
-    upload_begun,
-)
+from automodel_ckpt.checkpoint.store.multipart import abort_uploads
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost
 
@@ -57,9 +52,7 @@ class RemoteCheckpoint:
 class IncompleteUpload:
     """A checkpoint in a store without a manifest: its bytes, and when the newest of its objects was written.
 
-    The bytes include the parts of large files whose upload is unfinished, which are no objects.
-
-    *written* is in seconds since 1970; None if the store does not state it.
+    Parts of large files whose upload is unfinished are no objects. *written* is in seconds since 1970; None: unknown.
     """
 
     name: str
@@ -370,22 +363,12 @@ class RemoteRun:
         if pointed == {None} and self.owner() is None:
             return []
         found = []
-        names = set(self.names())
-        for directory in unfinished_directories(self.store):
-            parsed = layout.parse_checkpoint_name(directory)
-            names |= set() if parsed is None else {parsed}
-        for each in sorted(names, reverse=True):
-            name = str(each)
+        for name in map(str, self.names()):
             if name in pointed or name in self._known or self.manifest(name) is not None:
                 continue
             if not self.is_superseded(name):
-                sizes = self.store.sizes(name)
-                begun = upload_begun(self.store, name)
-                written = self.store.written(name) if sizes else begun
-                if written is not None:
-                    written = max(written, begun or 0.0)
-                nbytes = sum(sizes.values()) + unfinished_bytes(self.store, name)
-                found.append(IncompleteUpload(name, nbytes, written))
+                nbytes = sum(self.store.sizes(name).values())
+                found.append(IncompleteUpload(name, nbytes, self.store.written(name)))
         return found
 
     def _is_being_removed(self, name: str) -> bool:

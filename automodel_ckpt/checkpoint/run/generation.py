@@ -9,23 +9,18 @@ Imports no torch.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from automodel_ckpt.base.durable_io import replace_file
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.parts.manifest import Summary
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.checkpoint.run.notes import Damaged, read_note, write_note
 
 NOTE = "generation"
 """The key in the manifest's ``environment`` with the name of the generation."""
-_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +54,22 @@ class RunGeneration:
     @classmethod
     def read(cls, run: Path) -> RunGeneration:
         """Read the record in the directory *run*; that of a run without one if it is missing or damaged."""
+        found = read_note(run, layout.GENERATION)
+        postponed = found.get("postponed", {"digest": "", "number": 0})
         try:
-            found = parse_json(read_safely(run, layout.GENERATION, limit=_MAX_BYTES))
-            kept = tuple(str(digest) for digest in found["kept"])
-            postponed = found.get("postponed", {"digest": "", "number": 0})
             return cls(
                 int(found["number"]),
                 str(found["name"]),
-                kept,
+                tuple(str(digest) for digest in found["kept"]),
                 bool(found["has_logs"]),
                 Postponed(str(postponed["digest"]), int(postponed["number"])),
             )
-        except (OSError, ArithmeticError, ValueError, KeyError, TypeError, CheckpointUnusable):
+        except Damaged:
             return cls()
 
     def write(self, run: Path) -> None:
         """Replace the record in the directory *run*. Raises OSError."""
-        replace_file(run / layout.GENERATION, json.dumps(asdict(self)).encode() + b"\n")
+        write_note(run / layout.GENERATION, asdict(self))
 
     def is_current(self, summary: Summary) -> bool:
         """Whether the checkpoint with this manifest is of this generation, or of an earlier one that it continues."""

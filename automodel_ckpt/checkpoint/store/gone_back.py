@@ -7,19 +7,15 @@ reached, and was started again, neither fetches an abandoned checkpoint nor leav
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.base.durable_io import replace_file
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.run.notes import Damaged, read_note, write_note
 
 FILE = ".remote-start.json"
-_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +29,11 @@ class GoneBack:
     @classmethod
     def read(cls, root: Path) -> GoneBack | None:
         """Read the record of the run in *root*; None if there is none, or if it is damaged."""
+        found = read_note(root, FILE)
         try:
-            found = parse_json(read_safely(root, FILE, limit=_MAX_BYTES))
             tokens = tuple(str(token) for token in found["tokens"])
             return cls(int(found["step"]), float(found["time"]), tokens)
-        except (OSError, ValueError, TypeError, KeyError):
+        except Damaged:
             return None
 
     def is_outdated(self, owner: Mapping[str, Any]) -> bool:
@@ -54,7 +50,7 @@ def note(root: Path, step: int, token: str) -> int:
     record = GoneBack(step, time.time(), (token,))
     if before is not None:
         record = GoneBack(min(before.step, step), before.time, (*before.tokens, token))
-    replace_file(root / FILE, json.dumps(asdict(record)).encode())
+    write_note(root / FILE, asdict(record))
     return record.step
 
 

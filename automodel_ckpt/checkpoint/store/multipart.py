@@ -171,47 +171,6 @@ def abort_uploads(store: Store, name: str) -> int:
     return count
 
 
-def upload_begun(store: Store, name: str) -> float | None:
-    """When the newest unfinished upload below the directory *name* began, in seconds since 1970; None without one."""
-    if not has_parts(store):
-        return None
-    return max(
-        (upload["Initiated"].timestamp() for upload in _unfinished(store, name)), default=None
-    )
-
-
-def unfinished_directories(store: Store) -> set[str]:
-    """List the directories directly below the URL in which uploads are unfinished. They may have no objects."""
-    if not has_parts(store):
-        return set()
-    _, prefix, _ = store.fs.split_path(store.key(""))
-    found = set()
-    for upload in _unfinished(store, ""):
-        directory, separator, _ = upload["Key"].removeprefix(f"{prefix}/").partition("/")
-        if separator:
-            found.add(directory)
-    return found
-
-
-def unfinished_bytes(store: Store, name: str) -> int:
-    """The bytes of the parts of all unfinished uploads below the directory *name*."""
-    if not has_parts(store):
-        return 0
-    nbytes = 0
-    for upload in _unfinished(store, name):
-        target = {key: upload[key] for key in ("Bucket", "Key", "UploadId")}
-        after: dict[str, int] = {}
-        # It can be completed or removed meanwhile.
-        with store.reporting("listed", name), contextlib.suppress(FileNotFoundError):
-            while True:
-                reply = store.fs.call_s3("list_parts", **target, **after)
-                nbytes += sum(int(part["Size"]) for part in reply.get("Parts", []))
-                if not reply.get("IsTruncated"):
-                    break
-                after = {"PartNumberMarker": int(reply["NextPartNumberMarker"])}
-    return nbytes
-
-
 def _unfinished(store: Store, name: str) -> list[dict[str, Any]]:
     """List the unfinished uploads below the directory *name*, as the S3 client describes them, with their bucket."""
     bucket, path, _ = store.fs.split_path(store.key(name))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.base.durable_io import replace_file
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.run.notes import Damaged, read_note, write_note
 
 _MAX_MEMORY_BYTES = 64 << 20
 
@@ -79,14 +76,13 @@ class UploadMemory:
         """Read the memory of the upload with the manifest *digest* to *url*; empty if there is none, or if it is
         damaged."""
         memory = cls(path, digest, url)
-        try:
-            found = parse_json(read_safely(path.parent, path.name, limit=_MAX_MEMORY_BYTES))
-            # What was sent to another store is not in this one.
-            if found["digest"] == digest and found["url"] == url:
-                memory.done = {str(name) for name in found["done"]}
+        found = read_note(path.parent, path.name, _MAX_MEMORY_BYTES)
+        # What was sent to another store is not in this one.
+        if found.get("digest") == digest and found.get("url") == url:
+            with contextlib.suppress(*Damaged):
+                done = {str(name) for name in found["done"]}
                 memory.parts = {str(name): dict(entry) for name, entry in found["parts"].items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return cls(path, digest, url)
+                memory.done = done
         return memory
 
     def note_done(self, name: str) -> None:
@@ -118,7 +114,7 @@ class UploadMemory:
             "parts": self.parts,
         }
         with _ignoring_read_only():
-            replace_file(self.path, json.dumps(document).encode())
+            write_note(self.path, document)
 
 
 @contextlib.contextmanager

@@ -53,12 +53,10 @@ def report(
     flags: LaunchFlags,
     sizes: Sizes | None,
     device_bytes: int | None = None,
-    finished: str | None = None,
 ) -> str:
     """Return the text of a dry run with the parallel *sizes*, None if the number of ranks is not known yet.
 
-    *device_bytes* is the memory of the GPU that the forecast is for; None: the forecast is for this machine. *finished*
-    is what a start would print for a complete run, instead of writing anything.
+    *device_bytes* is the memory of the GPU that the forecast is for; None: the forecast is for this machine.
     Raises :class:`RecipeError` if the recipe could not train: unreadable data or model, sizes that do not fit, or a
     checkpoint.checkpoint_dir that cannot be written.
     """
@@ -76,7 +74,7 @@ def report(
     planned: Plan | None = None
     config_json: bytes | None = None
     if issubclass(recipe_class, Recipe):
-        if loaded.config.checkpoint.enabled and finished is None:
+        if loaded.config.checkpoint.enabled:
             check_writable(Path(loaded.config.checkpoint.checkpoint_dir))
         recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
         device = None
@@ -91,8 +89,6 @@ def report(
     if planned is not None:
         rows += _resource_rows(loaded, planned, flags, resumes=resumes)
     rows += resume_rows
-    if finished is not None:
-        rows.append(("start", finished))
     if not resumes:
         rows += _init_from_rows(loaded, recipe)
     lines = [f"{loaded.path} is valid; nothing was trained or written"]

@@ -148,10 +148,6 @@ class StepScheduler:
         self.nonfinite_steps = 0 if is_finite else self.nonfinite_steps + 1
         return self.nonfinite_steps >= limit
 
-    def is_over_for_good(self) -> bool:
-        """Whether no further start of the same recipe can make a step, whatever its time limit and its data."""
-        return self.has_stopped_improving or run_is_over(self.cadence, self.step, self.epochs_done)
-
     @property
     def unsaved(self) -> bool:
         """Whether steps were completed since the last save of this session or the checkpoint that was resumed from."""

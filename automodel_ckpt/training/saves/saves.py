@@ -16,14 +16,13 @@ from automodel_ckpt.checkpoint import Checkpointer, SaveReport
 from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
 from automodel_ckpt.checkpoint.export.next_steps import model_files_lines, try_command
 from automodel_ckpt.checkpoint.parts.failures import text_while_running
-from automodel_ckpt.checkpoint.run import finished, policy
+from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.timeline import SAVES
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import (
     AutomodelError,
-    CheckpointUnusable,
     ExportFailed,
     RecipeError,
     SaveFailed,
@@ -171,7 +170,6 @@ class Saves:
         self.hub_uploads = HubUploads(config.hub, checkpointer)
         self._config = config
         self._section = config.checkpoint
-        self._config_yaml = config_yaml
         self.recipe_yaml = config_yaml
         self._scheduler = scheduler
         self._run_log = run_log
@@ -522,27 +520,6 @@ class Saves:
             self.checkpointer.exports.export_if_missing(self.resumed.path, last=True)
             self._make_final_exports(self.checkpointer)
             self._finish_uploads(self.checkpointer, request)
-
-    def note_finished(self) -> None:
-        """Record that nothing is left to do, so that the next start reports this before it builds the run.
-
-        Does nothing if the same command may continue the run: after ``max_time``, or if the data may have grown.
-        Called on rank 0.
-        """
-        scheduler = self._scheduler
-        checkpointer = self.checkpointer
-        if checkpointer is None or scheduler.validation_is_missing:
-            return
-        if not scheduler.is_over_for_good():
-            return
-        with contextlib.suppress(OSError, CheckpointUnusable):
-            checkpointer.check_lease()
-            finished.note(
-                checkpointer.directory,
-                scheduler.step,
-                self._config_yaml,
-                scheduler.reason_of_end(),
-            )
 
 
 def _report_signal_at_end(number: int) -> None:

@@ -113,7 +113,7 @@ def train(
     part_uploads = run.checkpointer._transfers._part_uploads
     if kills_uploads and part_uploads is not None:
         # The request for the files of this node has hardly been written: both processes look every half second.
-        part_uploads._process._process.kill()
+        part_uploads._process.kill()
     if is_stopped:
         run.checkpointer.upload_before_stop(0.0, lambda: False)
         run.checkpointer.close()

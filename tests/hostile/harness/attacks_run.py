@@ -221,7 +221,6 @@ READ_BY = {
     LATE: frozenset({"resume", "plot", *LISTS, *PRUNES}),
     NOTES: frozenset({"ls", "ls_json", "verify"}),
     TRACKERS: frozenset({"follow"}),
-    ".finished.json": frozenset({"finished"}),
     "log.txt": frozenset({"text_log"}),
     ".run.lock": frozenset({"resume", "drop_optimizer"}),
     **dict.fromkeys(OF_UPLOADS, frozenset({"uploads"})),

@@ -20,7 +20,6 @@ from automodel_ckpt.checkpoint.parts.commit import point
 from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.remote import part_uploader, uploader
 from automodel_ckpt.checkpoint.remote.child_process import Status, only_one
-from automodel_ckpt.checkpoint.run.finished import reason_if_finished
 from automodel_ckpt.checkpoint.run.generation import RunGeneration
 from automodel_ckpt.checkpoint.run.pending import pending
 from automodel_ckpt.checkpoint.store import gone_back
@@ -90,11 +89,6 @@ def _cut_back(run: Path) -> int:
         code, message = describe(error)
         print_error(message)
         return code
-
-
-def _finished(run: Path) -> int:
-    """What the start of a run does before it is built. It finds nothing, because no note of this recipe exists."""
-    return 0 if reason_if_finished(run, "", "size") is None else 1
 
 
 def _text_log(run: Path) -> int:
@@ -249,7 +243,6 @@ READERS: dict[str, Callable[[Path], int]] = {
     "merge": _merge,
     "plot": lambda run: ckpt.main(["plot", str(run), "--output", str(run / "curves.html")]),
     "cut_back": _cut_back,
-    "finished": _finished,
     "text_log": _text_log,
     "follow": _follow,
     "uploads": _uploads,
@@ -275,10 +268,9 @@ OF_EXPORTS = frozenset({"show_export", "import_export"})
 VALUES = frozenset({"show_stats", "diff"})
 # They read the logs of a run, and what trackers have got of them.
 LOGS = frozenset({"plot", "cut_back", "follow"})
-# One reads the manifest only after the note of a finished run, the other only writes.
+# One only writes.
 NOTES = frozenset(
     {
-        "finished",
         "text_log",
         "uploads",
         "pushes",

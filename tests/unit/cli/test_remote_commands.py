@@ -23,11 +23,9 @@ from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import digest_of
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote import deep_verification
-from automodel_ckpt.checkpoint.remote import run as remote_run
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.store import store
-from automodel_ckpt.checkpoint.store.multipart import upload_begun
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.cli.ckpt import VERBS
 from automodel_ckpt.cli.ckpt import main as ckpt
@@ -282,44 +280,6 @@ def test_prune_removes_uploads_that_were_interrupted_long_ago(
             push_checkpoint(run, local / FIRST, memory)
         push_checkpoint(run, local / FIRST, memory)
         assert output(capsys, "verify", url, "--deep")[0]["ok"]
-
-
-def test_an_upload_is_as_recent_as_the_large_file_that_it_sends(
-    local: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    import boto3  # type: ignore[import-untyped]
-
-    with object_store() as server:
-        run = RemoteRun(Store(URL))
-        interrupt(run, local / FIRST, tmp_path / "memory")
-        run.take_over()
-        (upload,) = run.incomplete()
-        assert upload.written is not None and abs(upload.written - time.time()) < 600
-        # The object of a large file appears when all parts have arrived.
-        assert upload_begun(run.store, FIRST) is None
-        client = boto3.client("s3", endpoint_url=server.endpoint)
-        client.create_multipart_upload(Bucket="bucket", Key=f"run/{FIRST}/large")
-        # In moto, all uploads began in 2010.
-        begun = upload_begun(run.store, FIRST)
-        assert begun is not None and 1.2e9 < begun < 1.3e9
-        assert run.incomplete() == [upload]
-        # Parts of a file are no objects: another checkpoint may have nothing else.
-        key = "run/epoch_9_step_9/large"
-        begun_upload = client.create_multipart_upload(Bucket="bucket", Key=key)
-        client.upload_part(
-            Bucket="bucket", Key=key, UploadId=begun_upload["UploadId"], PartNumber=1, Body=b"12345"
-        )
-        (large,) = [each for each in run.incomplete() if each != upload]
-        assert (large.name, large.nbytes) == ("epoch_9_step_9", 5)
-        assert large.written is not None and 1.2e9 < large.written < 1.3e9
-        assert ckpt(["prune", URL, "--incomplete"]) == 0
-        assert "epoch_9_step_9" in capsys.readouterr().out
-        assert run.incomplete() == [upload]
-        monkeypatch.setattr(remote_run, "upload_begun", lambda *_: upload.written + 60)
-        assert run.incomplete()[0].written == upload.written + 60
 
 
 def test_an_upload_whose_time_is_unknown_is_kept(

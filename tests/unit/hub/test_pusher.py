@@ -18,6 +18,7 @@ from automodel_ckpt.errors import RecipeError, SaveFailed
 from automodel_ckpt.hub.background import Pushes, check_hub
 from automodel_ckpt.hub.job import LINK, STATUS, Job
 from automodel_ckpt.hub.pusher import Pusher
+from tests.support.runs.idle_process import use_idle_processes
 from tests.support.servers.hub_server import TOKEN, HubServer, error
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -129,41 +130,11 @@ def test_a_damaged_checkpoint_is_reported_and_does_not_block_the_others(
     assert "step-5" in hub.repository(REPO).branches and not pending(run, LINK)
 
 
-class FakeProcess(child_process.Child):
-    """A process that has uploaded what :attr:`uploads` names when the trainer waits for it."""
-
-    uploads: bool = False
-
-    def __init__(self, module: str, root: Path, lock_file: str, job: dict[str, object]) -> None:
-        self.root, self.job = root, job
-
-    @property
-    def has_ended(self) -> bool:
-        return True
-
-    @property
-    def was_killed(self) -> bool:
-        return False
-
-    def wait(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
-
-    def finish(self, status: object, *, waits: bool, must_end: object) -> None:
-        if self.uploads:
-            clear_links(self.root, LINK)
-
-    def leave(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("push", ["final", "best", "every"])
 def test_what_is_not_uploaded_at_the_end_is_a_warning_or_an_error(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, push: str
 ) -> None:
-    monkeypatch.setattr("automodel_ckpt.hub.background.Child", FakeProcess)
+    started = use_idle_processes(monkeypatch, 0)
     link(run, LINK, LAST)
     pushes = Pushes(run, HubConfig(REPO, push), makes_exports=False)  # type: ignore[arg-type]
     # The run continues from step 10: what a start after it had published is not uploaded.
@@ -179,8 +150,7 @@ def test_what_is_not_uploaded_at_the_end_is_a_warning_or_an_error(
     # The run goes back while it trains.
     pushes.roll_back(9)
     assert SECOND not in pending(run, LINK)
-    process = pushes._process
-    assert isinstance(process, FakeProcess) and process.job["went_back_to"] == 9
+    assert started[-1].job["went_back_to"] == 9
     link(run, LINK, SECOND)
     with caplog.at_level(logging.WARNING, "automodel_ckpt"):
         pushes.finish()
@@ -189,11 +159,8 @@ def test_what_is_not_uploaded_at_the_end_is_a_warning_or_an_error(
     required.start(12)
     with pytest.raises(SaveFailed, match="not uploaded to the Hub"):
         required.finish()
-    FakeProcess.uploads = True
-    try:
-        required.finish()
-    finally:
-        FakeProcess.uploads = False
+    clear_links(run, LINK)
+    required.finish()
 
 
 def test_the_section_is_checked_without_a_request(

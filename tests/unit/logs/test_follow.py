@@ -26,15 +26,11 @@ from tests.support.history import write_run
 class Recorder:
     """A tracker that keeps what it gets; fails at a step where an option says so."""
 
-    forgets = False
     is_durable = True
-    places = ("project",)
     got: list[tuple[int, dict[str, float]]]
     attempt: int
 
-    def __init__(
-        self, run: Path, memory: dict[str, Any], *, fails_at: int = 0, project: str = ""
-    ) -> None:
+    def __init__(self, run: Path, memory: dict[str, Any], *, fails_at: int = 0) -> None:
         Recorder.got = []
         Recorder.attempt = memory.get("attempt", 1)
         self.fails_at = fails_at
@@ -47,9 +43,6 @@ class Recorder:
             thread.start()
             thread.join()
         Recorder.got.append((step, dict(values)))
-
-    def forget(self, step: int) -> None:
-        Recorder.got.append((-step, {"forget": step}))
 
     def flush(self) -> None:
         pass
@@ -66,15 +59,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def steps() -> list[int]:
     return [step for step, _ in Recorder.got]
-
-
-def test_another_place_of_a_tracker_gets_the_whole_log(run: Path) -> None:
-    Follower(run, {"recorder": {}}, None).close()
-    whole = steps()
-    Follower(run, {"recorder": {"project": "other"}}, None).close()
-    assert steps() == whole
-    Follower(run, {"recorder": {"project": "other"}}, None).close()
-    assert steps() == [0]
 
 
 def test_a_tracker_gets_the_whole_log_once_in_order_of_steps(run: Path) -> None:
@@ -112,22 +96,18 @@ def cut_back(run: Path, step: int) -> list[str]:
     return lines[len(kept) :]
 
 
-@pytest.mark.parametrize(("forgets", "expected"), [(True, [-3, 3, 4, 4, 4, 0]), (False, [0])])
-def test_steps_that_a_resume_makes_again_stand_once(
-    run: Path, monkeypatch: pytest.MonkeyPatch, forgets: bool, expected: list[int]
-) -> None:
-    monkeypatch.setattr(Recorder, "forgets", forgets)
+def test_steps_that_a_resume_makes_again_stand_once(run: Path) -> None:
     Follower(run, {"recorder": {}}, 0).close()
     again = cut_back(run, 2)
     follower = Follower(run, {"recorder": {}}, 2)
     with open(run / "training.jsonl", "a") as log:
         log.writelines(again)
     follower.close()
-    assert (steps(), Recorder.attempt) == (expected, 1)
+    assert (steps(), Recorder.attempt) == ([0], 1)
 
 
 @pytest.mark.parametrize(("after", "went_back"), [(2, True), (0, False)])
-def test_a_run_that_went_back_or_began_anew_is_another_run_where_nothing_is_forgotten(
+def test_a_run_that_went_back_or_began_anew_is_another_run(
     run: Path, after: int, went_back: bool
 ) -> None:
     Follower(run, {"recorder": {}}, 0).close()
@@ -135,19 +115,15 @@ def test_a_run_that_went_back_or_began_anew_is_another_run_where_nothing_is_forg
     assert (steps(), Recorder.attempt) == ([1, 2, 2, 2, 3, 4, 4, 4, 0], 2)
 
 
-@pytest.mark.parametrize(("forgets", "expected"), [(True, [-4, 4, 4, 4, 5, 0]), (False, [4, 5, 0])])
-def test_what_a_kill_of_all_processes_kept_from_a_tracker_is_made_up_for(
-    run: Path, monkeypatch: pytest.MonkeyPatch, forgets: bool, expected: list[int]
-) -> None:
+def test_what_a_kill_of_all_processes_kept_from_a_tracker_is_made_up_for(run: Path) -> None:
     """The line of a save comes after its step's, and may be the one that was not read any more."""
-    monkeypatch.setattr(Recorder, "forgets", forgets)
     log = run / "training.jsonl"
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(lines[:-1]))
     Follower(run, {"recorder": {}}, 0).feed()
     log.write_text("".join(lines) + json.dumps({"step": 5, "loss": 1.0}) + "\n")
     Follower(run, {"recorder": {}}, 4).close()
-    assert steps() == expected
+    assert steps() == [4, 5, 0]
 
 
 def test_a_tracker_added_later_gets_what_came_before_it(run: Path) -> None:
@@ -236,7 +212,7 @@ def test_resumes_say_nothing_to_trackers() -> None:
 
 
 def scalars(run: Path) -> dict[tuple[int, str], float]:
-    """What TensorBoard's own reader finds, later steps forgotten where the run went back."""
+    """What TensorBoard's own reader finds."""
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     accumulator = loader.EventAccumulator(str(run / "tensorboard"), size_guidance={"tensors": 0})
     accumulator.Reload()

@@ -194,21 +194,6 @@ def test_steps_that_a_start_went_back_from_after_a_spike_are_lost(
     assert found.seconds["lost_steps"] == pytest.approx(3 * 2)
 
 
-def test_an_end_of_an_earlier_version_has_no_count_of_steps(tmp_path: Path, clock: Clock) -> None:
-    run = Run(tmp_path, clock)
-    start = run.start(0)
-    run.steps(start, 3)
-    start.close()
-    log = tmp_path / TIMELINE_LOG
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    del lines[1]["num_steps"]
-    for count, num_lost in ((None, 0), (5, 2), (-1, 0), (True, 0), (2**60, 0)):
-        end = lines[1] if count is None else lines[1] | {"num_steps": count}
-        log.write_text("".join(json.dumps(line) + "\n" for line in (lines[0], end)))
-        (tmp_path / TIMELINE_STATE).unlink(missing_ok=True)
-        assert read_goodput(tmp_path).num_lost_steps == num_lost
-
-
 def test_a_running_start_and_one_whose_disk_was_lost_are_counted(
     tmp_path: Path, clock: Clock
 ) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ from automodel_ckpt.logs.charts import charts_of
 from automodel_ckpt.logs.follow import values_of
 from automodel_ckpt.logs.history import Series, read_history
 from automodel_ckpt.logs.page import summary
-from automodel_ckpt.logs.scale import Scale, padded_range, short
-from automodel_ckpt.logs.sparkline import BARS, curve_lines, sparkline
+from automodel_ckpt.logs.sparkline import BARS, curve_lines
 from tests.support.history import write_run
 
 
@@ -93,39 +91,6 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
         read_history(tmp_path)
 
 
-def test_fewer_points_keep_the_outline() -> None:
-    values = [math.sin(step / 50) for step in range(10_000)]
-    values[4321], values[8765] = 9.0, -9.0
-    few = Series(tuple(range(10_000)), tuple(values)).at_most(400)
-    assert len(few) <= 400
-    assert list(few.steps) == sorted(set(few.steps))
-    assert {9.0, -9.0} <= set(few.values)
-
-
-def test_an_average_of_equal_values_is_that_value_from_the_start() -> None:
-    assert Series((1, 2, 3), (5.0, 5.0, 5.0)).smoothed().values == pytest.approx((5.0, 5.0, 5.0))
-
-
-def test_an_average_is_over_a_hundredth_of_a_long_series() -> None:
-    zigzag = Series(tuple(range(10_000)), tuple(float(step % 20 < 10) for step in range(10_000)))
-    assert max(abs(value - 0.5) for value in zigzag.smoothed().values[1000:]) < 0.06
-
-
-@pytest.mark.parametrize(
-    "values", [(0.0, 1.0), (3.0, 3.0), (0.0, 0.0), (-1e-9, 1e-9), (1e15, 2e15), (5e-324, 0.0)]
-)
-def test_a_scale_has_a_length_and_a_few_round_ticks(values: tuple[float, float]) -> None:
-    scale = Scale(*padded_range(values), 0, 100)
-    assert scale.low < min(values) <= max(values) < scale.high
-    assert 2 <= len(scale.ticks()) <= 12
-    assert all(scale.low <= tick <= scale.high for tick in scale.ticks())
-
-
-def test_ticks_are_short() -> None:
-    labels = [short(value) for value in (0, 0.25, 2e-5, 12_345, 3e8)]
-    assert labels == ["0", "0.25", "2e-05", "12.35k", "300M"]
-
-
 def test_the_summary_in_text_has_short_numbers_and_no_share_above_all(tmp_path: Path) -> None:
     """The steps of a short run end before its last save, so that its saves can take longer than its steps."""
     steps = [
@@ -137,11 +102,3 @@ def test_the_summary_in_text_has_short_numbers_and_no_share_above_all(tmp_path: 
     run = read_history(tmp_path)
     assert "464.1M .. 464.2M" in list(curve_lines(run, 20))[-1]
     assert dict(summary(run))["waited for saves"] == "0.20 s"
-
-
-def test_a_sparkline_shows_the_shape() -> None:
-    assert sparkline(Series((1, 2, 3), (1.0, 8.0, 1.0))) == "▁█▁"
-    assert sparkline(Series((1, 2), (4.0, 4.0))) == "▁▁"
-    assert sparkline(Series()) == ""
-    assert sparkline(Series((1, 2, 3), (1.0, 8.0, 1.0)), bars="_#") == "_#_"
-    assert len(sparkline(Series(tuple(range(999)), tuple(map(float, range(999)))), width=40)) == 40

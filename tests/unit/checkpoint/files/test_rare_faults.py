@@ -141,7 +141,7 @@ def test_state_that_would_cost_more_than_it_holds(data: bytes, said: str) -> Non
         (torch.ones(2), {"data/0": bytes(4)}, "its record has 4 bytes, not 8"),
         (torch.ones(2), {}, "its record has 0 bytes, not 8"),
         (torch.ones(3), {"data/0": bytes(12)}, "a tensor of another shape"),
-        (torch.ones(2).half(), {"data/0": bytes(4)}, "a tensor of another dtype than F32"),
+        (torch.ones(2).half(), {"data/0": bytes(4)}, "or of another dtype than F32"),
         (None, {}, "it is not a plain tensor"),
         ("x" * 100_000, {}, "its record data.pkl takes"),
     ],

@@ -16,7 +16,6 @@ from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote import child_process, parts
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop
 from automodel_ckpt.checkpoint.remote.part_uploader import PartJob, PartUploader
-from automodel_ckpt.checkpoint.remote.parts import OtherNodes, PartAnswer
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.uploader import LINK, Job, Uploader
 from automodel_ckpt.checkpoint.run.pending import link, pending
@@ -203,67 +202,3 @@ def test_a_process_of_an_earlier_start_uploads_nothing_for_a_later_one(
     run = RemoteRun(Store(URL))
     assert run.newest() is None and pending(roots[0], LINK) == [SECOND]
     assert not [path for root in roots[1:] for path in root.glob(f"{LINK}*")]
-
-
-def test_a_wait_reads_the_store_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    waited, num_looks = 0.0, 0
-    while waited < 600:
-        waited += parts.seconds_to_next_look(waited)
-        num_looks += 1
-    assert num_looks == 92, "the guide says about 90"
-
-
-def test_requests_are_not_repeated_before_the_next_look(
-    s3: ObjectStore, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parts, "_POLL_SECONDS", 1000.0)
-    monkeypatch.setattr(parts, "_LONGEST_POLL_SECONDS", 1000.0)
-    roots = divide(local, tmp_path / "nodes")
-    other = uploads(roots, URL, "start")[1]
-    other.catch_up()
-    before = len(s3.requests)
-    assert before > 0
-    other.catch_up()
-    assert len(s3.requests) == before
-
-
-def test_a_last_answer_is_read_once(s3: ObjectStore, tmp_path: Path) -> None:
-    store = Store(URL)
-    nodes = OtherNodes(NUM_NODES, "start", threading.Event(), lambda sent_bytes: None)
-    nodes.request(store, SECOND, "digest", [])
-    PartAnswer(nodes._attempt, 1, True, ("a",)).write(store, SECOND, 1)
-    PartAnswer(nodes._attempt, 1).write(store, SECOND, 2)
-    assert nodes._arrived(store, SECOND, ["a", "b"]) == {"a"}
-    before = len(s3.requests)
-    assert nodes._arrived(store, SECOND, ["a", "b"]) == {"a"}
-    assert len(s3.requests) - before == 1
-    PartAnswer(nodes._attempt, 1, True, ("b",)).write(store, SECOND, 2)
-    assert nodes._arrived(store, SECOND, ["a", "b"]) == {"a", "b"}
-
-
-class Endless(UploadLoop):
-    """Something is always pending."""
-
-    num_calls = 0
-
-    @property
-    def is_done(self) -> bool:
-        return False
-
-    def catch_up(self) -> None:
-        self.num_calls += 1
-
-
-def test_a_process_that_has_to_finish_pauses_while_it_waits_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(child_process, "POLL_SECONDS", 1000.0)
-    loop = Endless(tmp_path, LINK, "status")
-    loop.finish()
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    thread.join(0.2)
-    loop.stop()
-    thread.join(60)
-    assert loop.num_calls <= 1 and not thread.is_alive()

@@ -36,13 +36,11 @@ from automodel_ckpt.checkpoint.store import gone_back, multipart
 from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.checkpoint.store.transfer import Throttle, UploadMemory
 from automodel_ckpt.cli.ckpt import main as ckpt
-from automodel_ckpt.config.keys.hub import HubConfig
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
-from automodel_ckpt.hub.background import Pushes
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.saves.saves import Saves
-from tests.support import ranks
 from tests.support.models import tiny
+from tests.support.runs.idle_process import use_idle_processes
 from tests.support.runs.stored_runs import FIRST, SECOND, URL
 from tests.support.servers.object_store import ObjectStore
 
@@ -118,21 +116,6 @@ def test_a_download_that_is_stopped_ends_soon_and_leaves_nothing(
     finally:
         released.set()
     assert list(root.iterdir()) == []
-
-
-def test_each_question_to_the_store_is_one_request(
-    s3: ObjectStore, local: Path, tmp_path: Path
-) -> None:
-    run = RemoteRun(Store(URL))
-    run.take_over()
-    for name in (FIRST, SECOND):
-        s3.requests.clear()
-        push_checkpoint(run, local / name, tmp_path / "memory")
-        run.point("val_loss", "min")
-        run.prune(policy.KeepPolicy(last=5), "val_loss")
-    questions = [path for method, path in s3.requests if method in ("GET", "HEAD")]
-    # Reading an object asked for its size before, and one that is absent for a directory of its name after.
-    assert len(questions) <= 24, questions
 
 
 def test_a_store_that_dies_at_any_request_has_no_incomplete_checkpoint(
@@ -336,17 +319,22 @@ def test_the_end_of_a_run_accepts_that_an_older_checkpoint_was_uploaded_last(
     # Two checkpoints are published before the process begins: it uploads the newer one first.
     os.symlink(FIRST, root / f"{uploader.LINK}{FIRST}")
     uploads.note_published(SECOND)
+    uploads.process.start()
     uploads.finish()
     uploads.close()
     assert Status.read(root, uploader.STATUS).uploaded == SECOND
     is_sound(RemoteRun(Store(settings.url)), root)
 
 
-def test_the_end_of_a_run_names_what_is_missing_in_the_store(local: Path, tmp_path: Path) -> None:
+def test_the_end_of_a_run_names_what_is_missing_in_the_store(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_idle_processes(monkeypatch, 0)
     root = tmp_path / "run"
     shutil.copytree(local, root)
     url = f"file://{tmp_path}/store"
     uploads = background.Uploads(root, RemoteStorage(url=url), "val_loss", "min")
+    uploads.process.start()
     commit.point(root, "LATEST", SECOND)
 
     def failure(*missing: str) -> str:
@@ -354,9 +342,6 @@ def test_the_end_of_a_run_names_what_is_missing_in_the_store(local: Path, tmp_pa
             unlink(root, uploader.LINK, name)
         for name in missing:
             link(root, uploader.LINK, name)
-        # A process that does not upload.
-        process: Any = SimpleNamespace(finish=lambda *_, **__: None, was_killed=False)
-        uploads._process = process
         with pytest.raises(SaveFailed) as caught:
             uploads.finish()
         return str(caught.value)
@@ -379,32 +364,8 @@ def test_the_end_of_a_run_names_what_is_missing_in_the_store(local: Path, tmp_pa
     assert failure(FIRST, SECOND).startswith(older)
     (root / uploader.STATUS).unlink()
     unlink(root, uploader.LINK, SECOND)
-    uploads._process = None
-    uploads._launch_again = lambda step: None  # type: ignore[method-assign]
     uploads.note_exported(SECOND)
     assert failure(SECOND).startswith(exports)
-
-
-def test_the_status_names_a_checkpoint_of_which_only_an_export_is_missing(
-    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tmp_path / "run"
-    shutil.copytree(local, root)
-    link(root, uploader.LINK, FIRST)
-    job = uploader.Job(f"file://{tmp_path}/store", {}, "token", "val_loss", "min")
-    uploads = uploader.Uploader(root, job)
-    push_exports = uploader.push_exports
-    monkeypatch.setattr(
-        uploader, "push_exports", lambda *_, **__: (_ for _ in ()).throw(OSError("down"))
-    )
-    for _ in range(2):
-        with pytest.raises(OSError, match="down"):
-            uploads.catch_up()
-    assert Status.read(root, uploader.STATUS).complete == [FIRST]
-    monkeypatch.setattr(uploader, "push_exports", push_exports)
-    uploads.catch_up()
-    assert Status.read(root, uploader.STATUS).complete == []
-    assert not pending(root, uploader.LINK)
 
 
 def test_a_stop_by_signal_waits_for_the_upload(
@@ -416,6 +377,7 @@ def test_a_stop_by_signal_waits_for_the_upload(
     shutil.copytree(local, root)
     settings = RemoteStorage(url=f"file://{tmp_path}/store")
     uploads = background.Uploads(root, settings, "val_loss", "min")
+    uploads.process.start()
     uploads.note_published(SECOND)
     uploads.finish_before_stop(600.0, lambda: False)
     assert not pending(root, uploader.LINK)
@@ -439,9 +401,10 @@ def test_an_uploading_process_that_is_killed_is_started_again(
     uploads = background.Uploads(root, settings, "val_loss", "min")
 
     def kill() -> None:
-        assert uploads._process is not None
-        uploads._process._process.kill()
+        assert uploads.process._process is not None
+        uploads.process._process.kill()
 
+    uploads.process.start()
     uploads.note_published(FIRST)
     kill()
     end = time.monotonic() + 300
@@ -459,136 +422,45 @@ def test_an_uploading_process_that_is_killed_is_started_again(
     assert caplog.text.count("ended unexpectedly; it is started again") == 2
 
 
-def test_the_uploading_process_of_another_node_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_start_that_fails_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Of the process of another node than rank 0's, without another request."""
     monkeypatch.setattr(child_process, "_RESTART_SECONDS", 0.0)
     settings = RemoteStorage(url=f"file://{tmp_path}/store")
-    uploads = background.PartUploads(tmp_path, settings, "start", 1)
-    killed = uploads._process
-    killed._process.kill()
+    process = background.part_uploads(tmp_path, settings, "start", 1)
+    process.start()
+    killed, failures = process._process, [OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))] * 2
+    assert killed is not None
+    start_python = child_process.start_python
+
+    def failing(*words: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return start_python(*words, **options)
+
+    monkeypatch.setattr(child_process, "start_python", failing)
+    killed.kill()
     end = time.monotonic() + 300
-    while uploads._process is killed:
+    while process._process is killed:
         assert time.monotonic() < end
         time.sleep(0.02)
-    uploads.close()
-
-
-class KilledProcess(child_process.Child):
-    """A process that is killed immediately, as often as it is started; its start fails while *failures* are left."""
-
-    failures = 0
-    num_starts = 0
-    last = 3
-
-    def __init__(self, *_: object) -> None:
-        if KilledProcess.failures:
-            KilledProcess.failures -= 1
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        KilledProcess.num_starts += 1
-        self.number = KilledProcess.num_starts
-
-    has_ended = was_killed = True  # type: ignore[assignment]
-
-    def wait(self) -> int:
-        """The third one lives."""
-        if self.number < self.last:
-            # After the trainer has noted that it started.
-            KilledProcess.failures = 2
-            return -9
-        alive.set()
-        return 0
-
-    def close(self) -> None:
-        pass
-
-
-alive = threading.Event()
-
-
-@pytest.mark.parametrize("kind", ["store", "parts", "hub"])
-def test_a_start_that_fails_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
-    """Also of the Hub's process, without another request."""
-    monkeypatch.setattr(child_process, "_RESTART_SECONDS", 0.0)
-    monkeypatch.setattr(background, "Child", KilledProcess)
-    monkeypatch.setattr("automodel_ckpt.hub.background.Child", KilledProcess)
-    KilledProcess.num_starts = KilledProcess.failures = 0
-    alive.clear()
-    settings = RemoteStorage(url=f"file://{tmp_path}/store")
-    if kind == "store":
-        background.Uploads(tmp_path, settings, "val_loss", "min").start(None)
-    elif kind == "parts":
-        background.PartUploads(tmp_path, settings, "start", 1)
-    else:
-        Pushes(tmp_path, HubConfig("org/name"), makes_exports=False).start(None)
-    assert alive.wait(60)
-    assert KilledProcess.num_starts == 3
-    assert caplog.text.count("could not be started") == 4
-
-
-def test_a_process_that_is_killed_again_and_again_is_started_less_and_less_often() -> None:
-    pauses = [child_process.restart_pause_seconds(count) for count in (0, 1, 2, 1000)]
-    assert pauses == [5, 10, 20, 300]
-
-
-class EndlessProcess(child_process.Child):
-    """An uploading process that does not get on."""
-
-    def __init__(self) -> None:
-        self.num_polls = 0
-
-    @property
-    def has_ended(self) -> bool:
-        self.num_polls += 1
-        return False
-
-    def _send(self, line: bytes) -> None:
-        pass
-
-    @property
-    def was_killed(self) -> bool:
-        return False
-
-
-@pytest.mark.parametrize(("seconds", "num_polls"), [(1000.0, 3), (0.0, 0), (-5.0, 0), (1e-9, 1)])
-def test_the_wait_after_a_signal_ends_with_the_time_or_another_signal(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds: float, num_polls: int
-) -> None:
-    settings = RemoteStorage(url=f"file://{tmp_path}/store")
-    uploads = background.Uploads(tmp_path, settings, "val_loss", "min")
-    process = uploads._process = EndlessProcess()
-    (tmp_path / SECOND).mkdir()
-    (tmp_path / f"{uploader.LINK}{SECOND}").symlink_to(SECOND)
-    uploads.finish_before_stop(seconds, lambda: process.num_polls == 3)
-    assert process.num_polls == num_polls
-    assert f"not in the store yet: {SECOND}" in caplog.text
-
-
-def test_time_in_which_the_job_was_suspended_is_no_upload_without_progress(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, pauses = [1000.0], [3600.0]
-
-    def sleep(seconds: float) -> None:
-        clock.append(clock[-1] + (pauses.pop() if pauses else seconds))
-
-    fake = SimpleNamespace(monotonic=lambda: clock[-1], sleep=sleep)
-    monkeypatch.setattr(child_process, "time", fake)
-    process = EndlessProcess()
-    process.finish(Status, waits=False)
-    assert 45 < clock[-1] - clock[1] < 55, "60 seconds without the hour, which counts as 10"
+    process.leave()
+    assert caplog.text.count("could not be started") == 2
 
 
 @pytest.mark.parametrize("required", [False, True])
 def test_another_signal_ends_the_wait_at_the_end_of_a_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, required: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    required: bool,
 ) -> None:
     """A complete run waited for its uploads without a message, and a second signal ended it without one."""
+    use_idle_processes(monkeypatch)
     settings = RemoteStorage(url=f"file://{tmp_path}/store", required=required)
     uploads = background.Uploads(tmp_path, settings, "val_loss", "min")
-    uploads._process = EndlessProcess()
+    uploads.process.start()
     (tmp_path / SECOND).mkdir()
     (tmp_path / f"{uploader.LINK}{SECOND}").symlink_to(SECOND)
     saves: Any = object.__new__(Saves)
@@ -610,25 +482,6 @@ def test_another_signal_ends_the_wait_at_the_end_of_a_run(
     thread.join()
     assert f"waiting for the upload of {SECOND}" in caplog.text
     assert "SIGINT: training is done" in caplog.text and request.on_request is None
-
-
-@pytest.mark.parametrize(
-    ("grace_seconds", "expected"), [({}, 80.0), ({"grace_seconds": 20.0}, 10.0)]
-)
-def test_the_time_for_uploads_after_a_signal_begins_with_the_signal(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    grace_seconds: dict[str, float],
-    expected: float,
-) -> None:
-    remote = RemoteStorage(f"file://{tmp_path}/store", wait_after_signal_seconds=90)
-    saver = tiny.checkpointer(tmp_path / "run", remote=remote)
-    given: list[float] = []
-    monkeypatch.setattr(
-        saver._transfers, "finish_before_stop", lambda run, seconds, must_end: given.append(seconds)
-    )
-    saver.upload_before_stop(10.0, lambda: False, **grace_seconds)
-    assert given == [expected]
 
 
 def test_an_empty_disk_gets_the_newest_checkpoint(s3: ObjectStore, tmp_path: Path) -> None:
@@ -673,18 +526,6 @@ def test_an_interrupted_removal_is_completed(s3: ObjectStore, local: Path, tmp_p
     assert run.manifest(FIRST) is None and run.store.sizes(FIRST)
     assert run.prune(policy.KeepPolicy(last=5), "val_loss") == [FIRST]
     assert not run.store.sizes(FIRST)
-
-
-def test_uploads_obey_a_limit_of_the_rate() -> None:
-    now = [0.0]
-    throttle = Throttle(100.0, clock=lambda: now[0], sleep=lambda seconds: now.append(seconds))
-    for _ in range(3):
-        throttle.take(50)
-    # The first is free, the others wait for those before them.
-    assert now[1:] == [0.5, 1.0]
-    throttle.stop()
-    with pytest.raises(InterruptedError):
-        throttle.take(1)
 
 
 def test_a_process_that_ends_waits_for_no_limit_of_the_rate() -> None:
@@ -735,42 +576,16 @@ def failing_store() -> None:
     raise StoreError("it does not answer", where="", value="", hint="")
 
 
-def test_the_status_has_the_bytes_of_an_unfinished_file(tmp_path: Path) -> None:
-    job = uploader.Job(f"file://{tmp_path}/store", {}, "first", "val_loss", "min")
-    uploading = uploader.Uploader(tmp_path, job)
-    uploading._throttle.take(5)
-    uploading.note_progress()
-    assert Status.read(tmp_path, uploader.STATUS).sent_bytes == 5
-
-
-class EndedProcess(child_process.Child):
-    """An uploading process that has ended."""
-
-    def __init__(self) -> None:
-        pass
-
-    @property
-    def has_ended(self) -> bool:
-        return True
-
-    def leave(self) -> None:
-        pass
-
-    close = leave
-
-
 def test_only_checkpoints_of_the_present_run_are_uploaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched: list[int] = []
+    started = use_idle_processes(monkeypatch, 0)
     settings = RemoteStorage(f"file://{tmp_path}/store")
     uploads = background.Uploads(tmp_path, settings, "val_loss", "min")
 
-    def launch(went_back_to: int) -> None:
-        launched.append(went_back_to)
-        uploads._process = EndedProcess()
+    def launched() -> list[int]:
+        return [process.job["went_back_to"] for process in started]
 
-    monkeypatch.setattr(uploads, "_launch", launch)
     for name in (FIRST, SECOND):
         (tmp_path / name).mkdir()
     (tmp_path / f"{uploader.LINK}{SECOND}").symlink_to(SECOND)
@@ -780,20 +595,20 @@ def test_only_checkpoints_of_the_present_run_are_uploaded(
     assert pending(tmp_path, uploader.LINK) == [FIRST]
     # The process died before it had marked the second one of an earlier start, which is in the store.
     uploads.note_published(SECOND)
-    assert launched == [10, 10]
+    assert launched() == [10, 10]
     # It died after that: it is started again, and does not supersede the new checkpoint.
     gone_back.forget(tmp_path)
     uploads.note_published(SECOND)
-    assert launched == [10, 10, 20]
+    assert launched() == [10, 10, 20]
     # The run goes back while it trains.
     uploads.roll_back(10)
-    assert launched == [10, 10, 20, 10] and pending(tmp_path, uploader.LINK) == [FIRST]
+    assert launched() == [10, 10, 20, 10] and pending(tmp_path, uploader.LINK) == [FIRST]
     uploads.note_published(SECOND)
-    del launched[3:]
+    del started[3:]
     # It ended because another run took over: a link would keep the checkpoint forever.
     (tmp_path / uploader.STATUS).write_text(json.dumps({"is_over": True}))
     uploads.note_published("epoch_0_step_30")
-    assert launched == [10, 10, 20]
+    assert launched() == [10, 10, 20]
     assert pending(tmp_path, uploader.LINK) == [SECOND, FIRST]
 
 
@@ -895,23 +710,3 @@ def test_the_commands_accept_urls(
     assert ckpt(["prune", URL, "--keep-last=1"]) == 0
     assert ckpt(["ls", f"{URL}/{FIRST}"]) == 3
     assert ckpt(["push", str(tmp_path), URL]) == 3
-
-
-def priorities_of_threads() -> set[int]:
-    """The priorities of this process's threads, of which one started before they were lowered, and one after."""
-    # Not the session of the tests, which has a priority as a whole.
-    os.setsid()
-    over = threading.Event()
-    threads = [threading.Thread(target=over.wait) for _ in range(2)]
-    threads[0].start()
-    child_process.lower_priority(7)
-    threads[1].start()
-    found = {os.getpriority(os.PRIO_PROCESS, int(each)) for each in os.listdir("/proc/self/task")}
-    over.set()
-    return found
-
-
-def test_all_threads_of_the_uploading_process_have_a_low_priority() -> None:
-    """That of the library of a store starts when the store is opened, and does most of the work."""
-    (found,) = ranks.run(priorities_of_threads, 1, init=False)
-    assert found == {os.getpriority(os.PRIO_PROCESS, 0) + 7}

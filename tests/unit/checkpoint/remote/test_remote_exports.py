@@ -13,6 +13,7 @@ from automodel_ckpt.checkpoint.export.export_manifest import export_problems
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.remote import uploader
 from automodel_ckpt.checkpoint.remote.background import Uploads
+from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.remote.uploader import LINK, Job, Uploader
 from automodel_ckpt.checkpoint.run.pending import link, pending
 from tests.support import ranks
@@ -39,7 +40,7 @@ def run_with(place: Path, *, is_async: bool) -> Path:
             file.write(f"{name}\n")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Uploads, "_launch", lambda self, step: None)
+        patch.setattr(UploadingProcess, "start", lambda self: None)
         patch.setattr(Uploads, "note_exported", note)
         ranks.run(partial(train, write_recipe(place, text)), 1, init=False)
     return place / "run"

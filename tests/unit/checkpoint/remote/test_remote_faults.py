@@ -156,30 +156,6 @@ def test_a_slow_store_and_a_lost_upload_in_parts_pass(
     assert multipart.abort_uploads(store, "epoch_0_step_10") == 0
 
 
-def test_a_read_ends_after_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    pauses: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        now[0] += seconds
-
-    def read() -> bytes:
-        raise ConnectionResetError
-
-    with pytest.raises(ConnectionResetError):
-        transient.patiently(read, "object", clock=lambda: now[0], sleep=sleep)
-    assert 40 < sum(pauses) <= transient.PATIENCE_SECONDS and max(pauses) <= 8
-    pauses.clear()
-    with pytest.raises(PermissionError):
-        transient.patiently(_forbidden, "object", clock=lambda: now[0], sleep=sleep)
-    assert not pauses
-
-
-def _forbidden() -> bytes:
-    raise PermissionError
-
-
 def send_large(store: Store, checkpoint: Path, memory_file: Path, *, fails: bool = False) -> None:
     """Upload the one file of a checkpoint in parts."""
     from concurrent.futures import ThreadPoolExecutor

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from werkzeug.wrappers import Request, Response
 
 from automodel_ckpt.base.store_url import scratch_directory
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
@@ -19,6 +18,7 @@ from automodel_ckpt.checkpoint.jobs import rank_manifest
 from automodel_ckpt.checkpoint.options import RemoteStorage
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.checkpoint.remote import background, fetch, uploader
+from automodel_ckpt.checkpoint.remote.child_process import UploadingProcess
 from automodel_ckpt.checkpoint.remote.exports import push_exports
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
@@ -29,13 +29,12 @@ from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.models import tiny
-from tests.support.runs.stored_runs import FIRST, SECOND, URL, write_run
-from tests.support.servers.object_store import ObjectStore, object_store
+from tests.support.runs.stored_runs import FIRST, SECOND, write_run
 
 
 @pytest.fixture(autouse=True)
 def _no_uploading_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background.Uploads, "_launch", lambda self, went_back_to: None)
+    monkeypatch.setattr(UploadingProcess, "start", lambda self: None)
 
 
 def in_store(url: str, root: Path, names: tuple[str, ...] = (FIRST, SECOND)) -> RemoteRun:
@@ -214,12 +213,6 @@ def test_the_mark_of_going_back_ends_with_the_marks_in_the_store(tmp_path: Path)
     assert gone_back.GoneBack.read(tmp_path) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"step": "x", "time": 0, "tokens": []}', b"{"])
-def test_a_damaged_mark_is_ignored(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / gone_back.FILE).write_bytes(content)
-    assert gone_back.GoneBack.read(tmp_path) is None
-
-
 def test_a_damaged_directory_of_this_name_does_not_prevent_a_download(tmp_path: Path) -> None:
     saved = write_run(tmp_path / "local")
     url = f"file://{tmp_path}/store"
@@ -250,43 +243,6 @@ def test_a_url_is_a_directory_of_a_checkpointer(
     assert pending(local, uploader.LINK) == [FIRST]
     checkpointer._transfers.uploads = None
     checkpointer.close()
-
-
-def test_a_start_reads_no_tensor_to_choose_a_checkpoint(tmp_path: Path, full_disk: None) -> None:
-    write_run(tmp_path / "local")
-    with object_store() as s3:
-        in_store(URL, tmp_path / "local")
-        requests = ranges_of(s3)
-        s3.requests.clear()
-        found = fetch.Fetcher(tmp_path, RemoteStorage(URL)).find(None)
-        assert found is not None and found[1] == SECOND
-        assert not requests
-        assert len(s3.requests) < 20
-
-
-def ranges_of(s3: ObjectStore) -> list[str]:
-    found: list[str] = []
-
-    def note(request: Request) -> Response | None:
-        if request.method == "GET" and request.path.endswith((".safetensors", ".distcp")):
-            found.append(request.headers.get("Range", ""))
-        return None
-
-    s3.fault = note
-    return found
-
-
-def test_a_store_that_cannot_be_opened_fails_on_all_ranks_together(tmp_path: Path) -> None:
-    checkpointer = tiny.checkpointer(tmp_path, remote=RemoteStorage("memory://store"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background, "Store", unopened)
-        # Not in __init__, which is not collective.
-        with pytest.raises(StoreError, match="no account"):
-            checkpointer.open()
-
-
-def unopened(*arguments: Any, **options: Any) -> None:
-    raise StoreError("no account", where="", value="", hint="")
 
 
 def test_exports_are_uploaded_and_complete_with_their_manifest(

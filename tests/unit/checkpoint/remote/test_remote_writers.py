@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import re
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +20,8 @@ from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.run import policy
 from automodel_ckpt.checkpoint.run.pending import link, pending
 from automodel_ckpt.checkpoint.store import multipart
-from automodel_ckpt.checkpoint.store.store import Store, StoreError
+from automodel_ckpt.checkpoint.store.store import Store
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, LeaseLost
-from tests.support.models import tiny
 from tests.support.runs.stored_runs import FIRST, SECOND, URL, write_run
 from tests.support.servers.object_store import ObjectStore
 
@@ -172,20 +168,6 @@ def test_stores_without_conditional_requests_are_noticed(
     assert capfd.readouterr().err.count("has no conditional writes") == 1
 
 
-def test_an_object_whose_reply_was_lost_is_not_sent_again(
-    s3: ObjectStore, runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store has carried out a request, and the process was killed before it noted that."""
-    run = RemoteRun(Store(URL))
-    name = FIRST
-    push_checkpoint(run, runs[0] / name, tmp_path / "memory")
-    run.store.delete([f"{name}/{layout.MANIFEST}"])
-    before = run.store.versions(name)
-    push_checkpoint(run, runs[0] / name, tmp_path / "memory")
-    assert before.items() <= run.store.versions(name).items()
-    assert not any(method == "DELETE" and "MANIFEST" not in path for method, path in s3.requests)
-
-
 def test_only_the_unfinished_uploads_of_a_checkpoint_are_aborted(
     s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,17 +230,6 @@ def test_a_second_process_of_a_start_does_not_take_a_url_back(tmp_path: Path) ->
         uploader.Uploader(tmp_path / "run", job)._become_owner()
 
 
-def test_a_conflict_that_does_not_end_is_reported(s3: ObjectStore, tmp_path: Path) -> None:
-    conflict = Response("<Error><Code>ConditionalRequestConflict</Code></Error>", 409)
-    s3.fault = lambda request: conflict if request.method == "PUT" else None
-    run = RemoteRun(Store(URL))
-    with pytest.raises(StoreError, match="changed by another writer"):
-        run.take_over()
-    # Not the owner, so that only the manifest is written.
-    with pytest.raises(StoreError, match="changed by another writer"):
-        run.publish(FIRST, b"")
-
-
 def test_a_late_process_of_an_earlier_start_uploads_nothing(tmp_path: Path) -> None:
     """It waited for the lock until the process of the later start ended."""
     child_process.note_newest(tmp_path, uploader.LOCK, "first")
@@ -318,55 +289,3 @@ def test_a_process_stops_when_a_later_start_has_one(
             tmp_path, uploader.LOCK, lambda job: Endless(tmp_path, uploader.LINK, "status")
         )
         assert time.monotonic() - began < 30
-
-
-@pytest.mark.parametrize("is_best", [False, True])
-def test_a_late_upload_of_what_the_store_would_remove_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_best: bool
-) -> None:
-    """The link of an earlier checkpoint, seen after a later one is in the store; LOWEST_VAL names the best one."""
-    run = tmp_path / "run"
-    made = tiny.recipe()
-    for step, loss in ((10, 1.0), (20, 2.0 if is_best else 0.5)):
-        losses = {"step": step, "val_loss": loss}
-        tiny.save(run, made, step, losses=losses, validated=True)
-    job = uploader.Job(f"file://{tmp_path}/store", {}, "first", "val_loss", "min", keep_last=1)
-    uploads = uploader.Uploader(run, job)
-    pushed: list[str] = []
-    upload = uploads._upload
-
-    def noted_upload(name: str) -> None:
-        pushed.append(name)
-        upload(name)
-
-    monkeypatch.setattr(uploads, "_upload", noted_upload)
-    for name in (SECOND, FIRST):
-        link(run, uploader.LINK, name)
-        uploads.catch_up()
-    assert pushed == ([SECOND, FIRST] if is_best else [SECOND])
-    assert not pending(run, uploader.LINK)
-    for name in (SECOND, FIRST):
-        link(run, uploader.LINK, name)
-    # Another process that finds both.
-    later = uploader.Uploader(run, replace(job, url=f"file://{tmp_path}/other", token="second"))
-    later.catch_up()
-    assert RemoteRun(Store(f"file://{tmp_path}/other")).pointed(layout.LOWEST_VAL) == (
-        FIRST if is_best else SECOND
-    )
-
-
-@pytest.mark.parametrize(
-    ("is_terminal", "expected"),
-    [
-        (True, r"\r\x1b\[K\d\d:\d\d:\d\d stored\n"),
-        (False, r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d stored\n"),
-    ],
-)
-def test_a_line_of_an_upload_does_not_continue_the_live_line_of_a_terminal(
-    is_terminal: bool, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
-    monkeypatch.setattr("sys.stderr", stream)
-    child_process.print_line("stored")
-    assert re.fullmatch(expected, stream.getvalue())

@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.checkpoint.export import publish
-from automodel_ckpt.checkpoint.files import direct, layout, ownership
+from automodel_ckpt.checkpoint.files import layout, ownership
 from automodel_ckpt.checkpoint.files.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.jobs import reuse
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.run import lease, links, lock_file, maintenance
+from automodel_ckpt.checkpoint.run import lease, lock_file
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.policy import KeepPolicy
-from automodel_ckpt.checkpoint.saving import host_memory
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from tests.support.models.shards import cut, write_checkpoint
@@ -75,17 +74,6 @@ def test_a_pointer_that_cannot_be_replaced_leaves_no_temporary_link(
     assert commit.pointed(tmp_path, layout.LATEST) == "epoch_0_step_1"
 
 
-def test_a_link_that_cannot_be_redirected_keeps_its_target_and_leaves_no_temporary_link(
-    tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "mine").symlink_to("epoch_0_step_1")
-    monkeypatch.setattr(os, "rename", failing(errno.EIO))
-    with pytest.raises(OSError, match="Input/output"):
-        links._replace_link(tmp_path / "mine", "epoch_0_step_1.superseded-1")
-    assert os.listdir(tmp_path) == ["mine"]
-    assert os.readlink(tmp_path / "mine") == "epoch_0_step_1"
-
-
 def test_a_leftover_that_cannot_be_removed_is_named_in_a_warning(
     tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -99,45 +87,7 @@ def test_a_leftover_that_cannot_be_removed_is_named_in_a_warning(
     assert "Input/output" in caplog.text
 
 
-def test_a_leftover_whose_name_cannot_be_looked_up_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        commit.discard(tmp_path / ("x" * 300))
-    assert "could not remove the leftover" in caplog.text
-    assert "File name too long" in caplog.text
-
-
-def test_a_leftover_that_is_gone_is_no_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        commit.discard(tmp_path / "gone")
-    assert caplog.text == ""
-
-
 # ---------------------------------------------------------------- exports
-
-
-def test_without_a_swap_an_export_that_cannot_get_its_name_leaves_the_previous_one(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    target, staging = tmp_path / "consolidated", tmp_path / "staging"
-    for directory, text in ((target, "old"), (staging, "new")):
-        directory.mkdir()
-        (directory / "file").write_text(text)
-    rename = os.rename
-
-    def no_second(source: Any, destination: Any) -> None:
-        if Path(source) == staging:
-            raise OSError(errno.EIO, "Input/output error")
-        rename(source, destination)
-
-    monkeypatch.setattr(os, "rename", no_second)
-    with pytest.raises(OSError, match="Input/output"):
-        publish._replace_with_gap(staging, target, lambda line: None)
-    assert (target / "file").read_text() == "old"
-    assert sorted(os.listdir(tmp_path)) == ["consolidated", "staging"]
 
 
 def test_an_export_does_not_replace_a_directory_with_links_of_the_user(tmp_path: Path) -> None:
@@ -153,13 +103,6 @@ def test_an_export_does_not_replace_a_directory_with_links_of_the_user(tmp_path:
 
 
 # ---------------------------------------------------------------- locks and owners
-
-
-def test_a_process_that_may_not_be_signaled_or_named_counts_as_there(monkeypatch: Patch) -> None:
-    assert not ownership.is_gone(os.getpid())
-    assert not ownership.is_gone(1 << 70)
-    monkeypatch.setattr(os, "kill", failing(errno.EPERM))
-    assert not ownership.is_gone(12345)
 
 
 def test_a_conflict_that_nfs_reports_as_eacces_is_a_lock_of_another_process(
@@ -202,17 +145,6 @@ def test_a_lock_file_that_is_removed_during_the_watch_ends_the_watch(tmp_path: P
     removal.join()
 
 
-def test_a_lock_file_has_a_name_only_while_it_is_the_same_file(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    path.write_text("one")
-    with path.open() as file:
-        assert lock_file.is_at(path, file.fileno())
-        path.unlink()
-        assert not lock_file.is_at(path, file.fileno())
-        path.write_text("two")
-        assert not lock_file.is_at(path, file.fileno())
-
-
 @pytest.mark.parametrize("links_exist", [True, False])
 def test_a_lock_file_never_replaces_one_that_another_run_has_created(
     tmp_path: Path, monkeypatch: Patch, links_exist: bool
@@ -229,52 +161,7 @@ def test_a_lock_file_never_replaces_one_that_another_run_has_created(
     assert target.read_text() == "mine"
 
 
-def test_a_file_system_error_is_not_taken_for_missing_hard_links(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    (tmp_path / "source").write_text("mine")
-    monkeypatch.setattr(os, "link", failing(errno.EIO))
-    with pytest.raises(OSError, match="Input/output"):
-        lock_file.link_or_rename(tmp_path / "source", tmp_path / "target")
-    assert os.listdir(tmp_path) == ["source"]
-
-
 # ---------------------------------------------------------------- files and memory
-
-
-def test_where_o_direct_cannot_be_set_the_page_cache_is_used(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    with open(tmp_path / "file", "w") as file:
-        assert not direct.bypass_page_cache(file.fileno(), False)
-        flags = fcntl.fcntl
-
-        def no_change(descriptor: int, command: int, *rest: Any) -> Any:
-            if command == fcntl.F_SETFL:
-                raise OSError(errno.EINVAL, "Invalid argument")
-            return flags(descriptor, command, *rest)
-
-        monkeypatch.setattr(fcntl, "fcntl", no_change)
-        assert not direct.bypass_page_cache(file.fileno(), True)
-
-
-@pytest.mark.parametrize(
-    ("limit", "used", "expected"), [("5000", "2000", 3000), ("max", "2000", None), ("x", "0", None)]
-)
-def test_the_limit_of_a_container_bounds_the_memory_that_is_available(
-    tmp_path: Path, monkeypatch: Patch, limit: str, used: str, expected: int | None
-) -> None:
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text(f"{used}\n")
-    host = host_memory.available_bytes()
-    assert host is not None and host > 1 << 20
-    monkeypatch.setattr(host_memory, "Path", lambda place: tmp_path)
-    found = host_memory.available_bytes()
-    assert found is not None
-    if expected is not None:
-        assert found == expected
-    else:
-        assert found > 1 << 20
 
 
 def checkpoint_of_three(directory: Path) -> Path:
@@ -297,16 +184,6 @@ def test_only_files_with_the_exact_header_of_a_save_are_covered_by_slices(tmp_pa
         file.seek(8)
         file.write(b"\t")
     assert files_covered_by_slices(path, manifest) & {*shards} == {shards[2]}
-
-
-def test_a_checkpoint_without_all_of_its_bytes_is_not_complete(tmp_path: Path) -> None:
-    path = checkpoint_of_three(tmp_path / "epoch_0_step_20")
-    assert maintenance._has_all_files(path)
-    with open(next((path / "model").glob("*.safetensors")), "ab") as file:
-        file.write(b"x")
-    assert not maintenance._has_all_files(path)
-    (path / layout.MANIFEST).unlink()
-    assert not maintenance._has_all_files(path)
 
 
 def test_a_file_that_changes_while_it_is_linked_is_not_shared(tmp_path: Path) -> None:
@@ -344,23 +221,6 @@ def run_with_losses(root: Path, **losses: float) -> RunDirectory:
 def note(run: RunDirectory, step: int, loss: float) -> None:
     name = f"epoch_0_step_{step}"
     run.note_validation(name, Manifest.read(run.root / name).digest, {"val_loss": loss})
-
-
-def test_after_a_pointer_that_could_not_be_updated_all_checkpoints_are_compared_again(
-    tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = run_with_losses(tmp_path, s1=5.0, s2=6.0, s3=7.0)
-    note(run, 1, 5.0)
-    assert run.best() == "epoch_0_step_1"
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "symlink", failing(errno.EIO))
-        note(run, 2, 1.0)
-    assert "could not record the validation of epoch_0_step_2" in caplog.text
-    assert run.best() == "epoch_0_step_1"
-    # Until the pointer is correct, the best checkpoint is protected without it.
-    assert run.prune("epoch_0_step_3") == ()
-    note(run, 3, 4.0)
-    assert run.best() == "epoch_0_step_2"
 
 
 def test_a_validation_that_is_noted_later_ranks_its_checkpoint(tmp_path: Path) -> None:

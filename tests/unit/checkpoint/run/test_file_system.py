@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.checkpoint.files import file_system
-from automodel_ckpt.checkpoint.run import lease, shared_storage
 
 MOUNTS = """\
 20 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
@@ -41,33 +40,3 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_the_last_mount_on_the_longest_path_counts(path: str, kind: str) -> None:
     assert file_system.file_system_of(Path(path)) == kind
-
-
-def test_without_a_list_of_mounts_the_file_system_is_unknown(mounts: Path) -> None:
-    mounts.unlink()
-    assert file_system.file_system_of(Path("/data")) is None
-    assert lease._watch_seconds(Path("/data")) == lease.WATCH_SECONDS
-
-
-@pytest.mark.parametrize("directory", ["/home/run", "/data/with/run"])
-def test_no_start_waits_for_a_file_on_a_local_file_system(
-    directory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_storage.time, "sleep", pytest.fail)
-    assert not shared_storage._appears(Path(directory) / "created-on-another-node")
-
-
-@pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs", None])
-def test_a_file_may_appear_late_on_another_file_system(
-    kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "created-on-another-node"
-    monkeypatch.setattr(shared_storage, "file_system_of", lambda directory: kind)
-    monkeypatch.setattr(shared_storage, "_PATIENCE_SECONDS", 1000.0)
-    monkeypatch.setattr(shared_storage.time, "sleep", lambda seconds: path.touch())
-    assert shared_storage._appears(path)
-
-
-def test_another_run_is_watched_for_longer_where_the_file_system_caches_its_lock_file() -> None:
-    assert lease._watch_seconds(Path("/data/run")) == lease.CACHED_WATCH_SECONDS
-    assert lease._watch_seconds(Path("/home/run")) == lease.WATCH_SECONDS

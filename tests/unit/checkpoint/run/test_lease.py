@@ -12,14 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
-from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.run import lease, lock_file
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.lease import Lease, release_all
@@ -276,94 +275,6 @@ def test_a_run_whose_lock_file_was_removed_does_not_hold_the_directory(tmp_path:
     held.release()
 
 
-def at_the_first_lock(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
-    """Have *action* happen between the opening of the lock file and its locking."""
-    real, done = fcntl.flock, []
-
-    def lock(descriptor: int, operation: int) -> None:
-        if not done:
-            done.append(True)
-            action()
-        real(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", lock)
-
-
-def test_a_lock_on_a_file_that_has_lost_its_name_is_worth_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = Lease(tmp_path)
-    others: list[Lease] = []
-
-    def the_next_run_comes() -> None:
-        first.release()
-        others.append(Lease(tmp_path))
-
-    at_the_first_lock(monkeypatch, the_next_run_comes)
-    with pytest.raises(RecipeError, match="this process uses this directory already"):
-        Lease(tmp_path)
-    others[0].check()
-    others[0].release()
-
-
-def test_a_run_that_starts_during_the_watch_is_respected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere(tmp_path, 1)
-    others: list[Lease] = []
-
-    def the_holder_ends_and_another_starts(_: float) -> None:
-        if not others:
-            (tmp_path / LOCK_FILE).unlink()
-            others.append(Lease(tmp_path))
-
-    monkeypatch.setattr(
-        lease, "is_beating", lambda path, seconds: the_holder_ends_and_another_starts(seconds)
-    )
-    with pytest.raises(RecipeError, match="this process uses this directory already"):
-        Lease(tmp_path)
-    others[0].check()
-    others[0].release()
-
-
-@pytest.mark.parametrize("is_left_over", [False, True])
-def test_a_start_whose_temporary_file_the_owner_removes_tries_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_left_over: bool
-) -> None:
-    """An owner that ends meanwhile has taken it for a leftover of a killed run."""
-    if is_left_over:
-        (tmp_path / LOCK_FILE).touch()
-    lock = lease.lock
-    removed: list[str] = []
-
-    def removing(descriptor: int) -> bool:
-        if not removed:
-            temporary = [path.name for path in tmp_path.iterdir() if path.name != LOCK_FILE]
-            removed.extend(temporary)
-            commit.recover(tmp_path)
-        return lock(descriptor)
-
-    monkeypatch.setattr(lease, "lock", removing)
-    held = Lease(tmp_path, watch_seconds=0.1)
-    assert len(removed) == 1 and os.listdir(tmp_path) == [LOCK_FILE]
-    held.release()
-
-
-def test_where_there_are_no_hard_links_the_lock_file_gets_its_name_by_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unsupported(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "no links")
-
-    monkeypatch.setattr(lock_file.os, "link", unsupported)
-    held = Lease(tmp_path)
-    with pytest.raises(RecipeError, match="this process uses this directory already"):
-        Lease(tmp_path)
-    held.check()
-    held.release()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_where_there_are_no_locks_the_beat_alone_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -490,61 +401,6 @@ def record(**changed: Any) -> lock_file.Holder:
         "file_system_id": file_system_id,
     }
     return lock_file.Holder(**{**fields, **changed})
-
-
-def test_a_record_is_read_back_and_one_with_a_field_of_another_type_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-
-    def read(content: bytes) -> lock_file.Holder | None:
-        path.write_bytes(content)
-        with path.open("rb") as file:
-            return lock_file.Holder.read(file.fileno())
-
-    assert read(record().to_bytes()) == record()
-    assert len(record().to_bytes()) == lock_file._RECORD_BYTES
-    plain = json.loads(record().to_bytes())
-    old = {name: plain[name] for name in ("host", "boot_id", "pid", "command", "beat")}
-    assert read(json.dumps({**old, "unknown": 1}).encode()) == lock_file.Holder(**old)
-    for name, value in plain.items():
-        if name != "time":
-            wrong = 5 if isinstance(value, str) else str(value)
-            assert read(json.dumps({**plain, name: wrong}).encode()) is None, name
-    assert read(json.dumps({**plain, "pid": True}).encode()) is None
-    assert read(json.dumps({**plain, "pid": 1.0}).encode()) is None
-    assert read(b"[]") is None and read(b"") is None and read(b"[" * 2000) is None
-
-
-def test_locks_are_shared_on_one_boot_and_one_mounted_file_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    here = record()
-    with open("/proc/self/stat") as elsewhere, (tmp_path / "file").open("w") as file:
-        assert here.shares_locks_with(file.fileno())
-        assert not here.shares_locks_with(elsewhere.fileno())
-        assert not record(boot_id="another").shares_locks_with(file.fileno())
-        assert not record(device=here.device + 1).shares_locks_with(file.fileno())
-        assert not record(file_system_id=here.file_system_id + 1).shares_locks_with(file.fileno())
-
-
-def test_only_a_process_of_this_boot_and_namespace_is_known_to_be_dead() -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    assert record(pid=ended.pid).is_known_to_be_dead()
-    assert not record().is_known_to_be_dead()
-    for changed in ({"boot_id": "another"}, {"pid_namespace": "pid:[1]"}, {"pid_namespace": ""}):
-        assert not record(pid=ended.pid, **changed).is_known_to_be_dead()
-
-
-def test_the_watch_is_longer_where_a_mount_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind, seconds in (
-        ("fuse.sshfs", lease.CACHED_WATCH_SECONDS),
-        ("virtiofs", lease.CACHED_WATCH_SECONDS),
-        ("nfs4", lease.WATCH_SECONDS),
-        (None, lease.WATCH_SECONDS),
-    ):
-        monkeypatch.setattr(lease, "file_system_of", lambda _, kind=kind: kind)
-        assert lease._watch_seconds(Path()) == seconds
 
 
 def test_a_token_is_compared_with_the_file_and_says_who_has_it(tmp_path: Path) -> None:

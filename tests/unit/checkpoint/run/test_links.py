@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.checkpoint import Manifest, discover
-from automodel_ckpt.checkpoint.export.export_leftovers import leftovers_in
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.safe_open import link_on_the_way
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.run import links, maintenance, resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
@@ -302,21 +300,6 @@ def test_whatever_has_the_name_of_a_checkpoint_gives_way_and_is_kept(tmp_path: P
     assert (tmp_path / "run" / ASIDE).read_text() == "mine" and (tmp_path / "run" / NAME).is_dir()
 
 
-def test_a_run_directory_can_be_held_again_after_its_release(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run", KeepPolicy(), "val_loss")
-    run.hold()
-    staging = commit.reserve(run.root, NAME)
-    run.release()
-    assert run.lease_token is None
-    run.hold()
-    run.check_lease()
-    assert run.lease_token is not None
-    commit.finalize(staging, b"{}")
-    run.publish(staging, layout.CheckpointName(step=20, epoch=0), {})
-    run.release()
-    assert (tmp_path / "run" / NAME).is_dir()
-
-
 def test_abandoned_checkpoints_are_set_aside_by_the_next_save_if_one_fails_to_do_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,34 +361,6 @@ def test_a_save_after_a_return_to_an_earlier_step_sets_the_later_checkpoints_asi
     ]
 
 
-def test_leftovers_of_exports_are_not_looked_for_behind_a_checkpoint_that_is_a_link(
-    tmp_path: Path,
-) -> None:
-    leftover = tmp_path / "outside" / "model" / f".consolidated.staging-{'a' * 32}"
-    leftover.mkdir(parents=True)
-    link = tmp_path / "epoch_0_step_5"
-    link.symlink_to(tmp_path / "outside")
-    assert [*leftovers_in(tmp_path / "outside")] == [leftover]
-    assert [*leftovers_in(link)] == []
-
-
-def test_the_first_linked_directory_on_the_way_to_a_file_is_found_and_the_root_may_be_a_link(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "real" / "a" / "b").mkdir(parents=True)
-    root = tmp_path / "root"
-    root.symlink_to("real")
-    assert link_on_the_way(root, "file") is None
-    assert link_on_the_way(root, "a/file") is None
-    assert link_on_the_way(root, "a/b/file") is None
-    (root / "a" / "link").symlink_to("b")
-    (root / "link").symlink_to("a")
-    assert link_on_the_way(root, "link/file") == "link"
-    assert link_on_the_way(root, "a/link/file") == "a/link"
-    assert link_on_the_way(root, "link/link/file") == "link"
-    assert link_on_the_way(root, "a/b/link") is None
-
-
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The directories that are fsynced, in order."""
@@ -444,30 +399,6 @@ def test_pins_and_redirected_links_are_durable(run: Path, synced: list[str]) -> 
     synced.clear()
     links.set_aside(run, NAME)
     assert str(run / "paper" / "figures") in synced and synced[-1] == str(run)
-
-
-def test_links_are_looked_for_in_users_directories_and_not_in_checkpoints(run: Path) -> None:
-    (run / "epoch_0_step_10" / "inner").symlink_to("../epoch_0_step_20")
-    (run / "paper" / "epoch_0_step_30").mkdir()
-    (run / "paper" / "epoch_0_step_30" / "mine").symlink_to("x")
-    found = {os.path.relpath(link, run) for link in links._links(run)}
-    assert "paper/epoch_0_step_30/mine" in found and "epoch_0_step_10/inner" not in found
-
-
-def test_a_directory_that_disappears_is_ignored_and_a_run_that_cannot_be_read_is_not(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scandir = os.scandir
-
-    def without_figures(path: Any) -> Any:
-        if os.path.basename(path) == "figures":
-            raise FileNotFoundError(path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", without_figures)
-    assert {os.path.basename(link) for link in links._links(run)} >= {"mine", "newest"}
-    with pytest.raises(FileNotFoundError):
-        list(links._links(run / "gone"))
 
 
 def test_a_checkpoint_without_its_optimizer_is_durable_before_the_old_files_are_deleted(

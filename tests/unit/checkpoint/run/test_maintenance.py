@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 from automodel_ckpt.checkpoint import Manifest
-from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import FileRecord
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.manifest import StateRecord, Tree
 from automodel_ckpt.checkpoint.run import (
-    late_validations,
     links,
     maintenance,
     policy,
-    verification_results,
 )
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.lease import Lease
@@ -274,9 +270,6 @@ def test_ls_tells_when_a_checkpoint_was_verified_until_another_takes_its_place(
     assert main(["ls", str(run)]) == 0
     assert "damaged: run `ckpt verify` for details" in capsys.readouterr().out
     assert not found["epoch_0_step_20"]["complete"]
-    (run / "epoch_0_step_20").rename(run / "epoch_0_step_20.superseded-1")
-    assert listed()["epoch_0_step_20.superseded-1"]["damaged"]
-    (run / "epoch_0_step_20.superseded-1").rename(run / "epoch_0_step_20")
     assert main(["verify", str(run / "epoch_0_step_10")]) == 0
     capsys.readouterr()
     assert listed()["epoch_0_step_20"]["damaged"]
@@ -345,49 +338,6 @@ def test_only_checkpoints_of_a_run_can_be_pinned(
     save_file({"weight": torch.ones(2)}, export / "model.safetensors")
     assert main(["pin", str(export)]) == 3
     assert "not a checkpoint of a run" in capsys.readouterr().err
-
-
-def test_results_of_verifications_are_kept_for_each_checkpoint(run: Path) -> None:
-    names = sorted(path.name for path in run.iterdir() if layout.is_checkpoint(path.name))
-    first, second = names[:2]
-    verification_results.remember(run, {first: True})
-    verification_results.remember(run, {second: False, "epoch_9_step_9": True})
-    found = verification_results.recall(run)
-    assert {name: note.ok for name, note in found.items()} == {first: True, second: False}
-    assert abs(found[first].time - time.time()) < 60
-    verification_results.remember(run, {second: True})
-    assert verification_results.recall(run)[second].ok
-    for content in ("5", "[]", '{"x": 5}', '{"x": {"stamp": 5, "time": 1, "ok": true}}', "{"):
-        (run / layout.VERIFIED).write_text(content)
-        assert verification_results.recall(run) == {}
-    assert verification_results.recall(run / "gone") == {}
-
-
-def test_a_late_validation_is_recalled_for_its_manifest_only(run: Path) -> None:
-    names = sorted(path.name for path in run.iterdir() if layout.is_checkpoint(path.name))
-    checkpoint = run / names[0]
-    gone = run / "epoch_9_step_9"
-    gone.mkdir()
-    late_validations.note(gone, "digest of gone", {"val_loss": 1.0})
-    gone.rmdir()
-    losses = {
-        "val_loss": 0.5,
-        "none": None,
-        "text": "n" * 100,
-        "longest": (1 << 63) - 1,
-        "least": -(1 << 63),
-    }
-    rejected = {"long": "n" * 101, "large": 1 << 63, "small": -(1 << 63) - 1, "list": [1]}
-    late_validations.note(checkpoint, "mine", {**losses, **rejected})
-    assert late_validations.recall(checkpoint, "mine") == losses
-    assert late_validations.recall(checkpoint, "another") == {}
-    assert late_validations.recall(run / names[1], "mine") == {}
-    assert late_validations.recall(gone, "digest of gone") == {}
-    late_validations.note(run / names[1], "second", {"val_loss": 2.0})
-    assert late_validations.recall(checkpoint, "mine") == losses
-    for content in ("[]", f'{{"{names[0]}": 5}}', f'{{"{names[0]}": {{"manifest": "mine"}}}}'):
-        (run / layout.LATE_VALIDATIONS).write_text(content)
-        assert late_validations.recall(checkpoint, "mine") == {}
 
 
 def test_dropping_an_optimizer_leaves_directories_with_similar_names() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import uuid
 from pathlib import Path
 
 import pytest
@@ -28,7 +26,6 @@ from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.saves.memory_saves import MemorySaves
 from tests.support.models import tiny
 
 
@@ -74,20 +71,6 @@ def test_directories_of_runs_that_exist_are_no_orphans(run: Path, parent: Path) 
     assert directory.is_dir() and (parent / "something else").is_dir()
 
 
-@pytest.mark.parametrize("is_replaced", [False, True])
-def test_memory_of_a_run_that_was_renamed_stays(run: Path, parent: Path, is_replaced: bool) -> None:
-    directory = open_memory(run, parent).directory
-    moved = run.rename(run.with_name("moved"))
-    if is_replaced:
-        run.mkdir()
-        open_memory(run, parent)
-    remove_orphans(parent)
-    assert memory_of(moved, parent) == directory
-    shutil.rmtree(moved)
-    remove_orphans(parent)
-    assert not directory.exists()
-
-
 def test_memory_of_a_live_run_stays_where_its_directory_is_not_visible(
     run: Path, parent: Path
 ) -> None:
@@ -115,16 +98,6 @@ def test_memory_of_a_run_whose_disk_is_not_mounted_stays_for_a_week(
     remove_orphans(parent)
     assert directory.is_dir()
     monkeypatch.setattr(memory_directory, "UNREACHABLE_SECONDS", -1.0)
-    remove_orphans(parent)
-    assert not directory.exists()
-
-
-def test_memory_of_a_run_whose_identity_cannot_be_read_stays(run: Path, parent: Path) -> None:
-    directory = open_memory(run, parent).directory
-    (run / ".memory.json").write_bytes(b"\0" * 50)
-    remove_orphans(parent)
-    assert directory.is_dir()
-    (run / ".memory.json").write_text(json.dumps({"id": uuid.uuid4().hex}))
     remove_orphans(parent)
     assert not directory.exists()
 
@@ -280,25 +253,3 @@ def test_a_damaged_copy_is_not_published_and_the_memory_is_kept(run: Path, paren
     message = keep_on_disk(run, parent)
     assert "are kept" in message and path.name in message and "tensor bias" in message
     assert names_in(run) == [] and path.exists()
-
-
-def test_a_damaged_checkpoint_on_disk_does_not_prevent_the_copy(run: Path, parent: Path) -> None:
-    directory = saved_in_memory(run, parent, 3)
-    (run / "epoch_0_step_3").mkdir()
-    (run / "epoch_0_step_3" / "MANIFEST.json").write_bytes(b"{")
-    assert copy_to_disk(directory, run) == run / "epoch_0_step_3"
-    assert names_in(run) == ["LATEST", "epoch_0_step_3", "epoch_0_step_3.superseded-1"]
-
-
-def test_the_start_removes_only_what_saves_have_written(tmp_path: Path) -> None:
-    save(tmp_path, 3)
-    save(tmp_path, 5)
-    (tmp_path / "epoch_0_step_4").mkdir()
-    (tmp_path / "epoch_0_step_4" / "notes.txt").write_text("mine")
-    memory = MemorySaves.__new__(MemorySaves)
-    memory.directory = tmp_path
-    memory._remove_all_but("epoch_0_step_5")
-    assert [str(name) for name in resume.checkpoint_names(tmp_path)] == [
-        "epoch_0_step_5",
-        "epoch_0_step_4",
-    ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.memory.save_files import SAVE, is_of_save
+from automodel_ckpt.checkpoint.memory.save_files import SAVE
 from automodel_ckpt.checkpoint.memory.survey import CheckpointOnNodes, _complete
 from automodel_ckpt.checkpoint.node_directories import NodeDirectories
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
@@ -139,27 +139,3 @@ def test_what_has_the_name_of_a_checkpoint_of_another_node_is_renamed(
     assert sorted(os.listdir(root / SECOND)) == [SAVE, layout.MANIFEST]
     aside = root / f"{SECOND}.superseded-1"
     assert [path.name for path in aside.iterdir()] == ["notes.txt"]
-
-
-def test_a_link_is_not_what_a_save_has_written(root: Path) -> None:
-    (root / FOREIGN).symlink_to(SECOND)
-    assert is_of_save(root / SECOND) and not is_of_save(root / FOREIGN)
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ((), True),
-        ((SAVE,), True),
-        ((f".{SAVE}",), True),
-        ((layout.MANIFEST, "a"), True),
-        (("a",), False),
-    ],
-)
-def test_what_a_save_has_written_is_recognized(
-    files: tuple[str, ...], expected: bool, tmp_path: Path
-) -> None:
-    """Also a damaged manifest, and the directory of a process that was killed before it wrote anything."""
-    for file in files:
-        (tmp_path / file).write_text("{")
-    assert is_of_save(tmp_path) == expected

@@ -7,20 +7,17 @@ import json
 import os
 import signal
 import socket
-import struct
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.memory import node_process
-from automodel_ckpt.checkpoint.memory.hang_reports import HangReports, ReportSender
+from automodel_ckpt.checkpoint.memory.hang_reports import HangReports
 from automodel_ckpt.checkpoint.memory.node_process import NodeProcess
 from automodel_ckpt.checkpoint.memory.node_server import NodeServer
 from automodel_ckpt.checkpoint.memory.requests import (
@@ -128,21 +125,6 @@ def test_a_copy_appears_complete_and_a_late_one_creates_no_directory(
     assert not (server.root / late).exists()
 
 
-def test_what_is_no_request_prints_nothing(
-    server: NodeServer, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The terminal is that of the run."""
-    assert status(server, "PUT", f"/{STAGING}/file", **{"Content-Length": "1" * 5000}) == 400
-    with socket.create_connection(address(server)) as connection:
-        connection.sendall(b"GET /")
-        # The connection is reset.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    with pytest.raises(NodeFailed, match="Forbidden"):
-        read_range(address(server), "guess", f"{NAME}/model/file", 0, 1)
-    time.sleep(0.1)
-    assert capfd.readouterr() == ("", "")
-
-
 def test_an_interrupted_copy_leaves_nothing(server: NodeServer) -> None:
     connection = http.client.HTTPConnection(*address(server), timeout=120)
     connection.putrequest("PUT", f"/{STAGING}/file")
@@ -219,24 +201,6 @@ def test_a_process_that_was_stopped_fails_its_command_and_is_replaced(
         os.kill(first, 0)
 
 
-def test_a_process_that_does_not_answer_when_it_starts_is_an_error_and_does_not_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-    popen = subprocess.Popen
-
-    def start_stopped(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
-        started.append(popen(["sleep", "600"], **options))
-        return started[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", start_stopped)
-    monkeypatch.setattr(node_process, "START_SECONDS", 0.2)
-    with pytest.raises(NodeFailed, match=r"does not respond[\s\S]*nothing for 0 s"):
-        NodeProcess(tmp_path, "127.0.0.1", TOKEN)
-    (child,) = started
-    assert child.returncode == -signal.SIGKILL
-
-
 def test_a_process_that_was_killed_is_started_again_between_saves(tmp_path: Path) -> None:
     with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
         first = process.pid
@@ -248,33 +212,6 @@ def test_a_process_that_was_killed_is_started_again_between_saves(tmp_path: Path
         os.kill(second, 0)
 
 
-def test_a_process_that_is_closed_while_it_starts_does_not_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process = NodeProcess(tmp_path, "127.0.0.1", TOKEN)
-    started: list[subprocess.Popen[bytes]] = []
-    popen, set_mask = subprocess.Popen, signal.pthread_sigmask
-
-    def start(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
-        started.append(popen(*words, **options))
-        return started[-1]
-
-    def close_after_start(how: int, mask: Any) -> Any:
-        if how == signal.SIG_SETMASK:
-            process.close()
-        return set_mask(how, mask)
-
-    # With the lock, the thread that watches the process does not start it.
-    with process._lock, monkeypatch.context() as patch:
-        process.kill()
-        patch.setattr(subprocess, "Popen", start)
-        patch.setattr(signal, "pthread_sigmask", close_after_start)
-        with pytest.raises(ValueError, match="closed file"):
-            process.start_again()
-    (child,) = started
-    assert child.returncode == -signal.SIGKILL
-
-
 def test_a_node_that_is_lost_while_a_restart_reads_from_it_is_a_reason_for_another_restart() -> (
     None
 ):
@@ -283,31 +220,6 @@ def test_a_node_that_is_lost_while_a_restart_reads_from_it_is_a_reason_for_anoth
     with pytest.raises(NodeFailed) as failed:
         read_range(gone, TOKEN, f"{NAME}/file", 0, 1)
     assert failure_record(failed.value, 0).code not in FINAL_CODES
-
-
-def test_a_long_command_shows_that_the_process_lives(
-    server: NodeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other node creates the directory of the save after two signs, so that copies wait."""
-    own = tmp_path / "own"
-    late = layout.staging_name(NAME, "1" * 32)
-    (own / late).mkdir(parents=True)
-    (own / late / "file").write_bytes(b"x")
-    target = list(address(server))
-    signs: list[bytes] = []
-    read = os.read
-
-    def read_sign(descriptor: int, num_bytes: int) -> bytes:
-        signs.append(read(descriptor, num_bytes))
-        if len(signs) == 2:
-            (server.root / late).mkdir()
-        return signs[-1]
-
-    with closing(NodeProcess(own, "127.0.0.1", TOKEN)) as process:
-        monkeypatch.setattr(os, "read", read_sign)
-        process.do({"do": "copy", "staging": late, "to": [target]}, lambda: None)
-        monkeypatch.undo()
-    assert (server.root / late / "file").read_bytes() == b"x"
 
 
 def write_report(run: Path, file: str, text: str = "state") -> None:
@@ -378,38 +290,3 @@ def test_reports_are_not_written_through_links(tmp_path: Path, link: str) -> Non
     with pytest.raises(NotADirectoryError, match="symbolic link"):
         HangReports(run).receive("step_3/rank_0.txt", b"state")
     assert list(outside.iterdir()) == []
-
-
-def test_reports_are_sent_once_and_not_to_where_they_came_from(tmp_path: Path) -> None:
-    """A node that does not respond gets them later, and delays no other node."""
-    reports = HangReports(tmp_path)
-    responding, gone = Address("127.0.0.1", 1), Address("127.0.0.1", 2)
-    is_gone = True
-    blocked = threading.Event()
-    sent: list[tuple[int, str, bytes]] = []
-
-    def send(target: Address, file: str, data: bytes) -> None:
-        if target == gone and is_gone:
-            blocked.wait(60)
-            raise NodeFailed("gone", where=str(target), value="", hint="")
-        sent.append((target.port, file, data))
-
-    sender = ReportSender(reports, send)
-    sender._targets = [gone, responding]
-    reports.receive("step_3/rank_9.txt", b"of another node")
-    for number, text in enumerate(("before", "after")):
-        write_report(tmp_path, "step_3/rank_0.txt", text)
-
-        def has_sent(count: int = number + 1) -> bool:
-            sender.poll()
-            return len(sent) == count
-
-        wait_until(has_sent)
-    expected = [(1, "step_3/rank_0.txt", b"before"), (1, "step_3/rank_0.txt", b"after")]
-    assert sent == expected
-    is_gone = False
-    blocked.set()
-    wait_until(lambda: sender.poll() is None and len(sent) == 3)
-    assert sent == [*expected, (2, "step_3/rank_0.txt", b"after")]
-    sender.poll()
-    assert len(sent) == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import logging
@@ -11,7 +10,6 @@ import pickle
 import shutil
 import stat
 import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,17 +25,13 @@ from automodel_ckpt.checkpoint import checkpointer as checkpointer_module
 from automodel_ckpt.checkpoint.export.export_manifest import export_problems as verify_export
 from automodel_ckpt.checkpoint.files import durable_file, layout
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.parts.verify import unlisted_files, verify
-from automodel_ckpt.checkpoint.run import late_validations, links, verification_results
+from automodel_ckpt.checkpoint.run import links, verification_results
 from automodel_ckpt.checkpoint.run.lease import LOCK_FILE
-from automodel_ckpt.checkpoint.saving import forecast
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
-from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.common.checkpoint_rows import rows_of
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
-from automodel_ckpt.optim.combined_optimizer import CombinedOptimizer
 from tests.support.models import tiny
 from tests.unit.checkpoint.jobs.test_background import AdapterFiles
 
@@ -321,16 +315,6 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(
     assert resumed is not None and resumed.step == 20
     assert file in caplog.text and f"tensor {tensor.fqn}" in caplog.text
     assert not verification_results.recall(tmp_path)[path.name].ok  # which `ckpt ls` shows
-
-
-def test_of_a_file_that_is_all_wrong_a_few_tensors_are_named(tmp_path: Path) -> None:
-    made = tiny.recipe()
-    path = tiny.save(tmp_path, made, step=20).path
-    manifest = Manifest.read(path)
-    file = "model/shard-00001-model-00001-of-00001.safetensors"
-    (path / file).write_bytes(bytes(manifest.files[file].size))
-    (problem,) = verify(path, manifest, level="digest")
-    assert str(problem.value).count("tensor ") == 5 and " more" in str(problem.value)
 
 
 def test_when_none_is_left_or_the_named_one_is_bad_a_table_says_why(tmp_path: Path) -> None:
@@ -677,22 +661,6 @@ def test_a_later_validation_counts_only_for_the_very_checkpoint_and_where_it_can
     assert commit.pointed(tmp_path, "LOWEST_VAL") == "epoch_0_step_20"
 
 
-def test_a_later_validation_that_cannot_be_written_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tiny.save(tmp_path, tiny.recipe(), step=20)
-    monkeypatch.setattr(late_validations, "replace_file", full_disk)
-    later(tmp_path, val_loss=0.5)
-    assert (
-        "could not record the validation of epoch_0_step_20" in caplog.text
-        and "No space left" in caplog.text
-    )
-
-
-def full_disk(path: Path, data: bytes) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-
 @pytest.mark.parametrize(
     ("refused", "failing_steps"), [(layout.POINTERS, (2,)), (("LOWEST_VAL",), (2, 3))]
 )
@@ -802,36 +770,6 @@ def test_a_publication_that_cannot_be_made_durable_is_taken_back(
     with pytest.raises(SaveFailed, match="EIO"):
         tiny.save(tmp_path, tiny.recipe())
     assert tree(tmp_path) == []
-
-
-def test_a_part_that_cannot_be_removed_fails_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.unlink
-
-    def fail_for_parts(path: Any, **more: Any) -> None:
-        if ".parts" in os.fspath(path):
-            monkeypatch.undo()
-            raise OSError(5, os.strerror(5), os.fspath(path))
-        real(path, **more)
-
-    monkeypatch.setattr(os, "unlink", fail_for_parts)
-    with pytest.raises(SaveFailed, match=r"rank_00000"):
-        tiny.save(tmp_path, tiny.recipe())
-    assert tree(tmp_path) == []
-
-
-def test_a_file_whose_space_cannot_be_reserved_leaves_no_open_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match=r"No space.*file"):
-        durable_file.DurableFile(tmp_path / "file", nbytes=1)
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def with_unused(seed: int, **options: Any) -> Any:
@@ -950,22 +888,6 @@ def test_state_that_does_not_fit_these_ranks_is_recomputed_and_rank_0_reports_it
     ]
 
 
-def test_a_validation_of_another_runs_checkpoint_is_recorded_in_neither_run(
-    tmp_path: Path,
-) -> None:
-    made = tiny.recipe()
-    tiny.save(tmp_path / "first", made)
-    tiny.save(tmp_path / "second", made, step=30)
-    loader = tiny.checkpointer(
-        tmp_path / "second", restore_from=str(tmp_path / "first" / "epoch_0_step_20")
-    )
-    resumed = loader.load(discover(made))
-    assert resumed is not None and resumed.path.parent == tmp_path / "first"
-    loader.note_validation(resumed, {"val_loss": 0.5})
-    loader.close()
-    assert list(tmp_path.rglob(layout.LATE_VALIDATIONS)) == []
-
-
 def test_a_run_that_is_taken_over_while_it_sets_checkpoints_aside_publishes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1003,34 +925,6 @@ def test_a_learning_rate_schedule_on_one_side_only_can_be_left_out(
     moments = [one.optimizer.state[one.model.embed]["exp_avg"] for one in (made, other)]
     assert torch.equal(*moments)
     assert ("initial_lr" in other.optimizer.param_groups[0]) is not saved_with_schedule
-
-
-def test_a_message_lists_twenty_lines_and_counts_the_others() -> None:
-    assert first_lines(["x"] * 20).count("x") == 20
-    assert "more" not in first_lines(["x"] * 20)
-    assert first_lines(["x"] * 22).endswith("... and 2 more")
-
-
-def test_only_values_that_a_run_can_have_written_are_read_back_as_late_losses(
-    tmp_path: Path,
-) -> None:
-    checkpoint = tmp_path / "epoch_0_step_1"
-    losses = {"whole": 2, "float": 0.5, "none": None, "not finite": "nan"}
-    others = {"huge": 1 << 63, "tiny": -(1 << 63) - 1, "list": [], "text": "x" * 10_000}
-    late_validations.note(checkpoint, "digest", losses | others | {"least": -(1 << 63)})
-    assert late_validations.recall(checkpoint, "digest") == losses | {"least": -(1 << 63)}
-    assert late_validations.recall(checkpoint, "another") == {}
-
-
-def test_exports_count_in_the_forecast_only_where_they_are_made(tmp_path: Path) -> None:
-    with_exports, without = (
-        tiny.checkpointer(
-            tmp_path, save_consolidated=save_consolidated, assets={"model": AdapterFiles()}
-        ).forecast(discover(tiny.recipe()))
-        for save_consolidated in ("every", False)
-    )
-    assert with_exports.export_bytes > 0 and without.export_bytes == 0
-    assert with_exports.nbytes > without.nbytes
 
 
 def test_an_export_from_memory_has_all_tensors_and_verifies(tmp_path: Path) -> None:
@@ -1118,59 +1012,3 @@ def test_a_directory_that_does_not_outlive_the_container_is_warned_of(
         warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert warnings == ([text] if text else [])
         saver.close()
-
-
-def test_a_resume_of_an_unchanged_model_reports_no_change(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = tiny.recipe()
-    tiny.save(tmp_path, made)
-    caplog.set_level("INFO", "automodel_ckpt")
-    assert tiny.load(tmp_path, made) is not None
-    assert "Loading checkpoint from" in caplog.text
-    assert "config changed" not in caplog.text and "different function" not in caplog.text
-
-
-def test_a_forecast_counts_side_files_exports_and_the_objects_of_each_rank() -> None:
-    linear = torch.nn.Linear(10, 10, bias=False)
-    items = classify({"model": linear, "text": tiny.Counter("x" * 1000)})
-    (counter,) = [item for item in items if item.kind == "object"]
-
-    def bytes_of(*, shared: bool = True, world_size: int = 1, **more: int) -> int:
-        scope = "replicated" if shared else "rank"
-        others = [item for item in items if item is not counter]
-        changed = [*others, dataclasses.replace(counter, scope=scope)]
-        return forecast.forecast_bytes(changed, world_size=world_size, save_optimizer=False, **more)
-
-    alone = bytes_of()
-    assert bytes_of(side_bytes=100) - alone == 100
-    assert bytes_of(num_exports=2) - alone == 2 * 400
-    assert bytes_of(side_bytes=100, num_exports=2) - alone == 3 * 100 + 2 * 400
-    a_file = bytes_of(world_size=4, shared=False) - bytes_of(world_size=4)
-    assert a_file % 3 == 0 and 1000 < a_file // 3 < 1000 + 2 * forecast.archive_overhead()
-    shards = bytes_of(num_shards=4) - bytes_of(num_shards=1)
-    assert shards == 3 * forecast._ENTRY_BYTES["module"]
-    assert bytes_of(num_shards=20) == bytes_of(num_shards=10)
-
-
-def test_a_forecast_counts_the_state_of_each_of_several_optimizers() -> None:
-    matrix = torch.nn.Parameter(torch.zeros(64, 64))
-    bias = torch.nn.Parameter(torch.zeros(64))
-    optimizers = [torch.optim.Muon([matrix]), torch.optim.SGD([bias], momentum=0.9)]
-    (item,) = classify({"optimizer": CombinedOptimizer(optimizers)})
-    nbytes = forecast.forecast_bytes([item], world_size=1, save_optimizer=True)
-    nbytes -= forecast.forecast_bytes([], world_size=1, save_optimizer=True)
-    # The momentum of each.
-    entries = 2 * (forecast._ENTRY_BYTES["optimizer"] + forecast.archive_overhead())
-    assert nbytes == 4 * (64 * 64 + 64) + entries
-
-
-def test_a_save_reports_its_size_and_how_long_it_took(tmp_path: Path) -> None:
-    made = tiny.recipe()
-    started = time.monotonic()
-    report = tiny.save(tmp_path, made)
-    seconds = time.monotonic() - started
-    assert 0 < report.stall_seconds <= seconds and 0 < report.total_seconds <= seconds
-    assert report.nbytes == Manifest.read(report.path).nbytes
-    assert report.free_bytes is not None and report.free_bytes > 0
-    assert report.bytes_per_second == pytest.approx(report.nbytes / report.total_seconds)

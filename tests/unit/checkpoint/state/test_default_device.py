@@ -12,12 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from automodel_ckpt.base.rng import StatefulRNG
-from automodel_ckpt.checkpoint.formats.reading import read_tree
-from automodel_ckpt.checkpoint.jobs.tensor_bytes import gathered, page_locked
-from automodel_ckpt.checkpoint.parts.manifest import Tree
-from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
 from automodel_ckpt.checkpoint.state.quantized_tensors import dequantized_rows, find_quantized
-from automodel_ckpt.checkpoint.state.stored_rows import read_rows
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.parallel.ranks import agree
 from tests.support import ranks
@@ -34,17 +29,6 @@ def elsewhere() -> Iterator[None]:
 
 def on_cpu(*shape: int) -> torch.Tensor:
     return torch.arange(float(torch.Size(shape).numel()), device=CPU).reshape(shape)
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_values_of_another_type_are_read(tmp_path: Path) -> None:
-    save_file({"w": on_cpu(30, 8)}, tmp_path / "a.safetensors")
-    source = open_weights(tmp_path).modules["model"]
-    target = torch.zeros(30, 8, dtype=torch.bfloat16, device=CPU)
-    read_tree(source.root, Tree("", dict(source.tensors), {}), {"w": target})
-    assert torch.equal(target, on_cpu(30, 8).bfloat16())
-    rows = read_rows(source, source.tensors["w"], 3, 5)
-    assert torch.equal(rows, on_cpu(30, 8)[3:5])
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -72,16 +56,6 @@ def test_quantized_values_are_read(tmp_path: Path) -> None:
     assert torch.equal(found["fp8"], values.float() * factors)
     pairs = torch.tensor([0.5, 1.0], device=CPU).repeat(32)
     assert torch.equal(found["mxfp4"], pairs[None, :, None].expand(1, 64, 3))
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_the_memory_of_saves_is_that_of_the_host() -> None:
-    assert page_locked(64).device == CPU
-    flat = on_cpu(100).view(torch.uint8)
-    assert bytes(gathered(flat)) == bytes(flat.numpy().data)
-    memory = HostMemory()
-    assert memory.tensor.device == CPU
-    memory.close()
 
 
 @pytest.mark.usefixtures("elsewhere")

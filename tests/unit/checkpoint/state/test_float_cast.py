@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.tensors import float_cast
-from automodel_ckpt.checkpoint.tensors.float_cast import cast, cast_into, storage_dtype
+from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64}
@@ -47,12 +46,6 @@ def test_a_cast_is_torchs(source: str, target: str) -> None:
     assert torch.equal(found[number].view(integers), want[number].view(integers))
 
 
-def test_a_cast_keeps_the_shape_of_strided_and_scalar_values() -> None:
-    grid = np.arange(12, dtype=np.float32).reshape(3, 4)[:, 1:3]
-    assert cast(grid, "F32", "BF16").shape == (3, 2)
-    assert cast(np.float32(1.5).reshape(()), "F32", "BF16").shape == ()
-
-
 @pytest.mark.parametrize(("source", "target"), [("F32", "F16"), ("F16", "F32"), ("F32", "BF16")])
 def test_a_few_values_that_are_no_normal_numbers_are_cast_like_any_others(
     source: str, target: str
@@ -87,35 +80,3 @@ def test_a_few_values_that_are_no_normal_numbers_are_cast_like_any_others(
     assert torch.equal(found.isnan(), want.isnan()) and not number.all()
     assert torch.equal(found[number].double(), want[number].double())
     assert torch.equal(found[number].signbit(), want[number].signbit())
-
-
-def test_a_cast_of_nothing_is_nothing() -> None:
-    for target in ("BF16", "F16", "F32"):
-        assert cast(np.empty((0, 3), dtype=np.float32), "F32", target).shape == (0, 3)
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0), ()])
-def test_arrays_without_elements_or_dimensions_are_cast(shape: tuple[int, ...]) -> None:
-    singles = np.full(shape, 1.5, dtype=np.float32)
-    halves = np.zeros(shape, dtype=np.uint16)
-    cast_into(singles, "F32", "BF16", halves)
-    expected = as_bits(torch.full(shape, 1.5, dtype=torch.bfloat16))
-    assert halves.tobytes() == expected
-
-
-def as_bits(tensor: torch.Tensor) -> bytes:
-    return tensor.view(torch.int16).numpy().tobytes()
-
-
-@pytest.mark.parametrize("shape", [(5,), (3, 7), (7, 3), (2, 1, 5), (4, 0), (0, 4), (1, 9), (3, 1)])
-@pytest.mark.parametrize("num_elements", [1, 2, 4, 8])
-def test_a_cast_in_chunks_is_the_cast_of_the_whole(
-    shape: tuple[int, ...], num_elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(float_cast, "_CHUNK_ELEMENTS", num_elements)
-    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    for target in ("BF16", "F16", "F64", "F32"):
-        expected = float_cast.cast(values, "F32", target)
-        out = np.full(shape, 9, expected.dtype)
-        float_cast.cast_into(values, "F32", target, out)
-        assert np.array_equal(out, expected)

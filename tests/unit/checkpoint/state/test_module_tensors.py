@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
 
 from automodel_ckpt.checkpoint.parts.discovery import classify
 from automodel_ckpt.checkpoint.parts.manifest import Manifest
@@ -21,7 +20,6 @@ from automodel_ckpt.checkpoint.state.module_loading import set_module_state
 from automodel_ckpt.checkpoint.state.module_tensors import module_state
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners
 from automodel_ckpt.errors import CheckpointUnusable
-from tests.support import ranks
 from tests.support.models import tiny
 
 
@@ -80,38 +78,6 @@ def read(module: nn.Module) -> None:
     for value in state.values():
         value.fill_(2)
     set_module_state(module, state, tied, strict=True)
-
-
-def test_tensors_that_have_their_values_are_not_loaded_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError("loaded by PyTorch, which is quadratic in the length of a list")
-
-    monkeypatch.setattr(module_loading, "set_model_state_dict", fail)
-    model = tied_list()
-    read(model)
-    assert all(bool((value == 2).all()) for value in model.state_dict().values())
-
-
-def read_sharded() -> bool:
-    """Load a module of fsdp2 without PyTorch; whether it has the values, also when it is used."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError("loaded by PyTorch, which is quadratic in the length of a list")
-
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    fully_shard(model[0])
-    fully_shard(model)
-    module_loading.set_model_state_dict = fail
-    # Gathered parameters are freed first.
-    model(torch.ones(1, 2))
-    read(model)
-    return model(torch.ones(1, 2)).item() == 38
-
-
-def test_modules_of_fsdp2_that_have_their_values_are_not_loaded_again() -> None:
-    assert ranks.run(read_sharded, 1, init=True, timeout=100) == [True]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.parts.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.parts.slices import Tensor
-from automodel_ckpt.checkpoint.state.optimizer_state import load_read_state
 from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from tests.support import ranks
@@ -270,27 +269,6 @@ def test_a_group_without_parameters_comes_back_with_its_options(tmp_path: Path) 
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.1, 0.25]
 
 
-@pytest.mark.parametrize(
-    ("saved", "here", "absent", "sources"),
-    [
-        ([["a"], []], [["a"], []], (), (0, 1)),
-        ([["a"]], [["a"], []], (), (0, None)),
-        ([["a"], ["b"]], [["a", "b"], []], (), (0, None)),
-        ([["a"], []], [["a"], ["new.x"]], ("new.",), (0, None)),
-        ([[], ["a"]], [["a"]], (), (1,)),
-    ],
-)
-def test_a_group_without_parameters_is_that_of_its_number_if_it_had_none_either(
-    saved: list[list[str]],
-    here: list[list[str]],
-    absent: tuple[str, ...],
-    sources: tuple[int | None, ...],
-) -> None:
-    tree = Tree("dcp", {}, {})
-    match = match_groups("optimizer", saved, here, tree, absent)
-    assert match.sources == sources and match.mismatched == ()
-
-
 def group_tree(*options: Mapping[str, str]) -> Tree:
     """A saved optimizer whose groups have these options: their names and the digests of their values."""
     objects = {}
@@ -368,41 +346,3 @@ def test_options_of_group_1_are_not_those_of_group_10() -> None:
     assert not any(name.endswith("params") for name in renumbered)
     merged = match_groups("optimizer", saved, [[*saved[1], *saved[10]]], tree)
     assert "groups 1 and 10" in merged.mismatched[0]
-
-
-@pytest.mark.parametrize("options", [{}, {"capturable": True}])
-def test_steps_that_pytorch_loads_unchanged_are_not_searched(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    searched: list[object] = []
-    search = torch.optim.Optimizer._process_value_according_to_param_policy
-
-    def counted(*words: Any, **named: Any) -> torch.Tensor:
-        searched.append(named.get("key", words[-1]))
-        return search(*words, **named)
-
-    monkeypatch.setattr(
-        torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(counted)
-    )
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([parameter], **options)
-    entry = {
-        "step": torch.tensor(7.0, dtype=torch.float64),
-        "exp_avg": torch.full((2,), 0.5),
-        "exp_avg_sq": torch.full((2,), 0.25),
-    }
-    state = {
-        "state": {"w": entry},
-        "param_groups": [{**optimizer.param_groups[0], "params": ["w"]}],
-    }
-
-    def load(loadable: Mapping[str, Any]) -> None:
-        group = {**loadable["param_groups"][0], "params": [0]}
-        optimizer.load_state_dict({"state": {0: loadable["state"]["w"]}, "param_groups": [group]})
-
-    load_read_state(optimizer, state, {"w": parameter}, load)
-    loaded = optimizer.state[parameter]
-    assert searched == (["step"] if options else [])
-    # PyTorch casts the steps of capturable optimizers.
-    assert loaded["step"].dtype == (torch.float32 if options else torch.float64)
-    assert list(loaded) == list(entry) and float(loaded["step"]) == 7

@@ -73,14 +73,3 @@ def test_a_start_on_one_node_keeps_what_it_has_saved_when_it_goes_back(tmp_path:
     resumed = second.load(state)
     second.close()
     assert resumed is not None and resumed.path == root / "epoch_0_step_2"
-
-
-def test_a_damaged_record_is_none(tmp_path: Path) -> None:
-    for text in (
-        "",
-        "{}",
-        '{"number": "x", "name": "", "kept": []}',
-        '{"number": 1, "kept": 3, "has_logs": false}',
-    ):
-        (tmp_path / layout.GENERATION).write_text(text)
-        assert RunGeneration.read(tmp_path) == RunGeneration()

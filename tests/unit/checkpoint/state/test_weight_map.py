@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +59,3 @@ def test_an_invalid_index_is_an_error_of_the_requested_kind(
     with pytest.raises(kind) as caught:
         read_weight_map(index, kind=kind)
     assert message in str(caught.value) and str(index) in str(caught.value)
-
-
-def test_an_index_that_is_too_large_is_not_parsed(tmp_path: Path) -> None:
-    index = index_with(tmp_path, "{}")
-    os.truncate(index, (64 << 20) + 1)
-    with pytest.raises(CheckpointUnusable, match="exceed the limit"):
-        read_weight_map(index)
-
-
-def test_an_index_is_compared_with_a_manifest_before_it_is_parsed(tmp_path: Path) -> None:
-    index = index_with(tmp_path, "{")
-    seen: list[tuple[str, bytes]] = []
-
-    def check_bytes(name: str, content: bytes) -> None:
-        seen.append((name, content))
-        raise CheckpointUnusable("damaged", where=name, value="", hint="")
-
-    with pytest.raises(CheckpointUnusable, match="damaged"):
-        read_weight_map(index, check_bytes=check_bytes)
-    assert seen == [(index.name, b"{")]
