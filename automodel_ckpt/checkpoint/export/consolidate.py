@@ -29,12 +29,11 @@ from automodel_ckpt.checkpoint.export.files import (
     write_side_files,
 )
 from automodel_ckpt.checkpoint.export.output import create_output
-from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan, make_plan, parse_cast_dtype
+from automodel_ckpt.checkpoint.export.plan import Plan, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export.publish import Check, check_target, resolved_target, staged
 from automodel_ckpt.checkpoint.export.script import consolidate_script
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.digests import digest_of
-from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.parts.slices import Slice
 from automodel_ckpt.checkpoint.parts.verify import Level, verify
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
@@ -231,15 +230,13 @@ def _write(plan: Plan, source: Source, staging: Path, num_threads: int) -> list[
     Raises :class:`CheckpointUnusable` if a slice is damaged.
     """
     with contextlib.ExitStack() as stack:
-        descriptors, clones = [], {}
+        descriptors: list[int] = []
         for file in plan.files:
-            descriptor, clones[file.name] = create_output(
-                staging / file.name, file.header, file.nbytes, _donor(source, file, stack)
-            )
+            descriptor = create_output(staging / file.name, file.header, file.nbytes)
             stack.callback(os.close, descriptor)
             descriptors.append(descriptor)
         try:
-            parts = copy(source.root, staging, plan.files, clones, num_threads)
+            parts = copy(source.root, staging, plan.files, num_threads)
         except DamagedSlice as damaged:
             raise _damaged(source, damaged.stored, num_threads) from None
         # Through descriptors open since before the first write: a failed write-back is reported here in any case.
@@ -249,17 +246,6 @@ def _write(plan: Plan, source: Source, staging: Path, num_threads: int) -> list[
         Digested(file.name, 0, len(file.header), digest_of(file.header)) for file in plan.files
     ]
     return [*headers, *parts]
-
-
-def _donor(source: Source, file: OutputFile, stack: contextlib.ExitStack) -> int | None:
-    """Open a source file of *file*, to test whether the output can share its blocks (a clone); None without slices."""
-    slices = (each for tensor in file.tensors for each in tensor.stored.slices)
-    first = next(slices, None)
-    if first is None:
-        return None
-    descriptor = open_safely(source.root, first.file)
-    stack.callback(os.close, descriptor)
-    return descriptor
 
 
 def _damaged(source: Source, damaged: Slice, num_threads: int) -> AutomodelError:

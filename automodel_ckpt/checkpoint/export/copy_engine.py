@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from automodel_ckpt.checkpoint.export.input import Inputs
-from automodel_ckpt.checkpoint.export.output import Clonable, Output
+from automodel_ckpt.checkpoint.export.output import Output
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, OutputFile
 from automodel_ckpt.checkpoint.files.digests import digest_from
 from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, block_of
@@ -70,19 +70,18 @@ def copy(
     root: Path,
     staging: Path,
     files: Iterable[OutputFile],
-    clones: Mapping[str, bool],
     num_threads: int,
 ) -> list[Digested]:
     """Fill *files* under *staging* from the slices under *root*. Returns the digests of the byte ranges of all tensors.
 
-    *clones* maps each file to whether blocks can be cloned into it. Raises :class:`DamagedSlice` for the first slice
-    with another digest, OSError with the file's name, and :class:`CheckpointUnusable` for a source that is too short.
+    Raises :class:`DamagedSlice` for the first slice with another digest, OSError with the file's name, and
+    :class:`CheckpointUnusable` for a source that is too short.
     """
     tasks: list[_Task] = []
     with contextlib.ExitStack() as stack:
         outputs: dict[str, Output] = {}
         for file in files:
-            outputs[file.name] = Output(staging / file.name, clones=clones[file.name])
+            outputs[file.name] = Output(staging / file.name)
             stack.callback(outputs[file.name].close)
             for tensor, start in file.placed():
                 if tensor.nbytes:
@@ -189,7 +188,6 @@ class _Copier:
             skip = at % SECTOR_BYTES
             out = self._block[skip : skip + box.numel * itemsize]
             first = (at - task.start) // itemsize
-            clonable: list[Clonable] = []
             for part in list(parts):
                 if part.first >= first + box.numel:
                     break
@@ -198,9 +196,7 @@ class _Copier:
                     continue
                 if as_is:
                     begin = (flat_index(common.offsets, shape) - first) * itemsize
-                    target = out[begin : begin + common.numel * itemsize]
-                    clonable += self._clonable(part, at + begin, len(target))
-                    self._read(part, target)
+                    self._read(part, out[begin : begin + common.numel * itemsize])
                 else:
                     self._place(part, common, box, tensor, out)
                 if part.is_complete:
@@ -210,19 +206,11 @@ class _Copier:
                     digests.append(Digested(task.file, start, part.stored.nbytes, digest))
             if not as_is:
                 hashed.update(out)
-            output.write(out, at, clonable)
+            output.write(out, at)
             at += len(out)
         if as_is:
             return digests
         return [Digested(task.file, task.start, tensor.nbytes, digest_from(hashed))]
-
-    def _clonable(self, part: _Part, target: int, nbytes: int) -> list[Clonable]:
-        """The next *nbytes* of a slice, which are equal to those at *target* of the output; none of a strided slice."""
-        stored = part.stored
-        if stored.strides is not None:
-            return []
-        descriptor = self._inputs.descriptor(stored.file)
-        return [Clonable(descriptor, stored.start + part.num_read, target, nbytes)]
 
     def _read(self, part: _Part, memory: memoryview) -> None:
         """Fill *memory* with the next bytes of a slice."""

@@ -38,10 +38,6 @@ class Inputs:
         for file in self._open.values():
             file.close()
 
-    def descriptor(self, file: str) -> int:
-        """Return a descriptor for reading. It is closed when many other files have been opened."""
-        return self._input(file).cached
-
     def read(self, file: str, start: int, memory: memoryview) -> None:
         """Fill *memory* with the bytes from *start*. Raises :class:`CheckpointUnusable` if the file ends before."""
         source = self._input(file)
@@ -69,12 +65,12 @@ class _Input:
     """One file: a descriptor that reads through the page cache, and one with O_DIRECT, if the file system has it."""
 
     def __init__(self, cached: int, direct: int) -> None:
-        self.cached, self._direct = cached, direct
+        self._cached, self._direct = cached, direct
         self._is_direct = bypass_page_cache(direct, True)
         os.posix_fadvise(cached, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def close(self) -> None:
-        os.close(self.cached)
+        os.close(self._cached)
         os.close(self._direct)
 
     def read(self, start: int, memory: memoryview) -> int:
@@ -89,15 +85,15 @@ class _Input:
                     raise
                 self._is_direct = False
         # One large request for the disk, which is then copied in parts.
-        os.posix_fadvise(self.cached, start, len(memory), os.POSIX_FADV_WILLNEED)
-        return os.preadv(self.cached, [memory[:_CACHEFUL_BYTES]], start)
+        os.posix_fadvise(self._cached, start, len(memory), os.POSIX_FADV_WILLNEED)
+        return os.preadv(self._cached, [memory[:_CACHEFUL_BYTES]], start)
 
     def _read_directly(self, start: int, memory: memoryview) -> int:
         """Read what is in the page cache, or if nothing is, whole sectors past it. Returns 0 where neither works."""
         with contextlib.suppress(BlockingIOError):
             # Linux 5.9 and 5.10 can return 0 for bytes that are not in the page cache.
             part = [memory[:_CACHEFUL_BYTES]]
-            if count := os.preadv(self.cached, part, start, os.RWF_NOWAIT):
+            if count := os.preadv(self._cached, part, start, os.RWF_NOWAIT):
                 return count
         if start % SECTOR_BYTES or not begins_at_a_sector(memory):
             return 0

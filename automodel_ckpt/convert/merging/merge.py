@@ -266,13 +266,13 @@ def _changed_config(raw: bytes, model: MergedModel) -> bytes:
 
 def _write(file: OutputFile, model: MergedModel, staging: Path) -> Iterator[Digested]:
     """Write a file, fsync it, and yield the digests of its parts."""
-    descriptor, _ = create_output(staging / file.name, file.header, file.nbytes, None)
-    output = Output(staging / file.name, clones=False)
+    descriptor = create_output(staging / file.name, file.header, file.nbytes)
+    output = Output(staging / file.name)
     try:
         yield Digested(file.name, 0, len(file.header), digest_of(file.header))
         for tensor, at in file.placed():
             data = _bytes_of(tensor, model)
-            output.write(data, at, ())
+            output.write(data, at)
             yield Digested(file.name, at, len(data), digest_of(data))
         # Before the rename that publishes: a name must not become durable before its data.
         os.fsync(descriptor)

@@ -7,7 +7,6 @@ import fcntl
 import itertools
 import json
 import os
-import resource
 import stat
 import subprocess
 import sys
@@ -17,10 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from automodel_ckpt.checkpoint.export import copy_engine
-from automodel_ckpt.checkpoint.export import input as export_input
 from automodel_ckpt.checkpoint.export import output as export_output
 from automodel_ckpt.checkpoint.export import plan as export_plan
 from automodel_ckpt.checkpoint.export import publish as export_publish
@@ -32,7 +30,7 @@ from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.jobs.writer import Export, SharedMemory
 from automodel_ckpt.checkpoint.parts.slices import Box
-from automodel_ckpt.checkpoint.sources.base_maps import MAPS, maps_of
+from automodel_ckpt.checkpoint.sources.base_maps import MAPS
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import (
     AutomodelError,
@@ -45,12 +43,10 @@ from tests.support.models.shards import (
     Chunk,
     bits,
     cut,
-    raw_bytes,
     record_of,
     write_checkpoint,
     write_shards,
 )
-from tools.crash.power import Disk, unsupported
 
 Tensors = dict[str, torch.Tensor]
 
@@ -177,10 +173,6 @@ def test_the_bytes_are_the_same_whichever_way_they_are_written(
     tensors = {**zoo(), "large": torch.randn(3, 4099)}
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
     assert_same(consolidate(tmp_path / "c").output, tensors)
-
-
-def no_map(*_: object) -> int | None:
-    return export_input._MAP_FAILED
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -586,7 +578,7 @@ def test_a_failure_while_writing_leaves_nothing_and_names_path_and_errno(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for name in ("_put", "_put_cached", "_put_direct"):
+    for name in ("_put_cached", "_put_direct"):
         monkeypatch.setattr(export_output.Output, name, full)
     with pytest.raises(SaveFailed, match="ENOSPC") as caught:
         consolidate(tmp_path / "c")
@@ -660,22 +652,6 @@ def test_the_tool_imports_no_torch_and_no_numpy_where_nothing_is_cast(tmp_path: 
         assert done.stdout.splitlines()[-1] == expected, done.stderr
 
 
-def test_the_tool_starts_in_well_under_a_second(tmp_path: Path) -> None:
-    """Processor seconds, which other programs do not stretch; half a second is the goal, twice that is allowed here."""
-    tensors = {"w": torch.randn(40, 3)}
-    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
-    command = [sys.executable, "-m", "automodel_ckpt.consolidate", "-i", tmp_path / "c", "-o"]
-    seconds: list[float] = []
-    while not seconds or (seconds[-1] > 1 and len(seconds) < 5):
-        output = tmp_path / str(len(seconds))
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([*command, output], check=True, capture_output=True, timeout=60)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        user = after.ru_utime - before.ru_utime
-        seconds.append(user + after.ru_stime - before.ru_stime)
-    assert min(seconds) < 1
-
-
 def test_casting_and_gathering_take_no_memory_that_grows_with_the_model(tmp_path: Path) -> None:
     tensors = {"w": torch.zeros(4096, 8192), "v": torch.zeros(4096, 8192)}
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, 2, dim=1))
@@ -706,48 +682,6 @@ def test_errors_of_a_source_are_all_reported_together(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 2
 
 
-def test_raw_bytes_of_the_helper_are_those_of_the_box() -> None:
-    tensor = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
-    assert raw_bytes(tensor, Box((0, 1), (2, 1))) == bytes([1, 4])
-
-
-def test_where_the_file_system_shares_blocks_whole_ones_are_cloned_and_still_independent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if reason := unsupported("xfs"):
-        pytest.skip(reason)
-    cloned: list[int] = []
-
-    def clone(part: export_output.Clonable, target: int) -> bool:
-        done = real(part, target)
-        cloned.append(part.nbytes if done else 0)
-        return done
-
-    real = export_output._clone
-    monkeypatch.setattr(export_output, "_clone", clone)
-    tensors = {
-        "w": torch.randn(1024, 2048),
-        "odd": torch.randn(5),
-        "v": torch.randn(1024, 512),
-        "cut": torch.randn(64, 64),
-    }
-    pieces = [piece for fqn in ("w", "odd", "v") for piece in cut(fqn, tensors[fqn], 2)]
-    with Disk("xfs") as disk:
-        write_checkpoint(
-            disk.mount_point / "c", tensors, pieces + cut("cut", tensors["cut"], 2, dim=1)
-        )
-        report = consolidate(disk.mount_point / "c", disk.mount_point / "out", num_threads=2)
-        assert_same(report.output, tensors)
-        # Behind the odd tensor source and target no longer have their blocks in common.
-        assert sum(cloned) - 4096 == tensors["w"].nbytes
-        for shard in (disk.mount_point / "c/model").glob("shard-*"):
-            with open(shard, "r+b") as file:
-                file.seek(4096)
-                file.write(bytes(100_000))
-        assert_same(report.output, tensors)
-        assert {os.stat(path).st_nlink for path in report.output.iterdir()} == {1}
-
-
 def test_a_target_that_cannot_be_replaced_is_reported_before_the_source_is_verified(
     tmp_path: Path,
 ) -> None:
@@ -761,19 +695,6 @@ def test_a_target_that_cannot_be_replaced_is_reported_before_the_source_is_verif
         consolidate(tmp_path / "c", tmp_path / "out")
     with pytest.raises(CheckpointUnusable):
         consolidate(tmp_path / "c", tmp_path / "free")
-
-
-@pytest.mark.parametrize("num_files", [1, 3])
-def test_finished_files_have_the_numbers_of_their_names_order(
-    tmp_path: Path, num_files: int
-) -> None:
-    tensors = {f"t{number}": torch.full((2,), float(number)) for number in range(num_files)}
-    output = tmp_path / "model"
-    output.mkdir()
-    for number, (name, value) in enumerate(tensors.items(), start=1):
-        save_file({name: value}, output / f"model-{number:05}-of-{num_files:05}.safetensors")
-    maps = maps_of(open_source(output))
-    assert maps.file_index == {f"t{number}": number + 1 for number in range(num_files)}
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])
@@ -796,15 +717,6 @@ def test_a_quantization_stays_in_the_config_while_one_tensor_is_quantized(
     assert ("quantization_config" in config) is is_mixed
     said = "1 tensor is still quantized" if is_mixed else "loses its quantization_config"
     assert any(said in text for text in report.warnings)
-
-
-def test_an_unquantized_model_keeps_its_config_byte_for_byte(tmp_path: Path) -> None:
-    tensors = {"w": torch.randn(4, 2).bfloat16()}
-    side_files(tmp_path / "c", config={"dtype": "bfloat16", "quantization_config": {"bits": 4}})
-    before = (tmp_path / "c/model/.hf_metadata/config.json").read_bytes()
-    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
-    output = consolidate(tmp_path / "c").output
-    assert (output / "config.json").read_bytes() == before
 
 
 def test_an_export_reports_what_it_wrote_and_how_long_it_took(tmp_path: Path) -> None:

@@ -47,10 +47,9 @@ def test_bytes_are_written_where_they_belong_whichever_way_they_take(
 ) -> None:
     monkeypatch.setattr(output, "DIRECT_FROM_BYTES", 1 if way != "cached" else 1 << 40)
     size = 16 * SECTOR_BYTES
-    descriptor, clones = output.create_output(tmp_path / "file", HEADER, size, None)
-    assert not clones
+    descriptor = output.create_output(tmp_path / "file", HEADER, size)
     data = random.Random(at + nbytes).randbytes(nbytes)
-    file = output.Output(tmp_path / "file", clones=False)
+    file = output.Output(tmp_path / "file")
     if way in ("rejected", "short"):
         pwrite = os.pwrite
 
@@ -62,7 +61,7 @@ def test_bytes_are_written_where_they_belong_whichever_way_they_take(
             return pwrite(target, part[:1000], where)
 
         monkeypatch.setattr(os, "pwrite", limited)
-    file.write(memory_of(data, at), at, ())
+    file.write(memory_of(data, at), at)
     file.close()
     os.close(descriptor)
     expected = bytearray(size)
@@ -76,8 +75,8 @@ def test_only_complete_sectors_are_written_past_the_page_cache(
     tmp_path: Path, monkeypatch: Patch, at: int
 ) -> None:
     monkeypatch.setattr(output, "DIRECT_FROM_BYTES", 1)
-    descriptor, _ = output.create_output(tmp_path / "file", HEADER, 16 * SECTOR_BYTES, None)
-    file = output.Output(tmp_path / "file", clones=False)
+    descriptor = output.create_output(tmp_path / "file", HEADER, 16 * SECTOR_BYTES)
+    file = output.Output(tmp_path / "file")
     if file._direct is None:
         pytest.skip("this file system has no direct writes")
     pwrite = os.pwrite
@@ -90,7 +89,7 @@ def test_only_complete_sectors_are_written_past_the_page_cache(
 
     monkeypatch.setattr(os, "pwrite", recorded)
     end = 5 * SECTOR_BYTES + 7
-    file.write(memory_of(bytes(end - at), at), at, ())
+    file.write(memory_of(bytes(end - at), at), at)
     first = -(-at // SECTOR_BYTES) * SECTOR_BYTES
     assert direct == [(first, 5 * SECTOR_BYTES - first)]
     file.close()
@@ -99,27 +98,27 @@ def test_only_complete_sectors_are_written_past_the_page_cache(
 
 def test_a_write_that_fails_names_the_file(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(output, "DIRECT_FROM_BYTES", 1)
-    descriptor, _ = output.create_output(tmp_path / "file", HEADER, 4 * SECTOR_BYTES, None)
-    file = output.Output(tmp_path / "file", clones=False)
+    descriptor = output.create_output(tmp_path / "file", HEADER, 4 * SECTOR_BYTES)
+    file = output.Output(tmp_path / "file")
 
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space left") as caught:
-        file.write(memory_of(bytes(2 * SECTOR_BYTES), 0), 0, ())
+        file.write(memory_of(bytes(2 * SECTOR_BYTES), 0), 0)
     assert caught.value.filename == str(tmp_path / "file")
     file.close()
     os.close(descriptor)
 
 
 def test_the_space_of_a_file_is_reserved_before_anything_is_copied(tmp_path: Path) -> None:
-    descriptor, _ = output.create_output(tmp_path / "file", HEADER, 1 << 20, None)
+    descriptor = output.create_output(tmp_path / "file", HEADER, 1 << 20)
     os.close(descriptor)
     status = (tmp_path / "file").stat()
     assert status.st_size == 1 << 20 and status.st_blocks * 512 >= 1 << 20
     with pytest.raises(FileExistsError):
-        output.create_output(tmp_path / "file", HEADER, 1 << 20, None)
+        output.create_output(tmp_path / "file", HEADER, 1 << 20)
 
 
 def test_every_file_of_an_export_is_on_the_disk_before_it_has_its_name(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -364,59 +363,6 @@ def test_abandoned_checkpoints_take_the_next_free_name(tmp_path: Path) -> None:
         assert commit.supersede(tmp_path, "epoch_0_step_40") == expected
 
 
-def test_what_is_handed_over_may_be_taken_away_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The leader publishes as soon as it finds the last part, whatever that rank's writer still does."""
-    parts, rename = tmp_path / ".parts", os.rename
-    parts.mkdir()
-
-    def taken_away(source: Path, target: Path) -> None:
-        rename(source, target)
-        assert target.read_bytes() == b"part"
-        shutil.rmtree(parts)
-
-    monkeypatch.setattr(os, "rename", taken_away)
-    commit.write_by_rename(parts / "rank_00000", b"part")
-    assert not parts.exists()
-
-
-def test_a_few_bytes_before_and_after_many_are_written_in_their_order(tmp_path: Path) -> None:
-    pieces = [b"before", os.urandom(1 << 20), b"after", os.urandom(70 << 10)]
-    with durable_file.DurableFile(tmp_path / "file") as file:
-        for piece in pieces:
-            file.write(piece)
-    data = b"".join(pieces)
-    assert (tmp_path / "file").read_bytes() == data
-    assert file.close() == FileRecord(len(data), "xxh3_128:" + xxhash.xxh3_128_hexdigest(data))
-
-
-def test_byte_ranges_of_a_file_are_written_where_they_belong_past_the_cache(tmp_path: Path) -> None:
-    """As a rank writes its slices of a file that others fill too: at any offset, with gaps between."""
-    path = tmp_path / "file"
-    expected = bytearray(20 << 20)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
-    os.ftruncate(descriptor, len(expected))
-    stream = direct.DirectStream(descriptor, path)
-    for start, nbytes in ((100, 5000), (5100, 3), (9 << 20, 8 << 20), ((18 << 20) + 4097, 12345)):
-        data = os.urandom(nbytes)
-        stream.write(memoryview(data), start)
-        expected[start : start + nbytes] = data
-    stream.close(finish=True)
-    os.close(descriptor)
-    assert path.read_bytes() == expected
-
-
-def test_the_page_cache_is_bypassed_where_the_file_system_allows_it(tmp_path: Path) -> None:
-    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    is_supported = direct.bypass_page_cache(descriptor, True)
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    assert bool(flags & os.O_DIRECT) == is_supported
-    assert direct.bypass_page_cache(descriptor, False) == is_supported
-    assert not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
-    os.close(descriptor)
-
-
 def test_where_the_system_cannot_swap_two_directories_it_is_reported_and_nothing_is_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,37 +391,6 @@ def fails_with(code: int) -> Callable[..., int]:
     return call
 
 
-def test_a_direct_stream_knows_where_its_bytes_end(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    data = os.urandom(direct.BLOCK_BYTES + 1000)
-    with path.open("wb") as file:
-        stream = direct.DirectStream(file.fileno(), path)
-        position = 0
-        for nbytes in (700, direct.BLOCK_BYTES - 100, 400):
-            stream.write(memoryview(data)[position : position + nbytes], position)
-            position += nbytes
-            assert stream.end == position
-        stream.close(finish=True)
-    assert path.read_bytes() == data
-
-
-def test_a_leftover_that_disappears_while_leftovers_are_removed_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / f".LATEST.{'0' * 32}").symlink_to("epoch_0_step_1")
-    is_leftover = commit._is_leftover
-
-    def removed_by_another_process(name: str) -> bool:
-        found = is_leftover(name)
-        if found:
-            os.unlink(tmp_path / name)
-        return found
-
-    monkeypatch.setattr(commit, "_is_leftover", removed_by_another_process)
-    assert len(commit.recover(tmp_path)) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_error_of_the_disk_is_raised_though_torch_replaces_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -492,27 +407,6 @@ def test_an_error_of_the_disk_is_raised_though_torch_replaces_it(
     with pytest.raises(OSError, match="No space left") as caught:
         save()
     assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(path)
-
-
-def test_of_several_errors_of_a_file_the_first_is_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    codes = iter([errno.EIO, errno.ENOSPC])
-
-    def fails(*_: object) -> None:
-        code = next(codes)
-        raise OSError(code, os.strerror(code))
-
-    def two_writes() -> None:
-        with durable_file.DurableFile(tmp_path / "file") as file:
-            monkeypatch.setattr(durable_file, "write_all", fails)
-            for _ in range(2):
-                with contextlib.suppress(OSError):
-                    file.write(bytes(1 << 20))
-            raise ValueError("after both")
-
-    with pytest.raises(OSError, match="Input/output error"):
-        two_writes()
 
 
 def test_small_and_large_writes_are_counted_and_digested_in_their_order(tmp_path: Path) -> None:
@@ -546,21 +440,3 @@ def test_a_file_of_several_ranks_has_its_disk_space_before_anything_is_written(
         status = os.stat(path)
         assert status.st_size == 1 << 20 and status.st_blocks * 512 >= 1 << 20
     assert path.read_bytes()[:7] == b"header\0"
-
-
-@pytest.mark.parametrize("before", [0, 100, direct.SECTOR_BYTES])
-def test_a_whole_aligned_block_follows_whatever_was_buffered_before(
-    tmp_path: Path, before: int
-) -> None:
-    path = tmp_path / "f"
-    head, tail = os.urandom(before), os.urandom(50)
-    block = direct.block_of(direct.BLOCK_BYTES)
-    block[:] = os.urandom(direct.BLOCK_BYTES)
-    with path.open("wb") as file:
-        stream = direct.DirectStream(file.fileno(), path)
-        position = 0
-        for data in (memoryview(head), block, memoryview(tail)):
-            stream.write(data, position)
-            position += len(data)
-        stream.close(finish=True)
-    assert path.read_bytes() == head + bytes(block) + tail

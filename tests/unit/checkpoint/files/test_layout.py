@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.files.dtypes import DTYPE_BITS, dtype_code, main_dtype
 from automodel_ckpt.checkpoint.files.layout import CheckpointName, DataParallelRanks
 from automodel_ckpt.checkpoint.parts.failures import SAME_COMMAND, as_failure
-from automodel_ckpt.checkpoint.saving import environment
-from automodel_ckpt.checkpoint.saving.staging import Staging
 from automodel_ckpt.errors import ExportFailed, RecipeError, SaveFailed
 
 UNIQUE = "0123456789abcdef" * 2
@@ -121,44 +118,6 @@ def test_paths_in_a_checkpoint_stay_inside_it(path: str, why: str | None) -> Non
     assert (found is None) if why is None else (found is not None and why in found)
 
 
-def test_the_main_dtype_is_that_of_most_elements() -> None:
-    # 10 elements of bfloat16 take fewer bytes than 6 of float32.
-    assert main_dtype([("BF16", 20), ("F32", 24), ("I64", 800)]) == "BF16"
-    assert main_dtype([("F32", 48), ("BF16", 20)]) == "F32"
-    assert main_dtype([("I64", 8)]) is None
-    assert dtype_code("torch.bfloat16") == "BF16" and dtype_code("float") == "F32"
-    assert dtype_code("F8_E4M3") == "F8_E4M3" and dtype_code("unknown") == "unknown"
-    assert all(bits % 8 == 0 for bits in DTYPE_BITS.values())
-
-
-def test_a_staging_directory_is_removed_by_its_owner_until_it_is_published(tmp_path: Path) -> None:
-    staging = Staging()
-    staging.remove()
-    assert Path().is_dir()
-    path = staging.reserve(tmp_path, "epoch_0_step_1", ["model"])
-    assert (path / "model").is_dir() and staging.path == path
-    other_rank = Staging()
-    other_rank.path = path
-    other_rank.remove()
-    assert path.is_dir()
-    staging.published()
-    staging.remove()
-    assert path.is_dir()
-    with pytest.raises(FileExistsError):
-        Staging().reserve(tmp_path, "epoch_0_step_2", ["twice", "twice"])
-    assert list(tmp_path.iterdir()) == [path]
-
-    def interrupted() -> None:
-        failing = Staging()
-        with failing.removed_on_failure():
-            failing.reserve(tmp_path, "epoch_0_step_3", [])
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_an_error_of_the_system_becomes_one_with_the_place_and_what_to_do(tmp_path: Path) -> None:
     def message(kind: type[SaveFailed | RecipeError | ExportFailed], error: Exception) -> str:
         failure = as_failure(error, "saving x", tmp_path / "x", kind)
@@ -184,15 +143,3 @@ def test_an_error_of_the_system_becomes_one_with_the_place_and_what_to_do(tmp_pa
     assert "oops" in unexpected and "defect" in unexpected
     known = SaveFailed("what", where="where", value="value", hint="hint")
     assert as_failure(known, "doing", tmp_path, RecipeError) is known
-
-
-def test_the_environment_names_the_versions_and_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert environment.version_of("pytest") == pytest.__version__
-    assert environment.version_of("no-such-package") is None
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    found = environment.environment.__wrapped__()
-    assert found["git_commit"] is None
-    assert found["packages"]["torch"] and found["host"]

@@ -6,7 +6,6 @@ import errno
 import io
 import json
 import logging
-import mmap
 import os
 import pickle
 import struct
@@ -28,11 +27,9 @@ from automodel_ckpt.checkpoint.pickles.torch_archive_reading import (
     archive_ranges,
     archive_records,
 )
-from automodel_ckpt.checkpoint.pickles.torch_zip import ZipRecords
 from automodel_ckpt.checkpoint.sources import base_maps
 from automodel_ckpt.checkpoint.sources import opening as export_source
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.state import module_tensors
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert.formats.gguf.positions import read_positions
 from automodel_ckpt.convert.formats.registry import DCP
@@ -40,8 +37,7 @@ from automodel_ckpt.convert.imports import import_checkpoint
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.targets import gguf
-from automodel_ckpt.data.batches.loader import GlobalBatchLoader
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from tests.support.models.llamas import llama_checkpoint
 from tests.support.models.shards import checkpoint_in
 from tests.unit.checkpoint.export.test_dcp_source import save as save_dcp
@@ -268,34 +264,6 @@ def test_a_rank_manifest_that_cannot_be_written_is_named(
         commit.write_by_rename(tmp_path / "rank_00001", b"")
 
 
-def test_experts_that_a_plan_cuts_are_refused(monkeypatch: Patch) -> None:
-    class Cut(torch.Tensor):
-        placements = (torch.distributed.tensor.Shard(1),)
-
-    monkeypatch.setattr(module_tensors, "DTensor", Cut)
-    with pytest.raises(AutomodelError, match="experts are sharded across ranks") as caught:
-        list(module_tensors._rows_here("experts.up", torch.ones(2, 2).as_subclass(Cut), {}))
-    assert "experts.up" in caught.value.problems[0].value
-
-
-def test_a_stream_has_no_length() -> None:
-    class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
-        def __iter__(self) -> Any:
-            yield from ()
-
-    loader = GlobalBatchLoader(
-        Stream(),
-        global_batch_size=1,
-        local_batch_size=1,
-        collate_fn=dict,
-        dp_rank=0,
-        dp_size=1,
-        seed=0,
-    )  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="has no length"):
-        len(loader)
-
-
 def zip64(content: bytes, *, length: int | None = None, position: int = 0) -> bytes:
     """An archive of one record, whose sizes and offset are in the extra field for 64-bit numbers."""
     length = len(content) if length is None else length
@@ -325,45 +293,3 @@ def test_sizes_and_positions_of_64_bits_are_read_from_the_extra_field() -> None:
     assert bytes(archive_records(zip64(b"content", length=6))["b"]) == b"conten"
     with pytest.raises(Fault, match="does not begin where"):
         archive_records(zip64(b"content", position=1))
-
-
-def test_an_archive_of_torch_has_the_records_that_zipfile_finds(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    torch.save({"x": torch.arange(3), "y": b""}, path)
-    data = path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        expected = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
-    assert {name: bytes(record) for name, record in archive_records(data).items()} == expected
-    for wrong in (data[:-1], data + b"0", b"0" + data, data[:20], b""):
-        with pytest.raises((Fault, struct.error)):
-            archive_records(wrong)
-
-
-@pytest.mark.parametrize("nbytes", [0xFFFFFFFE, 1 << 32, (1 << 32) + 5])
-def test_records_of_4_gib_are_found_by_zipfile_and_by_our_reader(
-    tmp_path: Path, nbytes: int
-) -> None:
-    archive = ZipRecords()
-    archive.add("data.pkl", b"first")
-    archive.begin("data/0")
-    head = bytes(archive.written)
-    archive.written.clear()
-    archive.skipped = len(head) + nbytes
-    archive.end("data/0", nbytes, 7)
-    archive.add("version", b"3\n")
-    archive.finish()
-    path = tmp_path / "large"
-    with path.open("wb") as file:
-        file.write(head)
-        file.seek(archive.skipped)
-        file.write(archive.written)
-    with zipfile.ZipFile(path) as opened:
-        found = {info.filename: (info.file_size, info.CRC) for info in opened.infolist()}
-        assert opened.read("archive/version") == b"3\n"
-        assert opened.read("archive/data.pkl") == b"first"
-    assert found["archive/data/0"] == (nbytes, 7)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        ranges = archive_ranges(data)  # type: ignore[arg-type]
-        assert ranges["data/0"] == (len(head), len(head) + nbytes)
-        assert data[slice(*ranges["version"])] == b"3\n"
-    assert all(begin % 64 == 0 for begin, _ in ranges.values())

@@ -23,20 +23,15 @@ import torch
 
 from automodel_ckpt.checkpoint import Manifest, SaveReport, discover
 from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.formats import torch_save
-from automodel_ckpt.checkpoint.formats.planning import Fetch
 from automodel_ckpt.checkpoint.jobs import writer
-from automodel_ckpt.checkpoint.jobs.jobs import Chunk, FileJob, Span
 from automodel_ckpt.checkpoint.jobs.rank_manifest import RankManifest
 from automodel_ckpt.checkpoint.jobs.writer import Finalize
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.manifest import Summary
 from automodel_ckpt.checkpoint.parts.verify import verify
 from automodel_ckpt.checkpoint.saving import background, host_memory
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.state.live_state import LiveState
 from automodel_ckpt.errors import ExportFailed, LeaseLost, SaveFailed
 from tests.support import ranks
 from tests.support.models import tiny
@@ -307,36 +302,6 @@ def test_a_publication_that_fails_in_the_background_is_reported(
         saver.checkpointer.wait_for_save()
 
 
-def test_what_grows_with_the_number_of_tensors_is_no_work_of_the_training_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver = Saver(tmp_path, keep_last=1, best_metric_key="step", model_save_format="torch_save")
-    saver.save(1, validated=True)
-    assert saver.checkpointer.wait_for_save()
-    for owner, name in (
-        (RankManifest, "parse"),
-        (Manifest, "to_bytes"),
-        (Summary, "read"),
-        (torch_save, "metadata_of"),
-    ):
-        monkeypatch.setattr(owner, name, refuse)
-    saver.save(2, validated=True)
-    saver.save(3, validated=True)
-    assert saver.checkpointer.wait_for_save()
-    monkeypatch.undo()
-    saver.checkpointer.close()
-    assert [report.pruned for report in saver.reports] == [(), (), ("epoch_0_step_2",)]
-    assert [commit.pointed(tmp_path, name) for name in layout.POINTERS] == [
-        "epoch_0_step_3",
-        "epoch_0_step_1",
-    ]
-    assert not verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST"))
-
-
-def refuse(*_: Any) -> None:
-    raise AssertionError("done in the training process")
-
-
 def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
     saver = Saver(tmp_path)
     saver.pause()
@@ -399,70 +364,6 @@ def test_where_memory_does_not_suffice_saves_are_synchronous(
         assert saver.save(1).published
     assert "saves will be synchronous" in caplog.text and "are available" in caplog.text
     assert saver.save(2).published and caplog.text.count("will be synchronous") == 1
-    saver.checkpointer.close()
-
-
-def test_host_memory_grows_and_its_pages_are_there_before_they_are_used() -> None:
-    memory = HostMemory()
-    for nbytes in (5000, 3 << 20, 100):
-        memory.reserve(nbytes)
-    assert (
-        memory.tensor.nbytes == 3 << 20 and os.fstat(memory.descriptor).st_blocks * 512 == 3 << 20
-    )
-    memory.close()
-
-
-@pytest.mark.parametrize("populates", [True, False], ids=["madvise", "an old kernel"])
-@pytest.mark.parametrize("num_cores", [1, 3])
-def test_host_memory_is_allocated_in_parts_and_keeps_its_contents(
-    num_cores: int, populates: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_memory, "_PART_BYTES", 1 << 20)
-    monkeypatch.setattr(host_memory, "cores_of_rank", lambda: num_cores)
-    if not populates:
-        monkeypatch.setattr(host_memory, "_madvise", lambda: lambda *_: -1)
-    memory = HostMemory()
-    memory.reserve(3 << 20)
-    memory.tensor[:] = torch.arange(3 << 20).to(torch.uint8)
-    nbytes = (5 << 20) + 4096
-    memory.reserve(nbytes)
-    assert os.fstat(memory.descriptor).st_blocks * 512 == nbytes == memory.tensor.nbytes
-    assert torch.equal(memory.tensor[: 3 << 20], torch.arange(3 << 20).to(torch.uint8))
-    assert not memory.tensor[3 << 20 :].any()
-    memory.close()
-
-
-def test_other_threads_run_while_host_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "cores_of_rank", lambda: 1)
-    memory, ended = HostMemory(), threading.Event()
-    num_turns = 0
-
-    def count() -> None:
-        nonlocal num_turns
-        while not ended.wait(0.001):
-            num_turns += 1
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    memory.reserve(256 << 20)
-    ended.set()
-    thread.join()
-    memory.close()
-    # mmap.madvise, which keeps the GIL, leaves one or two.
-    assert num_turns > 15
-
-
-def test_a_large_file_is_written_from_where_it_stands_and_read_back_alike(tmp_path: Path) -> None:
-    saver = Saver(tmp_path)
-    saver.made.model.register_buffer(
-        "large", torch.arange(3 << 20, dtype=torch.float64)
-    )  # 24 MiB, past O_DIRECT
-    saver.save(1)
-    saver.checkpointer.wait_for_save()
-    assert verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST")) == []
-    assert stored(tmp_path / "LATEST")["model.large"] == bytes(
-        saver.made.model.large.view(torch.uint8).numpy()
-    )
     saver.checkpointer.close()
 
 
@@ -747,16 +648,6 @@ def test_a_stop_ends_an_export_in_the_background_and_the_next_save_works(exporte
     assert [export_of(report).exists() for report in exporter.reports] == [False, False]
 
 
-def test_waiting_without_a_save_in_progress_does_nothing(tmp_path: Path) -> None:
-    for checkpointer in (
-        tiny.checkpointer(tmp_path, is_async=True),
-        tiny.checkpointer(tmp_path),
-    ):
-        assert checkpointer.wait_for_save() is False and not checkpointer.upload_failed
-        checkpointer.await_copies()
-        checkpointer.close()
-
-
 def test_a_command_that_the_writer_cannot_read_ends_it_and_fails_the_save(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -777,38 +668,6 @@ def test_a_command_that_the_writer_cannot_read_ends_it_and_fails_the_save(
     os.close(memory)
     child.end()
     assert "ValueError" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("number", "how"), [(None, "code 0"), (signal.SIGKILL, "signal 9 (SIGKILL)")]
-)
-def test_the_error_says_how_a_writer_ended(number: signal.Signals | None, how: str) -> None:
-    memory = HostMemory()
-    child = writer.Writer(memory.descriptor)
-    if number is None:
-        child._commands.close()
-        child._commands = open(os.devnull, "wb")  # noqa: SIM115 (closed by end)
-    else:
-        os.kill(child.pid, number)
-    with pytest.raises(SaveFailed) as caught:
-        child.do(writer.Write("epoch_0_step_2", RankManifest(0), [], 0, None))
-    assert caught.value.problems[0].value == f"process {child.pid}: {how}"
-    assert caught.value.problems[0].where == "epoch_0_step_2"
-    child.end()
-    memory.close()
-
-
-def test_a_writer_that_makes_no_progress_is_idle_for_longer_and_longer(saver: Saver) -> None:
-    saver.pause()
-    saver.save(1)
-    background = saver.checkpointer._async._background  # type: ignore[union-attr]
-    background.idle_seconds()
-    time.sleep(0.2)
-    assert background.idle_seconds() >= 0.2
-    went_on = time.monotonic()
-    saver.go_on()
-    saver.checkpointer.wait_for_save()
-    assert background.idle_seconds() <= time.monotonic() - went_on
 
 
 def test_time_in_which_the_job_was_suspended_is_no_time_without_progress(
@@ -841,24 +700,6 @@ def test_a_recipe_that_leaves_out_its_exports_has_none_at_its_end(tmp_path: Path
         saver.close()
 
 
-def test_the_views_of_host_memory_are_made_once_until_it_is_reallocated() -> None:
-    source = torch.arange(6.0).reshape(2, 3)
-    layout = host_memory.MemoryLayout([], 24)
-    layout.tensors.append((0, Fetch(lambda: source, source.nbytes)))
-    memory = HostMemory()
-    memory.reserve(24)
-    ((first, _),) = memory.fill(layout)
-    ((second, _),) = memory.fill(layout)
-    assert second is first and first.shape == (2, 3)
-    memory.reserve(1 << 20)
-    ((third, _),) = memory.fill(layout)
-    third.copy_(source)
-    assert torch.equal(
-        torch.frombuffer(memory.tensor.numpy(), dtype=torch.float32)[:6], source.flatten()
-    )
-    memory.close()
-
-
 def test_a_writer_ends_with_code_0_when_it_is_idle_and_at_once_when_it_is_busy(
     tmp_path: Path,
 ) -> None:
@@ -878,17 +719,6 @@ class TakesLong:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return time.sleep, (20,)
-
-
-def test_waiting_returns_when_the_save_in_progress_is_published(saver: Saver) -> None:
-    saver.pause()
-    saver.save(1)
-    timer = threading.Timer(0.3, saver.go_on)
-    timer.start()
-    saver.checkpointer.wait()
-    latest = commit.pointed(saver.checkpointer.directory, "LATEST")
-    timer.join()  # before anything can fail: closing would wait for the held writer
-    assert latest == "epoch_0_step_1"
 
 
 class InBackground:
@@ -963,101 +793,6 @@ def test_the_wait_of_an_abandoned_save_ends_it_without_a_failure(
     assert in_background.background.state == "idle"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_busy_writer_is_seen_to_work_where_its_io_counters_cannot_be_read() -> None:
-    """Another user may read a process's times, and not its bytes, as on systems that restrict /proc."""
-    memory = HostMemory()
-    process = writer.Writer(memory.descriptor)
-    readable, writable = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.setuid(65534)
-        try:
-            Path(f"/proc/{process.pid}/io").read_bytes()
-        except PermissionError:
-            before = process.activity()
-            process.written_bytes += 1
-            os.write(writable, b"seen" if before and process.activity() != before else b"idle")
-        os._exit(0)
-    os.close(writable)
-    os.waitpid(child, 0)
-    assert os.read(readable, 10) == b"seen"
-    os.close(readable)
-    process.end()
-    memory.close()
-
-
-def test_the_failure_says_whether_writing_or_publishing_made_no_progress(
-    tmp_path: Path, in_background: InBackground
-) -> None:
-    began = threading.Event()
-
-    def wait_for_other_ranks(task: Any) -> None:
-        began.set()
-        task.pause(600)
-
-    in_background.start(tmp_path, wait_for_other_ranks)
-    assert began.wait(120)
-    in_background.background.give_up(also_waiting=False)
-    assert in_background.background.state == "busy"
-    in_background.background.give_up(also_waiting=True)
-    assert in_background.background.state == "failed"
-    failure = in_background.background.abandon()
-    assert isinstance(failure, SaveFailed) and not isinstance(failure, ExportFailed)
-    assert "publishing made no progress" in str(failure) and str(tmp_path) in str(failure)
-    in_background.background.wait(120)
-    # Nothing is in progress any more.
-    in_background.background.give_up(also_waiting=True)
-    assert in_background.background.state == "idle"
-
-
-def test_host_memory_is_taken_up_to_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    available = (1 << 20) + host_memory._RESERVE_BYTES
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: available)
-    memory = HostMemory()
-    with pytest.raises(OSError, match="are available"):
-        memory.reserve((1 << 20) + 1)
-    memory.reserve(1 << 20)
-    assert memory.tensor.nbytes == 1 << 20
-    # What it has already is not needed again.
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: host_memory._RESERVE_BYTES + 4096)
-    memory.reserve((1 << 20) + 4096)
-    with pytest.raises(OSError, match="are available"):
-        memory.reserve((1 << 20) + 8193)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: None)
-    memory.reserve(2 << 20)
-    memory.close()
-
-
-def test_constants_are_copied_once_and_again_where_they_are_replaced() -> None:
-    layout_of = host_memory.MemoryLayout([], 16)
-    layout_of.constants = [(0, b"old")]
-    layout_of.values[("model", "x")] = Span(0, 3)
-    memory = HostMemory()
-    memory.reserve(16)
-    memory.fill(layout_of)
-    assert bytes(memory._view[:4]) == b"old\0"
-    memory._view[:3] = b"???"
-    memory.fill(layout_of)
-    assert bytes(memory._view[:3]) == b"???"
-    assert layout_of.replace(("model", "x"), b"new")
-    memory.fill(layout_of)
-    assert bytes(memory._view[:3]) == b"new"
-    assert not layout_of.replace(("model", "x"), b"longer")
-    memory.close()
-
-
-def test_an_export_that_was_disabled_before_it_began_is_not_started(
-    tmp_path: Path, in_background: InBackground
-) -> None:
-    writer_pid = in_background.background.writer_pid
-    in_background.background.disable_exports()
-    with pytest.raises(background.Cancelled):
-        in_background.background.export(in_background.background._task, [tmp_path / "gone"], None)
-    # No export was in progress, so the writer may be writing a checkpoint and is left alone.
-    assert in_background.background.writer_pid == writer_pid and is_there(writer_pid)
-
-
 def test_a_run_that_lost_its_directory_while_publishing_starts_no_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1078,47 +813,3 @@ def test_a_run_that_lost_its_directory_while_publishing_starts_no_export(
         saver.checkpointer.wait_for_save()
     assert exported == []
     saver.checkpointer.close()
-
-
-def test_the_bytes_of_each_write_are_counted_from_zero(tmp_path: Path) -> None:
-    memory = HostMemory()
-    memory.reserve(100_000)
-    process = writer.Writer(memory.descriptor)
-    (tmp_path / layout.PARTS).mkdir()
-    for number, nbytes in enumerate((100_000, 70_000)):
-        job = FileJob(f"file {number}", [Chunk(0, Span(0, nbytes))])
-        jobs = [pickle.dumps([job])]
-        process.do(writer.Write(str(tmp_path), RankManifest(number), jobs, 100_000))
-        assert process.written_bytes == nbytes
-        assert (tmp_path / f"file {number}").stat().st_size == nbytes
-    process.end()
-    memory.close()
-
-
-def test_a_live_state_equals_a_plan_of_the_same_names_values_and_memory() -> None:
-    tensor = torch.arange(4.0)
-
-    def live(**values: Any) -> LiveState:
-        return LiveState({"model": values})
-
-    def planned(**values: Any) -> dict[str, dict[str, Any]]:
-        return {"model": values}
-
-    assert live(x=tensor, y=1).matches(planned(x=tensor, y=1))
-    assert live(x=tensor).matches(planned(x=tensor.view(4)))
-    for other in (
-        {"x": tensor},
-        {"x": tensor, "y": 2},
-        {"x": tensor, "z": 1},
-        {"x": tensor.clone(), "y": 1},
-        {"x": tensor[:2], "y": 1},
-        {"x": tensor[1:], "y": 1},
-        {"x": tensor.view(torch.int32), "y": 1},
-        {"x": tensor.view(2, 2), "y": 1},
-        {"x": 3, "y": 1},
-    ):
-        assert not live(x=tensor, y=1).matches(planned(**other)), other
-    assert not live(x=tensor).matches({})
-    assert not live(x=tensor).matches({"other": {"x": tensor}})
-    square = torch.zeros(2, 2)
-    assert not live(x=square).matches(planned(x=square.t()))

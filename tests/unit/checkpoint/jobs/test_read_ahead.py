@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,87 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from automodel_ckpt.checkpoint.formats import read_ahead
-from automodel_ckpt.checkpoint.formats.read_ahead import num_threads, read_all
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.parts.manifest import Tree
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import CheckpointUnusable
-
-MAIN = threading.get_ident()
-
-
-@dataclass
-class Gpu:
-    """A device that copies from memory until somebody waits for the event after the copy."""
-
-    address: int = 0
-    """The memory from which the last copy was begun."""
-    copying: dict[object, int] = field(default_factory=dict)
-    """The address of the memory of each copy that nothing has waited for, by its event."""
-    addresses: set[int] = field(default_factory=set)
-    order: list[int] = field(default_factory=list)
-    threads: set[int] = field(default_factory=set)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    device = Gpu()
-
-    class Event:
-        def record(self, stream: object) -> None:
-            del stream
-            device.copying[self] = device.address
-
-        def synchronize(self) -> None:
-            del device.copying[self]
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
-    monkeypatch.setattr(
-        read_ahead, "page_locked", lambda size: torch.empty(size, dtype=torch.uint8)
-    )
-    return device
-
-
-@dataclass
-class Numbered:
-    """A block with its number as its only byte; some take longer to read than those after them."""
-
-    number: int
-    gpu: Gpu
-    staged_bytes: int = 1
-    reads_elsewhere: bool = True
-
-    def read(self, staging: torch.Tensor) -> None:
-        assert staging.data_ptr() not in self.gpu.copying.values()
-        self.gpu.threads.add(threading.get_ident())
-        threading.Event().wait(0.001 * (self.number % 3 == 0))
-        staging.fill_(self.number)
-
-    def put(self, staging: torch.Tensor) -> Sequence[torch.device]:
-        self.gpu.order.append(int(staging))
-        self.gpu.address = staging.data_ptr()
-        self.gpu.addresses.add(self.gpu.address)
-        return (torch.device("cuda", 0),)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_blocks_are_put_in_order_from_memory_that_no_copy_uses(gpu: Gpu, threads: int) -> None:
-    read_all([Numbered(number, gpu) for number in range(50)], threads, to_gpu=True)
-    assert gpu.order == list(range(50))
-    assert not gpu.copying
-    assert len(gpu.addresses) == 2 * threads
-    assert (gpu.threads == {MAIN}) == (threads == 1) and (MAIN in gpu.threads) == (threads == 1)
-
-
-def test_threads_are_for_many_bytes_and_the_ranks_of_a_node_share_its_cores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert num_threads(1 << 20) == 1 and num_threads(1 << 30) == 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert num_threads(1 << 30) == 4
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint.files import direct, durable_file
+from automodel_ckpt.checkpoint.files import direct
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.formats.hf import FileLayout, lay_out_tensors
 from automodel_ckpt.checkpoint.jobs import shared_file
@@ -109,27 +109,6 @@ def test_every_byte_of_every_file_belongs_to_exactly_one_slice_over_3000_random_
             found = sorted(runs[f"model/{file.name}"])
             assert [b for _, b in found] == [*(a for a, _ in found[1:]), file.nbytes], file.name
             assert len(file.header) % 4096 == 0
-
-
-def test_slices_that_are_one_run_are_not_interleaved() -> None:
-    def cut(dim: int) -> Tensor:
-        boxes = [Box((0, 0), (4, 6) if dim is None else ((2, 6) if dim == 0 else (4, 3)))]
-        boxes.append(Box((2, 0) if dim == 0 else (0, 3), boxes[0].sizes))
-        return Tensor(
-            f"w{dim}",
-            "F32",
-            (4, 6),
-            tuple(Slice("", "F32", b.offsets, b.sizes, "", 0, 48) for b in boxes),
-        )
-
-    file_layout = lay_out_tensors({"w0": cut(0), "w1": cut(1)}, "model")
-    assert file_layout.interleaved == {"w1"}
-    first = file_layout.entry(cut(0), Box((2, 0), (2, 6)), file_layout.positions["w0"][0]).slices[0]
-    second = file_layout.entry(cut(1), Box((0, 3), (4, 3)), file_layout.positions["w1"][0]).slices[
-        0
-    ]
-    assert (first.start, first.interleaved) == (file_layout.positions["w0"][0].start + 48, False)
-    assert (second.start, second.interleaved) == (file_layout.positions["w1"][0].start, True)
 
 
 def random_values(tensor: Tensor, seed: int) -> torch.Tensor:
@@ -270,32 +249,3 @@ def test_a_flipped_bit_anywhere_is_found_and_its_slice_named(tmp_path: Path) -> 
         ]
         assert wrong == inside and len(inside) == (index >= end)
         assert head_fits(tmp_path, f"model/{path.name}", record, held) == (index >= end)
-
-
-def test_without_fallocate_a_file_gets_its_size_and_what_others_wrote_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(durable_file.ctypes, "CDLL", lambda *_args, **_options: object())
-    tensors = {"a": grid("a", "F32", (64, 64), (2, 2))}
-    file_layout = lay_out_tensors(tensors, "model")
-    (tmp_path / "model").mkdir()
-    value = random_values(tensors["a"], 1)
-    leader, other = jobs_of(random.Random(1), tensors, file_layout, {"a": value}, 2)
-    run_all(other, tmp_path, RankManifest(1))
-    run_all(leader, tmp_path, RankManifest(0))
-    assert (bits(load_file(tmp_path / other[0].file)["a"]) == bits(value)).all()
-
-
-def test_a_write_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_file, "DIRECT_FROM_BYTES", 1)
-    monkeypatch.setattr(shared_file, "_STREAM_FROM_BYTES", 1)
-
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    for broken in ("pwrite", "fsync"):
-        with monkeypatch.context() as patch:
-            patch.setattr(shared_file.os, broken, full)
-            with pytest.raises(OSError, match="No space") as caught:
-                one_file(tmp_path / broken, {"a": grid("a", "F32", (64, 64), (1, 1))})
-        assert caught.value.filename.endswith(".safetensors")
