@@ -27,6 +27,11 @@ class _Kind:
 
 _KINDS = (
     _Kind(
+        "BenchmarkingRecipeForNextTokenPrediction",
+        "the recipe that measures the speed is not translated",
+        "set recipe: TrainFinetuneRecipeForNextTokenPrediction, and a section throughput in the place of benchmark",
+    ),
+    _Kind(
         r"Train(Eagle\d*|PEagle|DFlash\d*|DSpark|Domino|JetSpec|Vispec(Stage\d)?)Recipe",
         "drafters for speculative decoding cannot be trained here",
         "train the model here, and its drafter in NeMo AutoModel: it reads the directory consolidated/ of a checkpoint",
