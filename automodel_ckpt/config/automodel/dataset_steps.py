@@ -328,36 +328,6 @@ def _nanogpt(section: Section) -> None:
     section.rename("bos_token")
 
 
-# ---------------------------------------------------------------- queries and documents
-
-
-def _pairs(section: Section) -> None:
-    """Translate the sources, the documents per query, and the number of samples of a data set of pairs.
-
-    One document is the right one. Other numbers of documents are for validation data only.
-    """
-    node = section.take("data_dir_list")
-    if node is not None:
-        listed = node if isinstance(node.value, list) else Node([node], node.origin)
-        section.put("sources", listed, was="data_dir_list")
-    kind = section.peek("data_type")
-    section.drop("data_type")
-    passages = section.take("n_passages") or Node("5", AUTOMODEL_DEFAULT)
-    number = value_of(passages)
-    if kind is not None and kind.value == "eval" and section.peek("eval_negative_size") is not None:
-        section.rename("eval_negative_size", "num_negatives")
-    elif isinstance(number, int) and number >= 1:
-        section.put("num_negatives", Node(str(number - 1), passages.origin), was="n_passages")
-    else:
-        section.reject("n_passages", passages, "must be a number above 0", "correct the value")
-    section.drop("eval_negative_size")
-    has_limit = section.peek("max_train_samples") is not None
-    section.rename("max_train_samples", "max_samples")
-    if has_limit:
-        section.apply("~ do_shuffle: the first max_train_samples rows are used")
-    section.drop("do_shuffle")
-
-
 STEPS: dict[str, Callable[[Section], None]] = {
     "columns": _columns,
     "image_length": _image_length,
@@ -369,7 +339,6 @@ STEPS: dict[str, Callable[[Section], None]] = {
     "mock_length": _mock_length,
     "nanogpt": _nanogpt,
     "own_length": _own_length,
-    "pairs": _pairs,
     "source": _source,
     "source_length": _source_length,
     "split": _split,

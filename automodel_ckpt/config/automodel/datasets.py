@@ -103,18 +103,6 @@ _LLAVA = {
     "images_field": "image",
     "image_marker": "<image>",
 }
-_PAIRS = Builder(
-    "data.retrieval.retrieval",
-    """
-    * pairs
-    seed
-    use_dataset_instruction -> instructions
-    ! cycle_positive_docs: another document of a query in each epoch | remove it, or write a row for each document
-    ! train_data_select_offset: samples from the middle of the data | remove it, or write the rows to a file
-    - model_type use_text_in_document
-    """,
-)
-
 DATASETS: dict[str, Builder] = {
     "llm.squad.make_squad_dataset": Builder(
         "data.squad.squad",
@@ -219,10 +207,6 @@ DATASETS: dict[str, Builder] = {
         _LABELED,
         {"path": "Yelp/yelp_review_full", "truncation": "right"},
     ),
-    "llm.retrieval_dataset.RetrievalDatasetConfig": _PAIRS,
-    "llm.retrieval_dataset.make_retrieval_dataset": _PAIRS,
-    "llm.retrieval_dataset_inline.InlineRetrievalDatasetConfig": _PAIRS,
-    "llm.retrieval_dataset_inline.make_retrieval_dataset": _PAIRS,
     "vlm.datasets.make_medpix_dataset": Builder(
         "data.vlm.image_answers", _IMAGES, {"preset": "medpix"}
     ),

@@ -24,7 +24,6 @@ from automodel_ckpt.config.automodel import (
     others,
     preprocessors,
     ranks,
-    retrieval,
     training,
 )
 from automodel_ckpt.config.automodel.model import AUTO_CLASS
@@ -56,8 +55,6 @@ RECIPES = {
     "KnowledgeDistillationRecipeForNextTokenPrediction": "distill",
     "KnowledgeDistillationRecipeForVLM": "vlm_distill",
     "TrainFinetuneRecipeForSequenceClassification": "sequence_classification",
-    "TrainBiEncoderRecipe": "embedding",
-    "TrainCrossEncoderRecipe": "reranker",
 }
 """AutoModel's recipe classes, and the recipes that replace them."""
 _PREFIXES = (
@@ -75,9 +72,6 @@ _BRACES = re.compile(r"\$\{(?!oc\.env:)([A-Za-z_]\w*)(?=[,}])")
 _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
 
 SECTIONS: tuple[tuple[str, Callable[[Section], None]], ...] = (
-    # Before the other sections, which do not know these classes.
-    ("model", retrieval.model),
-    ("", retrieval.collators),
     # Later functions look at what earlier ones have translated: adapters before freezing, data before the steps.
     ("model", model.model),
     ("peft", adapters.adapters),
@@ -108,7 +102,6 @@ SECTIONS: tuple[tuple[str, Callable[[Section], None]], ...] = (
     ("", others.trackers),
     ("neftune", others.neftune),
     ("", others.top_level),
-    ("optimizer", retrieval.decay),
 )
 """The functions that translate sections of AutoModel, in their order."""
 _ONLY_THEIRS = frozenset(

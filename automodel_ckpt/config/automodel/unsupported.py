@@ -52,9 +52,19 @@ _KINDS = (
         "use vlm_finetune for models that read images",
     ),
     _Kind(
+        r"TrainBiEncoderRecipe",
+        "recipes for embeddings are not translated",
+        "write a recipe with recipe: embedding, as docs/guides/embedding.md describes",
+    ),
+    _Kind(
+        r"TrainCrossEncoderRecipe",
+        "recipes for rerankers are not translated",
+        "write a recipe with recipe: reranker, as docs/guides/embedding.md describes",
+    ),
+    _Kind(
         r"EmbeddingDistillRecipe",
         "embeddings cannot be distilled here",
-        "train them on pairs of texts (embedding, in NeMo AutoModel TrainBiEncoderRecipe)",
+        "train them on pairs of texts with recipe: embedding",
     ),
 )
 _TOOLS = (

@@ -6,7 +6,6 @@ The recipes are written here, in AutoModel's format.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -975,6 +974,8 @@ REJECTED = [
         1,
         "the recipe that measures the speed is not translated",
     ),
+    ("recipe: TrainBiEncoderRecipe\n", 1, "recipes for embeddings are not translated"),
+    ("recipe: TrainCrossEncoderRecipe\n", 1, "recipes for rerankers are not translated"),
     ("recipe: EmbeddingDistillRecipe\n", 1, "embeddings cannot be distilled here"),
     ("recipe: PretrainRecipeForMultimodal\n", 1, "(BAGEL) cannot be trained here"),
     (TEACHER, 1, "a teacher in this recipe is not supported"),
@@ -1567,193 +1568,6 @@ def test_a_recipe_for_texts_with_labels_is_translated(tmp_path: Path) -> None:
         "split": "test",
         "seq_length": 128,
     }
-
-
-BI_ENCODER = f"""\
-recipe: TrainBiEncoderRecipe
-temperature: 0.02
-model:
-  _target_: nemo_automodel.NeMoAutoModelBiEncoder.from_pretrained
-  pretrained_model_name_or_path: some/model
-  pooling: avg
-  l2_normalize: true
-dataset:
-  _target_: {DATA}.llm.retrieval_dataset.RetrievalDatasetConfig
-  model_type: bi_encoder
-  data_dir_list:
-    - hf://org/data/subset
-    - {{path: rows.jsonl, num_samples: 10}}
-  data_type: train
-  n_passages: 3
-  use_dataset_instruction: true
-  do_shuffle: true
-dataloader:
-  collate_fn:
-    _target_: {DATA}.llm.BiEncoderCollator
-    q_max_len: 64
-    query_prefix: "query:"
-    passage_prefix: ""
-    pad_to_multiple_of: 8
-  shuffle: true
-optimizer:
-  lr: 1e-5
-"""
-
-
-def test_a_recipe_for_embeddings_is_translated(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(BI_ENCODER)
-    loaded = load_recipe(path)
-    config = loaded.config
-    assert (config.recipe, config.model.from_pretrained) == ("embedding", "some/model")
-    assert dataclasses.asdict(config.embedding) == {
-        "pooling": "mean",
-        "attention": "bidirectional",
-        "normalize": True,
-        "temperature": 0.02,
-        "symmetric": False,
-        "negatives": "own",
-        "hide_equal_texts": False,
-        "query_prompt": "query: ",
-        "document_prompt": "",
-    }
-    assert config.dataset._target_ == "automodel_ckpt.data.retrieval.retrieval"
-    assert config.dataset.kwargs == {
-        "sources": ["hf://org/data/subset", {"path": "rows.jsonl", "num_samples": 10}],
-        "num_negatives": 2,
-        "query_length": 64,
-        "seq_length": 512,
-        # The collator does not use them.
-        "instructions": False,
-    }
-    assert (config.dataloader.pad_to_multiple_of, config.dataloader.collate_fn) == (8, None)
-    assert config.optimizer.no_decay == "auto"
-    (unused,) = report_lines(loaded.notices)
-    assert "passage_prefix" in unused
-    assert "do_shuffle" in unused
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "key", "expected"),
-    [
-        ("avg", "cls", "embedding.pooling", "cls"),
-        ("pooling: avg", "is_causal: true", "embedding.attention", "model"),
-        ("pooling: avg", "is_causal: false", "embedding.attention", "bidirectional"),
-        ("l2_normalize: true", "l2_normalize: false", "embedding.temperature", 1.0),
-        (
-            "l2_normalize",
-            "do_distributed_inbatch_negative: true\n  l2_normalize",
-            "embedding.hide_equal_texts",
-            True,
-        ),
-        (
-            "l2_normalize",
-            "do_distributed_inbatch_negative: true\n  l2_normalize",
-            "embedding.negatives",
-            "micro_batch",
-        ),
-        (
-            "q_max_len",
-            "use_dataset_instruction: true\n    q_max_len",
-            "dataset.instructions",
-            True,
-        ),
-        ("q_max_len", "use_dataset_instruction: true\n    q_max_len", "embedding.query_prompt", ""),
-        (
-            "data_type: train",
-            "data_type: eval\n  eval_negative_size: 7",
-            "dataset.num_negatives",
-            7,
-        ),
-        ("n_passages: 3", "max_train_samples: 9", "dataset.max_samples", 9),
-        ("n_passages: 3", "max_train_samples: 9", "dataset.num_negatives", 4),
-    ],
-)
-def test_the_settings_of_an_embedding_are_those_of_automodel(
-    tmp_path: Path, before: str, after: str, key: str, expected: Any
-) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(BI_ENCODER.replace(before, after))
-    assert value_at(load_recipe(path), key) == expected
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "what"),
-    [
-        ("pooling: avg", "pooling: colbert", "model.pooling: this pooling is not supported"),
-        (
-            "l2_normalize",
-            "extract_submodel: x\n  l2_normalize",
-            "a part of a vision-language model",
-        ),
-        ("BiEncoderCollator", "ProcessorMethodCollator", "embeddings of images are not supported"),
-        ("n_passages: 3", "n_passages: none of them", "dataset.n_passages: must be a number"),
-        ("n_passages: 3", "cycle_positive_docs: true", "another document of a query in each epoch"),
-    ],
-)
-def test_what_an_embedding_cannot_be_here_is_an_error(
-    tmp_path: Path, before: str, after: str, what: str
-) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(BI_ENCODER.replace(before, after))
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(path)
-    assert [what in problem.what for problem in caught.value.problems] == [True]
-
-
-CROSS_ENCODER = f"""\
-recipe: TrainCrossEncoderRecipe
-model:
-  _target_: nemo_automodel.NeMoAutoModelCrossEncoder.from_pretrained
-  pretrained_model_name_or_path: some/model
-  num_labels: 1
-  temperature: 0.5
-  pooling: avg
-dataset:
-  _target_: {DATA}.llm.retrieval_dataset.RetrievalDatasetConfig
-  model_type: cross_encoder
-  data_dir_list: rows.jsonl
-  n_passages: 3
-  use_dataset_instruction: true
-dataloader:
-  _target_: torchdata.stateful_dataloader.StatefulDataLoader
-  collate_fn:
-    _target_: {DATA}.llm.CrossEncoderCollator
-    rerank_max_length: 64
-    prompt_template: "q:{{query}} \\n p:{{passage}}"
-    pad_to_multiple_of: 8
-optimizer:
-  lr: 1e-5
-"""
-
-
-def test_a_recipe_for_rerankers_is_translated(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(CROSS_ENCODER)
-    loaded = load_recipe(path)
-    config = loaded.config
-    assert (config.recipe, config.model.from_pretrained) == ("reranker", "some/model")
-    assert dataclasses.asdict(config.reranker) == {
-        "template": "q:{{ query }} \n p:{{ document }}",
-        "temperature": 0.5,
-        "attention": "bidirectional",
-    }
-    assert config.dataset.kwargs == {
-        "sources": ["rows.jsonl"],
-        "num_negatives": 2,
-        "seq_length": 64,
-        "instructions": False,
-    }
-    assert (config.classification, config.dataloader.collate_fn) == (None, None)
-    assert (config.dataloader.pad_to_multiple_of, config.optimizer.no_decay) == (8, "auto")
-    (warning, _) = report_lines(loaded.notices)
-    assert "model.pooling avg: the score is computed at the last token" in warning
-    path.write_text(CROSS_ENCODER.replace("num_labels: 1", "num_labels: 2"))
-    with pytest.raises(RecipeError, match="a reranker computes one score"):
-        load_recipe(path)
-    path.write_text(re.sub(".*prompt_template.*\n", "", CROSS_ENCODER))
-    found = load_recipe(path).config.reranker.template
-    assert found == "question:{{ query }} \n \n passage:{{ document }}"
 
 
 def test_overrides_of_our_length_and_truncation_count_in_a_file_of_automodel(
