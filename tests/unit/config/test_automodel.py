@@ -200,23 +200,8 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         False,
     ),
     (MEGATRON + "step_scheduler:\n  max_steps: 3\n", "step_scheduler.num_epochs", None),
-    (
-        MEGATRON + "step_scheduler:\n  max_steps: 3\n  num_epochs: 1\n",
-        "step_scheduler.num_epochs",
-        None,
-    ),
-    (MEGATRON + "step_scheduler:\n  num_epochs: 1\n", "step_scheduler.num_epochs", 1),
     (MEGATRON + "step_scheduler:\n  max_steps: 3\n", "step_scheduler.ckpt_every_epochs", None),
     (MEGATRON, "step_scheduler.ckpt_every_epochs", 1),
-    (
-        NANOGPT + "step_scheduler:\n  max_steps: 3\n  num_epochs: 1\n",
-        "step_scheduler.num_epochs",
-        None,
-    ),
-    (NANOGPT + "step_scheduler:\n  num_epochs: 1\n", "step_scheduler.num_epochs", 1),
-    (NANOGPT, "dataloader.shuffle", False),
-    (NANOGPT + "dataloader:\n  shuffle: true\n", "dataloader.shuffle", True),
-    (LLM, "dataloader.shuffle", True),
     (LLM, "recipe", "llm_finetune"),
     (DISTILLED, "recipe", "distill"),
     (DISTILLED, "distill.teacher.from_pretrained", "some/teacher"),
@@ -226,29 +211,17 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     (DISTILLED, "distill.temperature", 3.0),
     (DISTILLED, "distill.offload_teacher", True),
     (VLM_DISTILLED, "recipe", "vlm_distill"),
-    (VLM_DISTILLED, "distill.teacher.from_pretrained", "some/teacher"),
-    (VLM_DISTILLED, "distill.temperature", 3.0),
     (
         VLM_DISTILLED,
         "model.freeze_if_present",
         ["*vision*.*", "*visual*.*", "*image_encoder*.*"],
     ),
     (VLM, "recipe", "vlm_finetune"),
-    (
-        "recipe:\n  _target_: nemo_automodel.recipes.llm.train_ft.TrainFinetuneRecipeForNextTokenPrediction\n",
-        "recipe",
-        "llm_finetune",
-    ),
-    ("seed: 7\nrng:\n  seed: 8\n", "seed", 7),
     (QAT, "qat.scheme", "W4A16"),
     (QAT, "qat.group_size", 256),
     (QAT, "qat.start_step", 1),
     ("qat:\n  enabled: true\n", "qat.scheme", "W4A8"),
-    ("qat:\n  enabled: true\n", "qat.group_size", 256),
     ("qat:\n  enabled: false\n  fake_quant_after_n_steps: 1\n", "qat", None),
-    ("qat:\n  fake_quant_after_n_steps: 1\n  qat_config:\n    groupsize: 32\n", "qat", None),
-    ("qat: {}\n", "qat", None),
-    ("qat:\n  scheme: W8A8\n", "qat.scheme", "W8A8"),
     ("tool_call_eval: null\n", "evaluation", None),
     ("rng:\n  seed: 1111\n  ranked: true\n", "seed", 1111),
     ("rng:\n  deterministic: true\n", "deterministic", True),
@@ -258,26 +231,6 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ("", "model.from_pretrained", "some/model"),
     ("", "model.dtype", "auto"),
     (MODEL + "  torch_dtype: torch.bfloat16\n", "model.dtype", "bfloat16"),
-    (MODEL + "  torch_dtype: bf16\n", "model.dtype", "bfloat16"),
-    (MODEL + "  torch_dtype: none\n", "model.dtype", "auto"),
-    (MODEL + "  attn_implementation: eager\n", "model.attn_implementation", "eager"),
-    (
-        (
-            "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_config\n"
-            "  config: some/model\n  load_base_model: true\n"
-        ),
-        "model.from_pretrained",
-        "some/model",
-    ),
-    (
-        (
-            "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_config\n  config:\n"
-            "    _target_: transformers.AutoConfig.from_pretrained\n"
-            "    pretrained_model_name_or_path: some/model\n  load_base_model: true\n"
-        ),
-        "model.from_pretrained",
-        "some/model",
-    ),
     (
         "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_config\n  config: some/model\n",
         "model.from_config",
@@ -301,21 +254,17 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         {"model_type": "gpt2", "n_embd": 16},
     ),
     ("distributed:\n  activation_checkpointing: true\n", "model.activation_checkpointing", True),
-    ("distributed:\n  activation_checkpointing: full\n", "model.activation_checkpointing", True),
     (
         "distributed:\n  activation_checkpointing: selective\n",
         "model.activation_checkpointing",
         "selective",
     ),
-    ("distributed:\n  strategy: fsdp2\n", "distributed.strategy", "auto"),
-    ("distributed:\n  strategy: ddp\n", "distributed.strategy", "ddp"),
     ("distributed:\n  strategy: ddp\n", "distributed.mixed_precision", "none"),
     (
         "distributed:\n  strategy: ddp\n  autocast_dtype: torch.bfloat16\n",
         "distributed.mixed_precision",
         "bfloat16",
     ),
-    ("", "distributed.mixed_precision", "bfloat16"),
     (
         (
             "distributed:\n  mp_policy:\n    _target_: torch.distributed.fsdp.MixedPrecisionPolicy\n"
@@ -324,16 +273,6 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "distributed.mixed_precision",
         None,
     ),
-    ("distributed:\n  tp_size: 2\n  dp_size: none\n", "distributed.tp_size", 2),
-    ("distributed:\n  cp_size: 2\n", "distributed.cp_size", 2),
-    ("distributed:\n  dp_replicate_size: 2\n", "distributed.dp_replicate_size", 2),
-    ("distributed:\n  reshard_after_forward: false\n", "distributed.reshard_after_forward", False),
-    (
-        "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: 1f1b\n    pp_microbatch_size: 1\n",
-        "distributed.pp_size",
-        2,
-    ),
-    (PEFT + "distributed:\n  pp_size: 2\n", "distributed.pp_size", 2),
     # The micro-batch stays small: there are more data-parallel ranks without stages.
     (VLM + MEDPIX + PIPELINE + "    pp_microbatch_size: 2\n", "distributed.pp_size", 1),
     (
@@ -341,19 +280,10 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "step_scheduler.local_batch_size",
         2,
     ),
-    ("distributed:\n  pp_size: 2\n  cp_size: 2\n", "distributed.pp_size", 2),
     (
         "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: interleaved1f1b\n",
         "distributed.pp_schedule",
         "interleaved1f1b",
-    ),
-    (
-        (
-            "step_scheduler:\n  local_batch_size: 8\ndistributed:\n  pp_size: 2\n"
-            "  pipeline:\n    pp_microbatch_size: 2\n"
-        ),
-        "step_scheduler.local_batch_size",
-        2,
     ),
     (
         VLM + MEDPIX + "packed_sequence:\n  pack_size: 64\n  max_length: 32\n",
@@ -372,13 +302,8 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ),
     (PEFT + "  dim: 4\n", "peft.r", 4),
     (PEFT, "peft.alpha", 32),
-    (PEFT + "  dropout: 0.1\n", "peft.dropout", 0.1),
     (PEFT, "peft.target_modules", ["*_proj"]),
-    (PEFT + "  target_modules: '*_proj'\n", "peft.target_modules", ["*_proj"]),
-    (PEFT + "  target_modules: ['*.q_proj']\n", "peft.target_modules", ["*.q_proj"]),
     (PEFT + "  target_modules: ['*']\n", "peft.target_modules", "all-linear"),
-    (PEFT + "  match_all_linear: true\n", "peft.target_modules", "all-linear"),
-    (PEFT + "  exclude_modules: ['*lm_head*']\n", "peft.target_modules", "all-linear"),
     (PEFT + "  exclude_modules: ['*lm_head*']\n", "peft.exclude_if_present", ["*lm_head*"]),
     (PEFT + "  exclude_modules: ['*lm_head*']\n", "peft.exclude_modules", []),
     (
@@ -399,28 +324,9 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "nf4",
     ),
     (PEFT + "quantization:\n  load_in_8bit: true\n", "peft.quantize_base", "int8"),
-    (PEFT + "checkpoint:\n  save_consolidated: true\n", "checkpoint.save_consolidated", True),
-    ("checkpoint:\n  checkpoint_dir: runs/\n", "checkpoint.checkpoint_dir", "runs/"),
-    (
-        "checkpoint:\n  model_save_format: torch_save\n",
-        "checkpoint.model_save_format",
-        "torch_save",
-    ),
     ("checkpoint:\n  max_recent_checkpoints: 3\n", "checkpoint.keep_last", 3),
     ("step_scheduler:\n  num_epochs: null\n", "step_scheduler.num_epochs", 10),
-    ("step_scheduler:\n  num_epochs: null\n  max_steps: 3\n", "step_scheduler.num_epochs", None),
-    (
-        "step_scheduler:\n  ckpt_every_steps: null\n  save_checkpoint_every_epoch: false\n",
-        "step_scheduler.ckpt_every_epochs",
-        1,
-    ),
-    (
-        "step_scheduler:\n  save_checkpoint_every_epoch: false\n",
-        "step_scheduler.ckpt_every_epochs",
-        None,
-    ),
     (f"optimizer:\n  _target_: {TE_ADAM}\n  lr: 1e-5\n", "optimizer.weight_decay", 0.0),
-    (f"optimizer:\n  _target_: {TE_ADAM}\n  weight_decay: 0.1\n", "optimizer.weight_decay", 0.1),
     (
         f"optimizer:\n  _target_: {TE_ADAM}\n  weight_decay: 0.1\n  adam_w_mode: false\n",
         "optimizer._target_",
@@ -434,40 +340,16 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ("", "dataset._target_", "automodel_ckpt.data.hellaswag.hellaswag"),
     ("", "dataset.seq_length", None),
     ("", "dataset.truncation", "right"),
-    (ROWS + "  seq_length: 64\n", "dataset.seq_length", 64),
-    (SQUAD + "  seq_length: 64\n", "dataset.seq_length", None),
-    (SQUAD + "  seq_length: 64\n", "dataset.truncation", "right"),
-    (SQUAD + "  seq_length: 64\n  truncation: false\n", "dataset.seq_length", None),
-    (SQUAD + "  seq_length: 64\n  truncation: do_not_truncate\n", "dataset.seq_length", None),
-    (SQUAD + "  seq_length: 64\n  truncation: longest_first\n", "dataset.seq_length", 64),
-    (SQUAD + "  seq_length: 64\n  truncation: true\n", "dataset.truncation", "right"),
-    (SQUAD + "  seq_length: 64\n" + PACKS, "dataset.seq_length", 32),
-    (SQUAD + PACKS, "dataset.truncation", "skip"),
-    (SQUAD + "  seq_length: 16\n  truncation: true\n" + PACKS, "dataset.seq_length", 16),
-    (SQUAD + "  seq_length: 16\n  truncation: true\n" + PACKS, "dataset.truncation", "right"),
     (VLM + MEDPIX + "  max_length: 512\n", "dataset.seq_length", 512),
-    (VLM + MEDPIX + "  max_length: 512\n", "dataset.truncation", "right"),
-    (VLM + MEDPIX + "  max_length: 512\n  truncate: false\n", "dataset.truncation", "skip"),
     (ROWS + "  num_samples_limit: 5\n", "dataset.max_samples", 5),
     (MEGATRON, "dataset._target_", "automodel_ckpt.data.token_files.megatron"),
     (MEGATRON, "dataset.path", "data/web_*"),
     (MEGATRON, "dataset.split", "900, 50, 50"),
-    (MEGATRON + "  split: '0.99, 0.01, 0.00'\n", "dataset.split", "0.99, 0.01, 0.00"),
     (MEGATRON + "  split: [99, 1, 0]\n", "dataset.split", "99, 1, 0"),
     (MEGATRON + "  splits_to_build: test\n  num_test_samples: 7\n", "dataset.max_samples", 7),
     (MEGATRON + "  splits_to_build: train\n", "dataset.part", "train"),
     (MEGATRON, "dataset.seq_length", 2048),
-    (NANOGPT + "  seq_len: 64\n", "dataset.seq_length", 64),
-    (NANOGPT + "  align_to_bos: true\n  bos_token: 5\n", "dataset.bos_token", 5),
     (SQUAD + "  split: validation[:9]\n", "dataset.split", "train[:9]"),
-    (AGENT + "  split: test[:9]\n", "dataset.split", "test[:9]"),
-    (AGENT + "  split: test\n  limit_dataset_samples: 5\n", "dataset.max_samples", 5),
-    (
-        COLUMNS + "  split: train[:9]\n  limit_dataset_samples: 5\n"
-        "  column_mapping:\n    question: q\n    answer: a\n",
-        "dataset.max_samples",
-        5,
-    ),
     (
         (
             f"dataset:\n  _target_: {DATA}.llm.squad.make_squad_dataset\n  dataset_name: rows.jsonl\n"
@@ -486,20 +368,10 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "a",
     ),
     (
-        (
-            f"dataset:\n  _target_: {DATA}.llm.chat_dataset.ChatDataset\n  path_or_dataset_id: rows.jsonl\n"
-            "  mask_history: true\n  seq_length: 64\n  truncation: true\n"
-        ),
-        "dataset.learn",
-        "last",
-    ),
-    (
         COLUMNS + "  column_mapping:\n    context: c\n    question: q\n    answer: a\n",
         "dataset.prompt_field",
         "{{ c }} {{ q }} ",
     ),
-    ("dataloader:\n  shuffle: false\n", "dataloader.shuffle", False),
-    ("dataloader:\n  num_workers: 2\n  pin_memory: true\n", "dataloader.num_workers", 2),
     (
         (
             f"dataloader:\n  collate_fn:\n    _target_: {DATA}.utils.default_collater\n"
@@ -508,8 +380,6 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "dataloader.pad_to_multiple_of",
         16,
     ),
-    ("packed_sequence:\n  packed_sequence_size: 64\n", "packed_sequence.size", 64),
-    ("packed_sequence:\n  packed_sequence_size: 64\n", "dataset.seq_length", 64),
     ("packed_sequence:\n  packed_sequence_size: 0\n", "packed_sequence", None),
     (
         "optimizer:\n  _target_: torch.optim.Adam\n  lr: 1e-5\n  weight_decay: 0\n",
@@ -517,11 +387,6 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         1e-5,
     ),
     ("optimizer:\n  _target_: torch.optim.AdamW\n  lr: 1e-5\n", "optimizer.no_decay", "none"),
-    (
-        "optimizer:\n  _target_: torch.optim.Adam\n  lr: 1e-5\n  weight_decay: 0.01\n",
-        "optimizer._target_",
-        "torch.optim.Adam",
-    ),
     ("lr_scheduler:\n  lr_decay_style: cosine\n", "lr_scheduler.name", "cosine_with_min_lr"),
     (
         "optimizer:\n  lr: 1e-3\nlr_scheduler:\n  lr_decay_style: cosine\n",
@@ -539,7 +404,6 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ("lr_scheduler:\n  lr_warmup_steps: 3\n", "lr_scheduler.warmup_steps", 3),
     ("lr_scheduler:\n  lr_warmup_steps: 3\n", "lr_scheduler.warmup_from", 0.1),
     ("lr_scheduler:\n  lr_warmup_steps: 0\n", "lr_scheduler.warmup_from", 0.0),
-    ("lr_scheduler:\n  min_lr: 0\n", "lr_scheduler.warmup_from", 0.1),
     ("lr_scheduler:\n  min_lr: 0\n", "lr_scheduler.warmup_steps", "auto"),
     (
         "lr_scheduler:\n  lr_decay_style: constant\n  lr_decay_steps: 9\n",
@@ -558,15 +422,7 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ("clip_grad_norm:\n  max_norm: 0.5\n", "clip_grad_norm", 0.5),
     ("", "clip_grad_norm", 1.0),
     ("", "step_scheduler.global_batch_size", 32),
-    ("", "step_scheduler.num_epochs", 10),
-    ("step_scheduler:\n  num_epochs: none\n  max_steps: 5\n", "step_scheduler.num_epochs", None),
     ("", "step_scheduler.ckpt_every_steps", 100),
-    (
-        "step_scheduler:\n  save_checkpoint_every_epoch: false\n",
-        "step_scheduler.ckpt_every_epochs",
-        None,
-    ),
-    (VALIDATION + "step_scheduler:\n  val_every_steps: 3\n", "step_scheduler.val_every_steps", 3),
     ("step_scheduler:\n  val_every_steps: 3\n", "step_scheduler.val_every_steps", None),
     (
         VLM + "processor:\n  _target_: transformers.AutoProcessor.from_pretrained\n"
@@ -580,29 +436,11 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "processor.from_pretrained",
         "some/processor",
     ),
-    (
-        VLM + "processor:\n  _target_: nemo_automodel.components.models.x.build_processor\n"
-        "  pretrained_model_name_or_path: some/processor\n",
-        "processor.from_pretrained",
-        "some/processor",
-    ),
     (PEFT + "  target_modules: ['*']\n", "peft.target_parameters", "all-experts"),
     ("neftune:\n  noise_alpha: 4.0\n", "model.neftune_alpha", 4.0),
-    ("neftune: 4.0\n", "model.neftune_alpha", 4.0),
     ("neftune: {}\n", "model.neftune_alpha", 5.0),
     ("neftune: 0\n", "model.neftune_alpha", None),
-    ("neftune:\n  noise_alpha: 0.0\n", "model.neftune_alpha", None),
-    (
-        (
-            "tokenizer:\n  _target_: nemo_automodel.NeMoAutoTokenizer.from_pretrained\n"
-            "  pretrained_model_name_or_path: some/model\n  add_bos_token: true\n"
-        ),
-        "tokenizer.add_bos_token",
-        True,
-    ),
     (VLM + "processor:\n  padding_side: right\n", "processor.kwargs", {"padding_side": "right"}),
-    ("distributed:\n  ep_size: 8\n", "distributed.ep_size", 8),
-    (MODEL + "  trust_remote_code: true\n", "model.trust_remote_code", True),
     (
         MODEL + "  text_config:\n    rope_theta: 10000.0\n    use_cache: false\n",
         "model.config_overrides",
@@ -629,11 +467,8 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "all",
     ),
     (CHAT + "  mask_reasoning_content: true\n", "dataset.mask_reasoning", True),
-    (AGENT + "  filter_overlong: true\n", "dataset.truncation", "skip"),
-    (AGENT + "  seq_length: 64\n  filter_overlong: true\n", "dataset.seq_length", 64),
     (AGENT + "  truncate_history: true\n", "dataset.truncation", "history"),
     (AGENT + "  trim_incomplete_last_turn: true\n", "dataset.end_with_answer", True),
-    (AGENT + "  train_on_last_turn_only: true\n", "dataset.learn", "last"),
     (
         f"dataset:\n  _target_: {DATA}.llm.xlam.make_xlam_dataset\n",
         "dataset._target_",
@@ -654,38 +489,15 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "tokenizer.from_pretrained",
         "some/tokenizer",
     ),
-    (
-        ROWS + "  tokenizer:\n    pretrained_model_name_or_path: some/model\n",
-        "tokenizer.from_pretrained",
-        None,
-    ),
     (VLM + MEDPIX, "dataset.preset", "medpix"),
     (VLM + MEDPIX.replace("medpix", "cord_v2"), "dataset.preset", "cord_v2"),
     (VLM + MEDPIX.replace("medpix", "rdr"), "dataset.preset", "rdr"),
     (VLM + MEDPIX.replace("medpix", "shopify_product_catalogue"), "dataset.preset", "shopify"),
-    (
-        VLM + MEDPIX.replace("medpix", "tulu3"),
-        "dataset._target_",
-        "automodel_ckpt.data.vlm.conversations",
-    ),
     (VLM + MEDPIX.replace("medpix", "llava_onevision"), "dataset.image_marker", "<image>"),
     (
         VLM + f"dataset:\n  _target_: {DATA}.vlm.mock.build_mock_vlm_dataset\n  max_length: 30\n",
         "dataset.num_words",
         30,
-    ),
-    (
-        VLM + MEDPIX + "dataloader:\n  collate_fn:\n"
-        f"    _target_: {DATA}.vlm.collate_fns.default_collate_fn\n    max_length: 512\n",
-        "dataset.seq_length",
-        512,
-    ),
-    (
-        VLM + MEDPIX + "dataloader:\n  collate_fn:\n"
-        f"    _target_: {DATA}.vlm.collate_fns.default_collate_fn\n    max_length: 512\n"
-        "    drop_overlong: true\n",
-        "dataset.truncation",
-        "skip",
     ),
     (
         VLM + MEDPIX + "dataloader:\n  collate_fn:\n"
@@ -704,15 +516,6 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         1e-4,
     ),
     (PEFT + QWEN, "peft.base_dir", "automodel_base"),
-    (
-        (
-            "tokenizer:\n  _target_: nemo_automodel.NeMoAutoTokenizer.from_pretrained\n"
-            "  pretrained_model_name_or_path: some/tokenizer\n"
-        ),
-        "tokenizer.from_pretrained",
-        "some/tokenizer",
-    ),
-    ("compile:\n  enabled: true\n  mode: default\n  backend: null\n", "compile.enabled", True),
     ("compile:\n  enabled: false\n  dynamic: true\n", "compile.dynamic", None),
     ("wandb:\n  enable: false\n  project: p\n", "logging.trackers", {}),
     ("wandb:\n  project: p\n", "logging.trackers", {"wandb": {"project": "p"}}),
