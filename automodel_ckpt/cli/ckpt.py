@@ -1,35 +1,24 @@
 """``ckpt``: inspect, verify, convert and manage checkpoints. Runs on CPU, without a network, and starts without torch
 (``generate`` and ``chat`` use both).
 
-:data:`VERBS` lists the commands. A new command is a module in ``cli/commands/`` with ``add_arguments`` and ``run``, and
-a line in this table.
+A new command is a module in ``cli/commands/`` with ``add_arguments`` and ``run``, and a line in :data:`_TABLE`. The
+module is imported when its command is run.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from automodel_ckpt.base.version import __version__
-from automodel_ckpt.cli.commands import (
-    completion,
-    diff,
-    env,
-    goodput,
-    ls,
-    pin,
-    plot,
-    prune,
-    show,
-    track,
-    verify,
-)
+from automodel_ckpt.cli.commands import completion
 from automodel_ckpt.cli.common.arguments import resolve_paths
 from automodel_ckpt.cli.common.paths import check_working_directory
 from automodel_ckpt.cli.common.remote import reject_urls
@@ -41,18 +30,6 @@ from automodel_ckpt.cli.common.terminal import (
     print_error,
     problem_json,
     require_utf8,
-)
-from automodel_ckpt.cli.models import (
-    archive,
-    average,
-    chat,
-    eval_,
-    export,
-    generate,
-    hub,
-    import_,
-    pack,
-    push,
 )
 from automodel_ckpt.cli.removed import REMOVED
 from automodel_ckpt.errors import (
@@ -72,158 +49,76 @@ from automodel_ckpt.errors import (
 class Verb:
     """A command of ``ckpt``.
 
-    *help* is its line in ``ckpt --help``. *add_arguments* sets the description of its parser and adds its options.
-    *run* executes it and returns the exit code. *writes* states whether it writes files: if a system call
-    or a store fails, the exit code is then 4 instead of 3. *accepts_urls* states whether a path may be the URL of a
-    store, *imports_torch* whether it always imports torch.
+    *module* is in ``cli/``: ``add_arguments`` sets the description of the command's parser and adds its options, and
+    ``run`` executes it and returns the exit code. A second command of a module has ``add_NAME_arguments`` and, if it
+    differs, ``run_NAME``. *help* is its line in ``ckpt --help``. The words in *traits*:
+
+    * writes: it writes files. If a system call or a store fails, the exit code is then 4 instead of 3.
+    * urls: a path may be the URL of a store.
+    * torch: it always imports torch.
+    * text: it has no ``--json``.
     """
 
     name: str
+    module: str
+    traits: frozenset[str]
     help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-    writes: bool = False
-    has_json: bool = True
-    accepts_urls: bool = False
-    imports_torch: bool = False
+
+    @property
+    def writes(self) -> bool:
+        return "writes" in self.traits
+
+    @property
+    def accepts_urls(self) -> bool:
+        return "urls" in self.traits
+
+    def function(self, before: str, after: str = "") -> Callable[..., Any]:
+        """Import the function of the command, such as ``run_NAME``, or that of its module, such as ``run``."""
+        module = importlib.import_module(f"automodel_ckpt.cli.{self.module}")
+        shared = "_".join(filter(None, (before, after)))
+        own = "_".join(filter(None, (before, self.name, after)))
+        found: Callable[..., Any] = getattr(module, own, None) or getattr(module, shared)
+        return found
 
 
-VERBS: Sequence[Verb] = (
-    Verb("ls", "list checkpoints or runs", ls.add_arguments, ls.run, accepts_urls=True),
-    Verb(
-        "show", "show the contents of a checkpoint", show.add_arguments, show.run, accepts_urls=True
-    ),
-    Verb("diff", "compare two checkpoints", diff.add_arguments, diff.run, accepts_urls=True),
-    Verb(
-        "verify",
-        "verify the digests of all files",
-        verify.add_arguments,
-        verify.run,
-        accepts_urls=True,
-    ),
-    Verb(
-        "generate",
-        "complete prompts with a model",
-        generate.add_arguments,
-        generate.run,
-        imports_torch=True,
-    ),
-    Verb("eval", "run benchmarks on a model", eval_.add_arguments, eval_.run, imports_torch=True),
-    Verb(
-        "chat",
-        "talk to a model",
-        chat.add_arguments,
-        chat.run,
-        has_json=False,
-        imports_torch=True,
-    ),
-    Verb(
-        "export",
-        "export a checkpoint's model for other programs",
-        export.add_arguments,
-        export.run,
-        writes=True,
-    ),
-    Verb(
-        "consolidate",
-        "alias of `ckpt export --to hf`",
-        export.add_consolidate_arguments,
-        export.run,
-        writes=True,
-    ),
-    Verb(
-        "import",
-        "import a checkpoint of another program",
-        import_.add_arguments,
-        import_.run,
-        writes=True,
-    ),
-    Verb(
-        "unpack",
-        "unpack a .nemo or .qnemo file",
-        pack.add_unpack_arguments,
-        pack.run_unpack,
-        writes=True,
-    ),
-    Verb(
-        "pack",
-        "pack a directory as a .nemo or .qnemo file",
-        pack.add_pack_arguments,
-        pack.run_pack,
-        writes=True,
-    ),
-    Verb(
-        "average",
-        "combine the weights of several checkpoints",
-        average.add_arguments,
-        average.run,
-        writes=True,
-    ),
-    Verb(
-        "archive",
-        "compress checkpoints for cold storage",
-        archive.add_arguments,
-        archive.run,
-        writes=True,
-    ),
-    Verb(
-        "unarchive",
-        "extract the checkpoints of an archive",
-        archive.add_unarchive_arguments,
-        archive.run_unarchive,
-        writes=True,
-    ),
-    Verb(
-        "push",
-        "upload a checkpoint to a store, or its model to the Hub",
-        push.add_arguments,
-        push.run,
-        writes=True,
-        accepts_urls=True,
-    ),
-    Verb(
-        "pull",
-        "download a checkpoint from a store, or a model from the Hub",
-        push.add_pull_arguments,
-        push.run_pull,
-        writes=True,
-        accepts_urls=True,
-    ),
-    Verb(
-        "card",
-        "print the model card of a checkpoint for the Hub",
-        hub.add_card_arguments,
-        hub.run_card,
-        writes=True,
-    ),
-    Verb(
-        "prune",
-        "remove old checkpoints",
-        prune.add_arguments,
-        prune.run,
-        writes=True,
-        accepts_urls=True,
-    ),
-    Verb("pin", "protect a checkpoint from removal", pin.add_arguments, pin.run, writes=True),
-    Verb("unpin", "remove a pin", pin.add_unpin_arguments, pin.run, writes=True),
-    Verb("plot", "plot the curves of one or more runs", plot.add_arguments, plot.run, writes=True),
-    Verb("goodput", "show how the time of a run was spent", goodput.add_arguments, goodput.run),
-    Verb(
-        "track",
-        "upload a run's log to an experiment tracker",
-        track.add_arguments,
-        track.run,
-        writes=True,
-    ),
-    Verb("env", "print information for a bug report", env.add_arguments, env.run),
-    Verb(
-        "completion",
-        "print a shell completion script",
-        completion.add_arguments,
-        lambda arguments: completion.run(arguments, parser()),
-        has_json=False,
-    ),
-)
+_TABLE = """
+ls          commands.ls          urls         | list checkpoints or runs
+show        commands.show        urls         | show the contents of a checkpoint
+diff        commands.diff        urls         | compare two checkpoints
+verify      commands.verify      urls         | verify the digests of all files
+generate    models.generate      torch        | complete prompts with a model
+eval        models.eval_         torch        | run benchmarks on a model
+chat        models.chat          torch text   | talk to a model
+export      models.export        writes       | export a checkpoint's model for other programs
+consolidate models.export        writes       | alias of `ckpt export --to hf`
+import      models.import_       writes       | import a checkpoint of another program
+unpack      models.pack          writes       | unpack a .nemo or .qnemo file
+pack        models.pack          writes       | pack a directory as a .nemo or .qnemo file
+average     models.average       writes       | combine the weights of several checkpoints
+archive     models.archive       writes       | compress checkpoints for cold storage
+unarchive   models.archive       writes       | extract the checkpoints of an archive
+push        models.push          writes urls  | upload a checkpoint to a store, or its model to the Hub
+pull        models.push          writes urls  | download a checkpoint from a store, or a model from the Hub
+card        models.hub           writes       | print the model card of a checkpoint for the Hub
+prune       commands.prune       writes urls  | remove old checkpoints
+pin         commands.pin         writes       | protect a checkpoint from removal
+unpin       commands.pin         writes       | remove a pin
+plot        commands.plot        writes       | plot the curves of one or more runs
+goodput     commands.goodput                  | show how the time of a run was spent
+track       commands.track       writes       | upload a run's log to an experiment tracker
+env         commands.env                      | print information for a bug report
+completion  commands.completion  text         | print a shell completion script
+"""
+
+
+def _verbs() -> Iterator[Verb]:
+    for line in _TABLE.strip().splitlines():
+        words, _, text = line.partition("|")
+        name, module, *traits = words.split()
+        yield Verb(name, module, frozenset(traits), text.strip())
+
+
+VERBS: Sequence[Verb] = tuple(_verbs())
 """All commands, in the order of ``ckpt --help``."""
 
 
@@ -258,15 +153,17 @@ class _Parser(argparse.ArgumentParser):
         raise RecipeError(message, where=self.prog, value="", hint=hint)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Build the parser of ``ckpt``'s command line."""
+def parser(only: str = "") -> argparse.ArgumentParser:
+    """Build the parser of ``ckpt``'s command line; with *only*, with the arguments of this command alone."""
     result = _Parser(prog="ckpt", description="Inspect, verify, convert and manage checkpoints.")
     result.add_argument("--version", action="version", version=f"automodel_ckpt {__version__}")
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for verb in VERBS:
         command = commands.add_parser(verb.name, help=verb.help)
-        verb.add_arguments(command)
-        if verb.has_json:
+        if only not in ("", verb.name):
+            continue
+        verb.function("add", "arguments")(command)
+        if "text" not in verb.traits:
             command.add_argument("--json", action="store_true", help="print JSON")
     return result
 
@@ -288,11 +185,11 @@ def _run(words: list[str]) -> int:
         arguments = _parsed(words)
         resolve_paths(arguments)
         verb = next(verb for verb in VERBS if verb.name == arguments.command)
-        if verb.imports_torch:
+        if "torch" in verb.traits:
             check_working_directory()
         if not verb.accepts_urls:
             reject_urls(arguments)
-        code = verb.run(arguments)
+        code: int = verb.function("run")(arguments)
         sys.stdout.flush()
         return code
     # Before OSError, its base class: a reader such as head(1) that has enough is no failure.
@@ -315,7 +212,7 @@ def _run(words: list[str]) -> int:
 
 def _parsed(words: list[str]) -> argparse.Namespace:
     """Parse a command line. Raises :class:`RecipeError`, with the command or option that was probably meant."""
-    whole = parser()
+    whole = parser(words[0] if words and words[0] in {verb.name for verb in VERBS} else "")
     known = completion.command_words(whole)
     if words and not words[0].startswith("-") and words[0] not in known:
         raise RecipeError(

@@ -51,9 +51,34 @@ def can_go_back(recipe: Any) -> bool:
     return bool(steps.on_spike.rollback <= longest)
 
 
-def predicts_further(recipe: Any) -> bool:
-    """Whether a recipe has a section model.mtp."""
-    return getattr(recipe.model, "mtp", None) is not None
+def _asks(recipe: Any, key: str) -> bool:
+    """Whether the value at a dotted key requests something: it is not null, false, empty, or a size of 1."""
+    value = recipe
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value is True or (bool(value) and value != 1)
+
+
+def _not_both(first: str, second: str, hint: str, why: str = "") -> Relation:
+    """Two keys that cannot be combined, and *why*."""
+    names = f"{first} and {second.removeprefix('distributed.')}"
+    problem = f"{names} cannot be combined{f': {why}' if why else ''}"
+    return Relation(
+        (first, second),
+        lambda recipe: not (_asks(recipe, first) and _asks(recipe, second)),
+        problem,
+        hint,
+    )
+
+
+def _needs_model(section: str, why: str, hint: str) -> Relation:
+    """A section that changes models that this program builds."""
+    return Relation(
+        (section, "model"),
+        lambda recipe: not _asks(recipe, section) or isinstance(recipe.model, ModelConfig),
+        f"{section} cannot be used with model._target_: {why}",
+        f"{hint}, or remove the section {section}",
+    )
 
 
 def has_separate_directory(recipe: Any) -> bool:
@@ -131,7 +156,7 @@ RELATIONS: tuple[Relation, ...] = (
         ("generation", "distributed.pp_size", "distributed.cp_size"),
         lambda recipe: (
             recipe.generation is None
-            or (recipe.distributed.pp_size == 1 and recipe.distributed.cp_size == 1)
+            or not (_asks(recipe, "distributed.pp_size") or _asks(recipe, "distributed.cp_size"))
         ),
         "completions cannot be generated with pipeline stages or context parallelism",
         "remove generation; ckpt generate completes prompts with a checkpoint",
@@ -140,10 +165,9 @@ RELATIONS: tuple[Relation, ...] = (
         ("distributed.pp_size", "distributed.cp_size", "distributed.sequence_parallel"),
         lambda recipe: (
             not has_benchmarks(recipe)
-            or (
-                recipe.distributed.pp_size == 1
-                and recipe.distributed.cp_size == 1
-                and not recipe.distributed.sequence_parallel
+            or not any(
+                _asks(recipe, f"distributed.{name}")
+                for name in ("pp_size", "cp_size", "sequence_parallel")
             )
         ),
         "benchmarks cannot run with pipeline stages, context parallelism or sequence parallelism",
@@ -166,10 +190,9 @@ RELATIONS: tuple[Relation, ...] = (
         "no step is measured: the run ends within throughput.warmup_steps",
         "increase step_scheduler.max_steps, or decrease throughput.warmup_steps",
     ),
-    Relation(
-        ("packed_sequence", "dataloader.collate_fn"),
-        lambda recipe: recipe.packed_sequence is None or recipe.dataloader.collate_fn is None,
-        "packed_sequence and dataloader.collate_fn cannot be combined",
+    _not_both(
+        "packed_sequence",
+        "dataloader.collate_fn",
         "remove one of them: packing requires the built-in collator",
     ),
     Relation(
@@ -182,14 +205,7 @@ RELATIONS: tuple[Relation, ...] = (
         "embedding.symmetric and negatives: own cannot be combined: the documents of a pair have one query",
         "remove one of them",
     ),
-    Relation(
-        ("pretrain.z_loss", "model.mtp"),
-        lambda recipe: (
-            recipe.pretrain is None or not recipe.pretrain.z_loss or not predicts_further(recipe)
-        ),
-        "pretrain.z_loss and model.mtp cannot be combined",
-        "remove one of them",
-    ),
+    _not_both("pretrain.z_loss", "model.mtp", "remove one of them"),
     Relation(
         ("pretrain.base_width", "model", "peft"),
         lambda recipe: (
@@ -211,108 +227,85 @@ RELATIONS: tuple[Relation, ...] = (
         "rows that divide documents need at least two tokens",
         "increase packed_sequence.size",
     ),
-    Relation(
-        ("peft", "model.freeze"),
-        lambda recipe: recipe.peft is None or not getattr(recipe.model, "freeze", None),
-        "peft and model.freeze cannot be combined",
+    _not_both(
+        "peft",
+        "model.freeze",
         "remove model.freeze: peft freezes the base except for peft.modules_to_save and peft.bias; "
         "peft.exclude_modules keeps adapters out of parts of the model, such as '*vision_tower*'",
     ),
-    Relation(
-        ("peft", "model.freeze_if_present"),
-        lambda recipe: recipe.peft is None or not getattr(recipe.model, "freeze_if_present", None),
-        "peft and model.freeze_if_present cannot be combined",
+    _not_both(
+        "peft",
+        "model.freeze_if_present",
         "remove it: peft freezes the base except for peft.modules_to_save and peft.bias",
     ),
-    Relation(
-        ("qat", "peft"),
-        lambda recipe: recipe.qat is None or recipe.peft is None,
-        "qat and peft cannot be combined: an adapter is merged before the weights are rounded",
+    _not_both(
+        "qat",
+        "peft",
         "remove one of the sections",
+        "an adapter is merged before the weights are rounded",
     ),
-    Relation(
-        ("fp8", "qat"),
-        lambda recipe: recipe.fp8 is None or recipe.qat is None,
-        "fp8 and qat cannot be combined: both replace the products of linear layers",
-        "remove one of the sections",
+    _not_both(
+        "fp8", "qat", "remove one of the sections", "both replace the products of linear layers"
     ),
-    Relation(
-        ("fp8", "distributed.tp_size"),
-        lambda recipe: recipe.fp8 is None or recipe.distributed.tp_size == 1,
-        "fp8 and tp_size cannot be combined",
+    _not_both(
+        "fp8",
+        "distributed.tp_size",
         "remove one of them, or shard the model with distributed.strategy fsdp2 alone",
     ),
-    Relation(
-        ("fp8", "model"),
-        lambda recipe: recipe.fp8 is None or isinstance(recipe.model, ModelConfig),
-        "fp8 cannot be used with model._target_: only models of transformers are converted",
-        "set model.from_pretrained or model.from_config, or remove the section fp8",
+    _needs_model(
+        "fp8",
+        "only models of transformers are converted",
+        "set model.from_pretrained or model.from_config",
     ),
-    Relation(
-        ("qat", "distributed.tp_size"),
-        lambda recipe: recipe.qat is None or recipe.distributed.tp_size == 1,
-        "qat and tp_size cannot be combined: scales need complete rows of the weights",
+    _not_both(
+        "qat",
+        "distributed.tp_size",
         "remove tp_size, and use fsdp2",
+        "scales need complete rows of the weights",
     ),
-    Relation(
-        ("qat", "model"),
-        lambda recipe: recipe.qat is None or isinstance(recipe.model, ModelConfig),
-        "qat cannot be used with model._target_: only models of transformers are quantized",
-        "set model.from_pretrained or model.from_config, or remove the section qat",
+    _needs_model(
+        "qat",
+        "only models of transformers are quantized",
+        "set model.from_pretrained or model.from_config",
     ),
-    Relation(
-        ("peft.target_parameters", "distributed.ep_size"),
-        lambda recipe: (
-            recipe.peft is None
-            or not recipe.peft.target_parameters
-            or recipe.distributed.ep_size == 1
-        ),
-        "peft.target_parameters and ep_size cannot be combined",
+    _not_both(
+        "peft.target_parameters",
+        "distributed.ep_size",
         "remove ep_size: fsdp2 shards experts with adapters",
     ),
-    Relation(
-        ("model.mtp", "distributed.pp_size"),
-        lambda recipe: not predicts_further(recipe) or recipe.distributed.pp_size == 1,
-        "model.mtp and pp_size cannot be combined: no stage has both the embeddings and the last hidden states",
+    _not_both(
+        "model.mtp",
+        "distributed.pp_size",
         "remove pp_size (fsdp2 shards the model), or model.mtp",
+        "no stage has both the embeddings and the last hidden states",
     ),
-    Relation(
-        ("model.mtp", "distributed.tp_size"),
-        lambda recipe: not predicts_further(recipe) or recipe.distributed.tp_size == 1,
-        "model.mtp and tp_size cannot be combined: there is no plan for the layers of further tokens",
+    _not_both(
+        "model.mtp",
+        "distributed.tp_size",
         "remove tp_size (fsdp2 shards the model), or model.mtp",
+        "there is no plan for the layers of further tokens",
     ),
     Relation(
         ("model.mtp.weights", "peft"),
         lambda recipe: (
-            not predicts_further(recipe)
+            not _asks(recipe, "model.mtp")
             or recipe.peft is None
             or (recipe.model.mtp.weights == "base" and recipe.model.from_config is None)
         ),
         "with peft, the layers of model.mtp are frozen, and random ones would never be trained",
         "train adapters on a base that has these layers, or remove model.mtp",
     ),
-    Relation(
-        ("peft.use_dora", "distributed.tp_size"),
-        lambda recipe: (
-            recipe.peft is None or not recipe.peft.use_dora or recipe.distributed.tp_size == 1
-        ),
-        "peft.use_dora and tp_size cannot be combined: DoRA needs the norms of unsharded weights",
+    _not_both(
+        "peft.use_dora",
+        "distributed.tp_size",
         "remove peft.use_dora, or remove tp_size and use fsdp2",
+        "DoRA needs the norms of unsharded weights",
     ),
-    Relation(
-        ("peft.quantize_base", "distributed.tp_size"),
-        lambda recipe: (
-            recipe.peft is None or not recipe.peft.quantize_base or recipe.distributed.tp_size == 1
-        ),
-        "peft.quantize_base and tp_size cannot be combined",
-        "remove peft.quantize_base, or remove tp_size",
+    _not_both(
+        "peft.quantize_base", "distributed.tp_size", "remove peft.quantize_base, or remove tp_size"
     ),
-    Relation(
-        ("peft", "model"),
-        lambda recipe: recipe.peft is None or isinstance(recipe.model, ModelConfig),
-        "peft cannot be used with model._target_: adapters must reference a base model by name",
-        "set model.from_pretrained, or remove the peft section",
+    _needs_model(
+        "peft", "adapters must reference a base model by name", "set model.from_pretrained"
     ),
     Relation(
         ("checkpoint.model_layout", "peft"),

@@ -173,37 +173,3 @@ def test_the_dry_run_and_the_printed_recipe_are_those_of_the_translation(
     assert yaml.safe_load(again.stdout) == yaml.safe_load(printed.stdout)
     dry = commands.run("ckpt-train", "--dry-run", "theirs.yaml", cwd=directory)
     assert dry.returncode == 0, dry.stdout + dry.stderr
-
-
-BENCHMARK = """\
-recipe: BenchmarkingRecipeForNextTokenPrediction
-benchmark: {warmup_steps: 1, peak_tflops: 2, json_output_path: speed.json, num_nodes: 1}
-step_scheduler: {global_batch_size: 4, local_batch_size: 2, max_steps: 3, num_epochs: 1}
-dist_env: {backend: gloo}
-model:
-  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_config
-  config:
-    _target_: transformers.AutoConfig.from_pretrained
-    pretrained_model_name_or_path: model
-dataset:
-  _target_: nemo_automodel.components.datasets.llm.mock_iterable_dataset.MockIterableDataset
-  seq_len: 16
-  num_samples: 1000
-dataloader: {_target_: torch.utils.data.DataLoader, batch_size: null}
-optimizer: {_target_: torch.optim.Adam, lr: 1.0e-3}
-"""
-
-
-@pytest.mark.timeout(180)
-def test_a_benchmark_of_automodel_reports_the_speed_and_saves_nothing(
-    directory: Path, commands: CommandServer
-) -> None:
-    (directory / "benchmark.yaml").write_text(BENCHMARK)
-    before = set(directory.iterdir())
-    done = commands.run("ckpt-train", "benchmark.yaml", cwd=directory)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert set(directory.iterdir()) - before == {directory / "speed.json"}
-    report = json.loads((directory / "speed.json").read_text())
-    assert (report["first_step"], report["last_step"], report["tokens"]) == (2, 3, 2 * 4 * 16)
-    assert report["tokens_per_second"] == pytest.approx(report["tokens"] / report["seconds"])
-    assert report["mfu"] == pytest.approx(report["tflops_per_device"] / 2)

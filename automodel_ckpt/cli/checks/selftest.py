@@ -11,18 +11,13 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from automodel_ckpt.cli.checks.compare_runs import (
-    Comparison,
-    Step,
-    StepSummary,
-    compare_exactly,
-    compare_loosely,
-)
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.cli.checks.compare_runs import Step, compare, is_good
 from automodel_ckpt.cli.launch.node_resources import visible_gpus
 from automodel_ckpt.cli.launch.started_ranks import started_world_size
 from automodel_ckpt.config.load import LoadedRecipe
@@ -130,10 +125,10 @@ def selftest(recipe: LoadedRecipe, line: CommandLine, observe: Observe) -> int:
             )
             return failure.code or EXIT_INTERNAL
     if "json" in line.modes:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(found, indent=2))
     else:
         print(report(found))
-    return EXIT_DONE if found.is_good else EXIT_INTERNAL
+    return EXIT_DONE if is_good(found) else EXIT_INTERNAL
 
 
 class RunFailed(Exception):
@@ -153,7 +148,7 @@ class Runs:
     scratch: Path
     observe: Observe
 
-    def compare(self) -> Comparison:
+    def compare(self) -> dict[str, Any]:
         """Execute the three runs and compare them. Raises :class:`RunFailed`, or :class:`RecipeError` for one step."""
         plan = self.plan
         # Without checkpoints: the next run has the same directory, and would resume from them.
@@ -171,10 +166,10 @@ class Runs:
         )
         if len(stopped) == len(resumed):
             joined = [before + after for before, after in zip(stopped, resumed, strict=True)]
-            return compare_exactly(straight, joined, stop_after)
+            return compare(straight, joined, stop_after)
         # All ranks log the same numbers: those of rank 0 precede the ones of each resumed rank.
         joined = [stopped[0] + after for after in resumed]
-        return compare_loosely(straight, joined, stop_after, self._tolerance())
+        return compare(straight, joined, stop_after, self._tolerance())
 
     def _loaded(self, *more: str) -> LoadedRecipe:
         directory = f"--checkpoint.checkpoint_dir={self.scratch / 'run'}"
@@ -229,30 +224,34 @@ def _lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def report(found: Comparison) -> str:
+def report(found: Mapping[str, Any]) -> str:
     """Format the comparison as text."""
-    before, after = found.num_ranks
-    ranks = "1 rank" if before == 1 else f"{before} ranks"
+    before, after = found["num_ranks"]
+    ranks = counted(before, "rank")
     if after != before:
         ranks += f", resumed on {after}"
-    stop = f"{found.num_steps} steps, stopped after step {found.stopped_after}"
-    lines = [_step_line(step) for step in found.steps]
-    lines.append(f"{found.verdict}: {stop}, {ranks}")
-    if found.first_difference is not None:
-        lines.append(f"  first difference: {found.first_difference}")
-        if found.first_difference.step <= found.stopped_after:
+    stop = f"{found['num_steps']} steps, stopped after step {found['stopped_after']}"
+    lines = [_step_line(step) for step in found["steps"]]
+    lines.append(f"{found['verdict']}: {stop}, {ranks}")
+    first = found["first_difference"]
+    if first is not None:
+        place = f"step {first['step']}, rank {first['rank']}, {first['quantity']}"
+        values = f"straight {first['straight']}, resumed {first['resumed']}"
+        lines.append(f"  first difference: {place}: {values}")
+        if first["step"] <= found["stopped_after"]:
             lines.append(
                 "  it is before the stop: two runs differ even without a resume (deterministic: true may help)"
             )
-    limit = f"tolerance {found.tolerance:g}"
-    if not found.judged:
+    limit = f"tolerance {found['tolerance']:g}"
+    if not found["judged"]:
         limit = "not compared: the model has dropout"
-    for name, value in found.largest.items():
+    for name, value in found["largest"].items():
         lines.append(f"  largest relative difference of {name}: {value:.3g} ({limit})")
     return "\n".join(lines)
 
 
-def _step_line(step: StepSummary) -> str:
-    numbers = f"samples {step.num_samples}  loss {step.loss:.6g}  grad norm {step.grad_norm:.6g}  lr {step.lr:.6g}"
-    digests = "  ".join(f"{name} {digest}" for name, digest in step.digests.items())
-    return f"step {step.step}  {numbers}  {digests}  {'same' if step.same else 'different'}"
+def _step_line(step: Mapping[str, Any]) -> str:
+    numbers = f"loss {step['loss']:.6g}  grad norm {step['grad_norm']:.6g}  lr {step['lr']:.6g}"
+    digests = "  ".join(f"{name} {digest}" for name, digest in step["digests"].items())
+    same = "same" if step["same"] else "different"
+    return f"step {step['step']}  samples {step['num_samples']}  {numbers}  {digests}  {same}"

@@ -77,6 +77,25 @@ class Job:
         each = " each" if self.num_nodes > 1 else ""
         return f"Trains {self.recipe} on {nodes} with {ranks}{each}"
 
+    @property
+    def run_words(self) -> tuple[str, ...]:
+        """The arguments after the recipe."""
+        name = (f"--run-name={self.run_name}",) if self.run_name else ()
+        return (*self.arguments, *name)
+
+    def launch_words(self, rank: str, host: str, port: str, run_id: str) -> list[str]:
+        """Return the flags that start the ranks of a node with this *rank*; node 0 is at *host* and *port*."""
+        words = [f"--nproc-per-node={self.ranks_per_node}"]
+        if self.max_restarts:
+            words.append(f"--max-restarts={self.max_restarts}")
+        if self.num_nodes > 1:
+            words.append(f"--nnodes={self.num_nodes}")
+            if self.max_restarts:
+                words += [f"--rdzv-endpoint={host}:{port}", f"--rdzv-id={run_id}"]
+            else:
+                words += [f"--node-rank={rank}", f"--master-addr={host}", f"--master-port={port}"]
+        return words
+
 
 def describe_job(
     loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions, sizes: Sizes

@@ -1,26 +1,98 @@
-"""Manifests for Kubernetes: a TrainJob of Kubeflow Trainer, or an indexed Job."""
+"""Manifests for Kubernetes: a TrainJob of Kubeflow Trainer, or an indexed Job. Their pods run a recipe."""
 
 from __future__ import annotations
 
+import os
+import posixpath
+import re
 from typing import Any
 
-from automodel_ckpt.cli.cluster.job import Job
+from automodel_ckpt.cli.cluster.documents import documents, filled
+from automodel_ckpt.cli.cluster.job import SCRATCH, Job
 from automodel_ckpt.cli.cluster.options import LauncherOptions
-from automodel_ckpt.cli.cluster.pods import (
-    CONTAINER,
-    IMAGE,
-    PORT,
-    arguments,
-    config_maps,
-    documents,
-    environment,
-    job_policy,
-    pod_spec,
-    resources,
-    review,
+from automodel_ckpt.errors import (
+    EXIT_SAVE_FAILED,
+    EXIT_STOPPED,
+    EXIT_UNUSABLE,
+    EXIT_USAGE,
 )
 
-GROUP = "trainer.kubeflow.org"
+PORT = 29500
+NUM_FAILURES_PER_NODE = 3
+"""How often the pods of a node may fail otherwise than by a signal, if ``--max-restarts`` does not set it."""
+_WORK = "/work"
+_CACHE = f"{_WORK}/.cache/automodel_ckpt"
+_RECIPES = "/etc/ckpt-train"
+_RECIPE = "recipe.yaml"
+_IMAGE = "automodel_ckpt:latest"
+# The name of the container and of the replicated job is required by Kubeflow's plugin for torch. The first rule that
+# matches the end of a pod applies. When a rank crashes, the pods of all nodes fail.
+_POLICY = """
+completionMode: Indexed
+backoffLimit: $failures
+podFailurePolicy:
+  rules:
+  - {action: FailJob, onExitCodes: {containerName: node, operator: In, values: $final}}
+  - {action: Ignore, onExitCodes: {containerName: node, operator: In, values: [$stopped]}}
+  - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
+"""
+# Data loader workers and NCCL use /dev/shm, which has 64 MB by default.
+_POD = """
+restartPolicy: Never
+terminationGracePeriodSeconds: $seconds
+containers: [$container]
+volumes:
+- {name: work, persistentVolumeClaim: {claimName: $claim}}
+- {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: $size}}
+"""
+_RUNTIME = """
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainingRuntime
+metadata: {name: $name, labels: {trainer.kubeflow.org/framework: torch}}
+spec:
+  mlPolicy: {numNodes: $nodes, torch: {}}
+  template:
+    spec:
+      replicatedJobs:
+      - name: node
+        template:
+          metadata: {labels: {trainer.kubeflow.org/trainjob-ancestor-step: trainer}}
+          spec: $spec
+"""
+_TRAIN_JOB = """
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata: {name: $name}
+spec:
+  runtimeRef: {apiGroup: trainer.kubeflow.org, kind: TrainingRuntime, name: $name}
+  trainer:
+    numNodes: $nodes
+    numProcPerNode: $ranks
+    image: $image
+    command: [ckpt-train]
+    args: $words
+    env: $env
+    resourcesPerNode: $resources
+"""
+# Pods must find pod 0 before it is ready.
+_SERVICE = """
+apiVersion: v1
+kind: Service
+metadata: {name: $name}
+spec: {clusterIP: "None", selector: $labels, publishNotReadyAddresses: true}
+"""
+_JOB = """
+apiVersion: batch/v1
+kind: Job
+metadata: {name: $name, labels: $labels}
+spec: $spec
+"""
+_CONFIG_MAP = """
+apiVersion: v1
+kind: ConfigMap
+metadata: {name: $name}
+data: {recipe.yaml: $text}
+"""
 
 
 def train_job(job: Job, options: LauncherOptions) -> str:
@@ -29,79 +101,155 @@ def train_job(job: Job, options: LauncherOptions) -> str:
     The cluster's runtime ``torch-distributed`` is not used: a TrainJob cannot change its pod failure policy, and
     without one, a pod that was stopped by a signal counts as a failure.
     """
-    image = options.image or IMAGE
-    pod = pod_spec(job, options, {"name": CONTAINER, "image": image})
-    runtime = {
-        "apiVersion": f"{GROUP}/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": {"name": job.name, "labels": {f"{GROUP}/framework": "torch"}},
-        "spec": {
-            "mlPolicy": {"numNodes": job.num_nodes, "torch": {}},
-            "template": {"spec": {"replicatedJobs": [_replicated_job(job, pod)]}},
-        },
-    }
-    # Variables that Kubeflow sets in the container (PET_ is torchrun's prefix).
-    words = arguments(job, "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)")
-    train_job = {
-        "apiVersion": f"{GROUP}/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": job.name},
-        "spec": {
-            "runtimeRef": {"apiGroup": GROUP, "kind": "TrainingRuntime", "name": job.name},
-            "trainer": {
-                "numNodes": job.num_nodes,
-                "numProcPerNode": job.ranks_per_node,
-                "image": image,
-                "command": ["ckpt-train"],
-                "args": words,
-                "env": environment(job),
-                "resourcesPerNode": resources(job),
-            },
-        },
-    }
-    comments = [*review(job, options), "cluster: needs Kubeflow Trainer 2.0 or later."]
-    return documents(*config_maps(job), runtime, train_job, comments=comments)
-
-
-def _replicated_job(job: Job, pod: dict[str, Any]) -> dict[str, Any]:
-    template = {
-        "metadata": {"labels": {f"{GROUP}/trainjob-ancestor-step": "trainer"}},
-        "spec": {**job_policy(job), "template": {"spec": pod}},
-    }
-    return {"name": CONTAINER, "template": template}
+    image = options.image or _IMAGE
+    pod = _pod(job, options, {"name": "node", "image": image})
+    spec = {**_policy(job), "template": {"spec": pod}}
+    runtime = filled(_RUNTIME, name=job.name, nodes=job.num_nodes, spec=spec)
+    trained = filled(
+        _TRAIN_JOB,
+        name=job.name,
+        nodes=job.num_nodes,
+        ranks=job.ranks_per_node,
+        image=image,
+        # Variables that Kubeflow sets in the container (PET_ is torchrun's prefix).
+        words=_arguments(job, "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR)", "$(PET_MASTER_PORT)"),
+        env=_environment(job),
+        resources=_resources(job),
+    )
+    comments = [*_review(job, options), "cluster: needs Kubeflow Trainer 2.0 or later."]
+    return documents(*_config_maps(job), runtime, trained, comments=comments)
 
 
 def indexed_job(job: Job, options: LauncherOptions) -> str:
     """Return an indexed Job (batch/v1) with one pod per node, and the headless Service by which its pods find pod 0."""
     labels = {"app.kubernetes.io/name": "ckpt-train", "app.kubernetes.io/instance": job.name}
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": job.name},
-        # Pods must find pod 0 before it is ready.
-        "spec": {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True},
-    }
     index = {"fieldPath": "metadata.labels['batch.kubernetes.io/job-completion-index']"}
     container = {
-        "name": CONTAINER,
-        "image": options.image or IMAGE,
+        "name": "node",
+        "image": options.image or _IMAGE,
         "command": ["ckpt-train"],
-        "args": arguments(job, "$(NODE_RANK)", f"{job.name}-0.{job.name}:{PORT}"),
-        "env": [{"name": "NODE_RANK", "valueFrom": {"fieldRef": index}}, *environment(job)],
-        "resources": resources(job),
+        "args": _arguments(job, "$(NODE_RANK)", f"{job.name}-0.{job.name}", str(PORT)),
+        "env": [{"name": "NODE_RANK", "valueFrom": {"fieldRef": index}}, *_environment(job)],
+        "resources": _resources(job),
     }
-    pod = {"subdomain": job.name, **pod_spec(job, options, container)}
+    pod = {"subdomain": job.name, **_pod(job, options, container)}
     spec = {
         "completions": job.num_nodes,
         "parallelism": job.num_nodes,
-        **job_policy(job),
+        **_policy(job),
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }
-    batch_job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": job.name, "labels": labels},
-        "spec": spec,
+    service = filled(_SERVICE, name=job.name, labels=labels)
+    batch_job = filled(_JOB, name=job.name, labels=labels, spec=spec)
+    comments = [*_review(job, options), "cluster: needs Kubernetes 1.31 or later."]
+    return documents(*_config_maps(job), service, batch_job, comments=comments)
+
+
+def _review(job: Job, options: LauncherOptions) -> list[str]:
+    """Return the paragraphs of the comment that list what to check before the first use."""
+    access = "ReadWriteMany" if job.num_nodes > 1 else "ReadWriteOnce"
+    directory = job.run_directory if job.run_directory != SCRATCH else f"{_CACHE}/runs"
+    paths = f"data, local models, and the run directory {directory}"
+    if job.text is None:
+        paths += f", and the recipe {_recipe_path(job)} with the files that it names"
+    claim = f"the PersistentVolumeClaim {options.volume_claim} ({access}) is mounted at {_WORK}"
+    codes = (
+        f"pods that saved after a signal ({EXIT_STOPPED}) or were evicted are replaced without limit; {EXIT_USAGE}, "
+        f"{EXIT_UNUSABLE} and {EXIT_SAVE_FAILED} fail the job; others count towards backoffLimit"
+    )
+    return [
+        f"{job.title}. Written by ckpt-train; review it, then:",
+        f"  kubectl apply -f {options.output or 'FILE'}",
+        "",
+        f"image: {options.image or _IMAGE} must contain ckpt-train, as the image of this program's Dockerfile does.",
+        f"volume: {claim}, the working directory. The recipe's relative paths are below it: {paths}.",
+        f"secrets: the Secret {job.name}-env may have the keys {', '.join(_secret_names(job))}.",
+        f"terminationGracePeriodSeconds: {job.stop.seconds} s from SIGTERM to SIGKILL; {job.stop.reason}.",
+        f"exit codes: {codes}. If one pod is evicted, the ranks of all pods save and exit.",
+    ]
+
+
+def _config_maps(job: Job) -> list[dict[str, Any]]:
+    """Return the ConfigMap with the recipe's file; none for a recipe of several files, which is on the volume."""
+    if job.text is None:
+        return []
+    return [filled(_CONFIG_MAP, name=f"{job.name}-recipe", text=job.text)]
+
+
+def _recipe_path(job: Job) -> str:
+    """Return the path of the recipe in a container: of the mounted ConfigMap, or below the working directory."""
+    if job.text is not None:
+        return f"{_RECIPES}/{_RECIPE}"
+    return posixpath.basename(job.recipe) if posixpath.isabs(job.recipe) else job.recipe
+
+
+def _policy(job: Job) -> dict[str, Any]:
+    """Return the fields of a Job's spec that decide what follows from a pod's end."""
+    failures = NUM_FAILURES_PER_NODE if job.max_restarts is None else job.max_restarts
+    return filled(
+        _POLICY,
+        failures=failures * job.num_nodes,
+        final=[EXIT_USAGE, EXIT_UNUSABLE, EXIT_SAVE_FAILED],
+        stopped=EXIT_STOPPED,
+    )
+
+
+def _environment(job: Job) -> list[dict[str, Any]]:
+    """Return the environment variables of a container. Secrets are references."""
+    values = {
+        "HF_HOME": f"{_WORK}/.cache/huggingface",
+        "AUTOMODEL_CKPT_CACHE": _CACHE,
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
+        "PYTHONUNBUFFERED": "1",
     }
-    comments = [*review(job, options), "cluster: needs Kubernetes 1.31 or later."]
-    return documents(*config_maps(job), service, batch_job, comments=comments)
+    variables: list[dict[str, Any]] = [{"name": name, "value": values[name]} for name in values]
+    for name in _secret_names(job):
+        is_optional = not job.variables.get(name, False)
+        reference = {"name": f"{job.name}-env", "key": name, "optional": is_optional}
+        variables.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
+    return variables
+
+
+def _secret_names(job: Job) -> list[str]:
+    return [*job.variables, *job.credentials]
+
+
+def _resources(job: Job) -> dict[str, Any]:
+    """Return the resources of a pod: a GPU per rank, or cores."""
+    if job.uses_gpus:
+        return {"limits": {"nvidia.com/gpu": job.ranks_per_node}}
+    return {"requests": {"cpu": job.ranks_per_node}}
+
+
+def _pod(job: Job, options: LauncherOptions, container: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec of a pod with *container*, to which volumes and the working directory are added."""
+    shared_memory = "/dev/shm"  # noqa: S108 - a mount point in the container
+    mounts: list[dict[str, Any]] = [
+        {"name": "work", "mountPath": _WORK},
+        {"name": "shared-memory", "mountPath": shared_memory},
+    ]
+    directory = job.run_directory.rstrip("/")
+    is_outside = directory.startswith("/") and not f"{directory}/".startswith(f"{_WORK}/")
+    if is_outside and "${" not in directory:
+        path = re.sub(r"[^\w.-]+", "-", directory.strip("/"))
+        mounts.append({"name": "work", "mountPath": directory, "subPath": path})
+    if job.text is not None:
+        mounts.append({"name": "recipe", "mountPath": _RECIPES, "readOnly": True})
+    pod = filled(
+        _POD,
+        seconds=job.stop.seconds,
+        container={**container, "workingDir": _WORK, "volumeMounts": mounts},
+        claim=options.volume_claim,
+        size="8Gi" if job.num_workers else "2Gi",
+    )
+    if job.text is not None:
+        pod["volumes"].append({"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}})
+    return pod
+
+
+def _arguments(job: Job, rank: str, host: str, port: str) -> list[str]:
+    """Return the arguments of ckpt-train on a node. *rank* and the address may be variables: ``$(NAME)``."""
+    words = job.launch_words(rank, host, port, run_id=job.name)
+    # Kubernetes expands $(NAME), and $$ to a dollar sign.
+    given = [re.sub(r"\$(?=[$(])", "$$", word) for word in job.run_words]
+    return [*words, _recipe_path(job), *given]

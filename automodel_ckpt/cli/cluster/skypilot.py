@@ -6,15 +6,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.cli.cluster.comments import shell_words
+from automodel_ckpt.cli.cluster.documents import documents, filled, shell_words
 from automodel_ckpt.cli.cluster.job import Job
+from automodel_ckpt.cli.cluster.kubernetes import NUM_FAILURES_PER_NODE, PORT
 from automodel_ckpt.cli.cluster.options import LauncherOptions
-from automodel_ckpt.cli.cluster.pods import NUM_FAILURES_PER_NODE, PORT, documents
 from automodel_ckpt.config.tree.references import SECRET_NAME
 from automodel_ckpt.errors import EXIT_STOPPED
 
 _GPUS = ("H100", "H200", "A100-80GB")
 _URL = "CHECKPOINT_URL"
+_RESOURCES = """
+use_spot: true
+job_recovery: {max_restarts_on_errors: $failures, recover_on_exit_codes: [$stopped]}
+"""
 
 
 def task(job: Job, options: LauncherOptions) -> str:
@@ -29,13 +33,8 @@ def task(job: Job, options: LauncherOptions) -> str:
     # SkyPilot refuses to launch a task while one of these has no value.
     environment |= dict.fromkeys(name for name in required if not SECRET_NAME.search(name))
     secrets = [name for name in required if SECRET_NAME.search(name)]
-    recovery = {
-        "max_restarts_on_errors": NUM_FAILURES_PER_NODE
-        if job.max_restarts is None
-        else job.max_restarts,
-        "recover_on_exit_codes": [EXIT_STOPPED],
-    }
-    resources: dict[str, Any] = {"use_spot": True, "job_recovery": recovery}
+    failures = NUM_FAILURES_PER_NODE if job.max_restarts is None else job.max_restarts
+    resources = filled(_RESOURCES, failures=failures, stopped=EXIT_STOPPED)
     if job.uses_gpus:
         resources = {"accelerators": dict.fromkeys(_GPUS, job.ranks_per_node), **resources}
     else:
@@ -47,14 +46,14 @@ def task(job: Job, options: LauncherOptions) -> str:
         "num_nodes": job.num_nodes,
         "resources": resources,
         "workdir": ".",
-        "file_mounts": _mounts(job),
+        "file_mounts": {} if _is_inside(job.recipe) else {_remote_recipe(job): job.recipe},
         "envs": environment,
         "secrets": dict.fromkeys(secrets),
         "setup": _setup(job),
         "run": _run(job),
     }
-    filled = {name: value for name, value in document.items() if value not in ({}, [])}
-    return documents(filled, comments=_comments(job, options))
+    used = {name: value for name, value in document.items() if value not in ({}, [])}
+    return documents(used, comments=_comments(job, options))
 
 
 def _comments(job: Job, options: LauncherOptions) -> list[str]:
@@ -90,13 +89,6 @@ def _comments(job: Job, options: LauncherOptions) -> list[str]:
     ]
 
 
-def _mounts(job: Job) -> dict[str, str]:
-    """Return the mount of the recipe's file, if it is not in the current directory, which is copied."""
-    if _is_inside(job.recipe):
-        return {}
-    return {_remote_recipe(job): job.recipe}
-
-
 def _is_inside(path: str) -> bool:
     return Path(path).resolve().is_relative_to(Path.cwd().resolve())
 
@@ -117,23 +109,11 @@ def _setup(job: Job) -> str:
 
 
 def _run(job: Job) -> str:
-    words = [f"--nproc-per-node={job.ranks_per_node}"]
-    if job.max_restarts:
-        words.append(f"--max-restarts={job.max_restarts}")
     lines = []
     if job.num_nodes > 1:
         lines.append('host=$(head -n 1 <<< "$SKYPILOT_NODE_IPS")')
-        words.append(f"--nnodes={job.num_nodes}")
-        if job.max_restarts:
-            words += [f'--rdzv-endpoint="$host:{PORT}"', '--rdzv-id="$SKYPILOT_TASK_ID"']
-        else:
-            words += [
-                '--node-rank="$SKYPILOT_NODE_RANK"',
-                '--master-addr="$host"',
-                f"--master-port={PORT}",
-            ]
-    name = [f"--run-name={job.run_name}"] if job.run_name else []
-    given = [shell_words([_remote_recipe(job), *job.arguments, *name])]
+    words = job.launch_words('"$SKYPILOT_NODE_RANK"', '"$host"', str(PORT), '"$SKYPILOT_TASK_ID"')
+    given = [shell_words([_remote_recipe(job), *job.run_words])]
     if job.remote_url is None:
         given.append(f'--checkpoint.remote.url="${_URL}"')
     # exec: signals reach the launcher.

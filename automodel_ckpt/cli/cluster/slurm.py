@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from automodel_ckpt.cli.cluster.comments import comment_lines, shell_words
+from automodel_ckpt.cli.cluster.documents import comment_lines, shell_words
 from automodel_ckpt.cli.cluster.job import Job
 from automodel_ckpt.cli.cluster.options import LauncherOptions
 from automodel_ckpt.errors import EXIT_STOPPED, RecipeError
@@ -111,8 +111,7 @@ def _quoted_default(path: str) -> str:
 
 
 def _arguments(job: Job) -> list[str]:
-    name = f"--run-name={job.run_name}" if job.run_name else ""
-    given = shell_words([job.recipe, *job.arguments, *([name] if name else [])])
+    given = shell_words([job.recipe, *job.run_words])
     task = f"{job.run_name}_task_" if job.run_name else "task_"
     return [
         "",

@@ -26,9 +26,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("shell", choices=SHELLS)
 
 
-def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run ``ckpt completion``. *parser* is the parser of ``ckpt``'s command line."""
-    words, choices = command_words(parser), _choices(parser)
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt completion``."""
+    from automodel_ckpt.cli.ckpt import parser
+
+    whole = parser()
+    words, choices = command_words(whole), _choices(whole)
     if arguments.shell == "fish":
         print("\n".join(_fish(words, choices, _training_words())))
         return EXIT_DONE

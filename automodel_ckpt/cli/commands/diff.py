@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,11 +37,6 @@ if TYPE_CHECKING:
 _SECTIONS = ("general", "recipe", "environment", "config")
 _TITLES = {"general": "checkpoint", "config": "model config"}
 _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
-# State of the data loader that a resume restores whatever the recipe states, and its key in the recipe.
-_RESTORED = {"seed": "seed", "shuffle": "dataloader.shuffle"}
-# Keys of the optimizer section that are not options of its parameter groups.
-_NOT_IN_GROUPS = ("optimizer.lr", "optimizer._target_", "optimizer.on_resume")
-_SCHEDULE_NUMBERS = ("warmup_steps", "warmup_ratio", "warmup_from", "decay_steps")
 _MAX_LINES = 20
 """How many tensors each list shows."""
 
@@ -148,6 +143,7 @@ def _side(path: Path) -> Side:
 def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
     """Read the checkpoint of this program at *path*, by its *manifest*, which was written at *recorded_at*."""
     from automodel_ckpt.checkpoint.files import layout
+    from automodel_ckpt.checkpoint.state.display import plain_state
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
     from automodel_ckpt.checkpoint.tensors.float32_weights import further_bits_of
     from automodel_ckpt.config.help.changes import saved_recipe
@@ -169,8 +165,8 @@ def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
         recipe=saved_recipe(path / layout.CONFIG),
         config=_saved_config(path),
         trees=trees,
-        steps=_state_of(path, manifest, "step_scheduler"),
-        data=_state_of(path, manifest, "dataloader"),
+        steps=plain_state(path, manifest, "step_scheduler"),
+        data=plain_state(path, manifest, "dataloader"),
         state=frozenset(saved),
     )
 
@@ -191,13 +187,6 @@ def _saved_config(path: Path) -> dict[str, Any]:
     with contextlib.suppress(CheckpointUnusable):
         return saved_config(path, layout.state_directory("model")) or {}
     return {}
-
-
-def _state_of(path: Path, manifest: Any, attribute: str) -> dict[str, Any]:
-    """Return the plain values in the state of an attribute; empty if it has none."""
-    from automodel_ckpt.checkpoint.state.display import plain_state
-
-    return plain_state(path, manifest, attribute)
 
 
 def _document(a: Side, b: Side) -> dict[str, Any]:
@@ -236,7 +225,7 @@ def _document(a: Side, b: Side) -> dict[str, Any]:
         "not_compared": not_compared,
         "absent": absent,
         "trees": trees,
-        "resume": list(resume_lines(a, b)),
+        "resume": list(_resume_lines(a, b)),
     }
 
 
@@ -252,35 +241,42 @@ def _damage(document: Mapping[str, Any]) -> list[Problem]:
 # ---------------------------------------------------------------- a resume of A under B's recipe
 
 
-def resume_lines(a: Side, b: Side) -> Iterator[str]:
+def _resume_lines(a: Side, b: Side) -> Iterator[str]:
     """Yield a sentence for each effect of resuming A with the recipe of B instead of that of A."""
+    from automodel_ckpt.config.help.changes import (
+        change_lines,
+        changed_keys,
+        has_settings_in_state,
+        ignored_by_resume,
+    )
+
     if a.is_external or not a.recipe or not b.recipe:
         return
-    step = int(a.general["step"])
-    keys = {*a.recipe, *b.recipe}
-    changed = {key for key in keys if a.recipe.get(key) != b.recipe.get(key)}
-    yield from _missing_state_lines(a.state, b.state)
-    yield from _model_lines(a, b)
-    yield from _planned_steps_lines(a, b, step)
-    if ("lr_scheduler" in a.state) == ("lr_scheduler" in b.state):
-        yield from _optimizer_lines(a, b, changed)
-        yield from _learning_rate_lines(a, b, step, changed)
-    yield from _data_lines(a, b, changed)
-
-
-def _missing_state_lines(a: Collection[str], b: Collection[str]) -> Iterator[str]:
-    only_a = sorted(set(a) - set(b))
-    only_b = sorted(set(b) - set(a))
-    for names, how in ((only_a, "saved in A, missing in B"), (only_b, "saved in B, missing in A")):
+    for names, how in (
+        (a.state - b.state, "saved in A, missing in B"),
+        (b.state - a.state, "saved in B, missing in A"),
+    ):
         if names:
-            listed = ", ".join(names)
+            listed = ", ".join(sorted(names))
             yield f"the resume fails without --checkpoint.allow_missing_state '[{listed}]': {how}"
-
-
-def _model_lines(a: Side, b: Side) -> Iterator[str]:
     for name in sorted(a.trees.keys() & b.trees.keys()):
         for line in _changed_outputs(a.path, b.path, name):
             yield f"the resume fails without --checkpoint.allow_changed_model true: {line}"
+    for title, before, after in (
+        ("planned steps", a.steps.get("planned_steps"), b.steps.get("planned_steps")),
+        ("samples of the data set", a.data.get("num_samples"), b.data.get("num_samples")),
+    ):
+        if before != after:
+            yield f"{title}: {_text(before)} -> {_text(after)}"
+    changes = changed_keys(a.recipe, b.recipe, b.recipe)
+    schedule = b.recipe.get("lr_scheduler._target_", "")
+    ignored = ignored_by_resume(
+        changes,
+        a.state,
+        b.recipe.get("optimizer.on_resume", "checkpoint"),
+        keeps_schedule=has_settings_in_state(schedule),
+    )
+    yield from change_lines(ignored, ignored)
 
 
 def _changed_outputs(a: Path, b: Path, name: str) -> tuple[str, ...]:
@@ -290,161 +286,10 @@ def _changed_outputs(a: Path, b: Path, name: str) -> tuple[str, ...]:
 
     directory = layout.state_directory(name)
     try:
-        before = saved_config(a, directory)
-        after = saved_config(b, directory)
+        before, after = (saved_config(path, directory) for path in (a, b))
     except CheckpointUnusable:
         return ()
-    if not before or not after:
-        return ()
-    return config_changes(before, after).function
-
-
-def _counted(value: object, noun: str) -> str:
-    """Format a number of things that a checkpoint states, or another value as it is; None: the number is unknown."""
-    if isinstance(value, int):
-        return counted(value, noun)
-    return f"{_known(value)} {'of ' if value is None else ''}{noun}s"
-
-
-def _known(value: object) -> object:
-    return "an unknown number" if value is None else value
-
-
-def _planned_steps_lines(a: Side, b: Side, step: int) -> Iterator[str]:
-    before, after = a.steps.get("planned_steps"), b.steps.get("planned_steps")
-    if before != after:
-        left = f": {max(after - step, 0)} left after step {step}" if isinstance(after, int) else ""
-        yield f"the run is planned for {_counted(after, 'step')} instead of {_known(before)}{left}"
-
-
-def _applies_recipe(side: Side) -> bool:
-    """Whether a resume with the recipe of *side* applies the recipe's optimizer options instead of the saved ones."""
-    return side.recipe.get("optimizer.on_resume") == "recipe"
-
-
-def _optimizer_lines(a: Side, b: Side, changed: Collection[str]) -> Iterator[str]:
-    """Describe the changed options of the optimizer, the peak learning rate first."""
-    options = []
-    peak, new_peak = a.recipe.get("optimizer.lr"), b.recipe.get("optimizer.lr")
-    if peak != new_peak:
-        options.append(("the peak learning rate", peak, new_peak))
-    for key in sorted(changed):
-        if key.startswith("optimizer.") and key not in _NOT_IN_GROUPS:
-            options.append((key, a.recipe.get(key, "default"), b.recipe.get(key, "default")))
-    for name, before, after in options:
-        if _applies_recipe(b):
-            yield f"{name} changes from {before} to {after} (optimizer.on_resume: recipe)"
-        else:
-            yield f"{name} stays {before} as saved; {after} in the recipe only applies to new runs"
-
-
-def _learning_rate_lines(a: Side, b: Side, step: int, changed: Collection[str]) -> Iterator[str]:
-    """Describe the learning rate of the next step, if the schedule or the planned steps changed."""
-    is_schedule_changed = any(key.startswith("lr_scheduler") for key in changed)
-    kinds = [side.recipe.get("lr_scheduler._target_", "") for side in (a, b)]
-    if kinds[0] == kinds[1] and _keeps_schedule(b, kinds[1]):
-        for key in sorted(changed):
-            if key.startswith("lr_scheduler."):
-                saved, new = (side.recipe.get(key, "default") for side in (a, b))
-                yield f"{key} stays {saved} as saved; {new} in the recipe only applies to new runs"
-        return
-    if kinds[0] != kinds[1] and all(map(_is_known, kinds)):
-        yield "the resume fails without --checkpoint.allow_missing_state '[lr_scheduler]': another kind of schedule"
-    if a.steps.get("planned_steps") == b.steps.get("planned_steps") and not is_schedule_changed:
-        return
-    saved_peak = a.recipe.get("optimizer.lr")
-    new_peak = b.recipe.get("optimizer.lr") if _applies_recipe(b) else saved_peak
-    before = _learning_rate(a, saved_peak, step)
-    after = _learning_rate(b, new_peak, step)
-    if before is None or after is None:
-        yield "the learning rate follows the new schedule"
-    elif f"{after:.6g}" != f"{before:.6g}":
-        yield f"the learning rate of step {step + 1} is {after:.6g} instead of {before:.6g}"
-
-
-def _keeps_schedule(side: Side, kind: str) -> bool:
-    """Whether a resume with the recipe of *side* keeps the settings of a schedule of that *kind* as saved."""
-    from automodel_ckpt.config.help.changes import has_settings_in_state
-
-    return has_settings_in_state(kind) and not _applies_recipe(side)
-
-
-def _is_known(kind: str) -> bool:
-    """Whether *kind* is a class of torch, or empty: a schedule by its name. A user's function may return any class."""
-    from automodel_ckpt.config.help.changes import has_settings_in_state
-
-    return not kind or has_settings_in_state(kind)
-
-
-def _learning_rate(side: Side, peak: str | None, step: int) -> float | None:
-    """Return the learning rate of step ``step + 1`` in the schedule of *side*; None if it cannot be computed."""
-    section = {}
-    for key, text in side.recipe.items():
-        if key.startswith("lr_scheduler"):
-            section[key.partition(".")[2]] = text
-    try:
-        lr = float(peak or "")
-        if section in ({}, {"": "null"}):
-            return lr
-        return lr * _schedule_factor(section, lr, side.steps.get("planned_steps"), step)
-    except Exception:  # the recipe is of another version, or its schedule has non-numeric settings
-        return None
-
-
-def _schedule_factor(
-    section: Mapping[str, str], lr: float, planned_steps: int | None, step: int
-) -> float:
-    """Build the schedule that the recipe's section describes, and return its factor at *step*."""
-    import torch
-
-    from automodel_ckpt.optim.lr import build_schedule
-
-    numbers: dict[str, float] = {}
-    kwargs: dict[str, float] = {}
-    for key, text in section.items():
-        if key in _SCHEDULE_NUMBERS and text not in ("null", "auto", ""):
-            numbers[key] = float(text)
-        elif key.startswith("kwargs."):
-            kwargs[key.partition(".")[2]] = float(text)
-    warmup_steps: int | str | None = None
-    if "warmup_steps" in numbers:
-        warmup_steps = int(numbers["warmup_steps"])
-    elif section.get("warmup_steps") == "auto":
-        warmup_steps = "auto"
-    decay_steps = numbers.get("decay_steps")
-    # Any optimizer: only the factors of its schedule are used.
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    schedule: Any = build_schedule(
-        optimizer,
-        section["name"],
-        total_steps=planned_steps,
-        warmup_steps=warmup_steps,
-        decay_steps=None if decay_steps is None else int(decay_steps),
-        warmup_ratio=numbers.get("warmup_ratio"),
-        warmup_from=numbers.get("warmup_from", 0.0),
-        kwargs=kwargs,
-        warns=False,
-    )
-    return float(schedule.lr_lambdas[0](step))
-
-
-def _data_lines(a: Side, b: Side, changed: Collection[str]) -> Iterator[str]:
-    before, after = a.data.get("num_samples"), b.data.get("num_samples")
-    sources = ("dataset.", "packed_sequence", "tokenizer")
-    if before != after:
-        yield f"the resume fails: the data set has {_counted(after, 'sample')} instead of {_known(before)}"
-    elif any(key.startswith(sources) for key in changed):
-        yield "the samples differ, but their number is the same: the position in the data is kept"
-    for name, key in _RESTORED.items():
-        if key in changed:
-            saved, new = a.data.get(name), b.recipe.get(key)
-            yield f"the order of samples stays as saved ({name} {saved}); {key} {new} only applies to new runs"
-    batch_size = "step_scheduler.global_batch_size"
-    before, after = a.recipe.get(batch_size), b.recipe.get(batch_size)
-    if before != after:
-        position = a.data.get("consumed_samples")
-        takes = f"{_counted(after, 'sample')} instead of {_known(before)}"
-        yield f"each step takes {takes}, from sample {position} of the epoch"
+    return config_changes(before, after).function if before and after else ()
 
 
 # ---------------------------------------------------------------- printing

@@ -10,7 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -173,43 +174,29 @@ def _commit() -> str | None:
 
 
 def _imported(names: Sequence[str]) -> dict[str, Any]:
-    """Import libraries in other processes, and return their versions or errors by name."""
-    found: dict[str, Any] = {}
-    remaining = list(names)
-    while remaining:
-        started = ""
-        for record in _probe(remaining):
-            started = record.pop("name")
-            if "error" in record:
-                found[started] = _failed_import(started, record["error"])
-            elif "version" in record:
-                found[started] = record if len(record) > 1 else record["version"]
-        if started not in found:
-            started = started or remaining[0]
-            found[started] = _failed_import(
-                started, "the process ended during the import, or took too long"
-            )
-        remaining = remaining[remaining.index(started) + 1 :]
-    return found
+    """Import each library in a process of its own, and return their versions or errors by name: one may crash."""
+    with ThreadPoolExecutor(len(names)) as pool:
+        return dict(zip(names, pool.map(_probe, names), strict=True))
 
 
-def _probe(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the records that a new process prints for *names*; fewer if it crashes."""
-    with start_python(
-        "automodel_ckpt.cli.commands.env_probe",
-        *names,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as process:
+def _probe(name: str) -> Any:
+    """Return the version of a library, for torch also its build and its devices, or the error of its import."""
+    probe = "automodel_ckpt.cli.commands.env_probe"
+    with start_python(probe, name, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:
             output, _ = process.communicate(timeout=_IMPORT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             output, _ = process.communicate()
-    for line in output.splitlines():
-        # A library may print other lines.
-        if line.startswith(b'{"name": '):
-            yield json.loads(line)
+    # A library may print other lines.
+    records = [json.loads(line) for line in output.splitlines() if line.startswith(b'{"name": ')]
+    if not records:
+        return _failed_import(name, "the process ended during the import, or took too long")
+    found = records[-1]
+    del found["name"]
+    if "error" in found:
+        return _failed_import(name, found["error"])
+    return found if len(found) > 1 else found["version"]
 
 
 def _failed_import(name: str, error: str) -> str:

@@ -9,9 +9,8 @@ from typing import Any
 
 
 def main(names: list[str]) -> None:
-    """Print two lines of JSON per library: one before its import, so that a crash can be attributed, and the result."""
+    """Print a line of JSON for each library."""
     for name in names:
-        print(json.dumps({"name": name}), flush=True)
         print(json.dumps({"name": name, **_imported(name)}), flush=True)
 
 

@@ -11,8 +11,9 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, TextIO, cast
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TextIO
 from unicodedata import category, east_asian_width
 
 from automodel_ckpt.base.units import size_text
@@ -77,80 +78,54 @@ def require_utf8() -> None:
         os.execve(sys.executable, words, environment)
 
 
-class _ForgivingStream:
-    """A text stream that ignores errors of writing."""
+class _Stream:
+    """A text stream that changes what is written, or what happens if that fails."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        stream: TextIO,
+        around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        change: Callable[[str], str] = str,
+    ) -> None:
+        self._stream, self._around, self._change = stream, around, change
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
+        with self._around():
+            self._stream.write(self._change(text))
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
+        with self._around():
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-class _HidingStream:
-    """A text stream that shows references in the place of the values of environment variables."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._stream.write(without_hidden(text))
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 @contextlib.contextmanager
-def hiding_values() -> Iterator[None]:
-    """Print no resolved value of an environment variable inside this context, also in log messages."""
-    with (
-        contextlib.redirect_stdout(cast(TextIO, _HidingStream(sys.stdout))),
-        contextlib.redirect_stderr(cast(TextIO, _HidingStream(sys.stderr))),
-    ):
+def _replaced(*names: str, **options: Any) -> Iterator[None]:
+    """Replace standard streams by a :class:`_Stream` with *options* inside this context."""
+    before = {name: getattr(sys, name) for name in names}
+    for name, stream in before.items():
+        setattr(sys, name, _Stream(stream, **options))
+    try:
         yield
+    finally:
+        for name, stream in before.items():
+            setattr(sys, name, stream)
 
 
-@contextlib.contextmanager
-def forgiving_streams() -> Iterator[None]:
+def hiding_values() -> AbstractContextManager[None]:
+    """Print no resolved value of an environment variable inside this context, also in log messages."""
+    return _replaced("stdout", "stderr", change=without_hidden)
+
+
+def forgiving_streams() -> AbstractContextManager[None]:
     """Ignore errors of printing inside this context: a closed terminal, a pipe without a reader, or a full disk.
 
     The run continues, and its log files have the same content.
     """
-    stdout, stderr = sys.stdout, sys.stderr
-    sys.stdout = cast(TextIO, _ForgivingStream(stdout))
-    sys.stderr = cast(TextIO, _ForgivingStream(stderr))
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = stdout, stderr
-
-
-class _NamedStream:
-    """A text stream whose errors of writing have :data:`_STANDARD_OUTPUT` as their file name."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with _naming_errors():
-            return self._stream.write(text)
-
-    def flush(self) -> None:
-        with _naming_errors():
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    return _replaced("stdout", "stderr", around=lambda: contextlib.suppress(OSError))
 
 
 @contextlib.contextmanager
@@ -162,15 +137,9 @@ def _naming_errors() -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def naming_output() -> Iterator[None]:
+def naming_output() -> AbstractContextManager[None]:
     """Let errors of printing name standard output inside this context, so that :func:`output_failure` knows them."""
-    stdout = sys.stdout
-    sys.stdout = cast(TextIO, _NamedStream(stdout))
-    try:
-        yield
-    finally:
-        sys.stdout = stdout
+    return _replaced("stdout", around=_naming_errors)
 
 
 def output_failure(error: BaseException) -> OutputFailed | None:

@@ -2,95 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from automodel_ckpt.config.automodel.rows import (
-    Degraded,
-    Key,
-    Needs,
-    NoEffect,
-    Row,
-    Section,
-    Steps,
-    apply_rows,
-    is_of_automodel,
-    is_true,
-    value_of,
-)
+from automodel_ckpt.config.automodel.rows import Section, is_of_automodel, is_true, value_of
 from automodel_ckpt.config.tree.yaml_tree import Node
 
 EMPTY_THINKING = "<|channel>thought\n<channel|>"
 """What AutoModel writes before each answer for Gemma 4: a thinking channel without content."""
-
-COLLATORS = {
-    "datasets.utils.default_collater",
-    "datasets.utils.seq_cls_collater",
-    "datasets.utils.packed_sequence_thd_collater",
-    "datasets.utils.packed_sequence_thd_collater_vlm",
-    "datasets.vlm.collate_fns.default_collate_fn",
-    "datasets.vlm.collate_fns.qwen2_5_collate_fn",
-    "datasets.vlm.collate_fns.qwen3_omni_collate_fn",
-    "datasets.vlm.collate_fns.llava_onevision_collate_fn",
-    "datasets.vlm.collate_fns.kimi_vl_collate_fn",
-    "datasets.vlm.collate_fns.kimi_k25_vl_collate_fn",
-    "datasets.vlm.collate_fns.nemotron_omni_collate_fn",
-    "datasets.vlm.collate_fns.gemma4_prefix_collate_fn",
-    "datasets.audio.collate_fns.qwen2_5_omni_asr_collate_fn",
-    "datasets.audio.collate_fns.qwen3_omni_asr_collate_fn",
-}
+_COLLATORS = """
+datasets.utils.default_collater
+datasets.utils.seq_cls_collater
+datasets.utils.packed_sequence_thd_collater
+datasets.utils.packed_sequence_thd_collater_vlm
+datasets.vlm.collate_fns.default_collate_fn
+datasets.vlm.collate_fns.qwen2_5_collate_fn
+datasets.vlm.collate_fns.qwen3_omni_collate_fn
+datasets.vlm.collate_fns.llava_onevision_collate_fn
+datasets.vlm.collate_fns.kimi_vl_collate_fn
+datasets.vlm.collate_fns.kimi_k25_vl_collate_fn
+datasets.vlm.collate_fns.nemotron_omni_collate_fn
+datasets.vlm.collate_fns.gemma4_prefix_collate_fn
+datasets.audio.collate_fns.qwen2_5_omni_asr_collate_fn
+datasets.audio.collate_fns.qwen3_omni_asr_collate_fn
+"""
 """Functions of AutoModel that ours replaces, which follows the processor; below nemo_automodel.components."""
-DATALOADER = (
-    Key("shuffle"),
-    Key("num_workers"),
-    Key("drop_last"),
-    NoEffect(
-        "_target_",
-        "pin_memory",
-        "persistent_workers",
-        "prefetch_factor",
-        "batch_size",
-        "group_by_length",
-        "shuffle_buffer_size",
-        "dataloader_type",
-    ),
-)
 
 
 def dataloader(section: Section) -> None:
     """Translate the data loader of the training data."""
-    if section.node is not None:
-        collator(section, "dataset")
-        _batch_size(section)
-        apply_rows(DATALOADER, section)
-    if _is_stream(section) and section.work.result.at("dataloader.shuffle") is None:
-        section.put_default("shuffle", "false")
-
-
-def _batch_size(section: Section) -> None:
-    """Warn of a size of micro-batches that differs from the one with which AutoModel computes the accumulation."""
+    collator(section, "dataset")
     node = section.peek("batch_size")
     size = value_of(node)
     local = value_of(section.work.source.at("step_scheduler.local_batch_size"))
     if node is not None and isinstance(size, int) and size != (1 if local is None else local):
+        # AutoModel computes the accumulation with the other size.
         section.take("batch_size")
         text = "step_scheduler.local_batch_size is used, so that steps have the global batch size"
         section.degraded("batch_size", node, text)
-
-
-def _is_stream(section: Section) -> bool:
-    """Whether the training data are read in order, which AutoModel does not shuffle unless the recipe says so."""
+    section.apply("""
+        shuffle
+        num_workers
+        drop_last
+        - _target_ pin_memory persistent_workers prefetch_factor batch_size group_by_length
+        - shuffle_buffer_size dataloader_type
+    """)
     result = section.work.result
     target = result.at("dataset._target_")
     is_nanogpt = target is not None and str(target.value).endswith(".token_files.nanogpt")
-    return is_nanogpt or is_true(result.at("dataset.streaming"))
+    is_stream = is_nanogpt or is_true(result.at("dataset.streaming"))
+    if is_stream and result.at("dataloader.shuffle") is None:
+        # AutoModel does not shuffle data that are read in order unless the recipe says so.
+        section.put_default("shuffle", "false")
 
 
 def validation_dataloader(section: Section) -> None:
     """Translate the data loader of the validation data: only the maximum length has a meaning here."""
-    if section.node is not None:
-        collator(section, "validation_dataset")
-    whole = section.work.section("")
-    NoEffect("validation_dataloader").apply(whole)
+    collator(section, "validation_dataset")
+    section.work.section("").drop("validation_dataloader")
 
 
 def collator(section: Section, data: str) -> None:
@@ -102,13 +68,12 @@ def collator(section: Section, data: str) -> None:
     name = str(target.value)
     if name == "torch.utils.data.default_collate":
         # Of samples of one length, as those of token files. Ours needs no other one.
-        section.take("collate_fn")
-        section.no_effect("collate_fn", node)
+        section.drop("collate_fn")
         return
     if not is_of_automodel(name):
         return
     section.take("collate_fn")
-    if name.removeprefix("nemo_automodel.components.") not in COLLATORS:
+    if name.removeprefix("nemo_automodel.components.") not in _COLLATORS.split():
         what = "this collate function is not supported"
         hint = "remove collate_fn to use the processor's own conversion of text, images and audio"
         if name.endswith(".phi4_mm_collate_fn"):
@@ -139,28 +104,14 @@ def _answer_prefix(data: Section, origin: str) -> None:
         data.put("answer_prefix", Node(EMPTY_THINKING, origin, quoted=True))
 
 
-PACKING = (
-    Key("packed_sequence_size", "size"),
-    Key("pack_size", "size"),
-    NoEffect(
-        "packing_strategy",
-        "packing_format",
-        "packing_ratio",
-        "split_across_pack",
-        "num_proc",
-        "prepacked",
-        "pretokenize",
-        "collate_max_length",
-        "balance_media_tokens",
-        "attn_implementation",
-        "drop_long_samples",
-        "pad_to_multiple_of",
-        "max_length",
-        "enabled",
-    ),
-    Degraded("max_packs", "all packs are used; limit the samples instead (dataset.max_samples)"),
-    Needs("post_tokenize_hook_fn", "a function that changes samples", "remove the key"),
-)
+_PACKING = """
+packed_sequence_size -> size
+pack_size -> size
+- packing_strategy packing_format packing_ratio split_across_pack num_proc prepacked pretokenize collate_max_length
+- balance_media_tokens attn_implementation drop_long_samples pad_to_multiple_of max_length enabled
+~ max_packs: all packs are used; limit the samples instead (dataset.max_samples)
+! post_tokenize_hook_fn: a function that changes samples | remove the key
+"""
 
 
 def packing(section: Section) -> None:
@@ -168,16 +119,14 @@ def packing(section: Section) -> None:
     if section.node is None:
         return
     sizes = [section.peek(name) for name in ("packed_sequence_size", "pack_size")]
-    if not any(size is not None and value_of(size) for size in sizes):
-        for name, node in section.node.children():
-            # Keys of ours, such as an override of packed_sequence.size, are not AutoModel's.
-            if name not in ("size", "strategy"):
-                section.take(name)
-                section.no_effect(name, node)
+    if not any(value_of(size) for size in sizes):
+        # Keys of ours, such as an override of packed_sequence.size, are not AutoModel's.
+        names = [name for name, _ in section.node.children() if name not in ("size", "strategy")]
+        section.drop(*names)
         return
     if sizes[1] is not None:
         _image_packs(section)
-    apply_rows(PACKING, section)
+    section.apply(_PACKING)
 
 
 def _image_packs(section: Section) -> None:
@@ -187,18 +136,9 @@ def _image_packs(section: Section) -> None:
     drops = section.take("drop_long_samples")
     if limit is not None:
         data.put("seq_length", limit)
-    if is_true(drops):
-        assert drops is not None
+    if drops is not None and is_true(drops):
         data.put("truncation", Node("skip", drops.origin))
     hook = section.peek("post_tokenize_hook_fn")
     if hook is not None and str(hook.value).endswith(".gemma4_inject_thinking_prefix"):
-        section.take("post_tokenize_hook_fn")
-        section.no_effect("post_tokenize_hook_fn", hook)
+        section.drop("post_tokenize_hook_fn")
         _answer_prefix(data, hook.origin)
-
-
-ROWS: Sequence[tuple[str, Row]] = (
-    ("dataloader", Steps(dataloader)),
-    ("validation_dataloader", Steps(validation_dataloader)),
-    ("packed_sequence", Steps(packing)),
-)

@@ -7,30 +7,15 @@ import re
 from dataclasses import replace
 
 from automodel_ckpt.config.automodel.rows import (
-    Degraded,
-    Key,
-    NoEffect,
     Section,
-    Steps,
     above_1,
-    apply_rows,
     is_enabled,
     is_of_automodel,
     is_true,
-    take_target,
     value_of,
 )
 from automodel_ckpt.config.tree.yaml_tree import Node
 
-DTYPES = {
-    "bf16": "bfloat16",
-    "torch.bfloat16": "bfloat16",
-    "fp16": "float16",
-    "torch.float16": "float16",
-    "fp32": "float32",
-    "torch.float32": "float32",
-}
-"""AutoModel's names of data types -> ours. Others are the same."""
 AUTO_CLASS = re.compile(
     r"(nemo_automodel|transformers)\.([\w.]*\.)?(NeMo)?AutoModelFor"
     r"(?P<task>CausalLM|ImageTextToText|MultimodalLM|Seq2SeqLM|SequenceClassification)\.(?P<method>from_pretrained|from_config)"
@@ -39,101 +24,65 @@ _CONFIG_CLASS = re.compile(r"(nemo_automodel|transformers)\.[\w.]+\.from_pretrai
 _WRITTEN_OUT = re.compile(
     r"transformers\.(models\.(?P<type>\w+)\.configuration_\w+\.)?(?P<name>\w+Config)"
 )
-_GPT2 = "nemo_automodel.components.models.gpt2.build_gpt2_model"
-_SIZES_OF_GPT2 = {
-    "vocab_size": "50257",
-    "n_positions": "2048",
-    "n_embd": "768",
-    "n_layer": "12",
-    "n_head": "12",
-}
-"""The sizes that AutoModel's GPT-2 takes, with their defaults."""
 _ONE_CONFIG = "use transformers.AutoConfig.from_pretrained, or a configuration class of transformers with its keys"
 STUDENTS = ("distill", "vlm_distill")
 """Our recipes that distill a teacher."""
 _ONE_MODEL = "use NeMoAutoModelForCausalLM or NeMoAutoModelForImageTextToText with from_pretrained"
-
 _ROUTER_LOSS = (
     "the loss is computed over the experts of all layers together; AutoModel adds one loss per layer, each divided by "
     "the experts per token. For the same strength, multiply by layers / experts per token"
 )
-_ROUTING = "the router chooses experts by its weights; with random ones the load is nearly equal"
-_NO_TE_FP8 = (
-    "matrix products are computed in bfloat16; fp8.recipe computes those of linear layers in FP8"
-)
-_BACKENDS = ("te", "ffpa", "magi", "cudnn", "tilelang")
+_BACKEND = {
+    "backend.fake_balanced_gate": "the router chooses experts by its weights; with random ones, loads are nearly equal",
+    "backend.te_fp8": "matrix products are computed in bfloat16; fp8.recipe computes those of linear layers in FP8",
+}
+"""What AutoModel's layers compute differently. The rest of the section backend selects its kernels."""
+_ATTENTION = ("te", "ffpa", "magi", "cudnn", "tilelang")
 """Attention implementations of AutoModel that transformers does not have."""
-
-MODEL = (
-    Key("torch_dtype", "dtype", words=DTYPES),
-    Key("num_labels", where="classification.num_labels"),
-    Degraded(
-        "attn_implementation",
-        "transformers does not have this attention; its default is used",
-        when=lambda node: node.value in _BACKENDS,
-    ),
-    NoEffect(
-        "backend",
-        "use_liger_kernel",
-        "use_sdpa_patching",
-        "sdpa_method",
-        "force_hf",
-        "output_hidden_states",
-        "kda_mode",
-        "load_base_model",
-        "cache_dir",
-        "text_config.use_cache",
-        "text_config.output_hidden_states",
-        "text_config.cp_full_attn_backend",
-        "config.kda_mode",
-        "config.kda_unpad_inputs",
-        "config.kda_use_fused_gate",
-        "config.kda_use_qk_l2norm_in_kernel",
-        "config.architectures",
-        "config.name_or_path",
-        "config.use_cache",
-        "config._attn_implementation",
-        "config.attn_implementation_new",
-    ),
-)
-"""Keys of the section model. The model's name and configuration are translated by :func:`name_of_model`."""
+_MODEL = """
+torch_dtype -> dtype @dtypes
+num_labels -> /classification.num_labels
+- backend use_liger_kernel use_sdpa_patching sdpa_method force_hf output_hidden_states kda_mode
+- load_base_model cache_dir text_config.use_cache text_config.output_hidden_states text_config.cp_full_attn_backend
+- config.kda_mode config.kda_unpad_inputs config.kda_use_fused_gate config.kda_use_qk_l2norm_in_kernel
+- config.architectures config.name_or_path config.use_cache config._attn_implementation config.attn_implementation_new
+"""
 
 
 def model(section: Section) -> None:
     """Translate the section model; a section with a ``_target_`` of the user's own code stays as it is."""
     target = section.peek("_target_")
-    if target is not None and target.value == _GPT2:
-        _gpt2(section)
-        return
-    found = AUTO_CLASS.fullmatch(str(target.value)) if target is not None else None
+    name = "" if target is None else str(target.value)
+    found = AUTO_CLASS.fullmatch(name)
     if target is not None and found is None:
-        if is_of_automodel(str(target.value)):
+        if is_of_automodel(name):
             section.take("_target_")
             section.reject("_target_", target, "this model class is not supported", _ONE_MODEL)
         return
-    if target is not None:
-        section.take("_target_")
-        section.translated("_target_", target, "recipe")
-    _keep_attention(section)
-    _dequantized(section)
-    name_of_model(section, from_config=found is not None and found["method"] == "from_config")
-    router_loss(section)
-    _backend(section)
-    apply_rows(MODEL, section)
-    _default_dtype(section, from_config=found is not None and found["method"] == "from_config")
-    remote_code(section)
-    further_tokens(section)
-    overrides(section)
-
-
-def _backend(section: Section) -> None:
-    """Warn of what AutoModel's layers compute differently. The rest of the section selects its kernels."""
-    for name, text in (("fake_balanced_gate", _ROUTING), ("te_fp8", _NO_TE_FP8)):
-        key = f"backend.{name}"
+    section.implied("_target_", "recipe")
+    from_config = found is not None and found["method"] == "from_config"
+    _attention(section)
+    if is_true(section.peek("quantization_config.dequantize")):
+        # A base in FP8 is dequantized whenever its weights are trained.
+        section.drop("quantization_config")
+    _name(section, from_config=from_config)
+    _router_loss(section)
+    for key, text in _BACKEND.items():
         node = section.peek(key)
         if node is not None and is_enabled(node):
             section.take(key)
             section.degraded(key, node, text)
+    section.apply(_MODEL)
+    _default_dtype(section, from_config=from_config)
+    _remote_code(section)
+    _further_tokens(section)
+    for name, to in (
+        ("text_config", "config_overrides.text_config"),
+        ("config", "config_overrides"),
+    ):
+        part = section.inner(name, to=f"model.{to}")
+        for key, _ in part.node.children() if part.node is not None else ():
+            part.rename(key)
 
 
 def _default_dtype(section: Section, *, from_config: bool) -> None:
@@ -157,53 +106,41 @@ def _default_dtype(section: Section, *, from_config: bool) -> None:
         section.put_default("dtype", "auto")
 
 
-def _keep_attention(section: Section) -> None:
-    """Move an attention implementation that transformers has; the row of the table handles the others.
-
-    ``sdpa`` is what transformers chooses for all models that support it. GPT-OSS has it in AutoModel only.
-    """
-    node = section.peek("attn_implementation")
-    if node is None or node.value in _BACKENDS:
-        return
-    if node.value == "sdpa" and not node.is_flag:
-        NoEffect("attn_implementation").apply(section)
+def _attention(section: Section) -> None:
+    """Translate the attention. transformers chooses ``sdpa`` for all models that support it, which GPT-OSS does not."""
+    name = "attn_implementation"
+    node = section.peek(name)
+    if node is not None and node.value in _ATTENTION:
+        section.take(name)
+        text = "transformers does not have this attention; its default is used"
+        section.degraded(name, node, text)
+    elif node is not None and node.value == "sdpa" and not node.is_flag:
+        section.drop(name)
     else:
-        Key("attn_implementation").apply(section)
+        section.rename(name)
 
 
-def _dequantized(section: Section) -> None:
-    """Take the request to dequantize a base in FP8, which happens here whenever its weights are trained."""
-    node = section.peek("quantization_config")
-    if node is None or not is_true(section.peek("quantization_config.dequantize")):
-        return
-    section.take("quantization_config")
-    section.no_effect("quantization_config", node)
-
-
-def name_of_model(section: Section, *, from_config: bool) -> None:
+def _name(section: Section, *, from_config: bool) -> None:
     """Translate the model's name, which is given in one of three places, and whether its weights are loaded."""
     has_weights = not from_config or is_true(section.peek("load_base_model"))
     to = "from_pretrained" if has_weights else "from_config"
-    node = section.take("pretrained_model_name_or_path")
-    if node is not None:
-        section.put(to, node, was="pretrained_model_name_or_path")
-        NoEffect("config._target_", "config.pretrained_model_name_or_path").apply(section)
+    name = "pretrained_model_name_or_path"
+    if section.peek(name) is not None:
+        section.rename(name, to)
+        section.drop("config._target_", f"config.{name}")
         return
     config = section.peek("config")
     if config is None:
         return
     if isinstance(config.value, str):
-        section.take("config")
-        section.put(to, config, was="config")
+        section.rename("config", to)
         return
     inner = section.inner("config")
-    node = inner.peek("_target_")
-    target = take_target(inner)
-    if node is not None:
-        inner.translated("_target_", node, f"model.{to}")
-    name = inner.take("pretrained_model_name_or_path")
-    if name is not None and (not target or _CONFIG_CLASS.fullmatch(target)):
-        section.put(to, name, was="config.pretrained_model_name_or_path")
+    node = inner.implied("_target_", f"model.{to}")
+    target = "" if node is None else str(node.value)
+    given = inner.take(name)
+    if given is not None and (not target or _CONFIG_CLASS.fullmatch(target)):
+        section.put(to, given, was=f"config.{name}")
     elif target:
         _config_class(section, target)
 
@@ -212,20 +149,14 @@ def _config_class(section: Section, target: str) -> None:
     """Translate a configuration that is written out: ``_target_`` is the class of a transformers configuration."""
     found = _WRITTEN_OUT.fullmatch(target)
     model_type = (found["type"] or _model_type(found["name"])) if found is not None else None
+    section.drop("config.architectures", "config.use_cache", "config.name_or_path")
     config = section.take("config")
-    assert config is not None
+    assert config is not None and isinstance(config.value, dict)
     if model_type is None:
         section.reject("config", config, f"the class {target} is not supported", _ONE_CONFIG)
         return
-    assert isinstance(config.value, dict)
-    ours = replace(config, value={"model_type": Node(model_type, config.origin)})
-    dropped = ("_target_", "architectures", "use_cache", "name_or_path")
-    for name, child in config.value.items():
-        if name in dropped:
-            section.no_effect(f"config.{name}", child)
-        else:
-            ours.value[name] = child  # type: ignore[index,call-overload]
-    section.put("from_config", ours, was="config")
+    values = {"model_type": Node(model_type, config.origin), **config.value}
+    section.put("from_config", replace(config, value=values), was="config")
 
 
 def _model_type(class_name: str) -> str | None:
@@ -238,130 +169,65 @@ def _model_type(class_name: str) -> str | None:
     return str(config_class.model_type)
 
 
-def _gpt2(section: Section) -> None:
-    """Translate AutoModel's GPT-2 to transformers' one with the same activation and dropout."""
-    target = section.take("_target_")
-    assert target is not None
-    values = {"model_type": "gpt2", "activation_function": "gelu", "resid_pdrop": "0.0"}
-    ours = Node({name: Node(value, target.origin) for name, value in values.items()}, target.origin)
-    section.put("from_config", ours, was="_target_")
-    section.note(
-        "_target_",
-        target,
-        "the weights of a new model are drawn as transformers draws them for GPT-2: "
-        "the last layer of each block's parts starts with smaller ones",
-    )
-    NoEffect("attn_implementation").apply(section)
-    for name in ("bos_token_id", "eos_token_id"):
-        Key(name, f"from_config.{name}").apply(section)
-    length = section.take("n_ctx")
-    if length is not None:
-        NoEffect("n_positions").apply(section)
-        section.put("from_config.n_positions", length, was="n_ctx")
-    for name, default in _SIZES_OF_GPT2.items():
-        node = section.take(name)
-        if node is not None:
-            section.put(f"from_config.{name}", node, was=name)
-        elif section.work.result.at(f"model.from_config.{name}") is None:
-            section.put_default(f"from_config.{name}", default)
-
-
-def router_loss(section: Section) -> None:
+def _router_loss(section: Section) -> None:
     """Translate the coefficient of the load balancing loss, which transformers adds only if the config asks for it."""
-    node = section.take("router_aux_loss_coef")
-    if node is None:
-        return
-    section.put("config_overrides.router_aux_loss_coef", node, was="router_aux_loss_coef")
-    if value_of(node) != 0:
+    name = "router_aux_loss_coef"
+    node = section.peek(name)
+    section.rename(name, f"config_overrides.{name}")
+    if node is not None and value_of(node) != 0:
         section.put("config_overrides.output_router_logits", Node("true", node.origin))
         section.put_default("router_aux_loss", "micro_batch")
-        section.note("router_aux_loss_coef", node, _ROUTER_LOSS)
+        section.note(name, node, _ROUTER_LOSS)
 
 
-def remote_code(section: Section) -> None:
+def _remote_code(section: Section) -> None:
     """Translate the permission to run code of the model's repository, which also needs a flag here."""
     for name in ("trust_remote_code", "config.trust_remote_code"):
-        node = section.take(name)
         ours = section.work.result.at("model.from_config")
         is_written_out = ours is not None and isinstance(ours.value, dict)
         is_given = section.work.result.at("model.trust_remote_code") is not None
-        if is_true(node) and not is_written_out and not is_given:
-            assert node is not None
+        if is_written_out or is_given:
+            section.drop(name)
+        elif (node := section.flag(name)) is not None:
             section.put("trust_remote_code", node, was=name)
-        elif node is not None:
-            section.no_effect(name, node)
 
 
-MTP_DEPTHS = (
-    "num_nextn_predict_layers",
-    "config.num_nextn_predict_layers",
-    "text_config.num_nextn_predict_layers",
-    "text_config.mtp_num_hidden_layers",
-    "text_config.num_mtp_modules",
-)
-"""AutoModel's keys for the number of further tokens that are predicted. The first one that is given counts."""
-MTP = (
-    *((name, "num_depths") for name in MTP_DEPTHS),
-    ("mtp_loss_scaling_factor", "loss_scaling_factor"),
-    ("mtp_use_repeated_layer", "repeat_layer"),
-)
-"""AutoModel's keys for multi-token prediction, and ours in model.mtp."""
+_MTP = {
+    "num_nextn_predict_layers": "num_depths",
+    "config.num_nextn_predict_layers": "num_depths",
+    "text_config.num_nextn_predict_layers": "num_depths",
+    "text_config.mtp_num_hidden_layers": "num_depths",
+    "text_config.num_mtp_modules": "num_depths",
+    "mtp_loss_scaling_factor": "loss_scaling_factor",
+    "mtp_use_repeated_layer": "repeat_layer",
+}
+"""AutoModel's keys for multi-token prediction, and ours in model.mtp. The first of several that is given counts."""
 
 
-def further_tokens(section: Section) -> None:
+def _further_tokens(section: Section) -> None:
     """Translate multi-token prediction; 0 tokens is no such training, whatever the other keys are.
 
     Without a number, AutoModel and this program predict as many as the config of the base states.
     """
-    given: list[tuple[str, str, Node]] = []
-    for name, to in MTP:
+    # The names in the base's files show the layout.
+    section.drop("text_config.mtp_expert_hf_layout")
+    first: dict[str, tuple[str, Node]] = {}
+    for name, to in _MTP.items():
         node = section.take(name)
-        if node is not None:
-            given.append((name, to, node))
-    layout = section.take("text_config.mtp_expert_hf_layout")
-    if layout is not None:
-        # The names in the base's files show it.
-        section.no_effect("text_config.mtp_expert_hf_layout", layout)
-    numbers = [value_of(node) for _, to, node in given if to == "num_depths"]
-    asks = {to for _, to, _ in given}
-    if (numbers and not numbers[0]) or not asks & {"num_depths", "loss_scaling_factor"}:
-        for name, _, node in given:
+        if node is not None and to not in first:
+            first[to] = name, node
+        elif node is not None:
             section.no_effect(name, node)
-        return
-    blocking = _ranks_without_mtp(section)
-    done: set[str] = set()
-    for name, to, node in given:
-        if to in done:
+    _, number = first.get("num_depths", ("", None))
+    is_used = bool(value_of(number)) if number is not None else "loss_scaling_factor" in first
+    mesh = section.work.source.at("distributed") or Node({}, "")
+    blocking = [name for name in ("pp_size", "tp_size") if above_1(mesh.at(name))]
+    for to, (name, node) in first.items():
+        if not is_used:
             section.no_effect(name, node)
         elif blocking:
-            text = f"the model is trained without multi-token prediction, because of {blocking}"
+            cause = f"distributed.{blocking[0]}"
+            text = f"the model is trained without multi-token prediction, because of {cause}"
             section.degraded(name, node, text)
         else:
             section.put(f"mtp.{to}", node, was=name)
-        done.add(to)
-
-
-def _ranks_without_mtp(section: Section) -> str:
-    """The key of the device mesh that multi-token prediction cannot be combined with; empty without one."""
-    for name in ("pp_size", "tp_size"):
-        node = section.work.source.at(f"distributed.{name}")
-        if node is not None and above_1(node):
-            return f"distributed.{name}"
-    return ""
-
-
-def overrides(section: Section) -> None:
-    """Translate changes of the model's configuration, which AutoModel takes in text_config and config."""
-    text = section.inner("text_config", to="model.config_overrides.text_config")
-    config = section.inner("config", to="model.config_overrides")
-    for part in (text, config):
-        if part.node is None:
-            continue
-        for name, node in list(part.node.children()):
-            part.take(name)
-            if node.is_null:
-                continue
-            part.put(name, node, was=name)
-
-
-ROWS = (("model", Steps(model)),)

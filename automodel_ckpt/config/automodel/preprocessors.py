@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
-from automodel_ckpt.config.automodel.rows import (
-    AUTOMODEL_DEFAULT,
-    Key,
-    NoEffect,
-    Row,
-    Section,
-    Steps,
-    apply_rows,
-    is_of_automodel,
-)
+from automodel_ckpt.config.automodel.rows import AUTOMODEL_DEFAULT, Section, is_of_automodel
 from automodel_ckpt.config.tree.yaml_tree import Node
+
+_NAME = "pretrained_model_name_or_path"
 
 
 def tokenizer(section: Section) -> None:
@@ -27,29 +19,27 @@ def tokenizer(section: Section) -> None:
     settings = [key for key, child in section.node.children() if not child.is_null]
     if not settings:
         if name is not None:
-            section.put("from_pretrained", name, was="pretrained_model_name_or_path")
+            section.put("from_pretrained", name, was=_NAME)
         return
     name = name or name_of_model(section)
     if name is not None:
         section.put("_target_", Node("transformers.AutoTokenizer.from_pretrained", name.origin))
-        section.put("pretrained_model_name_or_path", name)
-        apply_rows([Key(key) for key in settings], section)
-
-
-OUR_PROCESSOR_KEYS = ("from_pretrained", "kwargs")
+        section.put(_NAME, name)
+        for key in settings:
+            section.rename(key)
 
 
 def processor(section: Section) -> None:
     """Translate the section processor. The data sets have no videos, so their settings have no effect."""
-    NoEffect("video_processor").apply(section)
+    section.drop("video_processor")
     if section.node is None or not _is_pretrained(section, "AutoProcessor"):
         return
     name = _own_name(section)
     if name is not None:
-        section.put("from_pretrained", name, was="pretrained_model_name_or_path")
+        section.put("from_pretrained", name, was=_NAME)
     for key, _ in section.node.children():
-        if key not in OUR_PROCESSOR_KEYS:
-            Key(key, f"kwargs.{key}").apply(section)
+        if key not in ("from_pretrained", "kwargs"):
+            section.rename(key, f"kwargs.{key}")
 
 
 def _is_pretrained(section: Section, auto_class: str) -> bool:
@@ -59,16 +49,12 @@ def _is_pretrained(section: Section, auto_class: str) -> bool:
     False for another ``_target_``, such as the user's own code.
     """
     node = section.peek("_target_")
-    if node is None:
-        NoEffect("trust_remote_code").apply(section)
-        return True
-    target = str(node.value)
+    target = "" if node is None else str(node.value)
     is_auto = re.fullmatch(rf"[\w.]*\.{auto_class}\.from_pretrained", target) is not None
-    if not is_auto and not is_of_automodel(target):
+    if node is not None and not is_auto and not is_of_automodel(target):
         return False
-    section.take("_target_")
-    section.translated("_target_", node, section.to)
-    NoEffect("trust_remote_code").apply(section)
+    section.implied("_target_", section.to)
+    section.drop("trust_remote_code")
     return True
 
 
@@ -77,23 +63,14 @@ def _own_name(section: Section) -> Node | None:
 
     The model's own one also follows model.revision and model.trust_remote_code.
     """
-    name = section.take("pretrained_model_name_or_path")
+    name = section.peek(_NAME)
     model = name_of_model(section)
     if name is not None and model is not None and name.value == model.value:
-        section.no_effect("pretrained_model_name_or_path", name)
-        return None
-    return name
+        section.drop(_NAME)
+    return section.take(_NAME)
 
 
 def name_of_model(section: Section) -> Node | None:
     """Return the name of the model, which its tokenizer and processor have if nothing else is given."""
     model = section.work.result.at("model.from_pretrained")
-    if model is None:
-        return None
-    return replace(model, origin=AUTOMODEL_DEFAULT)
-
-
-ROWS: Sequence[tuple[str, Row]] = (
-    ("tokenizer", Steps(tokenizer)),
-    ("processor", Steps(processor)),
-)
+    return None if model is None else replace(model, origin=AUTOMODEL_DEFAULT)

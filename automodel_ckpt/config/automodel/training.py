@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from automodel_ckpt.config.automodel.rows import (
     AUTOMODEL_DEFAULT,
-    Degraded,
-    Key,
-    Needs,
-    NoEffect,
     Section,
-    Steps,
-    apply_rows,
     is_of_automodel,
     is_true,
-    switch,
     value_of,
 )
 from automodel_ckpt.config.tree.yaml_tree import Node
@@ -27,79 +19,20 @@ TE_ADAM = (
 )
 FLASH_ADAMW = "flashoptim.FlashAdamW"
 _FUSED = "fused AdamW of torch is used, whose state has the data type of the weights"
-ADAMW = {"torch.optim.AdamW": "", **dict.fromkeys((*TE_ADAM, FLASH_ADAMW), _FUSED)}
+_ADAMW = {"torch.optim.AdamW": "", **dict.fromkeys((*TE_ADAM, FLASH_ADAMW), _FUSED)}
 """Optimizers that are AdamW, and what is used instead of them."""
-OPTIMIZER = (
-    Key("lr", default="0.001"),
-    Key("betas"),
-    Key("eps"),
-    Key("epsilon", "eps"),
-    Key("weight_decay"),
-    NoEffect(
-        "foreach",
-        "fused",
-        "capturable",
-        "adam_w_mode",
-        "bias_correction",
-        "master_weights",
-        "master_weight_bits",
-        "master_weight_dtype",
-        "exp_avg_dtype",
-        "exp_avg_sq_dtype",
-        "store_param_remainders",
-        "compress_state_dict",
-    ),
-)
-
-
-_REGEX = re.compile(r"(?P<start>\^?)(?P<body>(?:[A-Za-z0-9_.-]|\.\*|\\\.)+)(?P<end>\$?)")
-_DEFAULT_DECAY = 0.01
-"""The weight decay of AdamW in torch and in AutoModel."""
-_GLOBS = {".*": "*", r"\.": ".", ".": "?"}
-
-
-def _glob(regex: str) -> str:
-    """The glob that matches the same names as a search for a regular expression; empty if there is none here."""
-    found = _REGEX.fullmatch(regex)
-    if found is None:
-        return ""
-    body = re.sub(r"\.\*|\\\.|\.", lambda part: _GLOBS[part[0]], found["body"])
-    return ("" if found["start"] else "*") + body + ("" if found["end"] else "*")
-
-
-def groups(section: Section) -> None:
-    """Translate groups of parameters with multiples of the learning rate and of the weight decay.
-
-    Both are numbers here, so the optimizer's own ones have been translated before.
-    """
-    overrides = section.take("param_group_overrides")
-    if overrides is None:
-        return
-    hint = "write optimizer.groups: [{params: [GLOB], lr: NUMBER, weight_decay: NUMBER}]"
-    made: list[Node] = []
-    for entry in overrides.value if isinstance(overrides.value, list) else [overrides]:
-        given = dict(entry.children()) if isinstance(entry.value, dict) else {}
-        pattern = given.get("pattern")
-        glob = _glob(str(pattern.value)) if pattern is not None else ""
-        if pattern is None or not glob or set(given) - {"pattern", "lr_mult", "wd_mult"}:
-            what = "this group of parameters cannot be translated"
-            section.reject("param_group_overrides", entry, what, hint)
-            continue
-        group = {"params": Node([Node(glob, pattern.origin, quoted=True)], pattern.origin)}
-        for name, ours in (("lr_mult", "lr"), ("wd_mult", "weight_decay")):
-            base = value_of(section.work.result.at(f"optimizer.{ours}"))
-            if base is None and ours == "weight_decay":
-                base = _DEFAULT_DECAY
-            factor = value_of(given[name]) if name in given else 1.0
-            if isinstance(base, int | float) and isinstance(factor, int | float):
-                number = float(f"{base * factor:.12g}")
-                group[ours] = Node(repr(number), given.get(name, entry).origin)
-            elif name in given:
-                what = f"a multiple of the {ours} needs the {ours} as a number"
-                section.reject(f"param_group_overrides.{name}", given[name], what, hint)
-        made.append(Node(dict(group), entry.origin))
-    if made:
-        section.put("groups", Node(made, overrides.origin), was="param_group_overrides")
+_UNUSED = """
+- foreach fused capturable adam_w_mode bias_correction master_weights master_weight_bits master_weight_dtype
+- exp_avg_dtype exp_avg_sq_dtype store_param_remainders compress_state_dict
+"""
+_OPTIMIZER = f"""
+lr = 0.001
+betas
+eps
+epsilon -> eps
+weight_decay
+{_UNUSED}
+"""
 
 
 def optimizer(section: Section) -> None:
@@ -109,28 +42,29 @@ def optimizer(section: Section) -> None:
     decay = section.peek("weight_decay")
     if target == "dion.Muon":
         assert node is not None
-        muon(section, node)
+        _muon(section, node)
         return
     _master_weights(section, target)
     is_penalty = target == "torch.optim.Adam"
     if target in TE_ADAM:
-        _bias_correction(section)
+        corrected = section.peek("bias_correction")
+        if corrected is not None and not section.switch("bias_correction"):
+            what = "Adam without bias correction is not supported"
+            section.reject("bias_correction", corrected, what, "remove the key")
         mode = section.peek("adam_w_mode")
-        is_penalty = mode is not None and not switch(section, "adam_w_mode")
-    if is_penalty and decay is not None and value_of(decay):
-        _adam(section)
+        is_penalty = mode is not None and not section.switch("adam_w_mode")
+    if is_penalty and value_of(decay):
+        _adam(section, node)
         return
-    if target not in (*ADAMW, "torch.optim.Adam"):
+    if target not in (*_ADAMW, "torch.optim.Adam"):
         return
-    section.take("_target_")
-    if node is not None and ADAMW.get(target):
-        section.degraded("_target_", node, ADAMW[target])
-    elif node is not None:
-        section.translated("_target_", node, "optimizer")
+    if node is not None and _ADAMW.get(target):
+        section.take("_target_")
+        section.degraded("_target_", node, _ADAMW[target])
+    section.implied("_target_", "optimizer")
     if target in ("torch.optim.Adam", *TE_ADAM) and decay is None:
         section.put_default("weight_decay", "0.0")
-    apply_rows(OPTIMIZER, section)
-    groups(section)
+    section.apply(_OPTIMIZER)
     found = section.work.result.at("optimizer.weight_decay")
     if found is None or value_of(found):
         section.put_default("no_decay", "none")
@@ -141,151 +75,119 @@ def _master_weights(section: Section, target: str) -> None:
 
     The forward pass computes in bfloat16 in both programs. Adapters are in float32 here anyway.
     """
+    name = "master_weights"
+    is_kept = target in TE_ADAM and section.switch(name)
     if target == FLASH_ADAMW:
         # 8 or 16 further bits of a bfloat16 weight; 24 bits in all are its default.
         name = "master_weight_bits"
-        is_kept = not section.has(name) or section.peek(name) is not None
-    else:
-        name = "master_weights"
-        is_kept = target in TE_ADAM and switch(section, name)
-    result = section.work.result
+        is_kept = section.get(name) is None or section.peek(name) is not None
+    source, result = section.work.source, section.work.result
     dtype = result.at("model.dtype")
-    has_adapters = section.work.source.at("peft") is not None or result.at("peft") is not None
-    is_ours_given = section.work.source.at("model.dtype") is not None
+    has_adapters = source.at("peft") is not None or result.at("peft") is not None
+    is_ours_given = source.at("model.dtype") is not None
     if not is_kept or has_adapters or is_ours_given or dtype is None:
         return
     if dtype.is_flag or dtype.value == "float32":
         return
+    name = name if section.peek(name) is not None else "_target_"
     node = section.peek(name)
-    if node is None:
-        name = "_target_"
-        node = section.peek(name)
-        assert node is not None
-    root = section.work.section("")
+    assert node is not None
     section.translated(name, node, "model.dtype")
     if name != "_target_":
         section.take(name)
     # Null is float32 for what is trained. With float32, frozen weights would not keep the 16 bits of their files.
-    root.put("model.dtype", Node("null", node.origin))
+    section.put_root("model.dtype", Node("null", node.origin))
     computed = result.at("distributed.mixed_precision")
     if computed is not None and computed.value == "none" and computed.origin == AUTOMODEL_DEFAULT:
         # With DDP, AutoModel computes in the data type of its weights, which are not the optimizer's copy.
-        root.put_default("distributed.mixed_precision", "bfloat16")
+        section.work.section("").put_default("distributed.mixed_precision", "bfloat16")
     text = "trained weights are kept in float32 (model.dtype: null), and cast for each forward pass"
     section.note(name, node, text)
 
 
-def _bias_correction(section: Section) -> None:
-    """Reject Adam whose moments are not corrected for their start at 0."""
-    node = section.peek("bias_correction")
-    if node is not None and not switch(section, "bias_correction"):
-        section.take("bias_correction")
-        what = "Adam without bias correction is not supported"
-        section.reject("bias_correction", node, what, "remove the key")
-
-
-MUON = (
-    NoEffect("_target_", "flatten", "use_triton", "scalar_opt"),
-    Key("scalar_betas", "betas"),
-    Key("scalar_eps", "eps"),
-    Degraded(
-        "adjust_lr",
-        "torch.optim.Muon scales updates by sqrt(max(1, rows / columns))",
-        when=lambda node: node.value == "spectral_norm",
-    ),
-    NoEffect("betas", "epsilon", "eps"),
-)
-
-
-def muon(section: Section, node: Node) -> None:
+def _muon(section: Section, node: Node) -> None:
     """Translate dion's Muon: torch's for the hidden matrices, AdamW for the other parameters."""
     rate = section.take("lr") or Node("0.01", AUTOMODEL_DEFAULT)
-    other = section.take("scalar_lr")
+    other = section.peek("scalar_lr")
     group = {
         "params": Node([Node("hidden_matrices", node.origin)], node.origin),
         "_target_": Node("torch.optim.Muon", node.origin),
         "lr": rate,
     }
-    for name, ours in (("mu", "momentum"), ("nesterov", "nesterov")):
-        option = section.take(name)
-        if option is not None:
-            group[ours] = option
-    decay = section.peek("weight_decay")
-    if decay is not None:
-        group["weight_decay"] = decay
-    if section.peek("scalar_eps") is not None:
+    options = {
+        "momentum": section.take("mu"),
+        "nesterov": section.take("nesterov"),
+        "weight_decay": section.peek("weight_decay"),
         # Otherwise the group would inherit it.
-        group["eps"] = Node("1e-7", AUTOMODEL_DEFAULT)
-    if other is not None:
-        section.put("lr", other, was="scalar_lr")
-    else:
-        section.put("lr", rate)
+        "eps": section.peek("scalar_eps") and Node("1e-7", AUTOMODEL_DEFAULT),
+    }
+    group |= {name: option for name, option in options.items() if option is not None}
+    section.put("lr", rate)
+    section.rename("scalar_lr", "lr")
     for name in ("embed_lr", "lm_head_lr"):
-        option = section.take(name)
+        option = section.peek(name)
         if option is not None and value_of(option) != value_of(other or rate):
+            section.take(name)
             section.degraded(name, option, "all parameters outside of matrices have one rate")
-        elif option is not None:
-            section.no_effect(name, option)
+        section.drop(name)
     section.put("groups", Node([Node(dict(group), node.origin)], node.origin), was="_target_")
-    Key("weight_decay").apply(section)
-    apply_rows(MUON, section)
+    section.apply("""
+        weight_decay
+        - _target_ flatten use_triton scalar_opt
+        scalar_betas -> betas
+        scalar_eps -> eps
+        ~ adjust_lr in spectral_norm: torch.optim.Muon scales updates by sqrt(max(1, rows / columns))
+        - betas epsilon eps
+    """)
 
 
-def _adam(section: Section) -> None:
+def _adam(section: Section, node: Node | None) -> None:
     """Translate Adam with weight decay, which is an L2 penalty and not the decay of AdamW."""
-    node = section.take("_target_")
     assert node is not None
+    section.take("_target_")
     if node.value in TE_ADAM:
         section.degraded("_target_", node, "Adam of torch is used")
-        apply_rows(OPTIMIZER, section)
+        section.apply(_OPTIMIZER)
     section.put("_target_", replace(node, value="torch.optim.Adam"))
-    names = ("lr", "betas", "eps", "weight_decay", "foreach", "fused", "amsgrad")
-    apply_rows([Key(name) for name in names], section)
-    groups(section)
+    section.apply("lr\nbetas\neps\nweight_decay\nforeach\nfused\namsgrad")
     section.put_default("no_decay", "none")
-
-
-SCHEDULE = (
-    Key("lr_decay_steps", "decay_steps"),
-    NoEffect("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler"),
-    Degraded("init_lr", "the warmup begins at 0, or there is none"),
-    Degraded("max_lr", "the peak is optimizer.lr"),
-    Needs("start_wd", "a schedule of the weight decay", "set optimizer.weight_decay"),
-    Needs("end_wd", "a schedule of the weight decay", "set optimizer.weight_decay"),
-    NoEffect("wd_incr_steps", "wd_incr_style"),
-)
 
 
 def schedule(section: Section) -> None:
     """Translate the schedule of the learning rate. Without the section it is constant in both programs."""
     if section.node is None:
         return
-    ours = section.peek("name")
-    if ours is not None and section.peek("lr_decay_style") is None:
+    style = section.take("lr_decay_style")
+    if style is None and section.peek("name") is not None:
         return
-    style = section.take("lr_decay_style", is_ours=False) or Node("cosine", AUTOMODEL_DEFAULT)
-    lowest = section.take("min_lr", is_ours=False)
-    warmup = section.take("lr_warmup_steps", is_ours=False)
+    style = style or Node("cosine", AUTOMODEL_DEFAULT)
+    warmup = section.peek("lr_warmup_steps")
     if style.value not in ("cosine", "linear", "constant"):
         hint = "set lr_scheduler.name (ckpt-train --help) instead of lr_decay_style"
         section.reject("lr_decay_style", style, "this schedule is not supported", hint)
+        section.take("min_lr")
     elif style.value == "constant":
-        name = "constant_with_warmup"
-        if warmup is not None and not value_of(warmup):
-            name = "constant"
+        is_plain = warmup is not None and not value_of(warmup)
+        name = "constant" if is_plain else "constant_with_warmup"
         section.put("name", replace(style, value=name), was="lr_decay_style")
-        if lowest is not None:
-            section.no_effect("min_lr", lowest)
-        NoEffect("lr_decay_steps").apply(section)
+        section.drop("min_lr", "lr_decay_steps")
     else:
-        _decay(section, style, lowest)
+        _decay(section, style)
     if warmup is not None:
-        section.put("warmup_steps", warmup, was="lr_warmup_steps")
+        section.rename("lr_warmup_steps", "warmup_steps")
     elif section.work.source.at("lr_scheduler.warmup_ratio") is None:
         section.put_default("warmup_steps", "auto")
     if warmup is None or value_of(warmup):
         _first_rate(section)
-    apply_rows(SCHEDULE, section)
+    section.apply("""
+        lr_decay_steps -> decay_steps
+        - lr_warmup_steps use_checkpoint_opt_param_scheduler override_opt_param_scheduler
+        ~ init_lr: the warmup begins at 0, or there is none
+        ~ max_lr: the peak is optimizer.lr
+        ! start_wd: a schedule of the weight decay | set optimizer.weight_decay
+        ! end_wd: a schedule of the weight decay | set optimizer.weight_decay
+        - wd_incr_steps wd_incr_style
+    """)
 
 
 def _first_rate(section: Section) -> None:
@@ -301,59 +203,44 @@ def _first_rate(section: Section) -> None:
         section.put("warmup_from", Node(repr(number / peak), first.origin), was="init_lr")
 
 
-def _decay(section: Section, style: Node, lowest: Node | None) -> None:
+def _decay(section: Section, style: Node) -> None:
     """Write a decay to AutoModel's lowest learning rate: a hundredth of the peak if none is given."""
-    was = "min_lr"
+    lowest = section.take("min_lr")
+    was = "min_lr" if lowest is not None else ""
     if lowest is None:
         peak = value_of(section.work.result.at("optimizer.lr"))
         number = peak / 100 if isinstance(peak, int | float) else 0.0
         lowest = Node(repr(number), AUTOMODEL_DEFAULT)
-        was = ""
-    if style.value == "cosine":
-        section.put("name", replace(style, value="cosine_with_min_lr"), was="lr_decay_style")
-        section.put("kwargs.min_lr", lowest, was=was)
-        return
-    section.put("name", replace(style, value="polynomial"), was="lr_decay_style")
-    section.put("kwargs.lr_end", lowest, was=was)
-    section.put("kwargs.power", Node("1.0", style.origin))
-
-
-EPOCHS = Key("num_epochs", default="10")
-STEPS = (
-    Key("global_batch_size", default="32"),
-    Key("max_steps"),
-    EPOCHS,
-    Key("ckpt_every_steps", default="100"),
-    NoEffect(
-        "gc_every_steps",
-        "loss_average_window_steps",
-        "start_step",
-        "start_epoch",
-    ),
-    Degraded(
-        "validate_on_checkpoint",
-        "each checkpoint is validated if there is validation data",
-        when=lambda node: not is_true(node),
-    ),
-)
+    is_cosine = style.value == "cosine"
+    name = "cosine_with_min_lr" if is_cosine else "polynomial"
+    section.put("name", replace(style, value=name), was="lr_decay_style")
+    section.put("kwargs.min_lr" if is_cosine else "kwargs.lr_end", lowest, was=was)
+    if not is_cosine:
+        section.put("kwargs.power", Node("1.0", style.origin))
 
 
 def steps(section: Section) -> None:
     """Translate batch sizes and intervals. With pipeline stages, the size of their micro-batches is used."""
+    result = section.work.result
     size = section.peek("local_batch_size")
-    has_stages = section.work.result.at("step_scheduler.local_batch_size") is not None
-    if has_stages and size is not None and not size.is_flag:
-        NoEffect("local_batch_size").apply(section)
-    Key("local_batch_size").apply(section)
+    if result.at("step_scheduler.local_batch_size") is not None and not (size and size.is_flag):
+        section.drop("local_batch_size")
     is_repeated = _is_repeated(section)
     if is_repeated:
         _drop_epochs(section)
-    apply_rows([row for row in STEPS if not (is_repeated and row == EPOCHS)], section)
+    section.apply(f"""
+        local_batch_size
+        global_batch_size = 32
+        max_steps
+        {"" if is_repeated else "num_epochs = 10"}
+        ckpt_every_steps = 100
+        - gc_every_steps loss_average_window_steps start_step start_epoch
+        ~ validate_on_checkpoint in false False: each checkpoint is validated if there is validation data
+    """)
     # Without either, AutoModel trains for 10 epochs, also if both keys are null in the file.
-    ours = section.work.result
-    if not any(ours.at(f"step_scheduler.{name}") for name in ("num_epochs", "max_steps")):
+    if not any(result.at(f"step_scheduler.{name}") for name in ("num_epochs", "max_steps")):
         section.put_default("num_epochs", "10")
-    every_epoch = section.take("save_checkpoint_every_epoch", is_ours=False)
+    every_epoch = section.take("save_checkpoint_every_epoch")
     if is_repeated:
         # All steps are one epoch there, whose end is the end of the run.
         section.put_default("ckpt_every_epochs", "null")
@@ -361,20 +248,15 @@ def steps(section: Section) -> None:
             section.no_effect("save_checkpoint_every_epoch", every_epoch)
     elif every_epoch is not None:
         # Null steps mean the steps of an epoch.
-        has_steps = ours.at("step_scheduler.ckpt_every_steps") is not None
+        has_steps = result.at("step_scheduler.ckpt_every_steps") is not None
         value = "1" if is_true(every_epoch) or not has_steps else "null"
         node = Node(value, every_epoch.origin)
         section.put("ckpt_every_epochs", node, was="save_checkpoint_every_epoch")
-    signals = section.take("preemption_signal")
-    if signals is not None:
-        if isinstance(signals.value, str):
-            signals = Node([signals], signals.origin)
-        section.put("stop_signals", signals, was="preemption_signal")
-    # There is nothing to validate on: ours would be an error.
+    # Without validation data, ours would be an error.
     if _has_validation(section):
-        Key("val_every_steps").apply(section)
+        section.rename("val_every_steps")
     else:
-        NoEffect("val_every_steps").apply(section)
+        section.drop("val_every_steps")
 
 
 def _is_repeated(section: Section) -> bool:
@@ -388,16 +270,14 @@ def _is_repeated(section: Section) -> bool:
         (".token_files.megatron", ".token_files.nanogpt")
     )
     is_stream = is_true(section.work.result.at("dataset.streaming"))
-    steps = section.peek("max_steps")
-    return (are_tokens or is_stream) and steps is not None and not steps.is_null
+    return (are_tokens or is_stream) and section.peek("max_steps") is not None
 
 
 def _drop_epochs(section: Section) -> None:
     """Leave the number of epochs out of a recipe whose data are repeated, unless a flag of the command states it."""
     node = section.peek("num_epochs")
     if node is not None and node.is_flag:
-        section.take("num_epochs")
-        section.put("num_epochs", node)
+        section.rename("num_epochs")
         return
     section.take("num_epochs")
     section.put_default("num_epochs", "null")
@@ -416,14 +296,12 @@ def _has_validation(section: Section) -> bool:
 
 def clipping(section: Section) -> None:
     """Translate the section clip_grad_norm, which is a number here."""
-    if section.node is None:
-        return
     norm = section.take("max_norm")
     if norm is not None:
-        section.work.section("").put("clip_grad_norm", norm)
+        section.put_root("clip_grad_norm", norm)
 
 
-LOSSES = (
+_LOSSES = (
     "loss.masked_ce.MaskedCrossEntropy",
     "loss.linear_ce.FusedLinearCrossEntropy",
     "loss.te_parallel_ce.TEParallelCrossEntropy",
@@ -438,42 +316,18 @@ def loss(section: Section) -> None:
     node = section.peek("_target_")
     if node is None or not is_of_automodel(str(node.value)):
         return
-    whole = section.work.section("").take("loss_fn")
-    assert whole is not None
-    if str(node.value).removeprefix("nemo_automodel.components.") in LOSSES:
-        section.no_effect("_target_", node)
-        for name, child in whole.children():
-            if name != "_target_":
-                section.no_effect(name, child)
-        return
-    hint = "remove loss_fn to train with cross-entropy"
-    section.reject("_target_", node, "this loss is not supported", hint)
+    if str(node.value).removeprefix("nemo_automodel.components.") in _LOSSES:
+        assert section.node is not None
+        section.drop(*dict(section.node.children()))
+    else:
+        hint = "remove loss_fn to train with cross-entropy"
+        section.reject("_target_", node, "this loss is not supported", hint)
+    section.work.section("").take("loss_fn")
 
 
 def compilation(section: Section) -> None:
     """Translate torch.compile. The keys of a disabled section would be an error here."""
-    if section.node is None:
-        return
-    if not switch(section, "enabled"):
-        NoEffect("enabled", "mode", "backend", "fullgraph", "dynamic").apply(section)
-        return
-    apply_rows(
-        (
-            Key("enabled"),
-            Key("mode", words={"default": ""}),
-            Key("backend"),
-            Key("fullgraph"),
-            Key("dynamic"),
-        ),
-        section,
-    )
-
-
-ROWS = (
-    ("optimizer", Steps(optimizer)),
-    ("lr_scheduler", Steps(schedule)),
-    ("step_scheduler", Steps(steps)),
-    ("clip_grad_norm", Steps(clipping)),
-    ("loss_fn", Steps(loss)),
-    ("compile", Steps(compilation)),
-)
+    if section.node is not None and not section.switch("enabled"):
+        section.drop("enabled", "mode", "backend", "fullgraph", "dynamic")
+    else:
+        section.apply("enabled\nmode @not_default\nbackend\nfullgraph\ndynamic")

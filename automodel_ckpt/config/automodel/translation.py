@@ -12,21 +12,18 @@ their defaults), ``components/*/config.py`` and ``components/config/loader.py`` 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from automodel_ckpt.config.automodel import (
     adapters,
     batches,
-    benchmark,
     datasets,
     distill,
     model,
     others,
     preprocessors,
     ranks,
-    retrieval,
     training,
 )
 from automodel_ckpt.config.automodel.model import AUTO_CLASS
@@ -34,11 +31,12 @@ from automodel_ckpt.config.automodel.notices import Notice, report_lines
 from automodel_ckpt.config.automodel.rows import (
     AUTOMODEL_DEFAULT,
     GUIDE,
+    Section,
     Work,
     is_of_automodel,
+    needs_a_value,
     put,
 )
-from automodel_ckpt.config.automodel.seq2seq import RECIPE as SEQ2SEQ
 from automodel_ckpt.config.automodel.unsupported import (
     DIFFUSION,
     diffusion_section,
@@ -46,10 +44,8 @@ from automodel_ckpt.config.automodel.unsupported import (
     problem_of_release,
     problem_of_tool,
 )
-from automodel_ckpt.config.callables.builders import signature
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import annotation_at, closest, hints_of, join, names_in
-from automodel_ckpt.config.tree.convert import members, section_type
+from automodel_ckpt.config.schema_keys import annotation_at, closest, join, names_in
 from automodel_ckpt.config.tree.yaml_tree import Node, lines
 from automodel_ckpt.errors import Problem
 
@@ -59,9 +55,6 @@ RECIPES = {
     "KnowledgeDistillationRecipeForNextTokenPrediction": "distill",
     "KnowledgeDistillationRecipeForVLM": "vlm_distill",
     "TrainFinetuneRecipeForSequenceClassification": "sequence_classification",
-    benchmark.CLASS: "llm_finetune",
-    retrieval.CLASS: "embedding",
-    retrieval.RERANKER: "reranker",
 }
 """AutoModel's recipe classes, and the recipes that replace them."""
 _PREFIXES = (
@@ -78,28 +71,42 @@ _PREFIXES = (
 _BRACES = re.compile(r"\$\{(?!oc\.env:)([A-Za-z_]\w*)(?=[,}])")
 _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
 
-# Later modules look at what earlier ones have translated: adapters before freezing, data before the steps.
-SECTIONS = (
-    *benchmark.ROWS,
-    *retrieval.ROWS,
-    *model.ROWS,
-    *adapters.ROWS,
-    *ranks.ROWS,
-    *datasets.ROWS,
-    *batches.ROWS,
-    *preprocessors.ROWS,
-    *training.ROWS,
-    *distill.ROWS,
-    *others.ROWS,
-    *benchmark.LAST_ROWS,
-    *retrieval.LAST_ROWS,
+SECTIONS: tuple[tuple[str, Callable[[Section], None]], ...] = (
+    # Later functions look at what earlier ones have translated: adapters before freezing, data before the steps.
+    ("model", model.model),
+    ("peft", adapters.adapters),
+    ("freeze_config", adapters.freeze),
+    ("quantization", adapters.quantization),
+    ("dist_env", ranks.dist_env),
+    ("distributed", ranks.distributed),
+    ("dataset", datasets.dataset),
+    ("validation_dataset", datasets.validation),
+    ("dataloader", batches.dataloader),
+    ("validation_dataloader", batches.validation_dataloader),
+    ("packed_sequence", batches.packing),
+    ("tokenizer", preprocessors.tokenizer),
+    ("processor", preprocessors.processor),
+    ("optimizer", training.optimizer),
+    ("lr_scheduler", training.schedule),
+    ("step_scheduler", training.steps),
+    ("clip_grad_norm", training.clipping),
+    ("loss_fn", training.loss),
+    ("compile", training.compilation),
+    ("teacher_model", distill.teacher),
+    ("kd_loss_fn", distill.loss),
+    ("", distill.top_level),
+    ("checkpoint", others.checkpoint),
+    ("qat", others.qat),
+    ("fp8", others.fp8),
+    ("", others.seed),
+    ("", others.trackers),
+    ("neftune", others.neftune),
+    ("", others.top_level),
 )
-
-ONLY_THEIRS = frozenset(
-    {
-        *others.NAMES,
-        "benchmark",
-        "comet",
+"""The functions that translate sections of AutoModel, in their order."""
+_ONLY_THEIRS = frozenset(
+    [
+        *others.WHOLE_SECTIONS,
         "dist_env",
         "distributed.mp_policy",
         "distributed.pipeline",
@@ -113,7 +120,7 @@ ONLY_THEIRS = frozenset(
         "teacher_model",
         "validation_dataloader",
         "wandb",
-    }
+    ]
 )
 """Sections of AutoModel that are no keys of this program."""
 
@@ -167,7 +174,6 @@ def translate(root: Node) -> Translation | None:
         problem = problem_of_class(name, shown.origin, tuple(RECIPES))
         return Translation(root, (), (problem,))
     source = root.copy()
-    _write_nulls(source, "")
     _rename_references(source)
     original = source.copy()
     assert isinstance(source.value, dict)
@@ -176,12 +182,11 @@ def translate(root: Node) -> Translation | None:
     recipe = RECIPES[name]
     if recipe == "llm_finetune" and _builds_seq2seq(source.at("model._target_")):
         # AutoModel has one recipe class for both kinds of model.
-        recipe = SEQ2SEQ
-    work = Work(source, recipe, name)
+        recipe = "seq2seq"
+    work = Work(source, recipe)
     work.section("").put("recipe", Node(recipe, node.origin))
-    for path, row in SECTIONS:
-        row.apply(work.section(path))
-    _drop_nulls(work, source, "")
+    for path, translate_section in SECTIONS:
+        translate_section(work.section(path))
     _keep_the_rest(work, source, original, "")
     return Translation(
         work.result,
@@ -190,70 +195,6 @@ def translate(root: Node) -> Translation | None:
         tuple(work.unknown),
         frozenset(work.known),
     )
-
-
-def _write_nulls(section: Node, key: str) -> None:
-    """Treat the null flags of keys that only AutoModel has as nulls in the file: these keys are then missing.
-
-    A null flag of a key that is null or not in this program, too, stays, because null can differ from no key.
-    """
-    for name, node in section.children():
-        full = join(key, name)
-        if isinstance(node.value, dict):
-            _write_nulls(node, full)
-            continue
-        if not node.is_null or not node.is_flag:
-            continue
-        if annotation_at(RecipeConfig, full) is None or _needs_a_value(full):
-            node.origin = f"override {node.origin}"
-
-
-def _needs_a_value(key: str) -> bool:
-    """Whether a dotted key of this program cannot be null; false for the arguments of plug-ins."""
-    annotation = annotation_at(RecipeConfig, key)
-    return annotation not in (None, Any) and type(None) not in members(annotation)
-
-
-def _drop_nulls(work: Work, section: Node, key: str) -> None:
-    """Remove the null flags that no row has taken of keys that only AutoModel has, and sections of nothing else."""
-    for name, node in list(section.children()):
-        full = join(key, name)
-        is_theirs = False
-        if isinstance(node.value, dict) and node.value:
-            _drop_nulls(work, node, full)
-            is_theirs = not node.value
-        elif node.is_null and node.is_flag:
-            is_theirs = _is_known(work, full) and not _is_ours(work.result, full)
-        if is_theirs:
-            assert isinstance(section.value, dict)
-            del section.value[name]
-
-
-def _is_known(work: Work, key: str) -> bool:
-    """Whether the rows know a key, or the subsection that it is in."""
-    section = ".".join(key.split(".")[:2])
-    return key in work.known or section in work.known
-
-
-def _is_ours(result: Node, key: str) -> bool:
-    """Whether the translated recipe may have a key: in a section, as an argument of a target, or anywhere in text."""
-    section, _, name = key.rpartition(".")
-    while section:
-        target = result.at(f"{section}._target_")
-        if target is not None:
-            parameters = signature(str(target.value))
-            return parameters is None or name in parameters
-        section, _, name = section.rpartition(".")
-    annotation: Any = RecipeConfig
-    for part in key.split("."):
-        found = section_type(members(annotation))
-        if found is None:
-            return True
-        hints = hints_of(found)
-        if part not in hints:
-            return False
-        annotation = hints[part]
-    return True
 
 
 def _rename_references(node: Node) -> None:
@@ -274,10 +215,10 @@ def _keep_the_rest(work: Work, section: Node, original: Node, key: str) -> None:
         full = join(key, name)
         found = work.result.at(full)
         before = original.at(name) or node
-        if full in ONLY_THEIRS:
+        if full in _ONLY_THEIRS:
             _reject_the_rest(work, node, full)
             continue
-        if node.is_null and not node.is_flag and found is None and _needs_a_value(full):
+        if node.is_null and (needs_a_value(full) or _is_theirs(work, full)):
             continue
         # A section that the translation emptied is left out; one that is empty in the file is not.
         if isinstance(node.value, dict) and not node.value and before.value:
@@ -289,6 +230,11 @@ def _keep_the_rest(work: Work, section: Node, original: Node, key: str) -> None:
         elif not node.is_null:
             hint = f"remove one of them; the other is at {found.origin}"
             work.problems.append(Problem(f"{full} is given twice", node.origin, str(node), hint))
+
+
+def _is_theirs(work: Work, key: str) -> bool:
+    """Whether only AutoModel has a key: null disables it."""
+    return key in work.known and annotation_at(RecipeConfig, key) is None
 
 
 def _reject_the_rest(work: Work, node: Node, key: str) -> None:

@@ -27,6 +27,11 @@ class _Kind:
 
 _KINDS = (
     _Kind(
+        "BenchmarkingRecipeForNextTokenPrediction",
+        "the recipe that measures the speed is not translated",
+        "set recipe: TrainFinetuneRecipeForNextTokenPrediction, and a section throughput in the place of benchmark",
+    ),
+    _Kind(
         r"Train(Eagle\d*|PEagle|DFlash\d*|DSpark|Domino|JetSpec|Vispec(Stage\d)?)Recipe",
         "drafters for speculative decoding cannot be trained here",
         "train the model here, and its drafter in NeMo AutoModel: it reads the directory consolidated/ of a checkpoint",
@@ -47,9 +52,19 @@ _KINDS = (
         "use vlm_finetune for models that read images",
     ),
     _Kind(
+        r"TrainBiEncoderRecipe",
+        "recipes for embeddings are not translated",
+        "write a recipe with recipe: embedding, as docs/guides/embedding.md describes",
+    ),
+    _Kind(
+        r"TrainCrossEncoderRecipe",
+        "recipes for rerankers are not translated",
+        "write a recipe with recipe: reranker, as docs/guides/embedding.md describes",
+    ),
+    _Kind(
         r"EmbeddingDistillRecipe",
         "embeddings cannot be distilled here",
-        "train them on pairs of texts (embedding, in NeMo AutoModel TrainBiEncoderRecipe)",
+        "train them on pairs of texts with recipe: embedding",
     ),
 )
 _TOOLS = (

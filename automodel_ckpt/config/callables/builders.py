@@ -62,7 +62,11 @@ class Parameter:
     """A parameter of a builder that can be passed as a keyword."""
 
     annotation: Any
-    is_required: bool
+    default: ast.expr | None
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is None
 
 
 @dataclass(frozen=True)
@@ -294,14 +298,12 @@ def _parameters(arguments: ast.arguments, *, skip: int) -> Mapping[str, Paramete
     # With **kwargs, the source does not show all accepted names: check_targets decides later.
     if arguments.kwarg is not None or arguments.posonlyargs:
         return None
-    num_required = len(arguments.args) - len(arguments.defaults)
-    found = {}
-    for number, argument in enumerate(arguments.args):
-        if number >= skip:
-            found[argument.arg] = Parameter(_type(argument), number < num_required)
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        found[argument.arg] = Parameter(_type(argument), default is None)
-    return found
+    missing = [None] * (len(arguments.args) - len(arguments.defaults))
+    given = [
+        *zip(arguments.args, [*missing, *arguments.defaults], strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    return {argument.arg: Parameter(_type(argument), default) for argument, default in given[skip:]}
 
 
 def _type(argument: ast.arg) -> Any:

@@ -7,11 +7,10 @@ less strict than the program: rules on values are described in words, and the re
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from automodel_ckpt.config.callables.allowlist import PURPOSES
 from automodel_ckpt.config.callables.builders import signature
@@ -133,22 +132,22 @@ class _Maker:
         """The schema of a value of one type."""
         if member in _SCALARS:
             return _SCALARS[member]
-        if typing.get_origin(member) is Literal or (
-            isinstance(member, type) and issubclass(member, enum.Enum)
-        ):
-            return {"enum": _values(member)}
+        listed = choices((member,))
+        arguments = [each for each in typing.get_args(member) if each is not ...]
+        if listed:
+            # As an editor parses them.
+            return {"enum": [{"true": True, "false": False}.get(each, each) for each in listed]}
         if find((member,), list, tuple, set):
-            items = [each for each in typing.get_args(member) if each is not ...]
-            return {"type": "array", "items": self._of(members(items[0])) if items else {}}
+            items = self._of(members(arguments[0])) if arguments else {}
+            return {"type": "array", "items": items}
         if find((member,), dict):
-            _, item = typing.get_args(member) or (Any, Any)
+            item = arguments[1] if arguments else Any
             values = {} if item is Any else self._of(members(item), purpose)
             return {"type": "object", "additionalProperties": values}
-        if isinstance(member, type) and issubclass(member, Target):
-            return self._target(member, purpose)
-        if dataclasses.is_dataclass(member):
-            return self._section(member)
-        return {}
+        target = target_type((member,))
+        if target is not None:
+            return self._target(target, purpose)
+        return self._section(member) if dataclasses.is_dataclass(member) else {}
 
     def _section(self, section: Any) -> Schema:
         """A reference to the schema of a section, which is made once."""
@@ -212,11 +211,6 @@ class _Maker:
             "required": required,
             "propertyNames": {"enum": names},
         }
-
-
-def _values(member: Any) -> list[Any]:
-    """The values of a Literal or an Enum, as an editor parses them."""
-    return [{"true": True, "false": False}.get(value, value) for value in choices((member,))]
 
 
 def _description(field: dataclasses.Field[Any], text: str) -> str:

@@ -159,6 +159,15 @@ def _key_text(key: str, others: list[str]) -> str:
 
 def _described_rows(section: type[Any], prefix: str, skip: Collection[str] = ()) -> Iterator[str]:
     """Each key on a line with its type and default, and its documentation below."""
+    for name, text, values in _keys(section, prefix, skip):
+        yield f"  {name}  {values}"
+        yield from _wrapped(text, indent=6)
+
+
+def _keys(
+    section: type[Any], prefix: str, skip: Collection[str] = ()
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (dotted key, documentation, type and default) of the keys of a section and its subsections."""
     hints = typing.get_type_hints(section)
     docs = field_docs(section)
     for field in dataclasses.fields(section):
@@ -166,11 +175,11 @@ def _described_rows(section: type[Any], prefix: str, skip: Collection[str] = ())
         is_rest = field.name == "kwargs" and getattr(section, "takes_any", False)
         if field.name in skip or is_rest:
             continue
-        yield f"  {prefix}{field.name}  {_values(field, hints[field.name])}"
-        yield from _wrapped(docs.get(field.name, ""), indent=6)
+        name = f"{prefix}{field.name}"
+        yield name, docs.get(field.name, ""), _values(field, hints[field.name])
         nested = section_type(members(hints[field.name]))
         if nested is not None:
-            yield from _described_rows(nested, f"{prefix}{field.name}.")
+            yield from _keys(nested, f"{name}.")
 
 
 def _wrapped(text: str, indent: int = 0) -> Iterator[str]:
@@ -243,19 +252,13 @@ def _sections(schema: type[Any]) -> Iterator[str]:
 def _rows(
     section: type[Any], prefix: str, *, dashes: bool = False, skip: Collection[str] = ()
 ) -> Iterator[str]:
-    hints = typing.get_type_hints(section)
-    docs = field_docs(section)
-    fields = [field for field in dataclasses.fields(section) if field.name not in skip]
-    names = [prefix + field.name for field in fields]
+    """One line for each key, with the names in a column."""
+    rows = list(_keys(section, prefix, skip))
     if dashes:
-        names = ["--" + name.replace("_", "-") for name in names]
-    width = max(len(name) for name in names)
-    for name, field in zip(names, fields, strict=True):
-        text = docs.get(field.name, "")
-        yield f"  {name:{width}}  {text} {_values(field, hints[field.name])}"
-        nested = section_type(members(hints[field.name]))
-        if nested is not None:
-            yield from _rows(nested, f"{name}.")
+        rows = [(f"--{name.replace('_', '-')}", *others) for name, *others in rows]  # type: ignore[misc]
+    width = max(len(name) for name, _, _ in rows)
+    for name, text, values in rows:
+        yield f"  {name:{width}}  {text} {values}"
 
 
 def _values(field: dataclasses.Field[Any], hint: Any) -> str:

@@ -169,12 +169,12 @@ def builder_help(name: str) -> BuilderHelp:
     assert isinstance(found, ast.FunctionDef | ast.ClassDef), name
     summary, _, text = (ast.get_docstring(found) or "").partition("\n")
     parameters = signature(name) or {}
-    defaults = _defaults(found, name.rpartition(".")[0])
+    module = name.rpartition(".")[0]
     short_name = name.rpartition(".")[2]
     arguments = []
     for parameter_name, parameter in parameters.items():
         if parameter_name not in SUPPLIED:
-            default = None if parameter.is_required else defaults.get(parameter_name, "null")
+            default = None if parameter.default is None else _text_of(parameter.default, module)
             about = ARGUMENTS.get(f"{parameter_name} of {short_name}")
             about = about or ARGUMENTS.get(parameter_name, "")
             arguments.append(Argument(parameter_name, _kind(parameter), default, about))
@@ -190,25 +190,6 @@ def _kind(parameter: Parameter) -> str:
     if annotation is Any or annotation is INVALID:
         return "any value"
     return describe(members(annotation))
-
-
-def _defaults(found: ast.FunctionDef | ast.ClassDef, module: str) -> dict[str, str]:
-    """Name -> text of the default of each parameter that has one. *module* contains the builder."""
-    function: ast.FunctionDef | None = None
-    for statement in [found, *found.body]:
-        if isinstance(statement, ast.FunctionDef) and statement.name in (found.name, "__init__"):
-            function = statement
-    if function is None:
-        return {}
-    positional = function.args.args
-    texts = {}
-    given = function.args.defaults
-    for argument, default in zip(positional[len(positional) - len(given) :], given, strict=True):
-        texts[argument.arg] = _text_of(default, module)
-    for argument, value in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
-        if value is not None:
-            texts[argument.arg] = _text_of(value, module)
-    return texts
 
 
 def _text_of(default: ast.expr, module: str) -> str:

@@ -23,7 +23,6 @@ from automodel_ckpt.checkpoint.parts.tiling import tiling_fault
 from automodel_ckpt.checkpoint.tensors import box_reader
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.commands.diff import Side, _schedule_factor, resume_lines
 from automodel_ckpt.optim.adam8bit import AdamW8bit, joined
 from tests.support.models import tiny
 from tests.support.models.shards import cut, write_checkpoint
@@ -322,96 +321,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
     return found
 
 
-def test_what_a_resume_would_change_is_said(runs: Sequence[Path], capsys: Capture) -> None:
+def test_what_a_resume_would_not_apply_is_said(runs: Sequence[Path], capsys: Capture) -> None:
     document = shown(capsys, *runs)
     assert document["recipe"]["optimizer.lr"] == ["0.01", "0.005"]
     said = "\n".join(document["resume"])
-    assert "planned for 6 steps instead of 12: 1 left after step 5" in said
-    assert (
-        "optimizer.weight_decay stays 0.01 as saved; 0.5 in the recipe only applies to new runs"
-        in said
-    )
-    assert "peak learning rate stays 0.01" in said and "learning rate of step 6 is" in said
-    assert (
-        "the data set has 40 samples instead of 44" in said
-        and "order of samples stays as saved (seed 7)" in said
-    )
-    assert "takes 4 samples instead of 8, from sample 40" in said
-
-
-def test_the_rate_said_is_the_schedules_own(runs: Sequence[Path], capsys: Capture) -> None:
-    lines = (runs[0].parent / "training.jsonl").read_text().splitlines()
-    rates = {record["step"]: record["lr"] for record in map(json.loads, lines) if "lr" in record}
-    said = next(line for line in shown(capsys, *runs)["resume"] if "learning rate of step" in line)
-    assert float(said.rsplit(" ", 1)[1]) == pytest.approx(rates[6], rel=1e-5)
-
-
-def test_the_rate_is_computed_without_the_warnings_of_a_run(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    section = {"name": "linear", "warmup_steps": "20"}
-    assert _schedule_factor(section, 0.1, 4, 5) == pytest.approx(0.25)
-    automatic = {"name": "constant_with_warmup", "warmup_steps": "auto"}
-    assert _schedule_factor(automatic, 0.1, 40, 1) == pytest.approx(0.25)
-    assert caplog.messages == []
+    for line in (
+        "planned steps: 12 -> 6",
+        "samples of the data set: 44 -> 40",
+        "optimizer.weight_decay: 0.01 -> 0.5 (not applied: the run keeps 0.01; optimizer.on_resume: recipe applies",
+        "seed: 7 -> 8 (not applied: the run keeps 7; only a new run can change it)",
+    ):
+        assert line in said
 
 
 def test_equal_recipes_change_nothing(runs: Sequence[Path], capsys: Capture) -> None:
     assert shown(capsys, runs[0], runs[0])["resume"] == []
-
-
-def test_state_that_only_one_has_stops_a_resume_and_no_rate_is_told() -> None:
-    recipes = (
-        {"optimizer.lr": "0.1", "lr_scheduler.name": "cosine"},
-        {"optimizer.lr": "0.1", "lr_scheduler": "null"},
-    )
-    states = frozenset({"model", "lr_scheduler"}), frozenset({"model"})
-    a, b = (
-        Side(Path(), {"step": 8}, recipe=recipe, state=state)
-        for recipe, state in zip(recipes, states, strict=True)
-    )
-    (said,) = resume_lines(a, b)
-    assert said.startswith(
-        "the resume fails without --checkpoint.allow_missing_state '[lr_scheduler]': saved in"
-    )
-    (said,) = resume_lines(b, a)
-    assert said.endswith("saved in B, missing in A")
-
-
-def test_what_a_resume_does_with_the_settings_of_a_schedule_of_torch_is_said() -> None:
-    def lines(target: str, **more: str) -> list[str]:
-        recipe = {"optimizer.lr": "0.1", "lr_scheduler._target_": target, **more}
-        state = frozenset({"model", "lr_scheduler"})
-        step = {"_target_": "torch.optim.lr_scheduler.StepLR", "gamma": "0.1"}
-        saved = {"optimizer.lr": "0.1", **{f"lr_scheduler.{k}": v for k, v in step.items()}}
-        a, b = (Side(Path(), {"step": 8}, recipe=each, state=state) for each in (saved, recipe))
-        return list(resume_lines(a, b))
-
-    same = "torch.optim.lr_scheduler.StepLR"
-    changed = {"lr_scheduler.gamma": "0.5"}
-    assert lines(same, **changed) == [
-        "lr_scheduler.gamma stays 0.1 as saved; 0.5 in the recipe only applies to new runs"
-    ]
-    follows = "the learning rate follows the new schedule"
-    applied = {"optimizer.on_resume": "recipe"}
-    assert lines(same, **changed, **applied) == [follows]
-    fails, said = lines("torch.optim.lr_scheduler.ExponentialLR", **changed)
-    assert "fails without --checkpoint.allow_missing_state '[lr_scheduler]'" in fails
-    assert said == follows and lines("own.function", **changed) == [follows]
-
-
-def test_a_constant_rate_is_not_told_for_another_number_of_steps() -> None:
-    recipe = {"optimizer.lr": "0.1", "lr_scheduler": "null"}
-    sides = []
-    for planned in (10, 12):
-        steps = {"planned_steps": planned}
-        state = frozenset({"model"})
-        sides.append(Side(Path(), {"step": 8}, recipe=recipe, state=state, steps=steps))
-    (said,) = resume_lines(*sides)
-    assert "planned for 12 steps instead of 10" in said
-    # A stream, or a state that cannot be read.
-    unknown = Side(Path(), {"step": 8}, recipe=recipe, state=sides[0].state)
-    (said,) = resume_lines(sides[0], unknown)
-    assert "planned for an unknown number of steps instead of 10" in said
-    (said,) = resume_lines(unknown, sides[1])
-    assert "planned for 12 steps instead of an unknown number: 4 left" in said

@@ -1,0 +1,86 @@
+"""Text of launchers: YAML documents, comments, and words for bash."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from collections.abc import Iterable
+from string import Template
+from typing import Any
+
+import yaml
+
+from automodel_ckpt.errors import printable, without_hidden
+
+_WIDTH = 118
+
+
+def filled(template: str, **values: Any) -> dict[str, Any]:
+    """Return the mapping of a YAML template whose ``$name`` are *values*. JSON, as which they are written, is YAML."""
+    texts = {name: json.dumps(value) for name, value in values.items()}
+    document: dict[str, Any] = yaml.safe_load(Template(template).substitute(texts))
+    return document
+
+
+def documents(*parts: dict[str, Any], comments: Iterable[str]) -> str:
+    """Return YAML documents after paragraphs of comments."""
+    lines = comment_lines(comments)
+    return "\n".join(lines) + "\n" + "---\n".join(map(_yaml, parts))
+
+
+def _yaml(part: dict[str, Any]) -> str:
+    """Return a document in which all characters that are not printable are escaped.
+
+    Readers of YAML differ in which of them end a line.
+    """
+    text = ""
+    for allow_unicode in (True, False):
+        text = yaml.dump(
+            part, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=allow_unicode
+        )
+        if text.replace("\n", "").isprintable():
+            break
+    return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks, and no references between parts of a document."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def comment_lines(texts: Iterable[str]) -> list[str]:
+    """Return each text as comment lines. A text that begins with spaces is a command and is not wrapped."""
+    lines = []
+    for text in (printable(without_hidden(each)) for each in texts):
+        wrapped = textwrap.wrap(
+            text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        lines += [text] if text.startswith(" ") else wrapped or [""]
+    return [f"# {line}".rstrip() for line in lines]
+
+
+def shell_words(words: Iterable[str]) -> str:
+    """Return words for bash. Characters that are not printable are escaped, so that no reader takes one for a break."""
+    return " ".join(shlex.quote(word) if word.isprintable() else _escaped(word) for word in words)
+
+
+def _escaped(word: str) -> str:
+    characters = []
+    for character in word:
+        if character.isprintable() and character not in "'\\":
+            characters.append(character)
+        else:
+            encoded = character.encode("utf-8", "surrogateescape")
+            characters += [f"\\x{byte:02x}" for byte in encoded]
+    return f"$'{''.join(characters)}'"
