@@ -188,7 +188,7 @@ class Recipe:
 
         Mistakes in the recipe are raised as early as possible, most of them before the model's weights are read.
         """
-        check_classes(type(self))
+        check_classes(type(self), Recipe)
         self.layout = self.join_ranks()
         self.config = resolve_precision(self.config, self.layout.sizes, self.layout.device.type)
         doing = "while the model and the optimizer were built and loaded"
@@ -198,7 +198,7 @@ class Recipe:
     def _build_and_resume(self) -> None:
         check_parallelism(parallelism(self.config.distributed), self.layout)
         if self.layout.in_stages:
-            check_pipeline_extensions(type(self), self.objective_class, self.loop_class)
+            check_pipeline_extensions(self, Recipe)
         self.check_metric_keys()
         self.check_benchmarks()
         # It takes the lease: a second run of this directory fails before it reads data or weights.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -12,9 +11,7 @@ from typing import Any
 
 from transformers import AutoModel, PreTrainedConfig
 
-from automodel_ckpt.checkpoint.sources.model_files import EMBEDDING_FILES, read_files
 from automodel_ckpt.config.keys.model import ModelConfig
-from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.errors import Problem, RecipeError
@@ -24,7 +21,6 @@ from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.inspect.forward import model_without_adapters
 from automodel_ckpt.models.inspect.model_files import fetched_directory
 from automodel_ckpt.models.inspect.model_names import present_name
-from automodel_ckpt.models.inspect.repository import base_directory
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.parallel.parallelize import reshard
@@ -69,34 +65,6 @@ def prompts_in_data(config: RecipeConfig) -> list[Problem]:
                 value = str(each.kwargs[name])
                 problems.append(Problem(what, f"{key}.{name}", value, hint))
     return problems
-
-
-def warn_of_other_pooling(section: EmbeddingConfig, model: ModelConfig | Target) -> None:
-    """Log a warning for each setting of *section* that differs from the files of the base, if it has such files."""
-    if not isinstance(model, ModelConfig) or model.from_pretrained is None:
-        return
-    directory = base_directory(os.path.expanduser(model.from_pretrained), model.revision)
-    files = read_files(directory, EMBEDDING_FILES) if directory is not None else {}
-    if "modules.json" not in files:
-        return
-    kinds = [str(module["type"]).rpartition(".")[2] for module in json.loads(files["modules.json"])]
-    found = {}
-    others = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
-    if others:
-        found["further modules, which are not used"] = ", ".join(others)
-    if ("Normalize" in kinds) != section.normalize:
-        found["embedding.normalize"] = str("Normalize" in kinds).lower()
-    pooling = json.loads(files.get("1_Pooling/config.json", b"{}"))
-    modes = [pooling.get("pooling_mode", "")]
-    modes += [name for name, value in pooling.items() if value is True]
-    if not any(section.pooling in str(mode) for mode in modes):
-        found["embedding.pooling"] = ", ".join(str(mode) for mode in modes if mode)
-    for what, value in found.items():
-        log.warning(
-            "the base computes embeddings with another setting than this recipe: %s: %s",
-            what,
-            value,
-        )
 
 
 def check_architecture(model_config: PreTrainedConfig | None) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 from contextlib import closing
 from itertools import islice
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from automodel_ckpt.base.units import counted
 from automodel_ckpt.checkpoint.run import timeline
@@ -14,7 +14,6 @@ from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import TrainingDiverged
 from automodel_ckpt.training.counters.cadence import Due
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.values.records import ReportedStep
 from automodel_ckpt.training.values.run_log import RunLog
 
@@ -34,11 +33,11 @@ _FIRST_STEPS = 10
 class Divergence:
     """Judges the steps of a run, and goes back to a checkpoint before a spike (``step_scheduler.on_spike``).
 
-    What checkpoints store of this belongs to the step scheduler. Every method is called on all ranks, with the same
-    values, and decides the same on all of them.
+    What checkpoints store of this belongs to the step scheduler. *saves* are the run's ``Saves``. Every method is
+    called on all ranks, with the same values, and decides the same on all of them.
     """
 
-    def __init__(self, scheduler: StepScheduler, saves: Saves, run_log: RunLog) -> None:
+    def __init__(self, scheduler: StepScheduler, saves: Any, run_log: RunLog) -> None:
         self._scheduler = scheduler
         self._saves = saves
         self._run_log = run_log

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,19 +11,11 @@ import yaml
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.saving.environment import version_of
-from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.parallel.ranks import agree
 
 SHOWN = 5
 """The largest number of keys or ranks in a message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The resolved recipe of one rank, and the versions of its packages by name."""
-
-    config_yaml: str
-    versions: Mapping[str, str | None]
 
 
 def validate_equal_on_all_ranks(config_yaml: str, group: ProcessGroup | None) -> None:
@@ -35,10 +26,21 @@ def validate_equal_on_all_ranks(config_yaml: str, group: ProcessGroup | None) ->
     if agree.size(group) == 1:
         return
     # The text has references to environment variables, not their values, which may be secrets.
-    mine = Start(config_yaml, _versions())
+    mine = dict(_leaves({"versions": _versions(), **(yaml.safe_load(config_yaml) or {})}, ""))
     first = agree.broadcast_object(group, mine)
-    found = [] if mine == first else list(_differences(first, mine))
-    agree.all_or_nothing(group, RecipeError.all_of(found) if found else None)
+    different = [key for key in first | mine if str(first.get(key)) != str(mine.get(key))]
+    problem = None
+    if different:
+        shown = different[:SHOWN]
+        more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+        problem = RecipeError(
+            "this rank has another recipe, or other software, than rank 0",
+            where=", ".join(shown) + more,
+            value="; ".join(f"{key}: {mine.get(key)}, not {first.get(key)}" for key in shown),
+            hint="give all machines the same recipe, overrides and versions; what has to differ can be written "
+            "${oc.env:NAME}",
+        )
+    agree.all_or_nothing(group, problem)
 
 
 def validate_equal_lengths(name: str, num_samples: int | None, group: ProcessGroup | None) -> None:
@@ -68,36 +70,6 @@ def _versions() -> dict[str, str | None]:
         "torch": torch_version,
         "transformers": transformers.__version__,
     }
-
-
-def _differences(first: Start, mine: Start) -> Iterator[Problem]:
-    versions = []
-    for name, expected in first.versions.items():
-        if mine.versions[name] != expected:
-            versions.append(f"{name} {mine.versions[name]}, not {expected}")
-    if versions:
-        yield Problem(
-            "this rank has other software than rank 0",
-            "versions",
-            "; ".join(versions),
-            "install the same versions on all machines",
-        )
-    expected_leaves = dict(_leaves(yaml.safe_load(first.config_yaml), ""))
-    leaves = dict(_leaves(yaml.safe_load(mine.config_yaml), ""))
-    keys = []
-    for key in expected_leaves | leaves:
-        if str(expected_leaves.get(key)) != str(leaves.get(key)):
-            keys.append(key)
-    if keys:
-        shown = keys[:SHOWN]
-        more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-        values = [f"{key}: {leaves.get(key)}, not {expected_leaves.get(key)}" for key in shown]
-        yield Problem(
-            "this rank was started with another recipe than rank 0",
-            ", ".join(shown) + more,
-            "; ".join(values),
-            "give all machines the same recipe and overrides; what has to differ can be written ${oc.env:NAME}",
-        )
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

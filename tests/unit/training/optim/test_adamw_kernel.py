@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from automodel_ckpt.optim import build as optim
 from automodel_ckpt.optim.build import FusedAdamW
 from tests.distributed.parallel.test_optim import values_after_steps
 from tests.support import ranks
-from tools.bench import adamw as bench_adamw
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -117,18 +113,6 @@ def test_a_flag_on_the_device_leaves_all_as_it_is() -> None:
         assert all(torch.equal(*pair) for pair in zip(row, kept, strict=True))
 
 
-def test_a_change_counts_as_one_in_place() -> None:
-    from automodel_ckpt.optim import adamw_kernel
-
-    parameter = torch.ones(5, device=DEVICE, requires_grad=True)
-    loss = (parameter * parameter).sum()
-    rows = made([5])
-    with torch.no_grad():
-        adamw_kernel.update([parameter], *rows[1:], **SETTINGS, weight_decay=0.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()  # type: ignore[no-untyped-call]
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes that the kernel updates in a FusedAdamW, also on a CPU."""
@@ -199,16 +183,6 @@ def test_shards_are_updated_as_by_torch(calls: list[int]) -> None:
     ranks.run(on_two_ranks, 2)
 
 
-def test_an_infinite_limit_leaves_all_to_torch(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(optim, "LEAST_ELEMENTS", math.inf)
-    parameters, _ = after_steps(FusedAdamW)
-    expected, _ = after_steps(torch.optim.AdamW)
-    assert calls == []
-    assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
-
-
 def test_a_kernel_that_fails_is_reported_once_and_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,14 +207,3 @@ def test_the_kernel_can_be_tried() -> None:
     from automodel_ckpt.optim import adamw_kernel
 
     adamw_kernel.try_once(torch.device(DEVICE))
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="the dry run is for the interpreter")
-def test_candidates_for_a_gpu_are_compared(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    bench_adamw.main(["--dry-run", "--moments", "float32", "--json", str(file)])
-    found = json.loads(file.read_text())
-    differences = found.pop("differences")
-    assert len(found) == 4 + len(bench_adamw.CANDIDATES)
-    assert all(row["ms"] > 0 for row in found.values())
-    assert differences["largest_in_rates"] < 0.01
