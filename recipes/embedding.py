@@ -31,9 +31,9 @@ from automodel_ckpt.training.kinds.embedding_checks import (
     check_attention,
     check_attention_setting,
     prompts_in_data,
+    sentence_transformers_files,
     with_backbone,
 )
-from automodel_ckpt.training.kinds.embedding_files import sentence_transformers_files
 from automodel_ckpt.training.kinds.embedding_pairs import (
     PairsOverRanks,
     Parts,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from automodel_ckpt.training.counters.saved_values import check_saved, is_count, is_number
+from automodel_ckpt.training.counters.cadence import check_saved, is_count, is_number
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from automodel_ckpt.training.counters.saved_values import check_saved, is_count, is_number
+from automodel_ckpt.training.counters.cadence import check_saved, is_count, is_number
 
 
 @dataclass(frozen=True, slots=True)

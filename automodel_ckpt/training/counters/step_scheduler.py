@@ -10,8 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.training.counters.cadence import Cadence, Due, divides, due_after, run_is_over
-from automodel_ckpt.training.counters.saved_values import check_saved, is_count, is_number
+from automodel_ckpt.training.counters.cadence import (
+    Cadence,
+    Due,
+    check_saved,
+    divides,
+    due_after,
+    is_count,
+    is_number,
+    run_is_over,
+)
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.counters.early_stopping import EarlyStopping

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.watch import rank_consistency
+from automodel_ckpt.training.start import start_rank as rank_consistency
 from tests.support import ranks
 
 RECIPE = "optimizer: {lr: 1.0e-2}\nmodel:\n  sizes: [1, 2]\n  name: ${oc.env:BASE}\n"
