@@ -31,10 +31,9 @@ from automodel_ckpt.training.kinds.embedding_checks import (
     check_attention,
     check_attention_setting,
     prompts_in_data,
-    warn_of_other_pooling,
+    sentence_transformers_files,
     with_backbone,
 )
-from automodel_ckpt.training.kinds.embedding_files import sentence_transformers_files
 from automodel_ckpt.training.kinds.embedding_pairs import (
     PairsOverRanks,
     Parts,
@@ -253,7 +252,6 @@ class EmbeddingFinetune(LLMFinetune):
         return config
 
     def build_trainable(self, *arguments: Any, **keywords: Any) -> Any:
-        warn_of_other_pooling(self.section, self.config.model)
         self.config = with_backbone(self.config, self.model_config)
         trainable = super().build_trainable(*arguments, **keywords)
         if self._probes_attention and not self.is_dry_run:

@@ -7,7 +7,6 @@ query has to get the highest score among the documents of its row: the loss is t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -21,14 +20,8 @@ from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.loss.causal import IGNORE_INDEX
 from automodel_ckpt.loss.listwise import listwise_losses
 from automodel_ckpt.models.attention.attention_direction import attend_both_ways
-from automodel_ckpt.models.inspect.forward import forward_parameters
-from automodel_ckpt.models.task_head import (
-    SEQUENCE_CLASSIFICATION,
-    padding_of,
-    pretrained_labels,
-    set_labels,
-    set_padding,
-)
+from automodel_ckpt.models.inspect.forward import text_inputs
+from automodel_ckpt.models.task_head import SEQUENCE_CLASSIFICATION, set_one_score
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.kinds.embedding_checks import (
     check_attention,
@@ -37,11 +30,9 @@ from automodel_ckpt.training.kinds.embedding_checks import (
 )
 from automodel_ckpt.training.model.sections import row_multiple
 from automodel_ckpt.training.parts.objective import Objective, Tensors
-from automodel_ckpt.training.unsupported import Unsupported
+from automodel_ckpt.training.unsupported import WITH_HEAD, Unsupported
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 
-_LABEL = "LABEL_0"
-"""The name that transformers gives to a single label."""
 _ATTENTION = "reranker.attention"
 _TEMPLATE = "pair_template"
 
@@ -53,12 +44,6 @@ class Listwise(Objective):
     measures: ClassVar[tuple[str, ...] | None] = ("accuracy", "mrr")
     section: RerankerConfig
 
-    @cached_property
-    def row_names(self) -> frozenset[str]:
-        """The tensors of a micro-batch that the model takes. Decoders take no ``token_type_ids``."""
-        names = {"input_ids", "attention_mask", "token_type_ids"}
-        return frozenset(names & forward_parameters(self.model).keys())
-
     def size_of(self, micro_batch: Tensors) -> BatchSize:
         num_queries = len(_counts_of(micro_batch))
         num_tokens = int(micro_batch["attention_mask"].sum()) if num_queries else 0
@@ -68,7 +53,7 @@ class Listwise(Objective):
         """Compute the summed loss of the queries in *micro_batch*, and the ranks of their documents."""
         if self.check_length is not None:
             self.check_length(micro_batch["input_ids"].shape[1])
-        rows = {name: value for name, value in micro_batch.items() if name in self.row_names}
+        rows = text_inputs(self.model, micro_batch)
         scores = self.logits(rows).squeeze(-1)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         counts = _counts_of(micro_batch)
@@ -93,29 +78,7 @@ class Reranker(LLMFinetune):
     task_type: ClassVar[str | None] = SEQUENCE_CLASSIFICATION
     shares_rows: ClassVar[bool] = False
     sample_noun: ClassVar[str] = "list"
-    unsupported: ClassVar[Sequence[Unsupported]] = (
-        Unsupported(
-            "model._target_",
-            "the model needs a head with one score",
-            "set model.from_pretrained or model.from_config",
-        ),
-        Unsupported("packed_sequence", "a row has one score"),
-        Unsupported("loss_fn", "the section reranker describes the loss"),
-        Unsupported(
-            "generation",
-            "a model with a score generates no text",
-            "remove generation; name metrics of a validation_dataset instead",
-        ),
-        Unsupported(
-            "distributed.pp_size",
-            "a model with a score cannot be divided into pipeline stages",
-            "remove pp_size: fsdp2 shards the model over the same ranks",
-        ),
-        Unsupported(
-            "distributed.cp_size",
-            "the head needs complete rows, which context parallel ranks divide",
-        ),
-    )
+    unsupported: ClassVar[Sequence[Unsupported]] = WITH_HEAD
     objective_class: type[Objective] = Listwise
     _probes_attention = False
     """Whether the recipe lets the tokens of a decoder see later ones, which its model may not support."""
@@ -139,10 +102,7 @@ class Reranker(LLMFinetune):
         """Read the configuration of the model, and give it one label, the padding token, and the attention."""
         config = super().build_model_config()
         assert config is not None  # a model by _target_ is not supported
-        names = pretrained_labels(config)
-        # A head with several labels does not fit, which is reported when the weights are read.
-        set_labels(config, [names[0] if len(names) == 1 else _LABEL], "regression")
-        set_padding(config, padding_of(config, self.tokenizer))
+        set_one_score(config, self.tokenizer)
         if self.section.attention == "bidirectional":
             check_attention_setting(self.config, config, _ATTENTION)
             self._probes_attention = attend_both_ways(config)

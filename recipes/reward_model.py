@@ -16,20 +16,11 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from automodel_ckpt.config.kinds.reward_model import RewardModelConfig
 from automodel_ckpt.data.preference import MARGIN
-from automodel_ckpt.models.task_head import (
-    SEQUENCE_CLASSIFICATION,
-    padding_of,
-    pretrained_labels,
-    set_labels,
-    set_padding,
-)
+from automodel_ckpt.models.task_head import SEQUENCE_CLASSIFICATION, set_one_score
 from automodel_ckpt.recipes.preference import OF_ANSWERS, PairFinetune, PairObjective
 from automodel_ckpt.training.parts.objective import Objective, Tensors
-from automodel_ckpt.training.unsupported import Unsupported
+from automodel_ckpt.training.unsupported import NEEDS_HEAD, NO_GENERATION, Unsupported
 from automodel_ckpt.training.values.records import LossSum
-
-_LABEL = "LABEL_0"
-"""The name that transformers gives to a single label."""
 
 
 class BradleyTerry(PairObjective):
@@ -60,19 +51,7 @@ class RewardModel(PairFinetune):
 
     auto_class: ClassVar[Any] = AutoModelForSequenceClassification
     task_type: ClassVar[str | None] = SEQUENCE_CLASSIFICATION
-    unsupported: ClassVar[Sequence[Unsupported]] = (
-        *OF_ANSWERS,
-        Unsupported(
-            "model._target_",
-            "the model needs a head with one score",
-            "set model.from_pretrained or model.from_config",
-        ),
-        Unsupported(
-            "generation",
-            "a model with a score generates no text",
-            "remove generation; name metrics of a validation_dataset instead",
-        ),
-    )
+    unsupported: ClassVar[Sequence[Unsupported]] = (*OF_ANSWERS, NEEDS_HEAD, NO_GENERATION)
     objective_class: type[Objective] = BradleyTerry
 
     @property
@@ -84,10 +63,5 @@ class RewardModel(PairFinetune):
         """Read the configuration of the model, and give it one label and the padding token."""
         config = super().build_model_config()
         assert config is not None  # a model by _target_ is not supported
-        names = pretrained_labels(config)
-        # A head with several labels does not fit, which is reported when the weights are read.
-        name = names[0] if len(names) == 1 else _LABEL
-        # Pipelines of transformers return the score of a regression unchanged.
-        set_labels(config, [name], "regression")
-        set_padding(config, padding_of(config, self.tokenizer))
+        set_one_score(config, self.tokenizer)
         return config

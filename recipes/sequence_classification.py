@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +27,7 @@ from automodel_ckpt.data.samples.labels import Labels
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.loss.causal import IGNORE_INDEX, in_numpy
 from automodel_ckpt.loss.label_measures import f1_scores, pearson
-from automodel_ckpt.models.inspect.forward import forward_parameters
+from automodel_ckpt.models.inspect.forward import text_inputs
 from automodel_ckpt.models.task_head import (
     SEQUENCE_CLASSIFICATION,
     padding_of,
@@ -40,7 +39,7 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.measure.evaluation import EvaluationTotals
 from automodel_ckpt.training.model.sections import row_multiple
 from automodel_ckpt.training.parts.objective import Objective, Tensors
-from automodel_ckpt.training.unsupported import Unsupported
+from automodel_ckpt.training.unsupported import WITH_HEAD, Unsupported
 from automodel_ckpt.training.values.records import BatchSize, LossSum
 
 log = logging.getLogger("automodel_ckpt")
@@ -53,12 +52,6 @@ class SampleObjective(Objective):
     """A loss that is a sum over samples, each of which has one label instead of one per token."""
 
     terms = "samples"
-
-    @cached_property
-    def row_names(self) -> frozenset[str]:
-        """The tensors of a micro-batch that the model takes. Decoders take no ``token_type_ids``."""
-        names = {"input_ids", "attention_mask", "token_type_ids"}
-        return frozenset(names & forward_parameters(self.model).keys())
 
     def size_of(self, micro_batch: Tensors) -> BatchSize:
         """Count the samples of *micro_batch* with a label, and its tokens."""
@@ -73,7 +66,7 @@ class SampleObjective(Objective):
         """Compute the summed loss of the samples with a label, and what is measured of them."""
         if self.check_length is not None:
             self.check_length(micro_batch["input_ids"].shape[1])
-        rows = {name: value for name, value in micro_batch.items() if name in self.row_names}
+        rows = text_inputs(self.model, micro_batch)
         logits = self.logits(rows).float()
         has_label = self._on_device(micro_batch["labels"]) != IGNORE_INDEX
         targets = self._on_device(micro_batch["targets"])
@@ -199,33 +192,7 @@ class SequenceClassification(LLMFinetune):
     auto_class: ClassVar[Any] = AutoModelForSequenceClassification
     task_type: ClassVar[str | None] = SEQUENCE_CLASSIFICATION
     shares_rows: ClassVar[bool] = False
-    unsupported: ClassVar[Sequence[Unsupported]] = (
-        Unsupported(
-            "model._target_",
-            "the head of the model depends on the labels",
-            "set model.from_pretrained or model.from_config",
-        ),
-        Unsupported("packed_sequence", "a row has one label"),
-        Unsupported(
-            "generation",
-            "a model with a classification head generates no text",
-            "remove generation; name metrics of a validation_dataset instead",
-        ),
-        Unsupported(
-            "loss_fn",
-            "the loss is that of classification.problem",
-            "remove loss_fn, and set classification.problem",
-        ),
-        Unsupported(
-            "distributed.pp_size",
-            "a model with a classification head cannot be divided into pipeline stages",
-            "remove pp_size: fsdp2 shards the model over the same ranks",
-        ),
-        Unsupported(
-            "distributed.cp_size",
-            "the head needs complete rows, which context parallel ranks divide",
-        ),
-    )
+    unsupported: ClassVar[Sequence[Unsupported]] = WITH_HEAD
 
     labels: Labels
     """The labels. As state, they are part of checkpoints, and a resume with others is an error."""

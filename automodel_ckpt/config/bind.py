@@ -13,6 +13,7 @@ from typing import Any
 from automodel_ckpt.config.defaults import default_node, default_of, is_changed
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.schema_keys import (
+    EXTENDS,
     closest,
     has_hints,
     hints_of,
@@ -21,7 +22,6 @@ from automodel_ckpt.config.schema_keys import (
     keys_of,
     names_in,
 )
-from automodel_ckpt.config.tree import extends
 from automodel_ckpt.config.tree.convert import (
     choices,
     describe,
@@ -365,7 +365,7 @@ class Binder:
         siblings = [
             *hints_of(cls),
             *names_in(key, self.other_keys),
-            *([] if key else [extends.KEY]),
+            *([] if key else [EXTENDS]),
         ]
         similar = closest(name, siblings)
         meant = [join(key, similar)] if similar else []

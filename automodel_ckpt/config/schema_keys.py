@@ -11,6 +11,9 @@ from typing import Any
 
 from automodel_ckpt.config.tree.convert import is_text_only, members, section_type, target_type
 
+EXTENDS = "extends"
+"""The key of a recipe that names the files below it."""
+
 
 def hints_of(section: Any) -> dict[str, Any]:
     """Resolved types of a dataclass's fields."""

@@ -161,3 +161,11 @@ def padding_of(config: PreTrainedConfig, tokenizer: Any) -> int:
             "rows are padded with %s, because the tokenizer has no pad token", tokenizer.pad_token
         )
     return chosen
+
+
+def set_one_score(config: PreTrainedConfig, tokenizer: Any) -> None:
+    """Give *config* one label, whose score pipelines of transformers return unchanged, and the padding token."""
+    names = pretrained_labels(config)
+    # A head with several labels does not fit, which is reported when the weights are read.
+    set_labels(config, [names[0] if len(names) == 1 else "LABEL_0"], "regression")
+    set_padding(config, padding_of(config, tokenizer))

@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.parts.objective import Objective
-from automodel_ckpt.training.saves.saves import Saves
 
 _PACKAGE = "automodel_ckpt."
 
 
-def check_classes(recipe_class: Any) -> None:
-    """Raise :class:`RecipeError` if *recipe_class* names a class of another kind than its attribute requires."""
-    kinds = {"objective_class": Objective, "loop_class": TrainingLoop, "saves_class": Saves}
-    for name, kind in kinds.items():
-        named = getattr(recipe_class, name)
+def check_classes(recipe_class: Any, base: Any) -> None:
+    """Raise :class:`RecipeError` if *recipe_class* names a class of another kind than *base*, :class:`Recipe`, does."""
+    for name in ("objective_class", "loop_class", "saves_class"):
+        named, kind = getattr(recipe_class, name), getattr(base, name)
         if not isinstance(named, type) or not issubclass(named, kind):
             raise RecipeError(
                 f"{name} of the recipe must be a subclass of {kind.__name__}",
@@ -79,21 +75,17 @@ def check_hidden_methods(recipe: object) -> None:
         )
 
 
-def check_pipeline_extensions(
-    recipe_class: type,
-    objective_class: type[Objective],
-    loop_class: type[TrainingLoop],
-) -> None:
+def check_pipeline_extensions(recipe: Any, base: Any) -> None:
     """Raise :class:`RecipeError` for a loss or a step that a pipeline would not call."""
+    recipe_class = type(recipe)
     own = []
-    builder: Any = getattr(recipe_class, "build_objective", None)
     # What the recipes of this package add to an objective, the last stage applies.
-    if not getattr(builder, "__module__", "").startswith(_PACKAGE):
+    if not getattr(recipe.build_objective, "__module__", "").startswith(_PACKAGE):
         own.append(f"{recipe_class.__name__}.build_objective")
-    if loop_class.train_step is not TrainingLoop.train_step:
-        own.append(f"{loop_class.__name__}.train_step")
-    if objective_class.loss is not Objective.loss:
-        own.append(f"{objective_class.__name__}.loss")
+    for name, method in (("loop_class", "train_step"), ("objective_class", "loss")):
+        of_recipe = getattr(recipe, name)
+        if getattr(of_recipe, method) is not getattr(getattr(base, name), method):
+            own.append(f"{of_recipe.__name__}.{method}")
     if own:
         hint = "leave pp_size out"
         if not recipe_class.__module__.startswith(_PACKAGE):

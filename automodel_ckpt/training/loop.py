@@ -29,8 +29,12 @@ from automodel_ckpt.training.counters.cadence import Due, planned_end
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.gradients import GradientAccumulation
 from automodel_ckpt.training.measure.cadence import steps_per_epoch
-from automodel_ckpt.training.measure.measurements import Measured, Measurements
-from automodel_ckpt.training.measure.validation import Batches, ValidationSets
+from automodel_ckpt.training.measure.measurements import (
+    Batches,
+    Measured,
+    Measurements,
+    ValidationSets,
+)
 from automodel_ckpt.training.measure.validation_metrics import TRAIN_LOSS, measures_of, metric_names
 from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.run_end import RunEnd
@@ -45,9 +49,12 @@ from automodel_ckpt.training.values.readback import (
 )
 from automodel_ckpt.training.values.records import Control, StepPosition, StepResult, Validation
 from automodel_ckpt.training.values.run_log import RunLog, build_profiler
-from automodel_ckpt.training.values.step_numbers import StepNumbers, warn_of_skipped_update
+from automodel_ckpt.training.values.step_numbers import (
+    Divergence,
+    StepNumbers,
+    warn_of_skipped_update,
+)
 from automodel_ckpt.training.watch.batch_errors import BatchErrors, Situation, check_all_trained
-from automodel_ckpt.training.watch.divergence import Divergence
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.measure.weight_average import WeightAverage
@@ -175,7 +182,6 @@ class TrainingLoop:
             self.checkpointer.directory,
             timeout_seconds=60 * self.config.distributed.timeout_minutes,
             arrival_seconds=ARRIVAL_SECONDS if self.checkpointer.is_distributed else 0.0,
-            stop_request=self.stop_request,
         )
         with self._hang_watch as watch:
             self._numbers.straggler_watch = StragglerWatch(

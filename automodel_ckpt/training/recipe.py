@@ -78,15 +78,14 @@ from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.start.base_commit import pin_base
 from automodel_ckpt.training.start.resume import check_own, load_checkpoint
 from automodel_ckpt.training.start.resume_overrides import log_omitted_state
-from automodel_ckpt.training.start.start_rank import start_rank
+from automodel_ckpt.training.start.start_rank import start_rank, validate_equal_lengths
 from automodel_ckpt.training.stop_tokens import add_stop_tokens, use_chat_template
 from automodel_ckpt.training.unsupported import Unsupported, unsupported_keys
 from automodel_ckpt.training.values.run_log import RunLog
 from automodel_ckpt.training.watch.batch_errors import Situation, reporting_out_of_memory
-from automodel_ckpt.training.watch.rank_consistency import validate_equal_lengths
 
 if TYPE_CHECKING:
-    from automodel_ckpt.training.measure.completions import Completions
+    from automodel_ckpt.training.measure.evaluated_model import Completions
     from automodel_ckpt.training.measure.weight_average import WeightAverage
     from automodel_ckpt.training.saves.memory_saves import MemorySaves
     from automodel_ckpt.training.start.remote_weights import Section
@@ -188,7 +187,7 @@ class Recipe:
 
         Mistakes in the recipe are raised as early as possible, most of them before the model's weights are read.
         """
-        check_classes(type(self))
+        check_classes(type(self), Recipe)
         self.layout = self.join_ranks()
         self.config = resolve_precision(self.config, self.layout.sizes, self.layout.device.type)
         doing = "while the model and the optimizer were built and loaded"
@@ -198,7 +197,7 @@ class Recipe:
     def _build_and_resume(self) -> None:
         check_parallelism(parallelism(self.config.distributed), self.layout)
         if self.layout.in_stages:
-            check_pipeline_extensions(type(self), self.objective_class, self.loop_class)
+            check_pipeline_extensions(self, Recipe)
         self.check_metric_keys()
         self.check_benchmarks()
         # It takes the lease: a second run of this directory fails before it reads data or weights.
@@ -307,7 +306,7 @@ class Recipe:
         section = self.config.evaluation
         if section is None or section.harness is None:
             return
-        from automodel_ckpt.training.measure.benchmarks import find_tasks
+        from automodel_ckpt.training.measure.evaluated_model import find_tasks
 
         self._task_index = find_tasks(section.harness, self.layout.gloo_group)
 
@@ -624,7 +623,7 @@ class Recipe:
         section = self.config.generation
         if section is None:
             return None
-        from automodel_ckpt.training.measure.completions import Completions
+        from automodel_ckpt.training.measure.evaluated_model import Completions
 
         return Completions(section, self.trainable, self.preprocessor, self.layout, self.rng)
 
@@ -641,7 +640,7 @@ class Recipe:
         found: list[Benchmark] = []
         if section.harness is not None:
             index = self._task_index
-            from automodel_ckpt.training.measure.benchmarks import HarnessBenchmark
+            from automodel_ckpt.training.measure.evaluated_model import HarnessBenchmark
 
             found.append(HarnessBenchmark(section.harness, index, *parts, stop_is_wanted))
         return found

@@ -13,7 +13,6 @@ from automodel_ckpt.errors import Stopped
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.ranks.stop import StopRequest
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.saves.saves import Saves
 from automodel_ckpt.training.values.records import StepResult
 from automodel_ckpt.training.values.run_log import RunLog
 
@@ -28,7 +27,7 @@ class RunEnd:
         self._scheduler: StepScheduler = recipe.step_scheduler
         self._stop_request: StopRequest = recipe.stop_request
         self._checkpointer: Checkpointer | None = recipe.checkpointer
-        self._saves: Saves = recipe.saves
+        self._saves: Any = recipe.saves
         self._run_log: RunLog = recipe.run_log
 
     def acknowledge_stop(self, number: int) -> None:

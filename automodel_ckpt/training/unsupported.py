@@ -47,3 +47,31 @@ def _as_text(value: Any) -> str:
     if isinstance(value, int | str):
         return str(value)
     return value._target_ if isinstance(value, Target) else "a section"
+
+
+NEEDS_HEAD = Unsupported(
+    "model._target_",
+    "the head of the model depends on the recipe",
+    "set model.from_pretrained or model.from_config",
+)
+NO_GENERATION = Unsupported(
+    "generation",
+    "a model with a classification head generates no text",
+    "remove generation; name metrics of a validation_dataset instead",
+)
+WITH_HEAD = (
+    NEEDS_HEAD,
+    NO_GENERATION,
+    Unsupported("packed_sequence", "a row has one label or score"),
+    Unsupported("loss_fn", "the recipe's own section describes the loss"),
+    Unsupported(
+        "distributed.pp_size",
+        "a model with a classification head cannot be divided into pipeline stages",
+        "remove pp_size: fsdp2 shards the model over the same ranks",
+    ),
+    Unsupported(
+        "distributed.cp_size",
+        "the head needs complete rows, which context parallel ranks divide",
+    ),
+)
+"""What recipes do not support that train a classification head instead of an output layer."""

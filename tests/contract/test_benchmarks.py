@@ -28,7 +28,7 @@ from automodel_ckpt.logs.follow import values_of
 from automodel_ckpt.logs.history import read_history
 from automodel_ckpt.models.measure.harness import HarnessTasks, TaskMetric
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.measure.benchmarks import tasks_of
+from automodel_ckpt.training.measure.evaluated_model import tasks_of
 from tests.support import ranks
 from tests.support.runs.training import (
     EXPORT,
@@ -74,10 +74,10 @@ def run_stand_in(
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("automodel_ckpt.training.measure.benchmarks.run_tasks", run_stand_in)
+    monkeypatch.setattr("automodel_ckpt.training.measure.evaluated_model.run_tasks", run_stand_in)
     for name in ("require_harness", "check_tasks", "check_data"):
         monkeypatch.setattr(
-            f"automodel_ckpt.training.measure.benchmarks.{name}", lambda *given: None
+            f"automodel_ckpt.training.measure.evaluated_model.{name}", lambda *given: None
         )
 
 
@@ -162,7 +162,7 @@ def test_a_stop_ends_them_between_two_forward_passes_and_the_next_start_makes_up
         recipe.stop_request.requested = 15
         before_forward()
 
-    monkeypatch.setattr("automodel_ckpt.training.measure.benchmarks.run_tasks", stop_in_second)
+    monkeypatch.setattr("automodel_ckpt.training.measure.evaluated_model.run_tasks", stop_in_second)
     try:
         recipe.setup()
         with pytest.raises(Stopped, match="after step 2, which is saved"):
@@ -171,7 +171,7 @@ def test_a_stop_ends_them_between_two_forward_passes_and_the_next_start_makes_up
     finally:
         recipe.stop_request.requested = None
         recipe.close()
-    monkeypatch.setattr("automodel_ckpt.training.measure.benchmarks.run_tasks", run_stand_in)
+    monkeypatch.setattr("automodel_ckpt.training.measure.evaluated_model.run_tasks", run_stand_in)
     trained(tmp_path, "stopped", text, *BEST)
     assert benchmarks_of(tmp_path / "stopped") == benchmarks_of(tmp_path / "whole")
     targets = [os.readlink(tmp_path / name / "LOWEST_VAL") for name in ("stopped", "whole")]

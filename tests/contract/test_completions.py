@@ -21,8 +21,8 @@ from automodel_ckpt.config.keys.evaluation import GenerationConfig
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.measure.generation import Completion
-from automodel_ckpt.training.measure import completions as recipe_completions
-from automodel_ckpt.training.measure.completions import Completions
+from automodel_ckpt.training.measure import evaluated_model as recipe_completions
+from automodel_ckpt.training.measure.evaluated_model import Completions
 from automodel_ckpt.training.model.trainable import Trainable
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 from tests.support.servers.command_server import CommandServer

@@ -235,7 +235,6 @@ def test_a_dry_run_for_a_gpu_proposes_settings_that_fit_into_its_memory(
 
     roomy = forecast("80GiB")
     assert "device:      GPU of 85.9 GB: fits, " in roomy
-    assert "larger:      --step_scheduler.local_batch_size=16 (about " in roomy
     total = foretold("about SIZE per rank", roomy)
     kinds = set()
     for share in (0.8, 0.68):

@@ -897,7 +897,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "dpo.reference_revision": Proven(REVISIONS, "v2"),
     "dpo.reference": Proven(DPO + "test_a_named_reference_is_another_model", "other"),
     "dpo.precompute": Proven(
-        DPO + "test_precompute_keeps_scores_in_a_cache_that_is_not_trusted_blindly", "true"
+        DPO + "test_precomputed_scores_give_the_losses_of_a_reference_in_memory", "true"
     ),
     "orpo": Proven(DPO_RUN, "{}"),
     "orpo.beta": Proven(DPO_RUN, "0.25"),

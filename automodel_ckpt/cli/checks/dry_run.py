@@ -177,9 +177,6 @@ def _device_rows(plan: Plan) -> Rows:
     if advice.fits:
         unused = device.nbytes - plan.memory.total
         yield "device", f"{title}: fits, {size_text(unused)} are free"
-        if advice.larger is not None:
-            larger = advice.larger
-            yield "larger", f"{' '.join(larger.overrides)} (about {size_text(larger.memory.total)})"
         return
     yield "device", f"{title}: NOT ENOUGH, {size_text(advice.missing_bytes)} too little"
     proposal = advice.proposal

@@ -26,8 +26,8 @@ class DPOConfig:
     reference_revision: str | None = setting(None, NOT_EMPTY)
     """Branch, tag or commit of the Hub name in reference; null: the main branch."""
     precompute: bool = False
-    """Compute the reference's log-probabilities of all pairs before training, and keep them in a cache. The reference
-    is then not in memory during training."""
+    """Compute the reference's log-probabilities of all pairs at each start. The reference is then not in
+    memory during training."""
 
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(

@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.schema_keys import hints_of
+from automodel_ckpt.config.schema_keys import EXTENDS, hints_of
 from automodel_ckpt.config.tree.references import ReferenceFailed, resolve, shell_variable
 from automodel_ckpt.config.tree.yaml_tree import MAX_NODES, STREAM, Node, is_stream, read_file
 from automodel_ckpt.errors import Problem
 
-KEY = "extends"
+KEY = EXTENDS
 MAX_FILES = 20
 """Maximum number of files that one recipe may consist of."""
 _OTHER_SECTIONS = ("mlflow", "rng", "wandb")

@@ -25,6 +25,13 @@ def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(model_without_adapters(model).forward).parameters
 
 
+def text_inputs(model: nn.Module, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of *rows* of text that *model* takes. Decoders take no ``token_type_ids``."""
+    taken = forward_parameters(model)
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    return {name: rows[name] for name in names if name in rows and name in taken}
+
+
 def model_without_adapters(model: nn.Module) -> Any:
     """The base that peft's adapters and ``DistributedDataParallel`` wrap; *model* itself if neither does."""
     if isinstance(model, DistributedDataParallel):

@@ -11,11 +11,11 @@ Import this module only where Triton is installed. The kernels also run on a CPU
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-
-from automodel_ckpt.models.loss.head_gradients import ErrorPlace
 
 IGNORE_INDEX = tl.constexpr(-100)
 _BLOCK = 8192
@@ -272,7 +272,7 @@ def losses_and_errors(
     dtype: torch.dtype,
     with_errors: bool,
     z_coefficient: float = 0.0,
-    place: ErrorPlace | None = None,
+    place: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the losses [n] in float32 and the gradient [n, V] in *dtype* of float32 *logits* [n, V].
 

@@ -12,30 +12,23 @@ from automodel_ckpt.errors import EXIT_INTERNAL
 
 restart: Callable[[str], None] | None = None
 """Ends this process with a message; None if nothing would start it again. A thread of the rank calls it."""
-leave: Callable[[], None] | None = None
-"""Ends this process after another rank has called its :data:`restart`. None if the launcher ends it, as this package's
-does. torchrun sends SIGTERM, which ranks only note, and waits half a minute."""
 
 
 @contextmanager
 def ending_processes() -> Iterator[None]:
     """Within the context, a hang ends this process, so that torchrun, which has started it, restarts the ranks."""
-    global restart, leave
-    before = restart, leave
-    restart, leave = _print_and_end, _end
+    global restart
+    before = restart
+    restart = _print_and_end
     try:
         yield
     finally:
-        restart, leave = before
+        restart = before
 
 
 def _print_and_end(message: str) -> None:
     sys.stdout.flush()
     sys.stderr.write(f"error: {message}\n")
-    _end()
-
-
-def _end() -> None:
     for stream in (sys.stdout, sys.stderr):
         # A closed terminal.
         with suppress(OSError, ValueError):

@@ -117,14 +117,6 @@ def report_on(address: ProcessAddress) -> ProcessReport | None:
     return ProcessReport(f"does not respond (process {process}, {state})", seen)
 
 
-def kill_if_suspended(address: ProcessAddress) -> None:
-    """Kill a suspended process of this node, which would handle no other signal before it is continued."""
-    stat = _stat(address.process) if address.is_on_this_node else []
-    if stat and stat[0] in ("T", "t") and _started(stat) == address.started:
-        with contextlib.suppress(OSError):
-            os.kill(address.process, signal.SIGKILL)
-
-
 def _dumped(address: ProcessAddress) -> str:
     """Let a process dump its stacks, and return them; empty if it does not."""
     path = Path(f"/proc/{address.process}/fd/{address.descriptor}")

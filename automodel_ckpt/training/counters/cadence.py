@@ -5,12 +5,11 @@ Steps are optimizer steps and count from 1; epochs count from 0. A step that end
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from automodel_ckpt.training.counters.early_stopping import StoppingRule
-    from automodel_ckpt.training.counters.spikes import SpikeRule
+from automodel_ckpt.errors import CheckpointUnusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,9 @@ class Cadence:
     has_validation: bool = False
     has_benchmarks: bool = False
     bench_every_steps: tuple[int | None, ...] = ()
-    early_stopping: StoppingRule | None = None
+    early_stopping: Any = None
     stop_after_nonfinite_steps: int | None = None
-    on_spike: SpikeRule | None = None
+    on_spike: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +117,25 @@ def planned_end(cadence: Cadence, steps_per_epoch: int | None) -> str:
 def divides(every: int | None, count: int) -> bool:
     """Whether an interval ends at *count*; None is no interval."""
     return every is not None and count % every == 0
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number that ranks can sum in float64, which is exact below 2**53."""
+    # Not isinstance, which accepts booleans.
+    return type(value) is int and 0 <= value < 2**53
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite float."""
+    return type(value) is float and math.isfinite(value)
+
+
+def check_saved(is_valid: bool, state: object) -> None:
+    """Raise :class:`CheckpointUnusable` for a *state* that is not valid."""
+    if not is_valid:
+        raise CheckpointUnusable(
+            "the saved step counters are invalid",
+            where="step_scheduler",
+            value=ascii(state)[:200],
+            hint="resume from another checkpoint (checkpoint.restore_from)",
+        )

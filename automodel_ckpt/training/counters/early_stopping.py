@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.training.counters.cadence import check_saved, is_count, is_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +91,9 @@ class EarlyStopping:
 
 def _check_plausible(state: Any) -> None:
     """Validate a saved state, which may come from an untrusted file."""
-    is_valid = isinstance(state, dict)
-    for name in ("metric", "mode"):
-        is_valid = is_valid and isinstance(state.get(name), str)
-    for name in ("best_step", "num_without_improvement"):
-        # Not isinstance, which accepts booleans.
-        is_valid = is_valid and type(state.get(name)) is int and 0 <= state[name] < 2**53
-    if is_valid and state.get("best") is not None:
-        is_valid = type(state["best"]) is float and math.isfinite(state["best"])
-    if not is_valid:
-        raise CheckpointUnusable(
-            "the saved state of early stopping is invalid",
-            where="step_scheduler",
-            value=str(state)[:200],
-            hint="resume from another checkpoint (checkpoint.restore_from)",
-        )
+    is_valid = isinstance(state, dict) and all(
+        isinstance(state.get(name), str) for name in ("metric", "mode")
+    )
+    counts = ("best_step", "num_without_improvement")
+    is_valid = is_valid and all(is_count(state.get(name)) for name in counts)
+    check_saved(is_valid and (state.get("best") is None or is_number(state["best"])), state)

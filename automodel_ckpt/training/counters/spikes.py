@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.training.counters.cadence import check_saved, is_count, is_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,27 +150,10 @@ def _exceeded(value: float, middle: float, factor: float) -> str:
 def _check_plausible(state: Any) -> None:
     """Validate a saved state, which may come from an untrusted file."""
     is_valid = isinstance(state, Mapping)
-    for name in ("losses", "grad_norms"):
-        values = state.get(name) if is_valid else None
-        is_valid = isinstance(values, list) and all(_is_number(value) for value in values)
-    is_valid = is_valid and _is_count(state.get("num_rollbacks"))
-    is_valid = is_valid and _is_count(state.get("num_skipped", 0))
-    is_valid = is_valid and (state.get("skip_after") is None or _is_count(state["skip_after"]))
-    numbers = state.get("left_out", []) if is_valid else None
-    is_valid = isinstance(numbers, list) and all(_is_count(number) for number in numbers)
-    if not is_valid:
-        raise CheckpointUnusable(
-            "the saved state of step_scheduler.on_spike is invalid",
-            where="step_scheduler",
-            value=str(state)[:200],
-            hint="resume from another checkpoint (checkpoint.restore_from)",
-        )
-
-
-def _is_count(value: object) -> bool:
-    # Not isinstance, which accepts booleans.
-    return type(value) is int and 0 <= value < 2**53
-
-
-def _is_number(value: object) -> bool:
-    return type(value) is float and math.isfinite(value)
+    for name, is_one in (("losses", is_number), ("grad_norms", is_number), ("left_out", is_count)):
+        values = state.get(name, []) if is_valid else None
+        is_valid = isinstance(values, list) and all(map(is_one, values))
+    for name in ("num_rollbacks", "num_skipped"):
+        is_valid = is_valid and is_count(state.get(name, 0))
+    is_valid = is_valid and (state.get("skip_after") is None or is_count(state["skip_after"]))
+    check_saved(is_valid and {"losses", "grad_norms", "num_rollbacks"} <= state.keys(), state)

@@ -5,14 +5,21 @@ Steps are optimizer steps and count from 1; epochs count from 0. A step that end
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.training.counters.cadence import Cadence, Due, divides, due_after, run_is_over
+from automodel_ckpt.training.counters.cadence import (
+    Cadence,
+    Due,
+    check_saved,
+    divides,
+    due_after,
+    is_count,
+    is_number,
+    run_is_over,
+)
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.counters.early_stopping import EarlyStopping
@@ -34,26 +41,13 @@ class ClockReading:
 
 def _check_plausible(state: Mapping[str, Any]) -> None:
     """Validate the values of a saved state, which may come from an untrusted file."""
-    invalid = []
-    counters = {name: state[name] for name in _COUNTERS}
-    counters["nonfinite_steps"] = state.get("nonfinite_steps", 0)
-    for name, count in counters.items():
-        # Not isinstance, which accepts booleans. Ranks sum numbers in float64, exact below 2**53.
-        if type(count) is not int or not 0 <= count < 2**53:
-            invalid.append(name)
-    for name in ("elapsed_seconds", "best"):
-        number = state[name]
-        if name == "best" and number is None:
-            continue
-        if type(number) is not float or not math.isfinite(number):
-            invalid.append(name)
-    if invalid:
-        raise CheckpointUnusable(
-            "the saved step counters are invalid",
-            where="step_scheduler",
-            value=", ".join(f"{name} {str(state.get(name))[:40]}" for name in invalid),
-            hint="resume from another checkpoint (checkpoint.restore_from)",
-        )
+    found = {"nonfinite_steps": 0, **state}
+    invalid = [name for name in (*_COUNTERS, "nonfinite_steps") if not is_count(found[name])]
+    if not is_number(state["elapsed_seconds"]):
+        invalid.append("elapsed_seconds")
+    if state["best"] is not None and not is_number(state["best"]):
+        invalid.append("best")
+    check_saved(not invalid, {name: found[name] for name in invalid})
 
 
 class StepScheduler:

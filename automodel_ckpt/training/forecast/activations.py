@@ -23,7 +23,6 @@ from automodel_ckpt.training.forecast.model_traces import trace_of, traced_dtype
 from automodel_ckpt.training.forecast.rank_parts import rank_parts
 from automodel_ckpt.training.forecast.step_trace import HeadMemory, StepTrace
 from automodel_ckpt.training.model.sections import is_fully_sharded, num_micro_batches
-from automodel_ckpt.training.recipe import Recipe
 
 # Measured: the heap keeps holes between long-lived tensors.
 _HEAP = 2.2
@@ -44,8 +43,7 @@ class Activations:
     pass of the output layer, and that of the other layers. *saved* exist before the last one. *backward* has (share of
     the gradients of the model without its output layer that were complete before, peak) of each part of it: gradients
     take the place of activations. *step* is the peak of all phases beside the gradients that remain after the step.
-    *others* are the activations of the other micro-batches of a pipeline, which exist in all phases. *last_other* are
-    those of one of them that is complete when there are gradients of earlier micro-batches; 0 if none is.
+    *others* are the activations of the other micro-batches of a pipeline, which exist in all phases.
     """
 
     forward: int
@@ -55,10 +53,9 @@ class Activations:
     backward: tuple[tuple[float, int], ...]
     step: int
     others: int = 0
-    last_other: int = 0
 
 
-def estimate_activations(recipe: Recipe, pipeline_rank: int = 0) -> Activations | None:
+def estimate_activations(recipe: Any, pipeline_rank: int = 0) -> Activations | None:
     """Estimate the activations of a rank of a dry run's *recipe*; None if they are unknown.
 
     *pipeline_rank* is the position of the rank among those of a pipeline: only the last one computes the loss.
@@ -87,11 +84,10 @@ def estimate_activations(recipe: Recipe, pipeline_rank: int = 0) -> Activations 
         head = _head_memory(recipe, batch.rows * (batch.targets_per_row or tokens_per_row))
     # Between their forward and backward passes, the other micro-batches of a pipeline keep what was saved.
     num_others = num_in_progress(recipe.config, layout.sizes, pipeline_rank) - 1
-    of_other, last_other = trace.after_forward, 0
-    if recipe.config.distributed.pp_schedule == "gpipe" and num_others:
-        # Other schedules begin the backward pass of a loss before they compute the next one. This one computes all
-        # losses before there are gradients.
-        of_other = last_other = of_other + head.waiting_bytes
+    of_other = trace.after_forward
+    if recipe.config.distributed.pp_schedule == "gpipe":
+        # Other schedules begin the backward pass of a loss before they compute the next one.
+        of_other += head.waiting_bytes
     of_others = int(num_others * of_other)
     # On a CPU, short-lived tensors leave holes in the heap between long-lived ones.
     factor = _BLOCKS if layout.device.type == "cuda" else _HEAP
@@ -110,11 +106,10 @@ def estimate_activations(recipe: Recipe, pipeline_rank: int = 0) -> Activations 
         ),
         step=of_all(_peak(recipe, trace, head)),
         others=int(of_others * factor),
-        last_other=int(last_other * factor),
     )
 
 
-def _peak(recipe: Recipe, trace: StepTrace, head: HeadMemory) -> int:
+def _peak(recipe: Any, trace: StepTrace, head: HeadMemory) -> int:
     """The largest number of bytes of a micro-batch at one time, without gradients."""
     sizes = recipe.layout.sizes
     if sizes.tp * sizes.pp > 1 or is_fully_sharded(recipe.config, recipe.layout):
@@ -129,7 +124,7 @@ def _peak(recipe: Recipe, trace: StepTrace, head: HeadMemory) -> int:
     return max(first, trace.later_peak(head))
 
 
-def has_buckets(recipe: Recipe) -> bool:
+def has_buckets(recipe: Any) -> bool:
     """Whether ranks sum up gradients in buckets, as DistributedDataParallel does."""
     strategy = choose_strategy(recipe.config.distributed.strategy, recipe.layout.sizes)
     return strategy == "ddp"
@@ -155,7 +150,7 @@ def num_in_progress(config: RecipeConfig, sizes: Sizes, pipeline_rank: int = 0) 
     return num_batches
 
 
-def _head_memory(recipe: Recipe, num_positions: int) -> HeadMemory:
+def _head_memory(recipe: Any, num_positions: int) -> HeadMemory:
     """The memory of the output layer and the loss for *num_positions* tokens with labels.
 
     Each depth of multi-token prediction has as many, and a separate loss.

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.training.forecast.candidates import (
     Candidate,
     fits,
-    larger_batches,
     missing_bytes,
     smaller,
 )
 from automodel_ckpt.training.forecast.memory import Memory, estimate_memory
 from automodel_ckpt.training.forecast.model_traces import forget_traces
 from automodel_ckpt.training.forecast.step_trace import checkpointing
-from automodel_ckpt.training.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
@@ -34,19 +33,17 @@ class Proposal:
 class Advice:
     """Whether a run fits into the memory of its device, and other settings.
 
-    *proposal* has the least expensive settings that fit if the run does not; None if none were found. If the run fits,
-    *larger* has the largest local batch size that fits as well; None if it is the recipe's. *missing_bytes* is how much
-    more memory the device would need.
+    *proposal* has the least expensive settings that fit if the run does not; None if none were found. *missing_bytes*
+    is how much more memory the device would need.
     """
 
     fits: bool
     proposal: Proposal | None = None
-    larger: Proposal | None = None
     missing_bytes: int = 0
 
 
 def advice_for(
-    recipe: Recipe, config: RecipeConfig, device_bytes: int | None, memory: Memory
+    recipe: Any, config: RecipeConfig, device_bytes: int | None, memory: Memory
 ) -> Advice | None:
     """Find other settings of a dry run's *recipe*, which needs *memory*, for a device of *device_bytes*.
 
@@ -56,7 +53,7 @@ def advice_for(
     if device_bytes is None or memory.activations is None:
         return None
     if fits(memory.total, device_bytes):
-        return Advice(fits=True, larger=_larger(recipe, config, device_bytes))
+        return Advice(fits=True)
     return Advice(
         fits=False,
         proposal=_proposal(recipe, config, device_bytes),
@@ -64,28 +61,17 @@ def advice_for(
     )
 
 
-def _proposal(recipe: Recipe, config: RecipeConfig, device_bytes: int) -> Proposal | None:
+def _proposal(recipe: Any, config: RecipeConfig, device_bytes: int) -> Proposal | None:
     """The least expensive settings that fit."""
     forecasts = _Forecasts(recipe, device_bytes)
     found = forecasts.first_that_fits(smaller(config, recipe.model, recipe.layout.sizes))
     return None if found is None else forecasts.proposal(found)
 
 
-def _larger(recipe: Recipe, config: RecipeConfig, device_bytes: int) -> Proposal | None:
-    """The largest local batch size that fits into a device; None if it is the recipe's."""
-    forecasts = _Forecasts(recipe, device_bytes)
-    largest: Candidate | None = None
-    for candidate in larger_batches(config, recipe.layout.sizes):
-        if not forecasts.fits(candidate):
-            break
-        largest = candidate
-    return None if largest is None else forecasts.proposal(largest)
-
-
 class _Forecasts:
     """The forecasts of candidates of a *recipe* for a device of *device_bytes*."""
 
-    def __init__(self, recipe: Recipe, device_bytes: int) -> None:
+    def __init__(self, recipe: Any, device_bytes: int) -> None:
         self._recipe = recipe
         self._device_bytes = device_bytes
         self._found: dict[tuple[str, ...], Memory] = {}

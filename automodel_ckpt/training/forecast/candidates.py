@@ -85,18 +85,6 @@ def offloaded(
         yield _offloaded(candidate)
 
 
-def larger_batches(config: RecipeConfig, sizes: Sizes) -> Iterator[Candidate]:
-    """Yield the settings of a recipe with larger micro-batches and less accumulation, from small to large."""
-    local_batch_size = 2 * config.step_scheduler.local_batch_size
-    while local_batch_size * sizes.dp <= config.step_scheduler.global_batch_size:
-        candidate = _with_local_batch(
-            config, local_batch_size, sizes, is_checkpointed(config), sizes
-        )
-        if candidate is not None:
-            yield candidate
-        local_batch_size *= 2
-
-
 def missing_bytes(total_bytes: int, device_bytes: int) -> int:
     """How much more memory a forecast of *total_bytes* needs than a device has, with the share that stays free."""
     return math.ceil(total_bytes - _USABLE * device_bytes)

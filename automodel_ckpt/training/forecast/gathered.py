@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,6 @@ from automodel_ckpt.parallel.model_layers import layers_after_input, separate_en
 from automodel_ckpt.parallel.precision import compute_dtype
 from automodel_ckpt.training.forecast.rank_parts import RankParts
 from automodel_ckpt.training.model.sections import is_fully_sharded, num_micro_batches
-from automodel_ckpt.training.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class _Group:
     reduced: int = 0
 
 
-def gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter], parts: RankParts) -> Gathered:
+def gathered_bytes(recipe: Any, parameters: list[nn.Parameter], parts: RankParts) -> Gathered:
     """What fsdp2 needs for the *parameters* of a rank; nothing for other strategies."""
     if not is_fully_sharded(recipe.config, recipe.layout):
         return Gathered()
@@ -120,7 +120,7 @@ def gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter], parts: RankPa
 
 
 def _grouping(
-    recipe: Recipe, parameters: list[nn.Parameter], parts: RankParts
+    recipe: Any, parameters: list[nn.Parameter], parts: RankParts
 ) -> Callable[[Iterable[nn.Parameter]], _Group]:
     """A function that returns the bytes of modules with some of the *parameters* of a rank."""
     dtype = compute_dtype(recipe.config.distributed)
@@ -140,9 +140,7 @@ def _grouping(
     return group
 
 
-def _gathered(
-    recipe: Recipe, parameters: list[nn.Parameter], parts: RankParts
-) -> list[nn.Parameter]:
+def _gathered(recipe: Any, parameters: list[nn.Parameter], parts: RankParts) -> list[nn.Parameter]:
     """Those of *parameters* that fsdp2 gathers or casts; on one rank, only those that are not in the compute type."""
     section = recipe.config.distributed
     dtype = compute_dtype(section)
@@ -162,7 +160,7 @@ def _in_heap(
     return (everything.parameters if is_deferred else window) + 2 * window
 
 
-def defers(recipe: Recipe) -> bool:
+def defers(recipe: Any) -> bool:
     """Whether micro-batches before the last one of a step keep the gradients and the parameters of fsdp2 unsharded."""
     config, layout = recipe.config, recipe.layout
     accumulates = num_micro_batches(config, layout.sizes.dp) > 1

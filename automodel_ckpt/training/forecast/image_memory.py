@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from automodel_ckpt.models.inspect.forward import model_without_adapters
-from automodel_ckpt.training.forecast.step_trace import fake_parameters
+from automodel_ckpt.training.forecast.step_trace import LiveBytes, fake_parameters
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -23,7 +23,7 @@ def image_bytes(
     *,
     is_autocast: bool = False,
 ) -> int | None:
-    """Bytes that autograd saves while *model* computes the features of *images*; None if they are unknown.
+    """Bytes that remain after *model* has computed the features of *images*; None if they are unknown.
 
     *images* are arguments of ``get_image_features``, of which only shapes and dtypes are used. *dtype* is that of the
     computation, to which parameters are cast, unless *is_autocast*; None: that of the parameters.
@@ -55,8 +55,9 @@ def _saved_bytes(
     *,
     is_autocast: bool,
 ) -> int:
-    """Bytes that autograd saves in a forward pass of *model*, without those of its parameters and buffers."""
+    """Bytes that exist after a forward pass of *model*, without those of its parameters and buffers."""
     cast_to = None if is_autocast else dtype
+    live = LiveBytes()
     with FakeTensorMode():
         own = fake_parameters(model, cast_to)
         fake_inputs: dict[str, torch.Tensor] = {}
@@ -64,27 +65,11 @@ def _saved_bytes(
             is_cast = cast_to is not None and tensor.is_floating_point()
             kind = cast_to if is_cast else tensor.dtype
             fake_inputs[name] = torch.empty(tensor.shape, dtype=kind)
-        saved = _SavedTensors(own.values())
+        for tensor in own.values():
+            live.exclude(tensor)
         autocast = torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=is_autocast)
-        with autocast, torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
-            torch.func.functional_call(model, own, kwargs=fake_inputs)
-    return saved.nbytes
-
-
-class _SavedTensors:
-    """Counts the bytes of each storage that autograd saves, once, without the storages of *own* tensors."""
-
-    def __init__(self, own: Iterable[torch.Tensor]) -> None:
-        # References keep the storages alive: otherwise a new one could get the address of a freed one.
-        self._storages: list[Any] = [tensor.untyped_storage() for tensor in own]
-        self._seen = {storage._cdata for storage in self._storages}
-        self.nbytes = 0
-
-    def note(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count *tensor*, which autograd saves, and return it."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
-            self._storages.append(storage)
-            self.nbytes += storage.nbytes()
-        return tensor
+        with live, autocast:
+            features = torch.func.functional_call(model, own, kwargs=fake_inputs)
+        found = live.current
+        del features
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,6 @@ from automodel_ckpt.training.forecast.gathered import Gathered, defers, gathered
 from automodel_ckpt.training.forecast.rank_parts import RankParts, nbytes, rank_parts
 from automodel_ckpt.training.measure.weight_average import average_bytes
 from automodel_ckpt.training.model.sections import is_fully_sharded, num_micro_batches
-from automodel_ckpt.training.recipe import Recipe
 
 _RUNTIME_BYTES = 30 * 10**6
 """What a process on a CPU allocates for threads, kernels and data after its start."""
@@ -60,7 +60,7 @@ class Memory:
         return state + self.gathered + (self.activations or 0) + self.process
 
 
-def estimate_memory(recipe: Recipe, *, with_activations: bool = True) -> Memory:
+def estimate_memory(recipe: Any, *, with_activations: bool = True) -> Memory:
     """Estimate the memory of one rank of a dry run's *recipe*, whose layout has the sizes of the mesh.
 
     The peak is in the backward pass or in the optimizer's step. With a pipeline, it is that of the rank with most.
@@ -81,7 +81,7 @@ def estimate_memory(recipe: Recipe, *, with_activations: bool = True) -> Memory:
 
 
 def _of_rank(
-    recipe: Recipe,
+    recipe: Any,
     parameters: list[nn.Parameter],
     process: int,
     activations: Activations | None,
@@ -111,11 +111,11 @@ def _of_rank(
     return memory
 
 
-def num_shards(recipe: Recipe) -> int:
+def num_shards(recipe: Any) -> int:
     """The number of shards of each parameter of a stage."""
     sizes = recipe.layout.sizes
     is_sharded = is_fully_sharded(recipe.config, recipe.layout)
-    return sizes.tp * (sizes.dp_shard * sizes.cp if is_sharded else 1)
+    return int(sizes.tp * (sizes.dp_shard * sizes.cp if is_sharded else 1))
 
 
 def _process_bytes(layout: RankLayout) -> int:
@@ -125,7 +125,7 @@ def _process_bytes(layout: RankLayout) -> int:
     return PeakMemory(torch.device("cpu")).nbytes + _RUNTIME_BYTES
 
 
-def _parameters_of_ranks(recipe: Recipe) -> list[list[nn.Parameter]]:
+def _parameters_of_ranks(recipe: Any) -> list[list[nn.Parameter]]:
     """The parameters of each rank of a pipeline; without a pipeline, those of the model."""
     num_ranks, section = recipe.layout.sizes.pp, recipe.config.distributed
     if num_ranks == 1:
@@ -135,7 +135,7 @@ def _parameters_of_ranks(recipe: Recipe) -> list[list[nn.Parameter]]:
     ]
 
 
-def _gradient_bytes(recipe: Recipe, trained: list[nn.Parameter], parts: RankParts) -> int:
+def _gradient_bytes(recipe: Any, trained: list[nn.Parameter], parts: RankParts) -> int:
     """Bytes of the gradients of the *trained* parameters of a stage that a rank holds at one time.
 
     With ``defer_gradient_sync``, these are the gradients of complete parameters in the type that they are reduced in.
@@ -151,7 +151,7 @@ def _gradient_bytes(recipe: Recipe, trained: list[nn.Parameter], parts: RankPart
     return parts.computed_bytes(trained, reduced_in)
 
 
-def _optimizer_bytes(recipe: Recipe, trained: list[nn.Parameter]) -> int:
+def _optimizer_bytes(recipe: Any, trained: list[nn.Parameter]) -> int:
     """Bytes of the optimizers' state of the *trained* parameters of a stage."""
     all_trained = [p for p in recipe.model.parameters() if p.requires_grad]
     share = nbytes(trained) / max(nbytes(all_trained), 1)
@@ -163,7 +163,7 @@ def _optimizer_bytes(recipe: Recipe, trained: list[nn.Parameter]) -> int:
     return int((with_optimizers - without_optimizers) * share)
 
 
-def _bytes_of_optimizer_step(recipe: Recipe, trained: list[nn.Parameter]) -> int:
+def _bytes_of_optimizer_step(recipe: Any, trained: list[nn.Parameter]) -> int:
     """Bytes of the tensors that exist during the optimizer's step only.
 
     On a GPU, torch's optimizers process all parameters in one operation, with a temporary tensor for each, unless they
@@ -192,7 +192,7 @@ class _Peak:
 
 
 def _peak(
-    recipe: Recipe,
+    recipe: Any,
     trained: list[nn.Parameter],
     gathered: Gathered,
     temporary: int,
@@ -208,7 +208,7 @@ def _peak(
     # The optimizer's step has temporary tensors instead of activations and gathered parameters.
     phases = [_Peak(gradients, 0, temporary)]
     # The phases below have the activations of all micro-batches that are in progress at one time.
-    in_progress = max(gradients - activations.last_other, 0)
+    in_progress = gradients
     if not _has_separate_phases(recipe):
         phases.append(_Peak(in_progress, gathered.heap, activations.step))
         return max(phases, key=lambda phase: phase.total)
@@ -237,7 +237,7 @@ def _peak(
 
 
 def _gradients_of_ends(
-    recipe: Recipe, trained: list[nn.Parameter], parts: RankParts
+    recipe: Any, trained: list[nn.Parameter], parts: RankParts
 ) -> tuple[int, int]:
     """Bytes of the gradients that fsdp2 reduces before those of all layers, and after them when activations are freed.
 
@@ -254,7 +254,7 @@ def _gradients_of_ends(
     return parts.stored_bytes(output), parts.stored_bytes(root)
 
 
-def _has_separate_phases(recipe: Recipe) -> bool:
+def _has_separate_phases(recipe: Any) -> bool:
     """Whether the phases of a micro-batch follow each other, and memory that one has freed is used by the next one.
 
     The heap of a CPU keeps what was freed.

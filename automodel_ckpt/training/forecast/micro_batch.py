@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from automodel_ckpt.data.media.image_packing import PACK_IDS
-from automodel_ckpt.training.recipe import Recipe
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -39,7 +39,7 @@ class MicroBatchShape:
     images: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def micro_batch_shape(recipe: Recipe) -> MicroBatchShape | None:
+def micro_batch_shape(recipe: Any) -> MicroBatchShape | None:
     """The shape of a full micro-batch; None if it is unknown.
 
     Its samples are as long as the recipe allows. Their number of rows is that of the first micro-batch: a pair of
@@ -63,7 +63,7 @@ def micro_batch_shape(recipe: Recipe) -> MicroBatchShape | None:
     return MicroBatchShape(rows, length, targets, images)
 
 
-def _first_micro_batch(recipe: Recipe) -> Mapping[str, torch.Tensor] | None:
+def _first_micro_batch(recipe: Any) -> Mapping[str, torch.Tensor] | None:
     """The first samples of the training data, collated; None for streams, and samples that cannot be collated here."""
     loader = recipe.dataloader
     size = recipe.config.step_scheduler.local_batch_size
@@ -78,7 +78,7 @@ def _first_micro_batch(recipe: Recipe) -> Mapping[str, torch.Tensor] | None:
     return batch
 
 
-def _full_micro_batch(recipe: Recipe) -> MicroBatchShape | None:
+def _full_micro_batch(recipe: Any) -> MicroBatchShape | None:
     """A full micro-batch without images; None if the recipe does not determine the length of samples."""
     packed, rows = recipe.config.packed_sequence, recipe.config.step_scheduler.local_batch_size
     arguments = recipe.config.dataset.kwargs
@@ -92,6 +92,6 @@ def _full_micro_batch(recipe: Recipe) -> MicroBatchShape | None:
     return MicroBatchShape(rows, int(length), targets)
 
 
-def _has_targets(recipe: Recipe) -> bool:
+def _has_targets(recipe: Any) -> bool:
     """Whether the model has a decoder whose rows have another length than those of its encoder."""
     return bool(getattr(recipe.model_config, "is_encoder_decoder", False))

@@ -24,7 +24,6 @@ from automodel_ckpt.training.forecast.rank_parts import (
 )
 from automodel_ckpt.training.forecast.step_trace import StepTrace, traced_step
 from automodel_ckpt.training.model.sections import activation_mode, is_fully_sharded
-from automodel_ckpt.training.recipe import Recipe
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -35,7 +34,7 @@ _traces: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], StepTrace | 
 """The traces of a model by (rows, tokens per row, what else changes a trace); None: it cannot be traced."""
 
 
-def trace_of(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
+def trace_of(recipe: Any, batch: MicroBatchShape) -> StepTrace | None:
     """The trace of a step with the rows of *batch*, without images; None for a model whose forward pass needs values.
 
     Two numbers of rows are traced for a length, and others computed from these.
@@ -58,12 +57,12 @@ def trace_of(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
     return start.between(end, (rows - first) / (second - first))
 
 
-def forget_traces(recipe: Recipe) -> None:
+def forget_traces(recipe: Any) -> None:
     """Let the next number of rows be traced, instead of being computed from others, which is some percent off."""
     _traces.pop(recipe.model, None)
 
 
-def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
+def _traced(recipe: Any, batch: MicroBatchShape) -> StepTrace | None:
     backbone = _traced_part(recipe.model)
     tokens = {"input_ids": torch.zeros(batch.rows, batch.tokens_per_row, dtype=torch.long)}
     if batch.targets_per_row is not None:
@@ -102,7 +101,7 @@ def _traced(recipe: Recipe, batch: MicroBatchShape) -> StepTrace | None:
     return None
 
 
-def traced_dtype(recipe: Recipe) -> tuple[torch.dtype | None, bool]:
+def traced_dtype(recipe: Any) -> tuple[torch.dtype | None, bool]:
     """The dtype that a step computes in, None for that of the parameters, and whether it is that of autocast."""
     dtype = compute_dtype(recipe.config.distributed)
     return dtype, dtype is not None and not is_fully_sharded(recipe.config, recipe.layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,7 +22,6 @@ from automodel_ckpt.training.forecast.advice import Advice, advice_for
 from automodel_ckpt.training.forecast.memory import Memory, estimate_memory, num_shards
 from automodel_ckpt.training.forecast.micro_batch import MicroBatchShape, micro_batch_shape
 from automodel_ckpt.training.measure.cadence import steps_per_epoch
-from automodel_ckpt.training.recipe import Recipe
 from automodel_ckpt.training.saves.checkpointing import check_export, check_uploads
 from automodel_ckpt.training.start.base_commit import commits_of_run, pin_base
 
@@ -61,7 +61,7 @@ class Plan:
     """Whether the memory of the device suffices, and other settings; None if this is unknown."""
 
 
-def device_here(recipe: Recipe) -> ForecastDevice:
+def device_here(recipe: Any) -> ForecastDevice:
     """The device that *recipe* would train on here: the GPU of this machine, or its CPU."""
     if device_type(recipe.config.distributed.backend) == "cpu":
         return ForecastDevice("cpu")
@@ -69,7 +69,7 @@ def device_here(recipe: Recipe) -> ForecastDevice:
     return ForecastDevice("cuda", properties.total_memory, properties.name)
 
 
-def plan(recipe: Recipe, sizes: Sizes, device: ForecastDevice | None = None) -> Plan:
+def plan(recipe: Any, sizes: Sizes, device: ForecastDevice | None = None) -> Plan:
     """Build *recipe* without weights for a mesh of *sizes*, and forecast what it needs on *device*, by default that of
     this machine. Raises :class:`RecipeError` if it could not train."""
     device = device or device_here(recipe)
@@ -102,7 +102,7 @@ def plan(recipe: Recipe, sizes: Sizes, device: ForecastDevice | None = None) -> 
     )
 
 
-def _build_without_weights(recipe: Recipe, sizes: Sizes, device: ForecastDevice) -> None:
+def _build_without_weights(recipe: Any, sizes: Sizes, device: ForecastDevice) -> None:
     """Do what :meth:`Recipe.setup` does before the resume, with a model on the meta device."""
     recipe.is_dry_run = True
     # No process group: collectives return this rank's own values.
@@ -118,7 +118,7 @@ def _build_without_weights(recipe: Recipe, sizes: Sizes, device: ForecastDevice)
     recipe.build_weight_average()
 
 
-def _checkpoint_bytes(recipe: Recipe, assets: Mapping[str, Assets]) -> int:
+def _checkpoint_bytes(recipe: Any, assets: Mapping[str, Assets]) -> int:
     """Expected bytes of one checkpoint of this run."""
     sizes = recipe.layout.sizes
     # setup() does this in a run. discover() below has to find it.

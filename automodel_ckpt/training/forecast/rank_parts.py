@@ -16,7 +16,6 @@ from automodel_ckpt.models.quantize import type_beside_quantized
 from automodel_ckpt.parallel.expert_parallel import experts_of
 from automodel_ckpt.parallel.tensor_plan import plan_for
 from automodel_ckpt.training.model.sections import is_fully_sharded
-from automodel_ckpt.training.recipe import Recipe
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -67,7 +66,7 @@ class RankParts:
         return int(total) // self.num_shards
 
 
-def rank_parts(recipe: Recipe) -> RankParts:
+def rank_parts(recipe: Any) -> RankParts:
     """The parts of the parameters of *recipe*'s model on a rank of its layout."""
     sizes = recipe.layout.sizes
     is_sharded = is_fully_sharded(recipe.config, recipe.layout)
@@ -80,7 +79,7 @@ def rank_parts(recipe: Recipe) -> RankParts:
     return RankParts(num_shards, shapes, frozenset(experts), sizes.ep, quantized_itemsizes(recipe))
 
 
-def quantized_layers(recipe: Recipe) -> list[nn.Linear]:
+def quantized_layers(recipe: Any) -> list[nn.Linear]:
     """The layers that ``peft.quantize_base`` quantizes when the base is read: all but the output layer."""
     section = recipe.config.peft
     if section is None or section.quantize_base is None:
@@ -96,7 +95,7 @@ def quantized_layers(recipe: Recipe) -> list[nn.Linear]:
     return found
 
 
-def quantized_itemsizes(recipe: Recipe) -> dict[int, float]:
+def quantized_itemsizes(recipe: Any) -> dict[int, float]:
     """Bytes of an element of each frozen parameter of a quantized base, by id; empty for other models."""
     layers = quantized_layers(recipe)
     if not layers:
@@ -114,7 +113,7 @@ def quantized_itemsizes(recipe: Recipe) -> dict[int, float]:
     return found
 
 
-def _tensor_parallel_shapes(recipe: Recipe) -> dict[int, torch.Size]:
+def _tensor_parallel_shapes(recipe: Any) -> dict[int, torch.Size]:
     """The shapes of the parameters, by id, that the plan of tensor parallelism divides."""
     model, section, size = recipe.model, recipe.config.distributed, recipe.layout.sizes.tp
     given = build(section.tp_plan, model=model) if section.tp_plan is not None else None

@@ -6,13 +6,13 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from transformers import AutoModel, PreTrainedConfig
 
-from automodel_ckpt.checkpoint.sources.model_files import EMBEDDING_FILES, read_files
+from automodel_ckpt.config.callables.plugins import callable_of
 from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
 from automodel_ckpt.config.schema import RecipeConfig
@@ -24,7 +24,6 @@ from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.inspect.forward import model_without_adapters
 from automodel_ckpt.models.inspect.model_files import fetched_directory
 from automodel_ckpt.models.inspect.model_names import present_name
-from automodel_ckpt.models.inspect.repository import base_directory
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.model_layers import decoder_layers
 from automodel_ckpt.parallel.parallelize import reshard
@@ -69,34 +68,6 @@ def prompts_in_data(config: RecipeConfig) -> list[Problem]:
                 value = str(each.kwargs[name])
                 problems.append(Problem(what, f"{key}.{name}", value, hint))
     return problems
-
-
-def warn_of_other_pooling(section: EmbeddingConfig, model: ModelConfig | Target) -> None:
-    """Log a warning for each setting of *section* that differs from the files of the base, if it has such files."""
-    if not isinstance(model, ModelConfig) or model.from_pretrained is None:
-        return
-    directory = base_directory(os.path.expanduser(model.from_pretrained), model.revision)
-    files = read_files(directory, EMBEDDING_FILES) if directory is not None else {}
-    if "modules.json" not in files:
-        return
-    kinds = [str(module["type"]).rpartition(".")[2] for module in json.loads(files["modules.json"])]
-    found = {}
-    others = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
-    if others:
-        found["further modules, which are not used"] = ", ".join(others)
-    if ("Normalize" in kinds) != section.normalize:
-        found["embedding.normalize"] = str("Normalize" in kinds).lower()
-    pooling = json.loads(files.get("1_Pooling/config.json", b"{}"))
-    modes = [pooling.get("pooling_mode", "")]
-    modes += [name for name, value in pooling.items() if value is True]
-    if not any(section.pooling in str(mode) for mode in modes):
-        found["embedding.pooling"] = ", ".join(str(mode) for mode in modes if mode)
-    for what, value in found.items():
-        log.warning(
-            "the base computes embeddings with another setting than this recipe: %s: %s",
-            what,
-            value,
-        )
 
 
 def check_architecture(model_config: PreTrainedConfig | None) -> None:
@@ -196,3 +167,79 @@ def _head_tensors(section: ModelConfig, classes: Sequence[Any]) -> list[str]:
     # The files of a backbone have no prefix at all.
     # Weights are compared under the names that transformers gives those of the first BERT files (gamma, beta).
     return [*heads, *map(present_name, heads)] if len(heads) < len(names) else []
+
+
+_MODES = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken"}
+_OTHER_MODES = ("max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")
+
+
+def sentence_transformers_files(
+    section: EmbeddingConfig, dataset: Target, model_config: PreTrainedConfig | None
+) -> dict[str, bytes]:
+    """The files by relative path; empty for a model without a configuration of transformers, which has no export.
+
+    *dataset* is the section of the training data: texts are truncated to its ``seq_length``.
+    """
+    if model_config is None:
+        return {}
+    steps = ["", "1_Pooling"]
+    kinds = ["Transformer", "Pooling"]
+    if section.normalize:
+        steps.append("2_Normalize")
+        kinds.append("Normalize")
+    modules = []
+    for number, (path, kind) in enumerate(zip(steps, kinds, strict=True)):
+        type_name = f"sentence_transformers.models.{kind}"
+        modules.append({"idx": number, "name": str(number), "path": path, "type": type_name})
+    files: dict[str, Any] = {
+        "modules.json": modules,
+        "sentence_bert_config.json": {
+            "max_seq_length": _longest_text(dataset, model_config),
+            "do_lower_case": False,
+        },
+        "1_Pooling/config.json": _pooling(section, model_config),
+        "config_sentence_transformers.json": {
+            "prompts": {"query": section.query_prompt, "document": section.document_prompt},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine" if section.normalize else "dot",
+        },
+    }
+    if section.normalize:
+        files["2_Normalize/config.json"] = {}
+    return {name: json.dumps(content, indent=2).encode() + b"\n" for name, content in files.items()}
+
+
+def _pooling(section: EmbeddingConfig, model_config: PreTrainedConfig) -> Mapping[str, Any]:
+    pooling: dict[str, Any] = {
+        "word_embedding_dimension": model_config.get_text_config().hidden_size
+    }
+    for mode in (*_MODES.values(), *_OTHER_MODES):
+        pooling[f"pooling_mode_{mode}"] = mode == _MODES[section.pooling]
+    # The prompt's tokens are pooled like all others.
+    pooling["include_prompt"] = True
+    return pooling
+
+
+def _longest_text(dataset: Target, model_config: PreTrainedConfig) -> int | None:
+    """The number of tokens that texts are truncated to; None: no limit is known."""
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    limits = [context if limit is None else limit for limit in _limits(dataset)]
+    known = [limit for limit in limits if isinstance(limit, int)]
+    return max(known) if known else context
+
+
+def _limits(section: Target) -> Iterator[Any]:
+    """Yield the lengths of texts in a section of data and in the sections inside it, also those that are defaults."""
+    parameters = inspect.signature(callable_of(section)).parameters
+    if "seq_length" in section.kwargs:
+        yield section.kwargs["seq_length"]
+    elif "seq_length" in parameters:
+        default = parameters["seq_length"].default
+        yield None if default is inspect.Parameter.empty else default
+    if section.kwargs.get("query_length") is not None:
+        yield section.kwargs["query_length"]
+    for value in section.kwargs.values():
+        nested = value.values() if isinstance(value, Mapping) else [value]
+        for each in nested:
+            if isinstance(each, Target):
+                yield from _limits(each)

@@ -107,7 +107,12 @@ def _build_one(
     function = callable_of(section)
     _check_can_be_saved(function, groups)
     if function is torch.optim.SparseAdam:
-        _check_sparse(groups)
+        raise RecipeError(
+            "torch.optim.SparseAdam updates parameters with sparse gradients only",
+            where=groups[0].key,
+            value="models of transformers have dense gradients",
+            hint="use torch.optim.AdamW",
+        )
     if function is torch.optim.Muon or function.__module__ == "automodel_ckpt.optim.muon":
         from automodel_ckpt.optim.muon import Muon
 
@@ -140,19 +145,6 @@ def _check_matrices(groups: Sequence[PlannedGroup]) -> None:
             value=f"{len(others)} other parameters, the first {others[0].names[0]} of shape {shape}",
             hint="give it a separate group, and another optimizer to the rest: "
             "optimizer: {lr: 1e-4, groups: [{params: [hidden_matrices], _target_: torch.optim.Muon, lr: 2e-2}]}",
-        )
-
-
-def _check_sparse(groups: Sequence[PlannedGroup]) -> None:
-    """Raise :class:`RecipeError` if SparseAdam would get a parameter with a dense gradient."""
-    members = [each for group in groups for each in group.members]
-    dense = [each for each in members if not each.has_sparse_gradient]
-    if dense:
-        raise RecipeError(
-            "torch.optim.SparseAdam updates parameters with sparse gradients only, and these have dense ones",
-            where=groups[0].key,
-            value=f"{len(dense)} of {counted(len(members), 'parameter')}, the first {dense[0].names[0]}",
-            hint="use torch.optim.AdamW; only embeddings that are built with sparse=True have sparse gradients",
         )
 
 

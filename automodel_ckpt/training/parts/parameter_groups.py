@@ -52,8 +52,6 @@ class Trained:
     """Whether it belongs to the output layer."""
     scales_with_width: bool = False
     """Whether its number of inputs grows with the width of the model: matrices, except embeddings, and experts."""
-    has_sparse_gradient: bool = False
-    """Whether its gradient is a sparse tensor: that of an embedding with ``sparse=True``."""
 
     def matches(self, pattern: str) -> bool:
         """Whether a glob, or the name of a set of parameters, matches this one."""
@@ -95,7 +93,6 @@ def trained_parameters(model: nn.Module) -> list[Trained]:
                 is_hidden_matrix=is_matrix and id(parameter) not in of_output_layer,
                 is_output=id(parameter) in of_output_layer,
                 scales_with_width=parameter.dim() >= 2 and not isinstance(owner, nn.Embedding),
-                has_sparse_gradient=getattr(owner, "sparse", False) is True,
             )
         )
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -314,30 +314,18 @@ class MemorySaves:
             self.nodes.release()
 
     def origins(self) -> str:
-        """The end of a message about a load from memory: where the state of each rank came from. Collective."""
+        """The end of a message about a load from memory: where the state of the ranks came from. Collective."""
         if self.nodes is None:
             return ", where every rank's state was"
         own = others = 0
         for checkpoint in self._on_nodes.values():
             for node, nbytes in checkpoint.read_bytes.items():
-                if node == self.nodes.own:
-                    own += nbytes
-                else:
-                    others += nbytes
-        return ": " + _origins_text(agree.gather_objects(self._group, (own, others)))
-
-
-def _origins_text(read_bytes: Sequence[tuple[int, int]]) -> str:
-    """Describe what each rank has read, (bytes from its own node, bytes from other nodes)."""
-    from_others = [rank for rank, (_, others) in enumerate(read_bytes) if others]
-    if not from_others:
-        return "each rank's state from its own node"
-    own = sum(each[0] for each in read_bytes)
-    others = sum(each[1] for each in read_bytes)
-    return (
-        f"{size_text(own)} from the ranks' own nodes, and {size_text(others)} from the memory of other nodes "
-        f"(by {counted(len(from_others), 'rank')}, the first is {from_others[0]})"
-    )
+                own += nbytes if node == self.nodes.own else 0
+                others += nbytes if node != self.nodes.own else 0
+        own, others = (int(each) for each in agree.sum_over_ranks(self._group, own, others))
+        if not others:
+            return ": each rank's state from its own node"
+        return f": {size_text(own)} from the ranks' own nodes, and {size_text(others)} from the memory of other nodes"
 
 
 def _nodes_text(nodes: Nodes, replicas: int) -> str:

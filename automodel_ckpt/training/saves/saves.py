@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport
@@ -100,23 +100,18 @@ def saved_line(report: SaveReport, figures: str = "") -> str:
 
 log = logging.getLogger("automodel_ckpt")
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _measured(
-    method: Callable[Concatenate[Saves, _Arguments], _Result],
-) -> Callable[Concatenate[Saves, _Arguments], _Result]:
+def _measured(method: _Method) -> _Method:
     """Count the time in a method of :class:`Saves` as that of saves."""
 
     @functools.wraps(method)
-    def measured(
-        self: Saves, /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs
-    ) -> _Result:
+    def measured(self: Saves, *arguments: Any, **keywords: Any) -> Any:
         with self.timeline.phase(SAVES):
             return method(self, *arguments, **keywords)
 
-    return measured
+    return cast(_Method, measured)
 
 
 class Saves:
@@ -178,7 +173,6 @@ class Saves:
         self._num_ranks = num_ranks
         self._gather = gather
         self._sample_noun = sample_noun
-        self._unknown_metrics: set[str] = set()
         self._is_stopping = False
         self._shown_command: str | None = None
         """The command in the log that exports the newest checkpoint."""
@@ -317,8 +311,6 @@ class Saves:
     ) -> SaveReport:
         """Write the checkpoint of the present step, or with ``is_async`` begin to. Raises :class:`SaveFailed`."""
         scheduler = self._scheduler
-        if validated:
-            self._warn_of_unknown_metric(losses)
         # Now: when an asynchronous save is published, training is at a later step.
         self._figures = {scheduler.step: self._run_log.figures(losses)}
         self._run_log.progress.follow(lambda: saving_view(checkpointer.saving(), self._num_ranks))
@@ -371,16 +363,6 @@ class Saves:
         if self.replica_check is not None and step != self._compared_step:
             self.replica_check.check(step)
             self._compared_step = step
-
-    def _warn_of_unknown_metric(self, losses: Mapping[str, Any]) -> None:
-        key = self._section.best_metric_key
-        if key not in losses and key not in self._unknown_metrics:
-            self._unknown_metrics.add(key)
-            log.warning(
-                "no best checkpoint: checkpoint.best_metric_key is %s, and there are only %s",
-                key,
-                ", ".join(losses),
-            )
 
     def note_saved(self, report: SaveReport) -> None:
         """Log a published checkpoint. Called on rank 0, by a save in the background from another thread."""

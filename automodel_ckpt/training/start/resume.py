@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
+from automodel_ckpt.base.rng import StatefulRNG
 from automodel_ckpt.checkpoint import Checkpointer, Manifest, Resumed
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.layout import CONFIG
+from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.config.help.changes import Change, effective_recipe, ignored_by_resume
+from automodel_ckpt.data.batches.loader import GlobalBatchLoader
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.measure.cadence import steps_per_epoch
@@ -25,6 +28,37 @@ from automodel_ckpt.training.values.run_log import RunLog
 
 if TYPE_CHECKING:
     from automodel_ckpt.training.saves.memory_saves import MemorySaves
+
+
+def continue_imported_run(
+    resumed: Resumed,
+    *,
+    dataloader: object,
+    step_scheduler: StepScheduler,
+    rng: StatefulRNG,
+) -> None:
+    """Set what an imported checkpoint has no state for, and log what was not transferred.
+
+    The position in the data follows from the steps and samples that the other program counted. Random numbers are
+    drawn from a generator that the seed and the step determine.
+    """
+    manifest = resumed.manifest
+    log.info(
+        "continuing the run of another program (%s) after step %d",
+        manifest.lineage.get("imported_kind"),
+        resumed.step,
+    )
+    missing = manifest.lineage.get("not_transferred")
+    if isinstance(missing, list) and missing:
+        log.warning("the import did not transfer:%s", first_lines([str(item) for item in missing]))
+    rng.derive(resumed.step)
+    if isinstance(dataloader, GlobalBatchLoader):
+        consumed = manifest.progress.get("consumed_samples")
+        dataloader.start_after(resumed.step, consumed)
+        step_scheduler.follow_data(
+            epochs_done=dataloader.epoch, num_samples=dataloader.samples_before
+        )
+
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -63,8 +97,6 @@ def load_checkpoint(recipe: Any, state: Mapping[str, Any]) -> None:
         # Wall-clock time: the checkpoint may be from another process or node.
         run_log.progress.note_saved(resumed.step, time.time() - resumed.manifest.created)
         if resumed.manifest.is_imported_run:
-            from automodel_ckpt.training.start.imported_run import continue_imported_run
-
             continue_imported_run(
                 resumed, dataloader=recipe.dataloader, step_scheduler=scheduler, rng=recipe.rng
             )

@@ -10,17 +10,217 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import closing
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from automodel_ckpt.training.counters.step_scheduler import ClockReading
+from automodel_ckpt.base.units import counted
+from automodel_ckpt.checkpoint.run import timeline
+from automodel_ckpt.data.batches.loader import GlobalBatchLoader
+from automodel_ckpt.errors import TrainingDiverged
+from automodel_ckpt.training.counters.cadence import Due
+from automodel_ckpt.training.counters.step_scheduler import ClockReading, StepScheduler
 from automodel_ckpt.training.values.readback import LaunchedStep
 from automodel_ckpt.training.values.records import BatchSize, Control, ReportedStep, StepResult
+from automodel_ckpt.training.values.run_log import RunLog
 from automodel_ckpt.training.watch.batch_errors import BatchErrors
-from automodel_ckpt.training.watch.divergence import Divergence
 
 if TYPE_CHECKING:
-    from automodel_ckpt.training.values.throughput import Throughput
+    from automodel_ckpt.training.counters.spikes import Spike
     from automodel_ckpt.training.watch.stragglers import StragglerWatch
+
+_HINT = (
+    "lower optimizer.lr, add warmup_steps or clip_grad_norm, use bfloat16 instead of float16, or look at the samples "
+    "of these steps (logging.sample_ids)"
+)
+_FIRST_STEPS = 10
+"""So many steps without an update, from the start of a new run on, are an error."""
+
+
+class Divergence:
+    """Judges the steps of a run, and goes back to a checkpoint before a spike (``step_scheduler.on_spike``).
+
+    What checkpoints store of this belongs to the step scheduler. *saves* are the run's ``Saves``. Every method is
+    called on all ranks, with the same values, and decides the same on all of them.
+    """
+
+    def __init__(self, scheduler: StepScheduler, saves: Any, run_log: RunLog) -> None:
+        self._scheduler = scheduler
+        self._saves = saves
+        self._run_log = run_log
+        self._spike: Spike | None = None
+        """The spike that was found and has not been handled yet."""
+        self._spike_step: ReportedStep | None = None
+        """The step that was the newest spike."""
+        self._after_spike: list[ReportedStep] = []
+        """The steps that the device had done by then, which count only if the run cannot go back."""
+        self._has_updated = False
+        """Whether a step of this process had a finite gradient norm: others change no weight."""
+
+    @property
+    def found_spike(self) -> bool:
+        """Whether a step was a spike, and :meth:`go_back` has not been called since."""
+        return self._spike is not None
+
+    def judge(self, step: ReportedStep) -> None:
+        """Find out whether *step* is a spike, or one too many that is not finite.
+
+        Raises :class:`TrainingDiverged` in the second case.
+        """
+        if self._spike is not None:
+            self._after_spike.append(step)
+            return
+        spikes = self._scheduler.spikes
+        # Without labels, the loss is not a number and no weight changes.
+        if spikes is not None and step.has_labels:
+            self._spike = spikes.note(step.step, step.loss, step.grad_norm)
+        if self._spike is not None:
+            self._spike_step = step
+            return
+        self._note_finite(step)
+
+    def go_back(self) -> bool:
+        """Go back because of the spike that was found; returns whether the run did. A collective.
+
+        All steps that were made must have been judged. Without a checkpoint that is old enough, training continues.
+        Raises :class:`TrainingDiverged` after too many spikes.
+        """
+        while self._spike is not None:
+            spike, self._spike = self._spike, None
+            if self._restore_before(spike):
+                self._after_spike = []
+                return True
+            self._count_spike_and_following()
+        return False
+
+    def _restore_before(self, spike: Spike) -> bool:
+        """Load the checkpoint of some steps before *spike*; returns False if there is none."""
+        spikes = self._scheduler.spikes
+        assert spikes is not None
+        target = spike.step - spikes.rule.rollback
+        num_rollbacks = spikes.num_rollbacks + 1
+        if num_rollbacks > spikes.rule.max_rollbacks:
+            # A save in the background may still be writing the last good checkpoint.
+            self._saves.wait()
+            raise TrainingDiverged(
+                f"step {spike.step} is a spike, after {spikes.num_rollbacks} rollbacks: {spike.reason}",
+                where="step_scheduler.on_spike.max_rollbacks",
+                value=str(spikes.rule.max_rollbacks),
+                hint=_HINT,
+            )
+        left_out = spikes.left_out()
+        with self._run_log.timeline.phase(timeline.OTHER):
+            resumed = self._saves.roll_back(target) if target >= 0 else None
+        if resumed is None:
+            log.warning(
+                "step %d is a spike (%s), and no checkpoint is old enough to go back to step %d: training continues",
+                spike.step,
+                spike.reason,
+                target,
+            )
+            return False
+        spikes.num_rollbacks = num_rollbacks
+        spikes.keep_left_out(left_out)
+        spikes.leave_out(target, spikes.rule.skip)
+        self._run_log.roll_back(self._scheduler, spike, spikes.rule.skip)
+        log.warning(
+            "step %d is a spike: %s. Going back to step %d from the checkpoint of step %d, and leaving out %s",
+            spike.step,
+            spike.reason,
+            target,
+            resumed.step,
+            counted(spikes.rule.skip, "global batch", "global batches"),
+        )
+        return True
+
+    def _count_spike_and_following(self) -> None:
+        """Count the step of the spike as any other, and judge the steps after it, the next spike among them."""
+        assert self._spike_step is not None
+        self._note_finite(self._spike_step)
+        following, self._after_spike = self._after_spike, []
+        for step in following:
+            self.judge(step)
+
+    def skip_is_due(self) -> bool:
+        """Whether batches are left out after the present step."""
+        spikes = self._scheduler.spikes
+        return spikes is not None and spikes.num_to_skip(self._scheduler.step) > 0
+
+    def skip_batches(self, dataloader: GlobalBatchLoader) -> None:
+        """Leave out the global batches of spikes, if the next ones are such batches."""
+        spikes = self._scheduler.spikes
+        if spikes is None:
+            return
+        num_left = spikes.num_to_skip(self._scheduler.step)
+        while num_left:
+            # Not interrupted by a signal, which only one rank may have: the next step is agreed on by all.
+            with closing(iter(dataloader)) as batches:
+                for batch in islice(batches, num_left):
+                    dataloader.mark_consumed(batch)
+                    spikes.num_skipped += 1
+                    num_left -= 1
+
+    def postpones_save(self, due: Due) -> bool:
+        """Whether a save that is due waits for a finite step: it could replace the last good checkpoint."""
+        if due.last or (self._scheduler.nonfinite_steps == 0 and not self._has_no_update):
+            return False
+        log.warning(
+            "step %d: not saved, because its loss or gradient norm is not finite",
+            self._scheduler.step,
+        )
+        return True
+
+    def _note_finite(self, step: ReportedStep) -> None:
+        """Count *step* if it is not finite. Raises :class:`TrainingDiverged` after too many."""
+        self._has_updated = self._has_updated or math.isfinite(step.grad_norm)
+        if self._scheduler.note_finite(step.is_finite):
+            self._stop(step)
+        if self._cannot_train(step):
+            raise TrainingDiverged(
+                "no step had a finite gradient norm, so that no weight has changed",
+                where=f"the first {counted(step.step, 'step')}",
+                value=_numbers(step),
+                hint="look for NaN in the weights of the model; or use bfloat16 instead of float16; or look at the "
+                "samples of these steps (logging.sample_ids), and at losses of your own code",
+            )
+
+    @property
+    def _has_no_update(self) -> bool:
+        """Whether no step of a new run has changed a weight so far."""
+        return not self._has_updated and self._saves.resumed is None
+
+    def _cannot_train(self, step: ReportedStep) -> bool:
+        """Whether none of the first steps of a new run, up to *step*, has changed a weight.
+
+        The recipe's limit is used instead, if it has one.
+        """
+        if not self._has_no_update:
+            return False
+        if self._scheduler.cadence.stop_after_nonfinite_steps is not None:
+            return False
+        planned = self._scheduler.planned_steps
+        limit = _FIRST_STEPS if planned is None else min(planned, _FIRST_STEPS)
+        return step.step >= limit
+
+    def _stop(self, step: ReportedStep) -> NoReturn:
+        """Raise :class:`TrainingDiverged` after too many steps that were not finite. Nothing is saved."""
+        # A save in the background may still be writing the last good checkpoint.
+        self._saves.wait()
+        count = self._scheduler.nonfinite_steps
+        steps = "in 1 step" if count == 1 else f"in {count} consecutive steps"
+        newest = self._saves.last_save or self._saves.resumed
+        kept = f"the newest checkpoint is {newest.path.name}" if newest else "nothing was saved"
+        raise TrainingDiverged(
+            f"the loss or the gradient norm was not finite {steps}, the last of which is step {step.step}",
+            where="step_scheduler.stop_after_nonfinite_steps",
+            value=_numbers(step),
+            hint=f"{_HINT}; {kept}",
+        )
+
+
+def _numbers(step: ReportedStep) -> str:
+    return f"loss {step.loss}, gradient norm {step.grad_norm}, learning rate {step.lr:g}"
+
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -35,7 +235,7 @@ class StepNumbers:
         recipe: Any,
         divergence: Divergence,
         errors: BatchErrors,
-        throughput: Throughput | None,
+        throughput: Any,
         *,
         runs_ahead: bool,
     ) -> None:

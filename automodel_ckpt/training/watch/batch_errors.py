@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
+import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch.optim import Optimizer
 
 from automodel_ckpt.base.units import size_text
 from automodel_ckpt.checkpoint.state.module_tensors import unwrap
+from automodel_ckpt.config.keys.distributed import DistributedConfig
+from automodel_ckpt.config.keys.model import ModelConfig
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.tree.rules import Target
 from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.errors import DeviceMemoryError, Problem, RecipeError
 from automodel_ckpt.models.inspect.vocabulary import check_token_ids, num_embeddings
@@ -28,38 +30,6 @@ from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.training.values.readback import LaunchedStep
 
 _NUM_HINTS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Bytes of a device: all, those of this process's tensors, those that its allocator keeps, and free ones."""
-
-    total: int
-    allocated: int
-    reserved: int
-    free: int
-
-    def __str__(self) -> str:
-        parts = [f"{size_text(self.total)} in total, {size_text(self.allocated)} in tensors"]
-        if self.reserved > self.allocated:
-            parts.append(f"{size_text(self.reserved - self.allocated)} kept by PyTorch")
-        others = self.total - self.reserved - self.free
-        # The CUDA context of this process is part of the rest.
-        if others > 0:
-            parts.append(f"{size_text(others)} in other processes and CUDA itself")
-        return ", ".join(parts)
-
-
-def memory_of(device: torch.device) -> DeviceMemory | None:
-    """The memory of *device*; None for a CPU, and if CUDA does not answer."""
-    if device.type != "cuda":
-        return None
-    try:
-        free, total = torch.cuda.mem_get_info(device)
-        allocated = torch.cuda.memory_allocated(device)
-        return DeviceMemory(total, allocated, torch.cuda.memory_reserved(device), free)
-    except RuntimeError:
-        return None
 
 
 @dataclass(frozen=True)
@@ -106,9 +76,6 @@ def _values(
         yield f"longest row {longest:,} tokens, largest micro-batch {largest:,} tokens, local_batch_size {size}"
     if situation.model is not None:
         yield f"forecast without activations {_state_text(situation.model, situation.optimizer)}"
-    memory = memory_of(situation.layout.device)
-    if memory is not None:
-        yield f"memory {memory}"
     lines = str(error).splitlines()
     if lines:
         # PyTorch's message continues with statistics and advice.
@@ -142,45 +109,30 @@ def _nbytes(values: Any) -> int:
 
 def hints_for(config: RecipeConfig, num_ranks: int) -> list[str]:
     """Three changes that need less memory, the least expensive first, as options to paste after ``ckpt-train``."""
-    hints = [*_smaller_batches(config), *_recomputation(config), *_sharding(config, num_ranks)]
-    if config.peft is None:
-        hints.append("--peft.r=16  (train LoRA adapters instead of all weights: a new run)")
-    hints.append("--dry-run  (trains nothing: forecasts the memory of a rank)")
-    return hints[:_NUM_HINTS]
+    return list(itertools.islice(_hints(config, config.distributed, num_ranks), _NUM_HINTS))
 
 
-def _smaller_batches(config: RecipeConfig) -> Iterator[str]:
-    size = config.step_scheduler.local_batch_size
+def _hints(config: RecipeConfig, section: DistributedConfig, num_ranks: int) -> Iterator[str]:
+    size, packed = config.step_scheduler.local_batch_size, config.packed_sequence
     if size > 1:
-        smaller = size // _smallest_factor(size)
+        smaller = next(each for each in range(size // 2, 0, -1) if size % each == 0)
         yield f"--step_scheduler.local_batch_size={smaller}  (the same global batches, in more micro-batches)"
-    elif config.packed_sequence is not None:
-        half = config.packed_sequence.size // 2
-        yield f"--packed_sequence.size={half}  (shorter rows; no sample may be longer)"
-
-
-def _smallest_factor(number: int) -> int:
-    factor = 2
-    while number % factor:
-        factor += 1
-    return factor
-
-
-def _recomputation(config: RecipeConfig) -> Iterator[str]:
-    if isinstance(config.model, Target):
-        return
-    if config.model.activation_checkpointing not in (True, "full"):
+    elif packed is not None:
+        yield f"--packed_sequence.size={packed.size // 2}  (shorter rows; no sample may be longer)"
+    if isinstance(config.model, ModelConfig) and config.model.activation_checkpointing not in (
+        True,
+        "full",
+    ):
         yield "--model.activation_checkpointing=true  (computes activations again: about a third more time)"
-
-
-def _sharding(config: RecipeConfig, num_ranks: int) -> Iterator[str]:
-    section = config.distributed
     if num_ranks > 1 and section.strategy == "ddp":
         yield "--distributed.strategy=fsdp2  (shards weights, gradients and optimizer state)"
     elif num_ranks == 1 and torch.cuda.device_count() > 1:
         yield "--nproc-per-node=2 --distributed.strategy=fsdp2  (shards the model among more GPUs)"
     if not section.cpu_offload and section.strategy != "ddp":
         yield "--distributed.strategy=fsdp2 --distributed.cpu_offload=true  (keeps the state in host memory: slow)"
+    if config.peft is None:
+        yield "--peft.r=16  (train LoRA adapters instead of all weights: a new run)"
+    yield "--dry-run  (trains nothing: forecasts the memory of a rank)"
 
 
 class BatchErrors:
@@ -252,7 +204,22 @@ def check_all_trained(
             used.add(name_of(name))
     if not unused:
         return
-    problem = _problem([*unused], used, has_adapters=has_adapters)
+    names = list(unused)
+    shown = ", ".join(names[:_NUM_SHOWN]) + (" ..." if len(names) > _NUM_SHOWN else "")
+    key, verb = (
+        ("peft.exclude_modules", "leave them out")
+        if has_adapters
+        else ("model.freeze", "freeze them")
+    )
+    # In all layers, where no layer uses them.
+    globs = {in_all_layers(name): name for name in names}
+    usable = [glob if not fnmatch.filter(used, glob) else name for glob, name in globs.items()]
+    problem = Problem(
+        "trained parameters got no gradient in the first step",
+        key,
+        f"{len(names)} of them: {shown}",
+        f"if no batch uses them, {verb}: {key}: {sorted(usable)}",
+    )
     if waits_for_all:
         hint = f"{problem.hint}; if some do, set distributed.strategy fsdp2"
         raise RecipeError.all_of([replace(problem, hint=hint)])
@@ -262,49 +229,6 @@ def check_all_trained(
     elif is_error:
         raise RecipeError.all_of([problem])
     log.warning("%s: %s; %s", problem.what, problem.value, problem.hint)
-
-
-def _problem(unused: list[str], used: set[str], *, has_adapters: bool) -> Problem:
-    key, hint, patterns_of = "model.freeze", "freeze them", _parameter_patterns
-    if has_adapters:
-        key, hint, patterns_of = "peft.exclude_modules", "leave them out", _module_patterns
-    shown = ", ".join(unused[:_NUM_SHOWN])
-    more = " ..." if len(unused) > _NUM_SHOWN else ""
-    listed = ", ".join(map(repr, sorted(_selection(unused, used, patterns_of))))
-    return Problem(
-        "trained parameters got no gradient in the first step",
-        key,
-        f"{len(unused)} of them: {shown}{more}",
-        f"if no batch uses them, {hint}: {key}: [{listed}]",
-    )
-
-
-def _selection(
-    unused: Iterable[str], used: set[str], patterns_of: Callable[[str], Iterator[str]]
-) -> set[str]:
-    """For each of *unused*, the first of its patterns that matches none of *used*."""
-    selected = set()
-    for name in unused:
-        for pattern in patterns_of(name):
-            if not any(fnmatchcase(other, pattern) for other in used):
-                selected.add(pattern)
-                break
-    return selected
-
-
-def _parameter_patterns(name: str) -> Iterator[str]:
-    """Patterns for a parameter, the widest first: its module in all layers, its module, itself."""
-    module, _, _ = name.rpartition(".")
-    if module:
-        yield f"{in_all_layers(module)}.*"
-        yield f"{module}.*"
-    yield name
-
-
-def _module_patterns(name: str) -> Iterator[str]:
-    """Patterns for a module, the widest first: it in all layers, itself."""
-    yield in_all_layers(name)
-    yield name
 
 
 def in_all_layers(name: str) -> str:

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -26,10 +26,8 @@ from automodel_ckpt.parallel.ranks.hangs import RankState, Verdict
 from automodel_ckpt.parallel.ranks.process_stacks import (
     ProcessAddress,
     StackDump,
-    kill_if_suspended,
     report_on,
 )
-from automodel_ckpt.parallel.ranks.stop import StopRequest
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -40,9 +38,6 @@ _JOIN_SECONDS = 15.0
 _WORKING = (STEPS, DATA)
 _SUSPENDED_SECONDS = 1.0
 """If a poll is so much late, the process was suspended."""
-_STOP_MIN_SECONDS = 60.0
-"""In place of a longer ``min_seconds`` after a stop request. Launchers leave a run two minutes at least."""
-_STOP_POLL_SECONDS = 1.0
 _TIMEOUT_SHARE = 2 / 3
 """A step with nothing to compare it with hangs if a rank waits in it for this share of the timeout of collectives."""
 _PHASES = {DATA: "waiting for data", STEPS: "in a step"}
@@ -67,21 +62,17 @@ class HangWatch:
         *,
         timeout_seconds: float = math.inf,
         arrival_seconds: float = 0.0,
-        stop_request: StopRequest | None = None,
     ) -> None:
         """The stacks are written to the directory *run*.
 
         *timeout_seconds* is that of the collectives. *arrival_seconds* is how long a file takes until all ranks see it:
-        nodes without shared storage send each other what they write. After a *stop_request*, which waits for the
-        present step, a hang is found sooner, and ends the run.
+        nodes without shared storage send each other what they write.
         """
         self._settings = settings
         self._layout = layout
         self._timeline = timeline
         self._root = run / HANGS
         self._arrival_seconds = arrival_seconds
-        self._stop_request = stop_request
-        self._has_noticed_stop = False
         self._first: list[float] = []
         """Seconds of steps at the start of this process, which compile and allocate, and are no measure of others."""
         self._others: deque[float] = deque(maxlen=_MAX_STEPS)
@@ -95,7 +86,6 @@ class HangWatch:
         """Held while the thread changes the two times above, which the main thread sets after each step."""
         self._reported: set[int] = set()
         self._answered: set[int] = set()
-        self._newest_reported: int | None = None
         self._num_overdue = 0
         self._done = threading.Event()
         self._dump: StackDump | None = None
@@ -103,6 +93,7 @@ class HangWatch:
         self.hosts: list[str] = []
         """The names of the nodes of all ranks, once it is entered."""
         self._start = uuid.uuid4().hex
+        self._poll_seconds = hangs.poll_seconds(settings.min_seconds)
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
 
     def __enter__(self) -> HangWatch:
@@ -153,20 +144,6 @@ class HangWatch:
 
     # ---------------------------------------------------------------- the thread
 
-    @property
-    def _is_stopping(self) -> bool:
-        return self._stop_request is not None and self._stop_request.wanted
-
-    @property
-    def _poll_seconds(self) -> float:
-        seconds = hangs.poll_seconds(self._settings.min_seconds)
-        return min(seconds, _STOP_POLL_SECONDS) if self._is_stopping else seconds
-
-    @property
-    def _min_seconds(self) -> float:
-        seconds = self._settings.min_seconds
-        return min(seconds, _STOP_MIN_SECONDS) if self._is_stopping else seconds
-
     def _watch(self) -> None:
         while True:
             seconds, begin = self._poll_seconds, time.monotonic()
@@ -190,11 +167,6 @@ class HangWatch:
             self._worked_at_collective = min(self._worked_at_collective + seconds, worked)
 
     def _check(self) -> None:
-        self._follow()
-        if self._is_stopping and not self._has_noticed_stop:
-            self._has_noticed_stop = True
-            # A hang that was reported without a restart now ends the run.
-            self._reported.clear()
         step = self._completed + 1
         seconds = self._seconds()
         is_overdue = seconds > self._limit()
@@ -202,24 +174,15 @@ class HangWatch:
         self._num_overdue = self._num_overdue + 1 if is_overdue else 0
         if step not in self._reported and self._num_overdue >= 2:
             self._reported.add(step)
-            self._newest_reported = step
             self._report(step, seconds)
         elif step not in self._reported:
             self._answer(step)
 
     def _limit(self) -> float:
-        usual = self._usual
+        usual, least = self._usual, self._settings.min_seconds
         if usual is not None:
-            return max(self._min_seconds, self._settings.factor * usual)
-        if self._is_stopping:
-            # For ranks that do not respond. Others may compile: _is_certain().
-            return self._min_seconds
-        return self._first_limit
-
-    @property
-    def _first_limit(self) -> float:
-        """The limit of a step with nothing to compare it with."""
-        return max(self._min_seconds, _TIMEOUT_SHARE * self._timeout_seconds)
+            return max(least, self._settings.factor * usual)
+        return max(least, _TIMEOUT_SHARE * self._timeout_seconds)
 
     def _seconds(self) -> float:
         """The seconds of the present step, or, with nothing to compare them with, since it began a collective."""
@@ -237,7 +200,6 @@ class HangWatch:
             directory = self._root / f"step_{number}"
             if number not in self._answered and hangs.read_states(directory, self._start):
                 self._answered.add(number)
-                self._newest_reported = number
                 hangs.write_state(directory, self._state(is_overdue=False))
 
     def _state(self, *, is_overdue: bool) -> RankState:
@@ -267,7 +229,10 @@ class HangWatch:
             return
         notes |= self._notes_of_others(directory, [rank for rank in silent if rank not in notes])
         found = hangs.verdict(states, range(self._layout.world_size), notes, _WORKING, self.hosts)
-        if found is None or not self._is_certain(found, overdue, states, seconds):
+        # With nothing to compare the step with, another rank must have waited for those that are late: all may compile
+        # for as long as they want.
+        late = set() if found is None else set(found.ranks)
+        if found is None or (self._usual is None and (not late or set(overdue) <= late)):
             # Another rank saves, for example, or compiles. Look again later.
             self._reported.discard(step)
             self._num_overdue = -_PAUSE_POLLS
@@ -276,12 +241,7 @@ class HangWatch:
             return
         text = self._text(step, seconds, found, directory)
         ends = self._settings.restart and hang_action.may_restart(os.environ)
-        if self._is_stopping and hang_action.restart is not None:
-            ends = True
-            text += (
-                "\n  the step was not completed after the request to stop, and nothing was saved"
-            )
-        mark = self._restart_mark if ends else f"start {self._start} waits"
+        mark = f"start {self._start} {'is restarted' if ends else 'waits'}"
         # A rank with a lower number may have been too slow to write its state, and then reports, too.
         if mark in hangs.read_text(directory / hangs.REPORT):
             return
@@ -290,51 +250,8 @@ class HangWatch:
             assert hang_action.restart is not None
             # The end of this rank can end the process that sends the report to other nodes.
             time.sleep(self._arrival_seconds)
-            self._end_suspended()
             hang_action.restart(text)
         log.error("%s", text)
-
-    def _is_certain(
-        self,
-        found: Verdict,
-        overdue: Sequence[int],
-        states: Mapping[int, RankState],
-        seconds: float,
-    ) -> bool:
-        """Whether a step hangs in which the ranks *overdue* take too long, this one *seconds*.
-
-        With nothing to compare the step with, another rank must have waited so long for those that are late: all may
-        compile for as long as they want. After a request to stop, those without a state in *states* hang sooner: they
-        do not respond.
-        """
-        if self._usual is not None:
-            return True
-        if self._is_stopping and states.keys().isdisjoint(found.ranks):
-            return bool(found.ranks)
-        if self._is_stopping and seconds <= self._first_limit:
-            return False
-        return bool(found.ranks) and not set(overdue) <= set(found.ranks)
-
-    @property
-    def _restart_mark(self) -> str:
-        """What a report has if the ranks are ended. They start again, unless a stop was requested."""
-        return f"start {self._start} is restarted"
-
-    def _follow(self) -> None:
-        """End this rank if another one has reported that the ranks are restarted, where the launcher would not."""
-        if hang_action.leave is None or self._newest_reported is None:
-            return
-        report = self._root / f"step_{self._newest_reported}" / hangs.REPORT
-        if self._restart_mark in hangs.read_text(report):
-            self._end_suspended()
-            hang_action.leave()
-
-    def _end_suspended(self) -> None:
-        """End the suspended ranks of this node, where the launcher would wait for them."""
-        if hang_action.leave is not None:
-            for address in self._addresses:
-                if address is not None:
-                    kill_if_suspended(address)
 
     def _collect(self, directory: Path) -> dict[int, RankState]:
         """Wait until all ranks have written their states, at most for a few polls of their threads."""

@@ -10,7 +10,7 @@ import torch
 
 from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.errors import EXIT_USAGE, DeviceMemoryError, SaveFailed, describe
-from automodel_ckpt.training.watch.batch_errors import DeviceMemory, hints_for
+from automodel_ckpt.training.watch.batch_errors import hints_for
 from tests.distributed.faults.test_runs_ahead import AheadRecipe
 from tests.distributed.kinds.test_training import failure
 from tests.support.runs.training import RECIPE, VALIDATION, build, steps_of, write_recipe
@@ -108,11 +108,3 @@ def test_a_save_without_device_memory_fails_with_a_hint_and_is_no_defect(tmp_pat
     assert "local_batch_size" in str(failure)
     code, text = describe(torch.OutOfMemoryError("CUDA out of memory."))
     assert (code, text.splitlines()[0]) == (1, "error: the GPU ran out of memory")
-
-
-def test_the_memory_of_a_device_is_divided_into_what_users_can_change() -> None:
-    memory = DeviceMemory(total=140 * 10**9, allocated=60 * 10**9, reserved=75 * 10**9, free=10**9)
-    assert str(memory) == (
-        "140.0 GB in total, 60.0 GB in tensors, 15.0 GB kept by PyTorch, "
-        "64.0 GB in other processes and CUDA itself"
-    )

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from automodel_ckpt.logs import timeline
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.values import readback, step_exchange
+from automodel_ckpt.training.values import readback, step_numbers
 from automodel_ckpt.training.values.readback import ForwardTimer
 from automodel_ckpt.training.values.records import Control
 from tests.distributed.kinds.test_training import lines, run_each
@@ -54,7 +54,7 @@ class Clock:
     def install(self) -> None:
         """Let steps and forward passes be measured with it, for the rest of this process."""
         instead = SimpleNamespace(time=time.time, monotonic=self.read, perf_counter=self.read)
-        for module in (readback, step_exchange, timeline):
+        for module in (readback, step_numbers, timeline):
             vars(module)["time"] = instead
         summed = Control.summed
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.watch import rank_consistency
+from automodel_ckpt.training.start import start_rank as rank_consistency
 from tests.support import ranks
 
 RECIPE = "optimizer: {lr: 1.0e-2}\nmodel:\n  sizes: [1, 2]\n  name: ${oc.env:BASE}\n"
@@ -33,7 +33,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"config_yaml": RECIPE.replace("1.0e-2", "5.0e-3") + "seed: 7\n"},
         [
-            "rank 1: this rank was started with another recipe than rank 0",
+            "rank 1: this rank has another recipe, or other software, than rank 0",
             "  where:  optimizer.lr, seed",
             "  value:  optimizer.lr: 0.005, not 0.01; seed: 7, not None",
         ],
@@ -41,9 +41,9 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"config_yaml": RECIPE, "torch": "2.4.0"},
         [
-            "rank 1: this rank has other software than rank 0",
-            "  where:  versions",
-            f"  value:  torch 2.4.0, not {VERSIONS['torch']}",
+            "rank 1: this rank has another recipe, or other software, than rank 0",
+            "  where:  versions.torch",
+            f"  value:  versions.torch: 2.4.0, not {VERSIONS['torch']}",
         ],
     ),
     (

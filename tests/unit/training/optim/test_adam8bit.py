@@ -5,25 +5,15 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from automodel_ckpt.base import device_copies
-from automodel_ckpt.config.keys.optimizer import OptimizerConfig
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.optim import adam8bit
 from automodel_ckpt.optim.adam8bit import AdamW8bit, divided, joined
-from automodel_ckpt.optim.combined_optimizer import CombinedOptimizer
-from automodel_ckpt.optim.moment_codes import decoded, dynamic_table, lookup_of, nearest
-from automodel_ckpt.training.counters.cadence import Cadence
-from automodel_ckpt.training.counters.step_scheduler import StepScheduler
-from automodel_ckpt.training.start.resume_overrides import RecipeOptions
-from tests.support.models import tiny
+from automodel_ckpt.optim.moment_codes import decoded, dynamic_table, nearest
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
@@ -46,31 +36,6 @@ def test_values_are_stored_with_the_scale_of_their_block() -> None:
     table = dynamic_table(True)
     found = decoded(nearest(values / scales, table).to(torch.uint8), scales, table)
     assert ((found - values).abs() <= 0.008 * scales).all()
-
-
-@pytest.mark.parametrize(("is_signed", "num_bits"), [(True, 15), (False, 16)])
-def test_a_lookup_table_has_the_codes_of_the_search(is_signed: bool, num_bits: int) -> None:
-    table = dynamic_table(is_signed)
-    lookup = lookup_of(table, num_bits)
-    shift = 32 - num_bits
-    middles = ((table[1:] + table[:-1]) / 2).view(torch.int32).long()
-    nearby = (middles.unsqueeze(1) + torch.arange(-3, 4)).flatten()
-    # The first and the last number of each entry.
-    starts = torch.arange(-(2**31), 2**31, 2**shift)
-    generator = torch.Generator().manual_seed(7)
-    others = torch.randint(-(2**31), 2**31, (100_000,), generator=generator)
-    nearby = torch.cat([nearby, torch.arange(4)])
-    bits = torch.cat([nearby, -nearby - 2**31, starts, starts + 2**shift - 1, others])
-    # NaN beside infinity is no result of an operation.
-    magnitude = bits & 0x7FFFFFFF
-    bits = bits[(magnitude <= 0x7F800000) | (magnitude >= 0x7FC00000)]
-    numbers = bits.int().view(torch.float32)
-    assert numbers.isnan().any() and numbers.isinf().any()
-    places = (bits ^ (bits >> 31)) & (2**shift - 1)
-    entries = lookup[(bits & 0xFFFFFFFF) >> shift]
-    assert torch.equal((entries + places) >> shift, nearest(numbers, table).long())
-    with pytest.raises(ValueError, match="do not separate"):
-        lookup_of(table, num_bits - 2)
 
 
 def test_only_a_second_moment_of_0_is_stored_as_0() -> None:
@@ -100,22 +65,6 @@ def test_rows_without_a_gradient_in_most_steps_change_as_with_moments_in_float32
             largest[number] = torch.maximum(largest[number], change)
     # A second moment that is rounded to 0 gives 40 times as much.
     assert largest[0] < 1.5 * largest[1]
-
-
-def test_settings_reach_a_gpu_where_the_system_locks_no_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(tensor: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
-    monkeypatch.setattr(device_copies, "_pinned_memory", device_copies.PinnedMemory(refuse))
-    group = {"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
-    # This machine may have no GPU.
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
-    values = adam8bit._setting_values(group, 1.0)
-    settings = adam8bit._settings(values, torch.device("cuda"))
-    assert settings.tolist() == pytest.approx([0.1, 0.001, 1 - 1e-4, 1e-2, 0.001**0.5, 1e-8])
 
 
 def trained(
@@ -266,20 +215,6 @@ def test_a_block_of_zeros_has_the_codes_of_zero() -> None:
         assert (state[f"{moment}_codes"] == zero).all()
 
 
-def test_chunks_do_not_change_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = trained(AdamW8bit, min_elements=512)
-    monkeypatch.setattr(adam8bit, "_CHUNK", 7 * 64)
-    assert trained(AdamW8bit, min_elements=512)[0] == expected
-
-
-def test_the_compiled_update_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"dtype": torch.bfloat16, "min_elements": 512, "float32_weights": True}
-    expected, _ = trained(AdamW8bit, **options)
-    compiled = torch.compile(adam8bit.update_blocks, backend="aot_eager")
-    monkeypatch.setattr(adam8bit, "_kernel_for", lambda device_type: compiled)
-    assert trained(AdamW8bit, **options)[0] == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_state_that_was_saved_and_loaded_continues_exactly(dtype: torch.dtype) -> None:
     values = torch.randn(64, 128, dtype=dtype)
@@ -304,67 +239,6 @@ def test_state_that_was_saved_and_loaded_continues_exactly(dtype: torch.dtype) -
         assert torch.equal(loaded, value) and loaded.dtype == value.dtype
     steps(second, resumed, slice(2, 4))
     assert torch.equal(second, whole)
-
-
-@pytest.mark.parametrize("from_recipe", [False, True], ids=["checkpoint", "recipe"])
-@pytest.mark.parametrize("has_bits", [False, True], ids=["saved without bits", "saved with bits"])
-def test_a_resume_logs_whether_weights_keep_their_further_bits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_bits: bool, from_recipe: bool
-) -> None:
-    """The bits of the checkpoint and the option of the recipe differ."""
-
-    def made(has_bits: bool) -> SimpleNamespace:
-        matrix = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
-        gain = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-        optimizers = [
-            AdamW8bit(part.parameters(), lr=1e-4, float32_weights=has_bits)
-            for part in (matrix, gain)
-        ]
-        return SimpleNamespace(
-            model=nn.ModuleList([matrix, gain]), optimizer=CombinedOptimizer(optimizers)
-        )
-
-    saved, resumed = made(has_bits), made(not has_bits)
-    for parameter in saved.model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    saved.optimizer.step()
-    tiny.save(tmp_path, saved)
-    options = RecipeOptions(
-        resumed.optimizer, None, OptimizerConfig(on_resume="recipe" if from_recipe else "saved")
-    )
-    assert tiny.load(tmp_path, resumed)
-    scheduler = StepScheduler(Cadence(max_steps=1), planned_steps=1)
-    with caplog.at_level("INFO", "automodel_ckpt"):
-        options.compare(scheduler, {"optimizer"}, tmp_path)
-    expected = not has_bits if from_recipe else has_bits
-    for one, other in zip(saved.model.parameters(), resumed.model.parameters(), strict=True):
-        state = resumed.optimizer.state[other]
-        assert torch.equal(one, other) and ("further_bits" in state) == expected
-        if expected:
-            bits = saved.optimizer.state[one].get("further_bits", torch.zeros(one.shape))
-            assert torch.equal(state["further_bits"], bits.to(torch.int16))
-    for part in resumed.optimizer.optimizers:
-        assert (
-            part.float32_weights == expected and part.state_options["float32_weights"] == expected
-        )
-    change = f"is the recipe's from here on, {expected}; it was {has_bits}"
-    if not from_recipe:
-        change = f"continues as saved, {expected}; the recipe's {not has_bits} is not applied"
-    summary = "with further bits" if expected else "lose updates"
-    assert caplog.text.count(f"the optimizer's float32_weights {change}") == 2
-    assert caplog.text.count(f"bfloat16 weights {summary}") == 2
-
-
-def test_an_override_of_further_bits_that_a_resume_ignores_is_rejected() -> None:
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    parameter.grad = torch.zeros_like(parameter)
-    saved, resumed = (AdamW8bit([parameter], float32_weights=bits) for bits in (True, False))
-    saved.step()
-    options = RecipeOptions(resumed, None, OptimizerConfig(), ["optimizer.float32_weights"])
-    resumed.load_state_dict(saved.state_dict())
-    scheduler = StepScheduler(Cadence(max_steps=1), planned_steps=1)
-    with pytest.raises(RecipeError, match=r"float32_weights[\s\S]*on_resume recipe"):
-        options.compare(scheduler, {"optimizer"}, Path("here"))
 
 
 def test_a_block_that_is_no_power_of_two_is_an_error() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.optim import adam8bit
-from automodel_ckpt.optim.adam8bit import AdamW8bit, update_blocks
+from automodel_ckpt.optim.adam8bit import update_blocks
 from automodel_ckpt.optim.moment_codes import dynamic_table, nearest
 
 pytest.importorskip("triton")
@@ -231,93 +231,3 @@ def test_scales_that_are_no_usual_number_give_the_codes_of_torch(value: float) -
     ):
         divisors = numbers.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         assert torch.equal(found.int(), nearest(numbers / divisors, table))
-
-
-def test_a_change_counts_as_one_in_place() -> None:
-    from automodel_ckpt.optim import adam8bit_kernel
-
-    rows = [each.to(DEVICE) for each in made(2, 64, torch.bfloat16)]
-    bits = torch.zeros(2, 64, dtype=torch.int16, device=DEVICE)
-    before = [each._version for each in (*rows, bits)]
-    adam8bit_kernel.update(rows, SETTINGS, bits)
-    changes = [each._version - count for each, count in zip((*rows, bits), before, strict=True)]
-    assert changes == [1, 0, 1, 1, 1, 1, 1]
-
-
-def after_steps(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[Any]]:
-    """Weights after three steps, and the state. Rows have blocks or none, are transposed, or are too long."""
-    generator = torch.Generator().manual_seed(5)
-    shapes = [(8, 768), (3, 5, 64), (256, 96), (2, 2**14), (40,), (0, 64)]
-    values = [torch.randn(shape, generator=generator) for shape in shapes]
-    values[2] = values[2].t()
-    parameters = [nn.Parameter(each.to(DEVICE, dtype)) for each in values]
-    optimizer = AdamW8bit(
-        parameters, lr=1e-2, block_size=2**14, min_elements=32, float32_weights=True
-    )
-    for _ in range(3):
-        for parameter in parameters:
-            gradient = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = gradient.to(DEVICE, dtype)
-        optimizer.step()
-    return [each.detach().cpu() for each in parameters], list(optimizer.state.values())
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="a GPU has the results of a CPU in tests/gpu")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_optimizer_uses_the_kernel_for_all_blocks(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from automodel_ckpt.optim import adam8bit_kernel
-
-    expected, expected_states = after_steps(dtype)
-    shapes = []
-    update = adam8bit_kernel.update
-
-    def recorded(rows: Rows, settings: list[float], bits: torch.Tensor | None) -> None:
-        shapes.append(tuple(rows[0].shape))
-        assert (bits is None) == (dtype == torch.float32)
-        update(rows, settings, bits)
-
-    monkeypatch.setattr(adam8bit_kernel, "update", recorded)
-    monkeypatch.setattr(adam8bit, "_row_kernel", lambda device: adam8bit_kernel)
-    found, states = after_steps(dtype)
-    # Not the rows that are too long for the registers, nor those without a block.
-    assert shapes == [(24, 256), (15, 64), (96, 256)] * 3
-    for each, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(
-            each, other, rtol=2e-6 if dtype == torch.float32 else 0.01, atol=1e-6
-        )
-    for state, other_state in zip(states, expected_states, strict=True):
-        for name in ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scales", "exp_avg_sq_scales"):
-            assert (name in state) == (name in other_state)
-            if name in state and is_exact():
-                assert torch.equal(state[name], other_state[name])
-
-
-def test_a_kernel_that_fails_is_reported_and_replaced(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from automodel_ckpt.optim import adam8bit_kernel
-
-    def fails(device: torch.device) -> None:
-        raise RuntimeError("no C compiler\nand more")
-
-    monkeypatch.setattr(adam8bit_kernel, "try_once", fails)
-    device = torch.device("cuda")
-    for cached in (adam8bit._runs_triton, adam8bit._kernel_for):
-        cached.cache_clear()
-    with caplog.at_level("INFO", logger="automodel_ckpt"):
-        for _ in range(2):
-            assert adam8bit._row_kernel(device) is None
-        # torch.compile would fail as well.
-        assert adam8bit._kernel_for(device) is update_blocks
-    for cached in (adam8bit._runs_triton, adam8bit._kernel_for):
-        cached.cache_clear()
-    assert caplog.text.count("kernel fails here: RuntimeError: no C compiler\n") == 1
-    assert "AdamW with 8-bit moments is computed without Triton" in caplog.text
-
-
-def test_the_kernel_can_be_tried() -> None:
-    from automodel_ckpt.optim import adam8bit_kernel
-
-    adam8bit_kernel.try_once(torch.device(DEVICE))

@@ -310,25 +310,6 @@ def test_adapters_have_the_files_too_and_are_merged_with_them(tmp_path: Path) ->
 # ---------------------------------------------------------------- what is not supported
 
 
-@pytest.mark.parametrize(
-    ("override", "where", "hint"),
-    [
-        ("--packed_sequence.size=32", "packed_sequence", "remove packed_sequence"),
-        ("--loss_fn._target_=torch.nn.CrossEntropyLoss", "loss_fn", "remove loss_fn"),
-        ("--generation.prompts=[a]", "generation", "remove generation"),
-        ("--dataset.query_prompt=x", "dataset.query_prompt", "set embedding.query_prompt instead"),
-    ],
-)
-def test_sections_without_a_meaning_are_rejected(
-    tmp_path: Path, override: str, where: str, hint: str
-) -> None:
-    recipe = pair_recipes.write_embedding(tmp_path)
-    with pytest.raises(RecipeError) as caught:
-        trained(recipe, override)
-    (problem,) = caught.value.problems
-    assert (problem.where, problem.hint) == (where, hint)
-
-
 def test_an_encoder_decoder_is_rejected(tmp_path: Path) -> None:
     recipe = pair_recipes.write_embedding(tmp_path)
     text = recipe.read_text().replace(
@@ -340,26 +321,6 @@ def test_an_encoder_decoder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="not both in one model") as caught:
         trained(recipe)
     assert "bart" in str(caught.value)
-
-
-def test_a_base_with_other_pooling_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    recipe = pair_recipes.write_embedding(tmp_path)
-    modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Pooling", "Dense")]
-    (tmp_path / "base" / "modules.json").write_text(json.dumps(modules))
-    (tmp_path / "base" / "1_Pooling").mkdir()
-    pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
-    (tmp_path / "base" / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    trained(recipe, "--step_scheduler.max_steps=1").close()
-    for text in ("not used: Dense", "normalize: false", "pooling: pooling_mode_cls_token"):
-        assert f"embedding.{text}" in caplog.text or text in caplog.text
-    caplog.clear()
-    pooling = {"pooling_mode": "mean"}
-    (tmp_path / "base" / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    again = f"--checkpoint.checkpoint_dir={tmp_path / 'again'}"
-    trained(recipe, "--step_scheduler.max_steps=1", again).close()
-    assert "embedding.pooling" not in caplog.text
 
 
 # ---------------------------------------------------------------- formulas

@@ -117,19 +117,6 @@ def focal(losses: torch.Tensor) -> torch.Tensor:
     return (1 - torch.exp(-losses)) ** 2 * losses
 
 
-def test_a_sum_with_a_random_factor_is_no_mean_by_chance() -> None:
-    rows, row_labels = batch(3)
-    random.seed(1721)
-    first, second = random.random(), random.random()
-    assert 2 * second == pytest.approx(first, rel=0.01)
-    random.seed(1721)
-
-    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(logits, labels, reduction="sum") * random.random()
-
-    assert check_is_sum(loss, rows.flatten(0, 1), row_labels.flatten())
-
-
 def test_only_a_mean_is_rejected_and_no_random_numbers_are_drawn() -> None:
     rows, row_labels = batch(3)
     logits, labels = rows.flatten(0, 1), row_labels.flatten()

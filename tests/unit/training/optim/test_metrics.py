@@ -7,9 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
-from automodel_ckpt.logs import metrics
 from automodel_ckpt.logs.metrics import JsonlLog, Removed
 
 
@@ -108,11 +106,6 @@ def test_a_log_with_nothing_to_drop_is_not_rewritten(tmp_path: Path) -> None:
     assert path.stat().st_ino == before
 
 
-def test_a_log_that_is_not_there_yet_has_nothing_to_drop(tmp_path: Path) -> None:
-    assert JsonlLog(tmp_path / "training.jsonl").truncate_after(0).num_lines == 0
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_numbers_unknown_to_json_become_null(tmp_path: Path) -> None:
     log = JsonlLog(tmp_path / "log.jsonl")
     log.append({"step": 1, "loss": math.nan, "grad_norm": math.inf})
@@ -122,35 +115,3 @@ def test_numbers_unknown_to_json_become_null(tmp_path: Path) -> None:
         "loss": None,
         "grad_norm": None,
     }
-
-
-def test_lines_that_come_fast_share_a_write_and_none_waits_for_a_slow_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
-    log = JsonlLog(tmp_path / "training.jsonl")
-    for step in (1, 2, 3):
-        log.append({"step": step}, soon=True)
-    assert steps(log.path) == [1]
-    now += metrics.PAUSE_SECONDS
-    log.append({"step": 4}, soon=True)
-    assert steps(log.path) == [1, 2, 3, 4]
-    log.append({"step": 5}, soon=True)
-    log.append({"event": "save", "step": 5})
-    log.append({"step": 6}, soon=True)
-    assert steps(log.path) == [1, 2, 3, 4, 5, 5]
-    log.close()
-    assert steps(log.path) == [1, 2, 3, 4, 5, 5, 6]
-
-
-def test_the_peak_of_memory_is_looked_up_again_after_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, peaks = 100.0, iter((1, 2))
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
-    monkeypatch.setattr(metrics, "_peak_memory", lambda _: next(peaks))
-    memory = metrics.PeakMemory(torch.device("cpu"))
-    assert (memory.nbytes, memory.nbytes) == (1, 1)
-    now += metrics.PAUSE_SECONDS
-    assert memory.nbytes == 2

@@ -11,15 +11,11 @@ import resource
 import signal
 import struct
 import termios
-import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import TextIO
 
 import pytest
 
-from automodel_ckpt.base.units import duration
-from automodel_ckpt.cli.launch import worker
 from automodel_ckpt.errors import LeaseLost, RecipeError
 from automodel_ckpt.logs.progress import (
     Progress,
@@ -155,67 +151,6 @@ def test_a_save_under_way_has_a_bar_in_the_line_until_it_is_over(
     assert "saving" not in stream.getvalue().split("\r\x1b[K")[-1]
 
 
-def test_a_first_save_before_any_step_has_a_bar_too() -> None:
-    stream = Terminal()
-    line = progress(stream, Clock())
-    line.show_saving(SavingView(0, 2.0, "all"))
-    assert stream.getvalue().endswith("saving 0 [##########] all")
-
-
-def test_elsewhere_a_long_save_is_told_of_now_and_then() -> None:
-    stream, clock = io.StringIO(), Clock()
-    line = progress(stream, clock)
-    for second in range(25):
-        line.show_saving(SavingView(20, second / 25, f"{second} GB of 25 GB"))
-        clock.now += 1
-    line.show_saving(None)
-    assert stream.getvalue().splitlines() == [
-        "saving 20 [####......] 10 GB of 25 GB",
-        "saving 20 [########..] 20 GB of 25 GB",
-    ]
-
-
-def test_what_is_followed_is_shown_by_a_thread_that_ends_with_the_line() -> None:
-    stream = Terminal()
-    line = progress(stream, Clock())
-    asked = threading.Event()
-
-    def source() -> SavingView:
-        asked.set()
-        return SavingView(7, 0.5, "half")
-
-    line.follow(source)
-    assert asked.wait(120)
-    line.close()
-    assert "saving 7" in stream.getvalue()
-    assert not any(thread.name == "progress" for thread in threading.enumerate())
-
-
-def test_what_ends_the_run_is_said_below_the_line_and_not_in_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(worker, "let_gloo_be_found", lambda environment: None)
-    stream = Terminal()
-
-    class Failing:
-        def __init__(self, *_: object, **__: object) -> None:
-            self.run_log = SimpleNamespace(progress=progress(stream, Clock()))
-
-        def setup(self) -> None:
-            self.run_log.progress.update(view(20))
-            raise RecipeError("no", where="here", value=1, hint="none")
-
-        def close(self) -> None:
-            self.run_log.progress.close()
-
-    loaded: Any = SimpleNamespace(config=None, to_yaml=str)
-    kind: Any = Failing
-    assert worker.run_rank(loaded, kind, lambda record: print(record.message, file=stream)) == 2
-    before, said = stream.getvalue().split("\nerror: no\n", 1)
-    assert before.split("\r\x1b[K")[-1].startswith("step 20/60")
-    assert "step" not in said
-
-
 def test_ranks_that_do_not_lead_show_no_progress() -> None:
     stream = io.StringIO()
     Progress(enabled=False, stream=stream).update(view(1))
@@ -321,14 +256,6 @@ def test_what_a_full_disk_has_left_of_a_message_is_a_line_of_its_own(tmp_path: P
     signal.signal(signal.SIGXFSZ, handler)
     lines = [line[20:] for line in path.read_text().splitlines()]
     assert lines == ["whole 0", "torn ", "whole 1", "torn ", "later"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(8.4, "8 s"), (200, "3 min 20 s"), (18240, "5 h 04 min"), (2 * 86400 + 3 * 3600, "2 d 3 h")],
-)
-def test_durations_are_in_words(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
 
 
 def test_line_breaks_in_names_begin_no_lines_and_messages_keep_theirs() -> None:

@@ -83,12 +83,5 @@ def test_impossible_values_make_a_checkpoint_unusable(wrong: Any) -> None:
     state = EarlyStopping(rule).state_dict() | wrong if isinstance(wrong, dict) else wrong
     scheduler = StepScheduler(Cadence(early_stopping=rule))
     saved = scheduler.state_dict() | {"early_stopping": state}
-    with pytest.raises(CheckpointUnusable, match="early stopping is invalid"):
-        scheduler.load_state_dict(saved)
-
-
-def test_an_impossible_count_of_steps_makes_a_checkpoint_unusable() -> None:
-    scheduler = StepScheduler(Cadence(stop_after_nonfinite_steps=2))
-    saved = scheduler.state_dict() | {"nonfinite_steps": -1}
-    with pytest.raises(CheckpointUnusable, match="nonfinite_steps -1"):
+    with pytest.raises(CheckpointUnusable, match="step counters are invalid"):
         scheduler.load_state_dict(saved)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 
 from automodel_ckpt.checkpoint.run.timeline import DATA, SAVES, STEPS, VALIDATION
 from automodel_ckpt.config.keys.monitoring import HangsConfig
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.parallel.ranks import hang_action, hangs
 from automodel_ckpt.parallel.ranks.hangs import RankState, verdict
@@ -28,7 +28,7 @@ from automodel_ckpt.parallel.ranks.process_stacks import (
     StackDump,
     report_on,
 )
-from automodel_ckpt.parallel.ranks.stop import StopRequest
+from automodel_ckpt.training.loop import TrainingLoop
 from automodel_ckpt.training.watch.hang_watch import HangWatch
 
 STATE = RankState(0, "now", 12, STEPS, 5.0, {"0": 30, "1": 4}, "in a step: f (a.py:1)")
@@ -64,19 +64,6 @@ def test_a_rank_without_a_state_is_named_and_one_that_saves_excuses_the_others()
     assert outcome is not None
     assert (outcome.ranks, outcome.text) == ([2], "rank 2 is suspended (process 7)")
     assert verdict(states({}, {"phase": SAVES}), range(2), {}, WORKING) is None
-
-
-def test_states_are_read_as_they_were_written_and_nothing_else_is(tmp_path: Path) -> None:
-    hangs.write_state(tmp_path, STATE)
-    (tmp_path / "rank_1.txt").write_text('{"rank": 1, "start": [1]}\n')
-    (tmp_path / "rank_2.txt").write_bytes(b"\xff\n")
-    hangs.write_note(tmp_path, 3, "now", ProcessReport("is suspended", "stacks"))
-    (tmp_path / "stacks_of_rank_4.txt").write_text('{"rank": 4, "start": "now"}\n')
-    assert hangs.read_states(tmp_path, "now") == {0: STATE}
-    assert hangs.read_states(tmp_path, "earlier") == {}
-    assert hangs.read_notes(tmp_path, "now") == {3: "is suspended"}
-    assert hangs.read_notes(tmp_path, "earlier") == {}
-    assert "in test_states_are_read_as" in (tmp_path / "rank_0.txt").read_text()
 
 
 def test_nodes_are_named_if_there_are_several() -> None:
@@ -226,173 +213,6 @@ def test_only_a_step_far_beyond_the_median_and_the_limit_hangs(
     assert is_reported(slow, monkeypatch)
 
 
-def test_no_rank_waits_in_the_first_step_for_most_of_the_timeout_of_collectives(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timeline, collectives = Timeline(), {"0": 1}
-    monkeypatch.setattr(hangs, "collective_counts", collectives.copy)
-    watched = watch(timeline, tmp_path, timeout_seconds=1800.0)
-    timeline.enter(STEPS)
-    clock.now += 1100
-    assert not is_reported(watched, monkeypatch)
-    collectives["0"] = 2
-    assert not is_reported(watched, monkeypatch)
-    clock.now += 1199
-    assert not is_reported(watched, monkeypatch), "since the last collective"
-    clock.now += 2
-    assert is_reported(watched, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("own", "others", "late"),
-    [
-        (2, (2, 1), "rank 2 did not arrive"),
-        (2, (2, 2), ""),
-        (1, (2, 2), ""),
-    ],
-    ids=["one_is_late", "all_compile", "the_others_have_not_waited_long"],
-)
-def test_in_the_first_step_only_ranks_for_which_others_have_waited_are_reported(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    own: int,
-    others: tuple[int, int],
-    late: str,
-) -> None:
-    monkeypatch.setattr(hangs, "collective_counts", lambda: {"0": own})
-    timeline = Timeline()
-    timeline.enter(STEPS)
-    watched = watch(timeline, tmp_path)
-    for rank, count in enumerate(others, 1):
-        state = replace(STATE, rank=rank, start=watched._start, completed=0, is_overdue=False)
-        hangs.write_state(tmp_path / "hangs/step_1", replace(state, collectives={"0": count}))
-    watched._report(1, 1201.0)
-    assert late in caplog.text and bool(late) == ("step 1 hangs: no collective" in caplog.text)
-
-
-def test_after_a_request_to_stop_a_step_that_hangs_ends_the_run_soon(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if the hang was reported before, and no restart was left. The save waits for the step."""
-    ended: list[str] = []
-    monkeypatch.setattr(hang_action, "restart", ended.append)
-    monkeypatch.setattr(hangs, "collective_counts", lambda: {"0": 2})
-    timeline, request = Timeline(), StopRequest()
-    timeline.enter(STEPS)
-    watched = watch(timeline, tmp_path, timeout_seconds=1800.0)
-    watched._stop_request = request
-    for rank in (1, 2):
-        state = replace(STATE, rank=rank, start=watched._start, completed=0, is_overdue=False)
-        hangs.write_state(tmp_path / "hangs/step_1", replace(state, collectives={"0": 3 - rank}))
-
-    def check() -> None:
-        for _ in range(2):
-            watched._check()
-
-    check()
-    clock.now += 1201
-    check()
-    report = tmp_path / "hangs/step_1/report.txt"
-    assert "waits" in report.read_text() and not ended
-    request.requested = signal.SIGTERM
-    check()
-    (text,) = ended
-    assert "rank 2 did not arrive" in text and "nothing was saved" in text
-    assert "is restarted" in report.read_text(), "ranks under torchrun follow"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "responds", "is_ended"),
-    [(61, True, False), (1199, True, False), (1201, True, True), (61, False, True)],
-)
-def test_after_a_request_to_stop_a_rank_may_compile_in_the_first_step(
-    tmp_path: Path,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    seconds: float,
-    responds: bool,
-    is_ended: bool,
-) -> None:
-    """One that does not respond, such as a suspended one, ends the run soon."""
-    ended: list[str] = []
-    monkeypatch.setattr(hang_action, "restart", ended.append)
-    monkeypatch.setattr(hangs, "collective_counts", lambda: {"0": 2})
-    timeline = Timeline()
-    timeline.enter(STEPS)
-    watched = watch(timeline, tmp_path, timeout_seconds=1800.0)
-    watched._stop_request = StopRequest()
-    watched._stop_request.requested = signal.SIGTERM
-    waits = replace(STATE, rank=1, completed=0, collectives={"0": 2}, is_overdue=False)
-    found = {1: waits}
-    if responds:
-        found[2] = replace(waits, rank=2, collectives={"0": 1})
-    monkeypatch.setattr(watched, "_collect", lambda directory: dict(found))
-    monkeypatch.setattr(watched, "_notes_of_others", lambda directory, silent: {})
-    watched._check()
-    clock.now += seconds
-    for _ in range(2):
-        watched._check()
-    assert bool(ended) == is_ended
-
-
-@pytest.mark.parametrize(
-    ("usual", "requested", "limit"),
-    [(None, 0, 1200.0), (None, 15, 60.0), (1.0, 0, 300.0), (1.0, 15, 60.0), (30.0, 15, 300.0)],
-)
-def test_the_limit_of_a_step_is_lower_after_a_request_to_stop(
-    usual: float | None,
-    requested: int,
-    limit: float,
-    tmp_path: Path,
-    clock: Clock,
-) -> None:
-    timeline = Timeline()
-    timeline.enter(STEPS)
-    watched = watch(timeline, tmp_path, timeout_seconds=1800.0)
-    for step in range(1, 20 if usual is not None else 1):
-        clock.now += usual or 0
-        watched.note_step(step)
-    watched._stop_request = StopRequest()
-    watched._stop_request.requested = requested
-    assert watched._limit() == pytest.approx(limit)
-
-
-def polled(watched: HangWatch, clock: Clock, *seconds: float) -> list[int]:
-    """The steps that the thread reports in polls that take so many seconds each."""
-    reports: list[int] = []
-    waits = iter(seconds)
-
-    def wait(_: float) -> bool:
-        lasts = next(waits, None)
-        clock.now += lasts or 0.0
-        return lasts is None
-
-    watched._done = SimpleNamespace(wait=wait)  # type: ignore[assignment]
-    watched._report = lambda step, _: reports.append(step)  # type: ignore[method-assign]
-    watched._watch()
-    return reports
-
-
-def test_the_time_in_which_the_process_is_suspended_does_not_count(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("automodel_ckpt.training.watch.hang_watch.time", clock)
-    timeline = Timeline()
-    watched = watch(timeline, tmp_path, min_seconds=60.0, factor=10.0)
-    timeline.enter(STEPS)
-    for step in range(1, 10):
-        clock.now += 2
-        watched.note_step(step)
-    assert polled(watched, clock, 3, 500, 3, 3, 40, 3, 3) == []
-    assert polled(watched, clock, *[3] * 12) == []
-    assert polled(watched, clock, 3, 3, 3) == [10], "it hangs all the same"
-    watched.note_step(10)
-    with timeline.phase(SAVES):
-        assert polled(watched, clock, 3, 500) == []
-    assert polled(watched, clock, *[3] * 22) == [11], "a suspension in a save"
-
-
 @pytest.mark.parametrize("may_restart", [True, False])
 def test_a_hang_is_reported_or_the_ranks_are_restarted(
     tmp_path: Path,
@@ -435,27 +255,10 @@ def test_a_hang_is_reported_or_the_ranks_are_restarted(
     assert (directory / "report.txt").read_text().startswith(f"{text}\n")
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RESTART_COUNT": "0"}, True),
-        ({"TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RESTART_COUNT": "1"}, False),
-        ({}, False),
-    ],
-)
-def test_a_restart_needs_one_that_is_left(
-    environment: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hang_action, "restart", print)
-    assert hang_action.may_restart(environment) == expected
-    monkeypatch.setattr(hang_action, "restart", None)
-    assert not hang_action.may_restart(environment)
-
-
-def test_the_thread_ends_with_the_context(tmp_path: Path) -> None:
-    before = threading.active_count()
-    with watch(Timeline(), tmp_path, min_seconds=1.0):
-        assert threading.active_count() == before + 1
-    assert threading.active_count() == before
-    with StackDump() as dump:
-        assert dump.address.process == os.getpid()
+def test_the_section_can_be_disabled() -> None:
+    """hangs: null."""
+    loop: Any = TrainingLoop.__new__(TrainingLoop)
+    loop.config, loop.layout = RecipeConfig(hangs=None), SimpleNamespace(world_size=2)
+    loop.checkpointer = object()
+    with loop._watching():
+        assert loop._hang_watch is None

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.models.quantize import type_of_products
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.parallel.mesh_sizes import Sizes, share_out
 from automodel_ckpt.parallel.precision import (
-    describe_precision,
     float32_precision,
     parameter_type,
     resolve_precision,
@@ -142,32 +140,6 @@ def test_float32_products_use_tf32_on_a_gpu_unless_the_run_is_deterministic(
         set_float32_precision(precision, "cuda")
         assert torch.get_float32_matmul_precision() == precision
         assert torch.backends.cudnn.allow_tf32 == (precision == "high")
-
-
-def test_the_line_says_which_precision_is_used_for_what() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(2, 2))
-    options: Any = {"strategy": "fsdp2", "compute_type": torch.bfloat16, "products": "high"}
-    assert describe_precision(model, **options) == (
-        "weights and optimizer state float32, computed in bfloat16 (FSDP2), gradients reduced in "
-        "float32, float32 products in TF32"
-    )
-    assert "computed in bfloat16 (FSDP2) but 2 tensors in float32, gradients" in (
-        describe_precision(model, **options, num_in_float32=2)
-    )
-    model[0].to(torch.bfloat16).requires_grad_(False)
-    options = {"strategy": "single", "compute_type": torch.bfloat16, "products": "highest"}
-    assert describe_precision(model, **options) == (
-        "trained weights and their optimizer state float32, frozen weights bfloat16, computed in "
-        "bfloat16 (autocast), float32 products exact"
-    )
-    model[1].requires_grad_(False)
-    assert describe_precision(model, strategy="single", compute_type=None) == (
-        "weights bfloat16 and float32, computed in the type of the weights"
-    )
-    # A model without a trained parameter has no gradients.
-    assert describe_precision(model, strategy="fsdp2", compute_type=torch.bfloat16) == (
-        "weights bfloat16 and float32, computed in bfloat16 (FSDP2)"
-    )
 
 
 @pytest.mark.parametrize(

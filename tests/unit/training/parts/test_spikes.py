@@ -167,5 +167,5 @@ def test_the_state_of_an_earlier_version_is_read() -> None:
     ],
 )
 def test_an_impossible_state_is_rejected(change: dict[str, object]) -> None:
-    with pytest.raises(CheckpointUnusable, match="on_spike"):
+    with pytest.raises(CheckpointUnusable, match="step counters"):
         SpikeDetector(RULE).load_state_dict(filled().state_dict() | change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +17,11 @@ from automodel_ckpt.checkpoint import SaveReport
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from automodel_ckpt.logs.timeline import Timeline
 from automodel_ckpt.training.counters.cadence import (
     Cadence,
     due_after,
-    planned_end,
-    run_is_over,
-    total_steps,
 )
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.saves.saves import Saves
@@ -177,22 +175,6 @@ def test_max_time_reserves_one_step_and_two_saves() -> None:
     assert scheduler.time_is_up()
 
 
-def test_what_is_due_by_the_clock_is_known_when_the_step_is_settled() -> None:
-    clock = Clock()
-    scheduler = StepScheduler(
-        Cadence(max_steps=9, ckpt_every_steps=2, ckpt_every_minutes=1.0), clock=clock
-    )
-    assert scheduler.clock_is_known
-    clock.now = 60.0
-    due = scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
-    assert not due.anything and not scheduler.clock_is_known
-    # The ranks begin to agree on the next step, and find that the first one is to be saved.
-    scheduler.enter_step()
-    assert scheduler.apply_clock(scheduler.read_clock(), stop=False).save
-    assert scheduler.clock_is_known and scheduler.stops_after == 1
-    assert scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1).save
-
-
 def test_a_resumed_run_has_nothing_to_save_before_its_first_step() -> None:
     clock = Clock()
     scheduler = StepScheduler(Cadence(max_steps=2), clock=clock)
@@ -248,40 +230,6 @@ class FullDisk(Saves):
 
 
 @pytest.mark.parametrize(
-    ("cadence", "steps_per_epoch", "sentence"),
-    [
-        (
-            Cadence(max_steps=100, num_epochs=2),
-            8,
-            "num_epochs 2 will end the run at step 16 of max_steps 100",
-        ),
-        (
-            Cadence(max_steps=5, num_epochs=2),
-            8,
-            "max_steps 5 will end the run before num_epochs 2 (step 16)",
-        ),
-        (Cadence(max_steps=100), 8, "max_steps 100 will end the run"),
-        (Cadence(num_epochs=1), 8, "num_epochs 1 will end the run at step 8"),
-        (
-            Cadence(max_steps=5, num_epochs=2),
-            None,
-            "num_epochs 2 will end the run, or max_steps 5, whichever comes first",
-        ),
-        (
-            Cadence(max_steps=5, max_time_seconds=60.0),
-            None,
-            "max_steps 5 will end the run, unless max_time (60 s) ends it before",
-        ),
-        (Cadence(max_time_seconds=60.0), 8, "max_time (60 s) will end the run"),
-    ],
-)
-def test_what_will_end_a_run_is_known_before_it_starts(
-    cadence: Cadence, steps_per_epoch: int | None, sentence: str
-) -> None:
-    assert planned_end(cadence, steps_per_epoch) == sentence
-
-
-@pytest.mark.parametrize(
     ("cadence", "sentence"),
     [
         (
@@ -317,55 +265,6 @@ def test_after_a_failed_save_the_next_attempt_waits_until_it_is_due(is_async: bo
     assert by_cost.train() == [10, 20, 30, 35]
 
 
-class LostInTheBackground(FullDisk):
-    """Asynchronous saves, of which those of *lost* steps fail after they returned."""
-
-    def __init__(self, *lost: int) -> None:
-        super().__init__(Cadence(max_steps=4, ckpt_every_steps=1), is_async=True)
-        self.checkpointer: Any = SimpleNamespace(
-            check_lease_on_all_ranks=lambda: None, wait_for_save=self._wait_for_save
-        )
-        self._lost = lost
-
-    def save_now(self, *_: Any, **options: Any) -> SaveReport:
-        self.attempts.append(self.step_scheduler.step)
-        path = Path(f"step_{self.step_scheduler.step}")
-        return SaveReport(path, self.step_scheduler.step, 0.0, published=False)
-
-    def _wait_for_save(self) -> bool:
-        steps, self.attempts = self.attempts, []
-        if steps and steps[0] in self._lost:
-            raise SaveFailed("no space", where="", value="", hint="")
-        return bool(steps)
-
-    def wait(self) -> None:
-        Saves.wait(self)
-
-
-@pytest.mark.parametrize(
-    ("lost", "newest"), [((), "step_4"), ((2, 3, 4), "step_1"), ((1, 2, 4), "step_3")]
-)
-def test_the_newest_checkpoint_is_none_whose_save_failed_in_the_background(
-    lost: tuple[int, ...], newest: str
-) -> None:
-    saves = LostInTheBackground(*lost)
-    saves.train()
-    saves.wait()
-    assert saves.last_save is not None and saves.last_save.path.name == newest
-    nothing = LostInTheBackground(1, 2, 3, 4)
-    nothing.train()
-    nothing.wait()
-    assert nothing.last_save is None
-
-
-def test_max_time_leaves_room_for_the_next_step_and_the_saves() -> None:
-    clock = Clock()
-    scheduler = StepScheduler(Cadence(max_time_seconds=100.0), clock=clock)
-    saved = drive(scheduler, clock, 1000)["saved"]
-    assert saved == [scheduler.step]
-    assert 85.0 <= clock.now <= 100.0
-
-
 def test_minutes_count_from_the_last_save_whatever_caused_it() -> None:
     clock = Clock()
     scheduler = StepScheduler(
@@ -386,22 +285,6 @@ def test_best_asks_for_a_save_only_when_told_to() -> None:
     scheduler = StepScheduler(Cadence(ckpt_on_best=True))
     assert scheduler.note_best(1.0)
     assert scheduler.state_dict()["best"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("cadence", "steps_per_epoch", "expected"),
-    [
-        (Cadence(max_steps=5, num_epochs=2), 10, 5),
-        (Cadence(num_epochs=2), 10, 20),
-        (Cadence(num_epochs=2), None, None),
-        (Cadence(max_steps=5), None, 5),
-        (Cadence(max_time_seconds=1.0), 10, None),
-    ],
-)
-def test_the_planned_steps_are_the_nearest_limit(
-    cadence: Cadence, steps_per_epoch: int | None, expected: int
-) -> None:
-    assert total_steps(cadence, steps_per_epoch) == expected
 
 
 def test_elapsed_seconds_continue_after_a_resume_without_its_start_up() -> None:
@@ -434,28 +317,7 @@ def test_counters_that_no_run_comes_to_are_refused(name: str, value: Any) -> Non
     scheduler = StepScheduler(Cadence(max_steps=2))
     with pytest.raises(
         CheckpointUnusable,
-        match=rf"the saved step counters are invalid(.|\n)*{name} {str(value)[:40]}",
+        match=rf"the saved step counters are invalid(.|\n)*'{name}': {re.escape(repr(value))[:40]}",
     ):
         scheduler.load_state_dict({**scheduler.state_dict(), name: value})
     assert scheduler.step == 0
-
-
-def test_a_run_without_limits_is_never_over() -> None:
-    assert not run_is_over(Cadence(), 10**9, 10**6)
-
-
-class UnsafeState(FullDisk):
-    """Saves that fail because of state that cannot be stored."""
-
-    def save_now(self, *_: Any, **options: Any) -> SaveReport:
-        raise RecipeError("state cannot be stored", where="tracker", value="object", hint="")
-
-
-def test_state_that_cannot_be_stored_is_a_failed_save() -> None:
-    saves = UnsafeState(Cadence(max_steps=2, ckpt_every_steps=1), is_async=False)
-    saves.train()
-    assert isinstance(saves.failure, SaveFailed)
-    assert saves.failure.exit_code == 4 and "state cannot be stored" in str(saves.failure)
-    saves.config.checkpoint.on_save_failure = "stop"
-    with pytest.raises(RecipeError, match="state cannot be stored"):
-        saves.save({}, validated=False, started=0.0, last=True)

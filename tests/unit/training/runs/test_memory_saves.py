@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +15,10 @@ from torch import nn
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.parts import commit
-from automodel_ckpt.checkpoint.parts.failures import REPAIR, RESUME, text_while_running
+from automodel_ckpt.checkpoint.parts.failures import REPAIR, RESUME
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
-from automodel_ckpt.checkpoint.saving import disk_space
-from automodel_ckpt.checkpoint.saving.background import SaveTask
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig
 from automodel_ckpt.errors import LeaseLost, SaveFailed
-from automodel_ckpt.training.saves import memory_saves
 from automodel_ckpt.training.saves.memory_saves import MemorySaves
 from automodel_ckpt.training.start.base_commit import COMMIT, REVISION, recorded_commits
 from tests.support.models import tiny
@@ -91,32 +87,6 @@ def test_the_first_save_after_going_back_renames_the_abandoned_checkpoints(
     assert commit.pointed(root, "LATEST") == "epoch_0_step_1"
 
 
-def test_a_rollback_during_a_save_leaves_nothing_of_the_abandoned_generation(
-    every_third: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saves, disk = every_third.saves, every_third.disk
-    model = {"model": nn.Linear(2, 2)}
-    disk.save(model, step=1, epoch=0)
-    # A busy machine: the save is in progress when the run goes back.
-    do = SaveTask.do
-
-    def do_later(*given: Any) -> Any:
-        time.sleep(0.2)
-        return do(*given)
-
-    monkeypatch.setattr(SaveTask, "do", do_later)
-    every_third.step(6)
-    assert saves.checkpointer is not None and saves.checkpointer.is_writing
-    saves.finish_save()
-    saves.find()
-    resumed = disk.roll_back(model, 2)
-    assert resumed is not None and resumed.step == 1
-    saves.start(resumed, 1)
-    assert every_third.in_memory == [] and list(saves.directory.glob(".epoch*")) == []
-    every_third.step(4)
-    assert every_third.in_memory == [4]
-
-
 @pytest.mark.parametrize("kind", [SaveFailed, LeaseLost])
 def test_a_run_goes_back_after_saves_to_memory_have_ended(
     every_third: Run, kind: type[SaveFailed] | type[LeaseLost]
@@ -164,21 +134,6 @@ def test_a_save_that_fails_while_the_run_goes_back_does_not_end_saves_to_memory(
     assert every_third.in_memory == [9]
 
 
-def test_two_rollbacks_before_a_save_do_not_return_to_an_abandoned_checkpoint(
-    tmp_path: Path,
-) -> None:
-    checkpointer, model = tiny.checkpointer(tmp_path), {"model": nn.Linear(2, 2)}
-    for step in (1, 5):
-        checkpointer.save(model, step=step, epoch=0)
-    steps = []
-    for newest in (4, 6):
-        resumed = checkpointer.roll_back(model, newest)
-        assert resumed is not None
-        steps.append(resumed.step)
-    checkpointer.close()
-    assert steps == [1, 1]
-
-
 def test_the_next_start_removes_what_it_did_not_resume_from(tmp_path: Path) -> None:
     before = Run(tmp_path, every_steps=1)
     before.step(1)
@@ -219,32 +174,6 @@ def test_a_failure_ends_the_copies_with_a_warning(
     assert not every_third.saves.directory.exists() and every_third.saves.checkpointer is None
 
 
-def test_too_little_memory_for_two_checkpoints_is_reported_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = {"model": nn.Linear(2, 2)}
-    run = Run(tmp_path, every_steps=1)
-    checkpointer = run.saves.checkpointer
-    assert checkpointer is not None
-    nbytes = checkpointer.forecast(model).nbytes
-    with caplog.at_level(logging.WARNING):
-        monkeypatch.setattr(disk_space, "free_bytes", lambda _path: 2 * nbytes)
-        run.saves.check_space(model)
-        run.step(1)
-        run.saves.finish_save()
-        # The one of step 1 is there already.
-        monkeypatch.setattr(disk_space, "free_bytes", lambda _path: nbytes)
-        run.saves.check_space(model)
-        assert run.in_memory == [1] and not caplog.records
-        monkeypatch.setattr(disk_space, "free_bytes", lambda _path: nbytes - 1)
-        run.saves.check_space(model)
-    assert "no checkpoints in memory" in caplog.text and "--shm-size" in caplog.text
-    assert not run.saves.directory.exists()
-    run.step(2)
-    assert run.saved == [1]
-    run.close()
-
-
 def test_after_a_failure_the_present_step_is_saved_and_after_three_in_a_row_none(
     every_third: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -271,37 +200,3 @@ def test_after_a_failure_the_present_step_is_saved_and_after_three_in_a_row_none
     assert caplog.text.count("hint:   free disk space or repair the directory\n") == 4
     # The run continues without a new start.
     assert "run the same command" not in caplog.text
-
-
-def test_auto_saves_as_rarely_as_its_stalls_require(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A clock that advances by a second per step, and by a tenth in each save: ten steps are between two saves."""
-    run = Run(tmp_path, every_steps="auto")
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(memory_saves.time, "monotonic", lambda: clock.now)
-    run.saves.start(None, 0)
-    for step in range(1, 25):
-        clock.now += 1.0
-
-        def save(checkpointer: Checkpointer, step: int = step) -> None:
-            clock.now += 0.1
-            run.saved.append(step)
-
-        scheduler: Any = SimpleNamespace(step=step)
-        if run.saves.is_due(scheduler):
-            run.saves.save(step, save)
-    run.close()
-    assert run.saved == [1, 11, 21]
-
-
-@pytest.mark.parametrize("hint", ["free space", ""])
-def test_the_text_of_a_failure_after_which_the_run_continues_does_not_say_to_start_it(
-    hint: str,
-) -> None:
-    failure = SaveFailed("it failed", where="here", value="", hint=hint, restart="run it again")
-    shown = "\n  hint:   free space" if hint else ""
-    assert text_while_running(failure) == f"it failed\n  where:  here{shown}"
-    assert str(failure).endswith(
-        "free space, then run it again" if hint else "hint:   run it again"
-    )

@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
 from automodel_ckpt.config.keys.model import ModelConfig
@@ -24,13 +23,10 @@ from automodel_ckpt.training import recipe as recipe_module
 from automodel_ckpt.training.counters.cadence import Cadence
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
 from automodel_ckpt.training.extension_checks import check_model
-from automodel_ckpt.training.gradients import GradientAccumulation
 from automodel_ckpt.training.model.sharding import check_cuda_graphs
 from automodel_ckpt.training.model.trainable import Trainable
-from automodel_ckpt.training.parts.objective import Objective
 from automodel_ckpt.training.saves.saves import Saves
-from automodel_ckpt.training.start.resume_overrides import RecipeOptions, compare_recipes
-from automodel_ckpt.training.values.records import LossSum
+from automodel_ckpt.training.start.resume_overrides import RecipeOptions
 
 
 class Recipe(recipe_module.Recipe):
@@ -61,51 +57,6 @@ def test_an_attribute_that_hides_a_method_is_refused_before_training() -> None:
         hiding.resume()
 
 
-def test_options_of_the_optimizer_that_go_on_as_saved_are_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5, betas=(0.8, 0.99))
-    options = RecipeOptions(optimizer, None, OptimizerConfig())
-    optimizer.load_state_dict(torch.optim.AdamW([weight], lr=0.2, weight_decay=0.01).state_dict())
-    with caplog.at_level("WARNING", "automodel_ckpt"):
-        options.compare(
-            StepScheduler(Cadence(max_steps=1), planned_steps=1), {"optimizer"}, Path("x")
-        )
-    assert [record.getMessage() for record in caplog.records] == [
-        f"the optimizer's {name} continues as saved, {kept}; the recipe's {new} is not applied"
-        " (optimizer.on_resume: recipe applies it)"
-        for name, kept, new in (
-            ("lr", 0.2, 0.1),
-            ("betas", [0.9, 0.999], [0.8, 0.99]),
-            ("weight_decay", 0.01, 0.5),
-        )
-    ]
-
-
-def test_settings_that_changed_since_the_checkpoint_are_logged_with_both_values(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "config.yaml").write_text(
-        "seed: 1\nclip_grad_norm: 1.0\nstep_scheduler: {global_batch_size: 8}\n"
-    )
-    compare_recipes(
-        tmp_path,
-        cast(Manifest, SimpleNamespace(saved={"optimizer"}, environment={"precision": "a\n"})),
-        config_yaml="seed: 1\nclip_grad_norm: 0.5\nstep_scheduler: {global_batch_size: 16}\nnew_default: 1\n",
-        precision="b",
-        origins={},
-        overridden=(),
-        on_resume="saved",
-    )
-    precision, record = caplog.records
-    assert precision.getMessage().endswith(", which was trained with 'a\\n'")
-    assert record.getMessage().splitlines()[1:] == [
-        "    clip_grad_norm: 1.0 -> 0.5",
-        "    step_scheduler.global_batch_size: 8 -> 16",
-    ]
-
-
 @pytest.mark.parametrize(("free_bytes", "warned"), [(340, True), (351, False)])
 def test_a_disk_with_space_for_one_checkpoint_and_not_for_all_of_the_run_is_reported_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, free_bytes: int, warned: bool
@@ -133,32 +84,6 @@ def falling(
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 1 - step / num_steps
-    )
-
-
-def test_a_schedule_that_the_recipe_changed_is_followed_from_the_saved_peak_and_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    saved, saved_schedule = falling(0.1, num_steps=10)
-    for _ in range(4):
-        saved.step()
-        saved_schedule.step()
-    optimizer, schedule = falling(0.3, num_steps=20)
-    options = RecipeOptions(optimizer, schedule, OptimizerConfig())
-    optimizer.load_state_dict(saved.state_dict())
-    schedule.load_state_dict(saved_schedule.state_dict())
-    scheduler = StepScheduler(Cadence(max_steps=20), planned_steps=20)
-    scheduler.step, scheduler.planned_before = 4, 10
-    with caplog.at_level("WARNING", "automodel_ckpt"):
-        options.compare(scheduler, {"optimizer", "lr_scheduler"}, Path("x"))
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (1 - 4 / 20))
-    peak, changed = (record.getMessage() for record in caplog.records)
-    assert peak.startswith(
-        "the peak learning rate continues as saved, [0.1]; the recipe's [0.3] is not applied"
-    )
-    assert changed == (
-        "the schedule changed (the run was planned for 10 steps, now for 20): the learning rate of step 5 is 0.08, "
-        "it would have been 0.06"
     )
 
 
@@ -197,17 +122,6 @@ def test_a_schedule_that_the_checkpoint_lacks_goes_on_where_an_uninterrupted_run
     optimizer.load_state_dict(saved.state_dict())
     options.compare(at_step(6), {"optimizer"}, Path("x"))
     assert steps_of(optimizer, schedule, 4) == pytest.approx(expected[6:])
-
-
-def test_without_the_schedule_of_the_checkpoint_the_rate_is_the_recipes() -> None:
-    saved, schedule = falling(0.1, num_steps=4)
-    steps_of(saved, schedule, 4)
-    assert saved.param_groups[0]["lr"] == 0.0
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
-    options = RecipeOptions(optimizer, None, OptimizerConfig())
-    optimizer.load_state_dict(saved.state_dict())
-    options.compare(at_step(4), {"optimizer", "lr_scheduler"}, Path("x"))
-    assert optimizer.param_groups[0]["lr"] == 0.3 and "initial_lr" not in optimizer.param_groups[0]
 
 
 def test_with_on_resume_recipe_the_recipes_options_and_peak_rate_replace_the_saved_ones() -> None:
@@ -297,44 +211,6 @@ def test_a_model_that_build_replaced_after_build_trainable_is_rejected() -> None
     replaced.model = torch.nn.Linear(2, 2)
     with pytest.raises(RecipeError, match=r"replaces model[\s\S]*extend build_trainable"):
         check_model(replaced)
-
-
-def test_metrics_are_summed_and_must_not_have_the_name_of_another_field_of_the_log() -> None:
-    nothing = cast(Any, None)
-    layout = RankLayout(0, Sizes(), 0, torch.device("cpu"), nothing)
-    objective = Objective(Trainable(torch.nn.Linear(2, 2)), layout, nothing)
-    gradients = GradientAccumulation(objective, layout, nothing)
-    loss = torch.zeros(())
-    one, other = (LossSum(loss, {"accuracy": torch.tensor(count)}) for count in (1, 3))
-    gradients._sum_metrics([one, other])
-    assert gradients.metrics == {"accuracy": 4.0}
-    with pytest.raises(RecipeError, match=r"another field of training\.jsonl[\s\S]*lr"):
-        gradients._sum_metrics([LossSum(loss, {"lr": loss})])
-
-
-def test_gradients_that_cuda_graphs_would_overwrite_are_copied_once() -> None:
-    """A graph's memory is imitated by a gradient that the next backward pass changes."""
-    nothing = cast(Any, None)
-    layout = RankLayout(0, Sizes(), 0, torch.device("cpu"), nothing)
-    model = torch.nn.Linear(2, 1, bias=False)
-    memory = torch.tensor([[1.0, 2.0]])
-
-    class OfGraphs(Objective):
-        def loss(self, micro_batch: Any) -> LossSum:
-            memory.copy_(micro_batch)
-            if model.weight.grad is None:
-                model.weight.grad = memory
-            else:
-                model.weight.grad += memory
-            return LossSum(torch.zeros((), requires_grad=True))
-
-    trainable = Trainable(model, overwrites_outputs=True)
-    gradients = GradientAccumulation(OfGraphs(trainable, layout, nothing), layout, nothing)
-    micro_batches = [torch.tensor([[float(n), 1.0]]) for n in (1, 10, 100)]
-    gradients.accumulate(cast(Any, SimpleNamespace(micro_batches=micro_batches)), 1.0)
-    assert model.weight.grad is not None
-    assert model.weight.grad.tolist() == [[111.0, 3.0]]
-    assert not gradients._copied
 
 
 @pytest.mark.parametrize(

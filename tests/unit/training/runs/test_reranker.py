@@ -189,7 +189,7 @@ def test_queries_whose_negatives_repeat_their_document_are_counted(
         ("--dataset.max_negatives=0", "no query has a negative document"),
         ("--reranker.template=a {{ query }}", "no place for the query or for the document"),
         ("--dataset.pair_template=a", "the template is part of the recipe"),
-        ("--packed_sequence.size=32", "a row has one score"),
+        ("--packed_sequence.size=32", "a row has one label or score"),
         ("--dataset._target_=automodel_ckpt.data.text.text", "trains on pairs"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -298,30 +297,3 @@ def test_unsupported_keys_are_rejected(tmp_path: Path) -> None:
         assert problem.where.startswith(key)
         found.add(problem.where)
     assert found == {row.key for row in Seq2Seq.unsupported} | {"compile.enabled"}
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_each_argument_of_the_builder_changes_the_samples(tmp_path: Path, streaming: bool) -> None:
-    path = tmp_path / "rows.jsonl"
-    content = [
-        {"source": f"a b {number}", "target": f"c {number}", "other": "d"} for number in range(3)
-    ]
-    path.write_text("\n".join(map(json.dumps, content)))
-    tokenizer = train_tokenizer(300)
-
-    def samples(**arguments: Any) -> list[Any]:
-        found: Any = source_target(tokenizer, str(path), streaming=streaming, **arguments)
-        return [found.prepare(row) for row in found] if streaming else list(found)
-
-    usual = samples()
-    assert usual == list(source_target(tokenizer, str(path)))  # type: ignore[arg-type]
-    changes: list[dict[str, Any]] = [
-        {"source_field": "{{ other }} {{ source }}"},
-        {"target_field": "other"},
-        {"source_prompt": "read: "},
-        {"seq_length": 3, "truncation": "right"},
-        {"target_length": 2, "truncation": "right"},
-        {"max_samples": 2},
-    ]
-    for change in changes:
-        assert samples(**change) != usual, change

@@ -13,7 +13,6 @@ from transformers import AutoModel
 
 from automodel_ckpt.models.attention.position_bias import lay_out_position_biases
 from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
-from automodel_ckpt.training.forecast.model_traces import _quantized
 from automodel_ckpt.training.forecast.step_trace import (
     HeadMemory,
     LiveBytes,
@@ -155,33 +154,3 @@ def test_the_trace_of_other_numbers_of_rows_is_proportional() -> None:
         four.later_peak(NO_HEAD), rel=0.01
     )
     assert one.between(two, 3).gradients == four.gradients
-
-
-def test_the_loss_counts_between_the_passes_and_its_gradient_after_them() -> None:
-    course = ((0, 85), (30, 60))
-    trace = StepTrace(forward=100, after_forward=80, backward=90, gradients=40, course=course)
-    assert trace.peak(HeadMemory(10, 5)) == 100
-    assert trace.peak(HeadMemory(50, 5)) == 130
-    assert trace.peak(HeadMemory(15, 15)) == 105
-    assert trace.later_peak(HeadMemory(0)) == 100
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_adapters_of_quantized_layers_keep_one_copy_of_their_inputs() -> None:
-    model: Any = model_on("cpu", "adapters")
-    layers = [each for each in model.modules() if type(each) is nn.Linear]
-    adapted: list[Any] = [each for each in model.modules() if hasattr(each, "lora_A")]
-    assert len(adapted) == 6
-    quantized = [each.base_layer for each in adapted]
-    inputs = torch.ones(2, 64, dtype=torch.bfloat16)
-    assert adapted[0]._cast_input_dtype(inputs, torch.float32).dtype == torch.float32
-    for is_autocast in (True, False):
-        with _quantized(model, quantized, is_autocast):
-            assert quantized[0].float()(inputs.float()).dtype == torch.float32
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                # bitsandbytes returns the type of the inputs.
-                assert quantized[0](inputs.float()).dtype == torch.float32
-            found = adapted[0]._cast_input_dtype(inputs, torch.float32)
-            assert (found is inputs) == is_autocast
-        assert adapted[0]._cast_input_dtype(inputs, torch.float32).dtype == torch.float32
-    assert not any("forward" in vars(each) for each in layers)
