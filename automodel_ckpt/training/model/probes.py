@@ -18,7 +18,7 @@ from automodel_ckpt.models.attention.packing_probe import padding_changes_output
 from automodel_ckpt.models.config_values import context_length
 from automodel_ckpt.models.inspect.forward import class_and_message, side_effect_free
 from automodel_ckpt.models.inspect.vision import image_token_ids
-from automodel_ckpt.models.loss.loss_head import LossHead, ModuleLossHead
+from automodel_ckpt.models.loss.loss_head import LossHead
 from automodel_ckpt.models.loss.loss_head_probe import install_loss_head
 from automodel_ckpt.models.routers import RouterSettings
 from automodel_ckpt.parallel.parallelize import reshard
@@ -43,7 +43,7 @@ class Probed:
 
     router_loss: RouterLoss | None = None
     row_layout: Rows | None = None
-    loss_head: LossHead | ModuleLossHead | None = None
+    loss_head: LossHead | None = None
     all_up_to: int = 0
     """:attr:`LossHead.all_up_to` at the time of the probes; 0 without a loss head."""
     context: ContextParallel | None = None
@@ -195,7 +195,7 @@ def _hidden_size(request: ModelRequest) -> int:
 
 def _loss_head(
     request: ModelRequest, probe_model: nn.Module, options: Mapping[str, Any]
-) -> LossHead | ModuleLossHead | None:
+) -> LossHead | None:
     """Let the output layer compute the loss if it can; None: the loss is computed from full logits."""
     has_own_loss = request.config.loss_fn is not None
     if has_own_loss or not request.predicts_tokens or not request.layout.is_last_stage:
