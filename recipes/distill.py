@@ -169,7 +169,7 @@ class DistillationRecipe(Recipe):
                 "the student has no single output layer, whose logits could be compared in chunks",
                 where="model",
                 value=type(self.model).__name__,
-                hint="use a model of transformers whose logits are the output of its last layer",
+                hint="use a model whose logits are the output of its last layer, without an adapter on this layer",
             )
         identity = identity_of(self.config)
         if self.checkpointer is not None:

@@ -106,7 +106,7 @@ class _View:
                 stand_in = self.input
             elif number == mine.stop and self.output is not None:
                 stand_in = self.output
-            take_place(stand_in, layer, decoder.returns_tuple)
+            take_place(stand_in, layer)
             seen.append(stand_in)
         self.modules: dict[str, nn.Module] = {decoder.layers: nn.ModuleList(seen)}
         others = [] if stage == 0 else list(decoder.before)

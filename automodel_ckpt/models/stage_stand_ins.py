@@ -12,16 +12,9 @@ from torch import nn
 class PassThrough(nn.Module):
     """Takes the place of a module of another stage, and returns its first argument."""
 
-    returns_tuple = False
-    """Whether the model expects a tuple, whose first element are the hidden states."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the first argument unchanged."""
-        return self.result(_first(args, kwargs))
-
-    def result(self, hidden: Any) -> Any:
-        """Return *hidden* as the replaced module would."""
-        return (hidden,) if self.returns_tuple else hidden
+        return _first(args, kwargs)
 
 
 class NoEmbedding(PassThrough):
@@ -45,7 +38,7 @@ class StageInput(PassThrough):
         """Return the received hidden states, once."""
         assert self.received is not None, "a stage runs without the hidden states of the one before"
         hidden, self.received = self.received, None
-        return self.result(hidden)
+        return hidden
 
 
 class StageOutput(PassThrough):
@@ -56,7 +49,7 @@ class StageOutput(PassThrough):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Keep the first argument and return it."""
         self.computed = _first(args, kwargs)
-        return self.result(self.computed)
+        return self.computed
 
     def take(self) -> torch.Tensor:
         """Return the hidden states of the latest forward pass, once."""
@@ -76,10 +69,8 @@ def stand_in_for(module: nn.Module) -> PassThrough:
     return PassThrough()
 
 
-def take_place(stand_in: PassThrough, layer: nn.Module, returns_tuple: bool) -> None:
-    """Make *stand_in* look like *layer* to the model: what it returns, and plain attributes such as
-    ``attention_type``."""
-    stand_in.returns_tuple = returns_tuple
+def take_place(stand_in: PassThrough, layer: nn.Module) -> None:
+    """Make *stand_in* look like *layer* to the model, with plain attributes such as ``attention_type``."""
     for name, value in vars(layer).items():
         if isinstance(value, (str, int, float)) and name != "training":
             setattr(stand_in, name, value)

@@ -298,7 +298,6 @@ PEAKS_OF_KINDS = {
     "dpo": 9.06e9,
     "embedding": 7.63e9,
     "pipeline": 5.26e9,
-    "lora on head": 5.91e9,
     "deepseek_v3": 8.85e9,
     "t5": 6.67e9,
     "lora fsdp2 small": 0.63e9,
@@ -322,7 +321,6 @@ PEAKS_OF_KINDS = {
         "dpo",
         "pipeline",
         "interleaved",
-        "lora on head",
         "deepseek_v3",
         # The embedding is frozen, and larger than the activations.
         "lora fsdp2 small",

@@ -8,19 +8,16 @@ pass the result on. Preparing needs no information from the device.
 
 from __future__ import annotations
 
-import importlib
-import logging
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
+
+from torch.nn.attention.varlen import varlen_attn
 
 from automodel_ckpt.models.attention.flex_kernel import FlexKernel
 from automodel_ckpt.models.attention.kernel_request import Kernel
-from automodel_ckpt.models.attention.length_kernels import FlashKernel, VarlenKernel
+from automodel_ckpt.models.attention.length_kernels import VarlenKernel
 from automodel_ckpt.models.attention.sdpa_kernel import SdpaKernel
 
-log = logging.getLogger(__name__)
-
-KERNELS = ("varlen", "flash", "flex", "sdpa")
+KERNELS = ("varlen", "flex", "sdpa")
 """The names of all kernels, the best of a device first."""
 
 
@@ -29,23 +26,9 @@ def installed_kernels(device_type: str) -> dict[str, Kernel]:
     kernels: dict[str, Kernel] = {"sdpa": SdpaKernel()}
     if device_type == "cuda":
         kernels["flex"] = FlexKernel()
-        varlen = _imported("torch.nn.attention.varlen", "varlen_attn")
-        if varlen is not None:
-            kernels["varlen"] = VarlenKernel(varlen)
-        flash = _imported("flash_attn", "flash_attn_varlen_func")
-        if flash is not None:
-            kernels["flash"] = FlashKernel(flash)
+        kernels["varlen"] = VarlenKernel(varlen_attn)
     names = preferred_kernels(device_type, kernels, is_compiled=False)
     return {name: kernels[name] for name in names}
-
-
-def _imported(module: str, function: str) -> Callable[..., Any] | None:
-    try:
-        return getattr(importlib.import_module(module), function, None)
-    # A package that was built for another version of torch fails with one of these.
-    except (ImportError, OSError, RuntimeError) as error:
-        log.debug("%s cannot be imported: %r", module, error)
-        return None
 
 
 def preferred_kernels(

@@ -1,4 +1,4 @@
-"""Kernels that read the lengths of the documents of a row: torch's ``varlen_attn``, and flash-attn.
+"""The kernel that reads the lengths of the documents of a row: torch's ``varlen_attn``.
 
 Signatures of ``torch.nn.attention.varlen.varlen_attn`` (read in the sources of the wheels): torch 2.10 has
 ``is_causal`` as its eighth positional parameter, and neither ``scale`` nor ``window_size``; torch 2.11 replaced
@@ -153,60 +153,6 @@ class VarlenKernel:
         """Compute attention: see :class:`~automodel_ckpt.models.attention.kernel_request.Kernel`."""
         del sinks, dropout  # unsupported
         return _by_lengths(self.function, (query, key, value), rows, self.options(request))
-
-
-@dataclass(frozen=True)
-class FlashKernel:
-    """``flash_attn_varlen_func`` of the package flash-attn, version 2."""
-
-    function: Callable[..., Any]
-    device_type: str = "cuda"
-    label: str = "flash_attn"
-
-    @functools.cached_property
-    def parameters(self) -> frozenset[str]:
-        """Names of the function's parameters; ``softcap`` is one of them since flash-attn 2.6."""
-        return frozenset(inspect.signature(self.function).parameters)
-
-    def unsupported(self, request: Request) -> str:
-        """Why it cannot compute *request*; empty if it can."""
-        if request.device_type != self.device_type:
-            return f"no kernel for {request.device_type}"
-        needs = pairs_needed(request)
-        if request.has_sinks:
-            needs = "attention sinks"
-        if request.softcap is not None and "softcap" not in self.parameters:
-            needs = "a softcap"
-        return needs or _dimension_problem(request)
-
-    def prepare(self, documents: Documents) -> CumulativeLengths:
-        """The cumulative lengths of *documents*."""
-        return cumulative_lengths(documents)
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rows: CumulativeLengths,
-        request: Request,
-        sinks: torch.Tensor | None = None,
-        dropout: float = 0.0,
-    ) -> torch.Tensor:
-        """Compute attention: see :class:`~automodel_ckpt.models.attention.kernel_request.Kernel`."""
-        del sinks  # unsupported
-        options: dict[str, Any] = {
-            "dropout_p": dropout,
-            "softmax_scale": request.scale,
-            "causal": True,
-            "window_size": (_tokens_before(request.window), 0),
-        }
-        if request.softcap is not None:
-            options["softcap"] = request.softcap
-        if "deterministic" in self.parameters:
-            # torch's own kernel reads this setting itself.
-            options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        return _by_lengths(self.function, (query, key, value), rows, options)
 
 
 def _tokens_before(window: int | None) -> int:

@@ -12,13 +12,17 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
-from automodel_ckpt.models.inspect.float32_probe import computes_as_built
 from automodel_ckpt.models.meta_init import is_transient, on_meta
 
 log = logging.getLogger("automodel_ckpt")
 
 _OF_ADAPTERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 """What peft inserts into the names of the parameters that it wraps."""
+_COMPUTES_IN_ONE_TYPE = ("deberta", "xlnet")
+"""Models that create parameters in float32 and cannot compute with them in 16 bits."""
+_FACTORS_IN_FILES = re.compile(r"\.(slope_rate|\w+_decay|attn\.bias)$")
+"""Buffers in files by which models multiply activations: decays of MiniMax, masks of GPT. Others stay in float32, such
+as the biases of routers, which would select other experts."""
 
 
 def float32_pattern(model: nn.Module, dtype: torch.dtype | None) -> re.Pattern[str] | None:
@@ -94,21 +98,15 @@ def _created_in_float32(
     """The parameters that the model of transformers in *model* creates in float32 if it is built in *dtype*, and the
     prefix of their names.
 
-    Without those that *pattern* finds. Empty if it cannot compute with them, as DeBERTa and XLNet in bfloat16, or if
-    that is not known.
+    Without those that *pattern* finds. Empty if it cannot compute with them.
     """
     prefix, inner = _of_transformers(model)
     if inner is None or dtype not in (torch.bfloat16, torch.float16):
         return frozenset(), prefix
     built = _built_in(inner, dtype)
-    if built is None:
+    if built is None or inner.config.model_type in _COMPUTES_IN_ONE_TYPE:
         return frozenset(), prefix
-    names: set[str] = set()
-    for name in _float32_in(built):
-        if pattern is None or not pattern.search(name):
-            names.add(name)
-    if names and not computes_as_built(inner, dtype):
-        names.clear()
+    names = {name for name in _float32_in(built) if pattern is None or not pattern.search(name)}
     return frozenset(names), prefix
 
 
@@ -132,8 +130,8 @@ def constants_in(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
     """The names of the buffers of *model* that it would create in *dtype* if it were built in this type.
 
     Those are constants that no file contains, such as tables of positions. Activations that are computed with one in
-    float32 would be in float32, which layers with weights in *dtype* cannot use. Buffers in files are among them only
-    if the model cannot compute with these in float32. Empty for a model that is not of transformers.
+    float32 would be in float32, which layers with weights in *dtype* cannot use. Of buffers in files, only factors of
+    activations are among them. Empty for a model that is not of transformers.
     """
     prefix, inner = _of_transformers(model)
     if inner is None or dtype is None:
@@ -145,22 +143,15 @@ def constants_in(model: nn.Module, dtype: torch.dtype | None) -> frozenset[str]:
     if built is None:
         return frozenset()
     tables: set[str] = set()
-    in_files: dict[str, str] = {}
     created = _float_buffers(built)
     kept = _norm_buffers(built) | _kept_by_list(built, dtype)
     for name, buffer in buffers.items():
         plain = _OF_ADAPTERS.sub("", name)
         if plain not in created or not created[plain].dtype == dtype != buffer.dtype:
             continue
-        if _is_in_files(built, plain):
-            if plain not in kept:
-                in_files[plain] = prefix + name
-        else:
+        is_factor = plain not in kept and _FACTORS_IN_FILES.search(plain)
+        if is_factor or not _is_in_files(built, plain):
             tables.add(prefix + name)
-    # MiniMax multiplies matrices by its decays. In float32, the biases of routers select other experts.
-    fails = bool(in_files) and not computes_as_built(inner, dtype, in_files)
-    if fails and computes_as_built(inner, dtype):
-        tables.update(in_files.values())
     return frozenset(tables)
 
 

@@ -24,7 +24,7 @@ from automodel_ckpt.models.loss.fused_cross_entropy import (
     wide_logits,
 )
 from automodel_ckpt.models.loss.head_gradients import GradientSums
-from automodel_ckpt.models.loss.loss_inputs import Labeled, LayerCall, VocabularyPart
+from automodel_ckpt.models.loss.loss_inputs import Labeled, VocabularyPart
 
 _TENSORS_OF_A_CHUNK = 4
 """Tensors of the size of a chunk of logits that are in memory at the same time; the loss of a label alone needs one."""
@@ -48,14 +48,6 @@ class Distillation:
         hidden, weight, bias = in_autocast_dtype(labeled.hidden, weight, bias)
         loss, self.sums = _LinearDistillation.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, labeled, self, torch.is_grad_enabled()
-        )
-        return loss  # type: ignore[no-any-return]
-
-    def module(self, labeled: Labeled, layer: LayerCall) -> torch.Tensor:
-        """Compute the loss for a layer of any kind; 0-dim."""
-        trained = [parameter for parameter in layer.parameters if parameter.requires_grad]
-        loss, self.sums = _ModuleDistillation.apply(  # type: ignore[no-untyped-call]
-            labeled.hidden, labeled, layer, self, torch.is_grad_enabled(), *trained
         )
         return loss  # type: ignore[no-any-return]
 
@@ -163,62 +155,6 @@ class _LinearDistillation(torch.autograd.Function):
         return *gradients.scaled(loss_weight), None, None, None
 
 
-class _ModuleDistillation(torch.autograd.Function):
-    """The loss of :class:`_LinearDistillation`, for an output layer of any kind.
-
-    Autograd computes the gradients chunk by chunk in the forward pass. In the backward pass, as with activation
-    checkpointing, the teacher's weights would no longer be gathered.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        labeled: Labeled,
-        layer: LayerCall,
-        criterion: Distillation,
-        with_gradients: bool,
-        *parameters: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        with_gradients = with_gradients and (hidden.requires_grad or bool(parameters))
-        found: list[torch.Tensor] = []
-        if with_gradients:
-            found = [torch.zeros_like(each) for each in (hidden, *parameters)]
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        sums = torch.zeros(2, dtype=wide, device=hidden.device)
-        size = rows_of_chunk(hidden.device.type, layer.num_columns)
-        for start in range(0, len(hidden), size):
-            chunk = hidden[start : start + size].detach().requires_grad_(with_gradients)
-            with torch.set_grad_enabled(with_gradients):
-                output = layer.forward(chunk)
-            logits = output.detach().to(wide, copy=True)
-            added, errors = criterion.losses_and_errors(start, logits, labeled)
-            sums += added
-            if with_gradients:
-                of_hidden, *others = torch.autograd.grad(
-                    output, [chunk, *parameters], errors.to(output.dtype)
-                )
-                found[0][start : start + size] = of_hidden
-                for total, gradient in zip(found[1:], others, strict=True):
-                    total += gradient
-            del output, logits, errors
-        ctx.gradients = found
-        ctx.mark_non_differentiable(sums)
-        return criterion.loss_of(sums), sums
-
-    @staticmethod
-    def backward(
-        ctx: Any, loss_weight: torch.Tensor, _: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        scaled = []
-        for gradient in gradients:
-            product = gradient * loss_weight
-            scaled.append(product.to(gradient.dtype))
-        of_hidden, *of_parameters = scaled
-        return of_hidden, None, None, None, None, *of_parameters
-
-
 class CapturedHidden:
     """In place of a loss: keeps the hidden states of labeled positions, from which logits are computed later."""
 
@@ -232,12 +168,5 @@ class CapturedHidden:
         self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Keep the hidden states and the part; returns 0."""
-        return self._keep(labeled)
-
-    def module(self, labeled: Labeled, layer: LayerCall) -> torch.Tensor:
-        """Keep the hidden states; returns 0."""
-        return self._keep(labeled)
-
-    def _keep(self, labeled: Labeled) -> torch.Tensor:
         self.hidden, self.part = labeled.hidden, labeled.part
         return labeled.hidden.new_zeros((), dtype=torch.float32)

@@ -1,8 +1,7 @@
 """The output layer and the cross-entropy in one operation, so that the logits of a micro-batch never exist as a whole.
 
 Positions without a label are removed before the layer. The others are computed in chunks (``fused_cross_entropy``).
-With a vocabulary of 128k, the logits would be the largest tensors of a training step. A layer that is not a single
-matrix (one with an adapter) computes the logits of each chunk again in the backward pass.
+With a vocabulary of 128k, the logits would be the largest tensors of a training step.
 
 Some models scale the output of this layer, or cap it with tanh (Cohere, Granite, Gemma). The loss head does this
 itself.
@@ -17,24 +16,19 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils.checkpoint import checkpoint
 
 from automodel_ckpt.models.inspect.forward import last_layer_output
 from automodel_ckpt.models.loss.fused_cross_entropy import (
-    chunk_rows,
     in_autocast_dtype,
     linear_cross_entropy,
     wide_logits,
-    widened,
 )
 from automodel_ckpt.models.loss.loss_inputs import (
     IDENTITY,
     Labeled,
-    LayerCall,
     LogitTransform,
     TokenHits,
     VocabularyPart,
@@ -60,59 +54,13 @@ class Criterion(Protocol):
     ) -> torch.Tensor:
         """Compute it for a layer of *weight* [V, H] and *bias* [V]: all of its rows, or those of ``labeled.part``."""
 
-    def module(self, labeled: Labeled, layer: LayerCall) -> torch.Tensor:
-        """Compute it for a layer of any kind."""
-
-
-class ComputesLoss:
-    """An output layer that returns the summed cross-entropy inside :meth:`computing_loss`; elsewhere, logits.
-
-    Why not call the backbone, then a head: FSDP2 gathers the root's parameters before the root's forward pass and puts
-    its backward hooks on what that returns; DDP prepares its reduction there, and peft and multimodal models do more in
-    it. So the root module is called, and its output layer returns the loss, which :meth:`LossPass.loss_in` takes from
-    the model's output.
-    """
-
-    transform: LogitTransform = IDENTITY
-    """What the model does to the output of this layer."""
-    _loss_pass: LossPass | None = None
-
-    @property
-    def all_up_to(self) -> int:
-        """The number of positions up to which :meth:`computing_loss` takes all positions, labeled or not."""
-        return 0
-
-    def computing_loss(
-        self,
-        positions: torch.Tensor | None,
-        targets: torch.Tensor,
-        sizes: Sequence[int] | None = None,
-        hits: TokenHits | None = None,
-        criterion: Criterion | None = None,
-        z_loss: ZLoss | None = None,
-    ) -> LossPass:
-        """Let the forward passes of the model inside the context compute a loss instead of logits.
-
-        *positions* [N] are the labeled positions in the flattened batch, *targets* [N] the tokens that they predict.
-        None means all positions of a batch of at most :attr:`all_up_to`; there -100 is no target. With *sizes*,
-        the positions are those of several losses: of so many positions each, in this order. *positions* is then given.
-        *hits* counts the targets with the highest logit, in passes without gradients. *criterion* replaces the
-        cross-entropy; *positions* is then given. *z_loss* is added to the cross-entropy.
-        """
-        return LossPass(self, positions, targets, sizes, hits, criterion, z_loss)
-
-    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, V] of *hidden* [n, H] in a new tensor, with what the model does to them, outside of its forward
-        pass. If ranks share the layer, these are the columns of this rank. The weights have to be gathered."""
-        raise NotImplementedError
-
 
 class LossPass(AbstractContextManager["LossPass"]):
     """A context in which a model's forward pass computes a loss. A generator would take three times as long."""
 
     def __init__(
         self,
-        head: ComputesLoss,
+        head: LossHead,
         positions: torch.Tensor | None,
         targets: torch.Tensor,
         sizes: Sequence[int] | None = None,
@@ -225,13 +173,23 @@ _set_past_torch = object.__setattr__
 """nn.Module's setattr first checks for parameters and modules, which takes six times as long."""
 
 
-class LossHead(ComputesLoss, nn.Linear):
-    """A plain linear layer with a loss."""
+class LossHead(nn.Linear):
+    """A linear output layer that returns the summed cross-entropy inside :meth:`computing_loss`; elsewhere, logits.
+
+    Why not call the backbone, then a head: FSDP2 gathers the root's parameters before the root's forward pass and puts
+    its backward hooks on what that returns; DDP prepares its reduction there, and peft and multimodal models do more in
+    it. So the root module is called, and its output layer returns the loss, which :meth:`LossPass.loss_in` takes from
+    the model's output.
+    """
+
+    transform: LogitTransform = IDENTITY
+    """What the model does to the output of this layer."""
+    _loss_pass: LossPass | None = None
 
     @classmethod
     def of(cls, layer: nn.Linear) -> LossHead:
         """Make *layer* a loss head by changing its class, so that wrappers and sharding still refer to it."""
-        layer.__class__ = _sharded_as(layer, cls)
+        layer.__class__ = _sharded_class(cls) if isinstance(layer, FSDPModule) else cls
         assert isinstance(layer, LossHead)
         return layer
 
@@ -241,6 +199,25 @@ class LossHead(ComputesLoss, nn.Linear):
         if isinstance(self.weight, DTensor):
             return 0
         return _SMALL // self.weight.shape[0]
+
+    def computing_loss(
+        self,
+        positions: torch.Tensor | None,
+        targets: torch.Tensor,
+        sizes: Sequence[int] | None = None,
+        hits: TokenHits | None = None,
+        criterion: Criterion | None = None,
+        z_loss: ZLoss | None = None,
+    ) -> LossPass:
+        """Let the forward passes of the model inside the context compute a loss instead of logits.
+
+        *positions* [N] are the labeled positions in the flattened batch, *targets* [N] the tokens that they predict.
+        None means all positions of a batch of at most :attr:`all_up_to`; there -100 is no target. With *sizes*,
+        the positions are those of several losses: of so many positions each, in this order. *positions* is then given.
+        *hits* counts the targets with the highest logit, in passes without gradients. *criterion* replaces the
+        cross-entropy; *positions* is then given. *z_loss* is added to the cross-entropy.
+        """
+        return LossPass(self, positions, targets, sizes, hits, criterion, z_loss)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., H], or the loss: see :meth:`computing_loss`."""
@@ -295,81 +272,9 @@ class LossHead(ComputesLoss, nn.Linear):
         return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
 
 
-class ModuleLossHead(ComputesLoss):
-    """A mixin that computes the loss of any other layer, such as a linear layer with an adapter."""
-
-    _vocabulary = 1
-
-    @classmethod
-    def of(cls, layer: nn.Module, vocabulary: int) -> ModuleLossHead:
-        """Make *layer*, which returns logits of *vocabulary* tokens, a loss head by changing its class."""
-        layer.__class__ = _sharded_as(layer, _with_loss(class_of(layer)))
-        assert isinstance(layer, ModuleLossHead)
-        layer._vocabulary = vocabulary
-        return layer
-
-    def forward(self, input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        """Logits [..., V] of hidden states [..., H], or the loss: see :meth:`computing_loss`."""
-        layer: Any = super()
-        loss_pass = self._loss_pass
-        if loss_pass is None:
-            return layer.forward(input, *args, **options)  # type: ignore[no-any-return]
-        positions = loss_pass.positions
-        assert positions is not None
-        hits, criterion, z_loss = loss_pass.hits, loss_pass.criterion, loss_pass.z_loss
-
-        def loss_by_criterion(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            assert criterion is not None
-
-            def logits_of_chunk(hidden: torch.Tensor) -> torch.Tensor:
-                logits: torch.Tensor = layer.forward(hidden, *args, **options)
-                return logits
-
-            parameters = list(self.parameters())  # type: ignore[attr-defined]
-            call = LayerCall(logits_of_chunk, parameters, self._vocabulary)
-            return criterion.module(Labeled(part, labels, self.transform, hits), call)
-
-        # Recomputed in the backward pass, when the context has ended and `_loss_pass` is None. So it
-        # must call the layer's own forward and not this one.
-        def loss_of_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            logits = self.transform(widened(layer.forward(hidden, *args, **options)))
-            if hits is not None:
-                hits.add(logits, labels)
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-            # Noted outside: this function is called again in the backward pass.
-            return loss if z_loss is None else torch.stack([loss, z_loss.of(logits, labels)])
-
-        def loss_of(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            size = chunk_rows(part.device.type, self._vocabulary)
-            states = torch.split(part, size)
-            targets = torch.split(labels, size)
-            losses = []
-            for chunk in zip(states, targets, strict=True):
-                losses.append(checkpoint(loss_of_chunk, *chunk, use_reentrant=False))
-            found = torch.stack(losses)
-            if z_loss is not None:
-                z_loss.note(found[:, 1].sum())
-            return found.sum()
-
-        hidden = input.flatten(0, -2).index_select(0, positions)
-        by = loss_of if criterion is None else loss_by_criterion
-        return loss_pass.output_for(loss_pass.summed(by, hidden))
-
-    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, V] of *hidden* [n, H] in a new tensor, with what the model does to them, outside of its forward
-        pass. The weights have to be gathered."""
-        layer: Any = super()
-        return self.transform(widened(layer.forward(hidden)))
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that tensor parallel ranks share."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@functools.cache
-def _with_loss(layer_class: Any) -> Any:
-    return type(f"{layer_class.__name__}WithLoss", (ModuleLossHead, layer_class), {})
 
 
 def class_of(layer: nn.Module) -> Any:
@@ -377,11 +282,6 @@ def class_of(layer: nn.Module) -> Any:
     kind = type(layer)
     # The order in which torch's fully_shard derives: [FSDPLinear, FSDPModule, Linear, ...].
     return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
-
-
-def _sharded_as(layer: nn.Module, kind: Any) -> Any:
-    """*kind*, or what fsdp2 derives from it if *layer* is sharded separately."""
-    return _sharded_class(kind) if isinstance(layer, FSDPModule) else kind
 
 
 @functools.cache

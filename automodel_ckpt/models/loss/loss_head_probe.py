@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from automodel_ckpt.models.inspect.forward import (
     model_without_adapters,
     side_effect_free,
 )
-from automodel_ckpt.models.loss.loss_head import ComputesLoss, LossHead, ModuleLossHead, class_of
+from automodel_ckpt.models.loss.loss_head import LossHead, class_of
 from automodel_ckpt.models.loss.loss_inputs import IDENTITY, LogitTransform
 
 log = logging.getLogger("automodel_ckpt")
@@ -31,7 +31,7 @@ def install_loss_head(
     options: Mapping[str, Any],
     multiple: int = 1,
     device: torch.device | None = None,
-) -> LossHead | ModuleLossHead | None:
+) -> LossHead | None:
     """Make the output layer of *model* compute the loss, if its output is the logits of the model.
 
     Returns None, with the model unchanged, if there is no such layer, or if the model changes its output in another way
@@ -39,11 +39,12 @@ def install_loss_head(
     that of the layer). *multiple* divides the number of tokens.
     """
     layer = output_layer(model)
-    weight = next(layer.parameters(), None) if layer is not None else None
-    if layer is None or weight is None or _is_sharded_across(layer):
-        log.info("computing the loss from full logits: %s has no single output layer", _name(model))
+    # No subclasses: theirs may compute something else than weight and bias.
+    if layer is None or class_of(layer) is not nn.Linear or _is_sharded_across(layer):
+        log.info("computing the loss from full logits: %s has no plain output layer", _name(model))
         return None
-    tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or weight.device)
+    plain: Any = layer
+    tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or plain.weight.device)
     inner = model_without_adapters(model)
     if adds_bias_to_logits(inner):
         log.info("computing the loss from full logits: %s adds a bias to its logits", _name(model))
@@ -51,29 +52,17 @@ def install_loss_head(
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         options = {**options, "decoder_input_ids": tokens}
     why = "modifies its logits after the output layer"
-    found: tuple[int, LogitTransform] | None = None
+    transform: LogitTransform | None = None
     try:
-        found = _probe_logits(model, layer, tokens, options)
+        transform = _probe_logits(model, layer, tokens, options)
     except Exception as error:
         log.debug("the model cannot be asked about its output layer", exc_info=True)
         reason = class_and_message(error)
         why = f"could not be probed for its output layer; a forward pass of a few tokens raised {reason}"
-    if found is None:
+    if transform is None:
         log.info("computing the loss from full logits: %s %s", _name(model), why)
         return None
-    vocabulary, transform = found
-    # No subclasses: theirs may compute something else than weight and bias.
-    if class_of(layer) is nn.Linear:
-        plain: Any = layer
-        return _with_transform(LossHead.of(plain), transform)
-    return _with_transform(ModuleLossHead.of(layer, vocabulary), transform)
-
-
-Head = TypeVar("Head", bound=ComputesLoss)
-
-
-def _with_transform(head: Head, transform: LogitTransform) -> Head:
-    """Set what *head* applies to its output, and log it."""
+    head = LossHead.of(plain)
     head.transform = transform
     if transform.scale != 1:
         log.info("the loss head multiplies logits by %g, as the model does", transform.scale)
@@ -101,9 +90,7 @@ def output_layer(model: Any) -> nn.Module | None:
     return layer  # type: ignore[no-any-return]
 
 
-def head_without_adapters(
-    model: nn.Module, head: LossHead | ModuleLossHead | None
-) -> LossHead | ModuleLossHead | None:
+def head_without_adapters(model: nn.Module, head: LossHead | None) -> LossHead | None:
     """The loss head of *model* while its adapters are switched off; *head* is the one while they are on.
 
     These differ if peft trains a copy of the output layer: the original computes without adapters. It is made a loss
@@ -131,30 +118,21 @@ def _is_sharded_across(layer: nn.Module) -> bool:
         if "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
             continue
         # tp is the innermost dimension of the mesh, so its placement is the last one.
-        by_rows = parameter.placements[-1] in (Shard(0), Replicate())
-        if class_of(layer) is not nn.Linear or not by_rows:
+        if parameter.placements[-1] not in (Shard(0), Replicate()):
             return True
     return False
 
 
 def _probe_logits(
     model: nn.Module, layer: nn.Module, tokens: torch.Tensor, options: Mapping[str, Any]
-) -> tuple[int, LogitTransform] | None:
-    """Find the number of logits that *layer* computes per token, and what the model does to them.
-
-    Returns None if the logits of the model are not a :class:`LogitTransform` of the output of *layer*.
-    """
+) -> LogitTransform | None:
+    """Find what *model* does to the logits of *layer*; None if it is not a :class:`LogitTransform`."""
     outputs: list[torch.Tensor] = []
 
-    def substitute(
-        module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
-    ) -> torch.Tensor:
-        # The layer can be called again only here, while its sharded parameters are gathered.
-        if class_of(layer) is nn.Linear or _equal_by_row(module.forward, inputs[0], output):
-            # A copy: a model that changes its logits in place would otherwise appear to return
-            # them.
-            outputs.append(_test_logits(output.shape, output.device))
-        return _placed_like(output, outputs[-1].clone()) if outputs else output
+    def substitute(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        outputs.append(_test_logits(output.shape, output.device))
+        # A copy: a model that changes its logits in place would otherwise appear to return them.
+        return _placed_like(output, outputs[-1].clone())
 
     hook = layer.register_forward_hook(substitute)
     try:
@@ -173,7 +151,7 @@ def _probe_logits(
     # The model could train the scale, which would get no gradient.
     if not transform.is_identity and any(p.numel() == 1 for p in model.parameters()):
         return None
-    return logits.shape[-1], transform
+    return transform
 
 
 def _test_logits(shape: torch.Size, device: torch.device) -> torch.Tensor:
@@ -221,14 +199,3 @@ def _transform_between(output: torch.Tensor, logits: torch.Tensor) -> LogitTrans
     expected = transform(output.double())
     is_equal = torch.allclose(logits.double(), expected, rtol=1e-5, atol=1e-6)
     return transform if is_equal else None
-
-
-def _equal_by_row(
-    forward: Callable[..., torch.Tensor], hidden: torch.Tensor, logits: torch.Tensor
-) -> bool:
-    """Whether *forward* computes the logits of each position independently of the other positions."""
-    some = forward(hidden.flatten(0, -2)[1:3])
-    rows = logits.flatten(0, -2)[1:3]
-    return some.shape == rows.shape and torch.allclose(
-        some.float(), rows.float(), rtol=1e-2, atol=1e-2
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -124,14 +123,3 @@ class Labeled(NamedTuple):
     """Counts the labels with the highest logit, in passes without gradients."""
     part: VocabularyPart | None = None
     """The rows of the layer that this rank has; the loss is then collective. None: all of them."""
-
-
-class LayerCall(NamedTuple):
-    """An output layer of any kind, as a function."""
-
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    """Computes the output [n, V] of hidden states [n, H]."""
-    parameters: Sequence[torch.Tensor]
-    """The tensors that the function computes with."""
-    num_columns: int
-    """V, the number of outputs per position."""

@@ -10,20 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from automodel_ckpt.models.loss.fused_cross_entropy import (
     chunk_rows,
     in_autocast_dtype,
     losses_and_errors,
     wide_logits,
-    widened,
 )
 from automodel_ckpt.models.loss.head_gradients import GradientSums
 from automodel_ckpt.models.loss.loss_inputs import (
     Labeled,
-    LayerCall,
     LogitTransform,
     VocabularyPart,
 )
@@ -44,21 +40,6 @@ class PositionLosses:
             hidden, weight, bias, labeled.labels, labeled.part, labeled.transform
         )
         return losses
-
-    def module(self, labeled: Labeled, layer: LayerCall) -> torch.Tensor:
-        """Compute the losses [N] for a layer of any kind. Hits are not counted."""
-
-        def losses_of(chunk: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            logits = labeled.transform(widened(layer.forward(chunk)))
-            return F.cross_entropy(logits, targets, reduction="none")
-
-        size = chunk_rows(labeled.hidden.device.type, layer.num_columns)
-        states = torch.split(labeled.hidden, size)
-        targets = torch.split(labeled.labels, size)
-        losses = []
-        for chunk in zip(states, targets, strict=True):
-            losses.append(checkpoint(losses_of, *chunk, use_reentrant=False))
-        return torch.cat(losses)
 
 
 class _PositionLosses(torch.autograd.Function):

@@ -172,12 +172,10 @@ def _head_memory(recipe: Any, num_positions: int) -> HeadMemory:
     num_logits = num_losses * num_positions * num_columns
     device_type = recipe.layout.device.type
     is_small = device_type == "cpu" and _SMALL_LOGITS * num_logits <= CHUNK_ELEMENTS["cpu"]
-    if is_small or adds_bias_to_logits(model):
+    # With adapters on it, for example, the loss is computed from full logits.
+    is_plain = isinstance(head, nn.Linear)
+    if is_small or not is_plain or adds_bias_to_logits(model):
         return HeadMemory(_LOSS_BYTES * num_logits + gradient, gradient)
-    if not isinstance(head, nn.Linear):
-        # With adapters, for example: autograd computes the gradients of a chunk.
-        in_chunk = min(num_logits, CHUNK_ELEMENTS[device_type])
-        return HeadMemory(_LOSS_BYTES * in_chunk + gradient, gradient)
     # Other losses than the cross-entropy do not store errors.
     stores = recipe.objective_class.sums_cross_entropy and stores_errors(
         device_type, dtype, num_positions, head.in_features, trains_weight=is_trained

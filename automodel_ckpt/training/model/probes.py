@@ -13,10 +13,10 @@ from torch import nn
 
 from automodel_ckpt.data.batches.packing import RowLayout
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.attention.packing_probe import padding_changes_outputs, probe_rows
+from automodel_ckpt.models.attention.packing_probe import probe_rows
 from automodel_ckpt.models.config_values import context_length
 from automodel_ckpt.models.inspect.forward import class_and_message, side_effect_free
-from automodel_ckpt.models.loss.loss_head import LossHead, ModuleLossHead
+from automodel_ckpt.models.loss.loss_head import LossHead
 from automodel_ckpt.models.loss.loss_head_probe import install_loss_head
 from automodel_ckpt.models.routers import RouterSettings
 from automodel_ckpt.parallel.parallelize import reshard
@@ -41,7 +41,7 @@ class Probed:
 
     router_loss: RouterLoss | None = None
     row_layout: Rows | None = None
-    loss_head: LossHead | ModuleLossHead | None = None
+    loss_head: LossHead | None = None
     all_up_to: int = 0
     """:attr:`LossHead.all_up_to` at the time of the probes; 0 without a loss head."""
     context: ContextParallel | None = None
@@ -69,8 +69,6 @@ def probe(
         _check_plan(request, probe_model, sharded, options)
     marks_tokens = router is not None
     rows = _shared_rows(request, model, probe_model, sharded, options, marks_tokens=marks_tokens)
-    if request.shares_rows and rows is None:
-        _warn_of_padding(request, probe_model, sharded, options)
     head = _loss_head(request, probe_model, options)
     # Read here: its value depends on the weight's type, which sharding changes back after the probes.
     all_up_to = head.all_up_to if head is not None else 0
@@ -172,22 +170,6 @@ def _shared_rows(
     )
 
 
-def _warn_of_padding(
-    request: ModelRequest, probe_model: nn.Module, sharded: Sharded, options: Mapping[str, Any]
-) -> None:
-    """Log a warning if the losses of samples depend on their padding (CPM-Ant, ProphetNet). A collective."""
-    layout, size = request.layout, request.config.step_scheduler.local_batch_size
-    if size == 1 or layout.in_stages or request.row_multiple > 1:
-        return
-    with sharded.compute():
-        is_changed = padding_changes_outputs(probe_model, options, layout.device)
-    if is_changed:
-        log.warning(
-            "the padding of a row changes what this model computes for its tokens, so losses depend on which samples"
-            " share a micro-batch; step_scheduler.local_batch_size: 1 avoids padding"
-        )
-
-
 def _hidden_size(request: ModelRequest) -> int:
     text = request.model_config and request.model_config.get_text_config()
     return getattr(text, "hidden_size", _USUAL_HIDDEN_SIZE)
@@ -195,7 +177,7 @@ def _hidden_size(request: ModelRequest) -> int:
 
 def _loss_head(
     request: ModelRequest, probe_model: nn.Module, options: Mapping[str, Any]
-) -> LossHead | ModuleLossHead | None:
+) -> LossHead | None:
     """Let the output layer compute the loss if it can; None: the loss is computed from full logits."""
     has_own_loss = request.config.loss_fn is not None
     if has_own_loss or not request.predicts_tokens or not request.layout.is_last_stage:

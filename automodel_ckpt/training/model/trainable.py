@@ -16,7 +16,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.models.inspect.float32_parts import float32_names
 from automodel_ckpt.models.inspect.forward import accepts_use_cache
 from automodel_ckpt.models.inspect.shared_memory import check_separate_memory
-from automodel_ckpt.models.loss.loss_head import LossHead, ModuleLossHead
+from automodel_ckpt.models.loss.loss_head import LossHead
 from automodel_ckpt.models.model_checks import check_attention, check_trained_types
 from automodel_ckpt.models.routers import router_settings
 from automodel_ckpt.parallel.mesh import RankLayout
@@ -76,7 +76,7 @@ class Trainable:
     """How samples share rows; None: each sample is padded to the longest."""
     overwrites_outputs: bool = False
     """Whether layers run as CUDA graphs, which overwrite their earlier outputs and gradients."""
-    loss_head: LossHead | ModuleLossHead | None = None
+    loss_head: LossHead | None = None
     """The output layer, if it computes the loss; None: the loss is computed from full logits."""
     all_up_to: int = 0
     """Number of positions in a micro-batch up to which the loss head takes those without a label too."""

@@ -33,7 +33,7 @@ from automodel_ckpt.models.attention.host_positions import note_positions
 from automodel_ckpt.models.config_checks import check_context
 from automodel_ckpt.models.inspect.forward import last_layer_output, logits_of
 from automodel_ckpt.models.loss.fused_cross_entropy import widened
-from automodel_ckpt.models.loss.loss_head import LossHead, ModuleLossHead
+from automodel_ckpt.models.loss.loss_head import LossHead
 from automodel_ckpt.models.loss.loss_inputs import TokenHits
 from automodel_ckpt.parallel.mesh import RankLayout
 from automodel_ckpt.training.counters.step_scheduler import StepScheduler
@@ -298,7 +298,7 @@ class Objective:
         self,
         rows: Tensors,
         hidden: torch.Tensor | None,
-        loss_head: LossHead | ModuleLossHead,
+        loss_head: LossHead,
         z_loss: ZLoss | None,
     ) -> torch.Tensor:
         """Compute the summed loss of *rows* in the output layer, chunk by chunk, with the *z_loss* added, if any."""

@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.loss.causal import labelled_positions, next_token_loss
-from automodel_ckpt.models.layers.adapter import add_adapters
-from automodel_ckpt.models.layers.lora import Lora
 from automodel_ckpt.models.loss.fused_cross_entropy import CHUNK_ELEMENTS
 from automodel_ckpt.models.loss.fused_distillation import CapturedHidden
-from automodel_ckpt.models.loss.loss_head import ComputesLoss, LossHead, ModuleLossHead
+from automodel_ckpt.models.loss.loss_head import LossHead
 from automodel_ckpt.models.loss.loss_head_probe import install_loss_head
 from automodel_ckpt.models.loss.loss_inputs import TokenHits
 from automodel_ckpt.models.loss.position_losses import PositionLosses
@@ -120,9 +118,7 @@ def test_a_sharded_model_that_caps_its_logits_trains_as_on_full_ones(tmp_path: P
         assert [r[field] for r in ours] == pytest.approx([r[field] for r in full], rel=1e-4)
 
 
-def loss_and_gradients(
-    model: Any, head: ComputesLoss | None
-) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradients(model: Any, head: LossHead | None) -> tuple[float, dict[str, torch.Tensor]]:
     tokens = torch.randint(0, VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(3))
     labels = tokens.masked_fill(tokens % 3 == 0, -100)
     if head is None:
@@ -157,7 +153,7 @@ def by_a_vocabulary_in_parts(kind: str, settings: dict[str, Any], frozen: bool) 
     check_position_losses(model, head, model_of(kind, **settings))
 
 
-def check_position_losses(model: Any, head: ComputesLoss, whole: Any) -> None:
+def check_position_losses(model: Any, head: LossHead, whole: Any) -> None:
     """The loss of each position, and the gradient of their weighted sum, are those of the logits of *whole*."""
     tokens = torch.randint(0, VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(3))
     positions, targets = labelled_positions(tokens)
@@ -180,7 +176,7 @@ def check_position_losses(model: Any, head: ComputesLoss, whole: Any) -> None:
     assert captured.part is not None and captured.part.most == 19
 
 
-def check_z_loss(model: Any, head: ComputesLoss, whole: Any) -> None:
+def check_z_loss(model: Any, head: LossHead, whole: Any) -> None:
     """The z-loss of *head* of *model*, and its gradient of the embedding, are those of the logits of *whole*."""
     tokens = torch.randint(0, VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(3))
     z_loss = ZLoss(0.1, torch.device("cpu"))
@@ -198,7 +194,7 @@ def check_z_loss(model: Any, head: ComputesLoss, whole: Any) -> None:
     torch.testing.assert_close(own, whole.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
 
 
-def check_hits(model: Any, head: ComputesLoss, whole: Any) -> None:
+def check_hits(model: Any, head: LossHead, whole: Any) -> None:
     """Labels are what *whole* predicts, and every third one is another token: *head* of *model* counts the others."""
     tokens = torch.randint(0, VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
@@ -224,37 +220,6 @@ def test_tensor_parallel_ranks_compute_it_with_a_part_of_the_vocabulary_each(
         # All logits in one chunk: torch's own functions would compute the loss of a complete layer.
         monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 2**25)
         by_a_vocabulary_in_parts("llama", {"tie_word_embeddings": True}, frozen=False)
-
-    ranks.run(on_two_ranks, 2)
-
-
-def an_adapted_layer(strategy: str) -> None:
-    def model() -> Any:
-        lora = Lora(r=4, target_modules=["lm_head", "q_proj"])
-        return add_adapters(model_of(tie_word_embeddings=False), lora, task_type="CAUSAL_LM").model
-
-    expected_loss, expected = loss_and_gradients(model(), None)
-    shared: Any = parallelize(model(), layout_here(), Parallelism(strategy=strategy))
-    head = install_loss_head(shared.module if strategy == "ddp" else shared, {"use_cache": False})
-    assert isinstance(head, ModuleLossHead)
-    loss, gradients = loss_and_gradients(shared, head)
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    assert {name.removeprefix("module.") for name in gradients} == expected.keys()
-    check_hits(shared, head, model())
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(
-            gradient, expected[name.removeprefix("module.")], rtol=1e-4, atol=1e-6
-        )
-
-
-def test_an_output_layer_with_an_adapter_is_shared_out_like_any_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 5 * VOCABULARY)
-
-    def on_two_ranks() -> None:
-        for strategy in ("fsdp2", "ddp"):
-            an_adapted_layer(strategy)
 
     ranks.run(on_two_ranks, 2)
 

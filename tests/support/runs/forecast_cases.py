@@ -141,7 +141,6 @@ class Case:
 
 
 CASES = {
-    "lora on head": Case(merged(ADAPTERS, {"peft": {"target_modules": ["q_proj", "lm_head"]}})),
     "pipeline": Case({"distributed": {"pp_size": 2}}, 2),
     "interleaved": Case(
         {

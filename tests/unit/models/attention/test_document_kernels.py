@@ -31,11 +31,7 @@ from automodel_ckpt.models.attention.document_kernels import (
 from automodel_ckpt.models.attention.documents import Documents
 from automodel_ckpt.models.attention.flex_kernel import FlexKernel, block_rows
 from automodel_ckpt.models.attention.kernel_request import Kernel, Request
-from automodel_ckpt.models.attention.length_kernels import (
-    FlashKernel,
-    VarlenKernel,
-    cumulative_lengths,
-)
+from automodel_ckpt.models.attention.length_kernels import VarlenKernel, cumulative_lengths
 from automodel_ckpt.models.attention.sdpa_kernel import SdpaKernel
 from automodel_ckpt.models.layers.activation_memory import checkpoint_activations
 from automodel_ckpt.models.layers.compiling import compile_layers
@@ -146,29 +142,6 @@ def varlen_2_13(
     return reference(query, key, value, cu_seq_q, max_q, window_size[0], scale)
 
 
-def flash_2_8(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Any = None,
-) -> torch.Tensor:
-    assert causal and dropout_p == 0
-    before = window_size[0]
-    return reference(q, k, v, cu_seqlens_q, max_seqlen_q, before, softmax_scale, softcap or None)
-
-
 VARLEN = {
     "2.10": VarlenKernel(varlen_2_10, "cpu"),
     "2.11": VarlenKernel(varlen_2_11, "cpu"),
@@ -176,7 +149,6 @@ VARLEN = {
 }
 ALL: dict[str, Kernel] = {
     **VARLEN,
-    "flash": FlashKernel(flash_2_8, "cpu"),
     "flex": FlexKernel("cpu"),
     "sdpa": SdpaKernel(),
 }
@@ -199,7 +171,6 @@ CUDA = dataclasses.replace(TASK, device_type="cuda")
         ("2.10", [TASK]),
         ("2.11", [TASK, WINDOW, SCALE]),
         ("2.13", [TASK, WINDOW, SCALE]),
-        ("flash", [TASK, WINDOW, SCALE, SOFTCAP, DROPOUT]),
         ("flex", [TASK, WINDOW, SCALE, SOFTCAP, SINKS, FULL, MIXED, LARGE]),
         ("sdpa", [TASK, WINDOW, SCALE, DROPOUT, FULL, ODD, MIXED, LARGE]),
     ],
@@ -211,7 +182,7 @@ def test_a_kernel_knows_what_it_supports(name: str, supported: list[Request]) ->
 
 
 def test_the_kernels_of_a_device_are_tried_from_the_best_to_the_mask() -> None:
-    assert preferred_kernels("cuda", KERNELS, is_compiled=True) == ("varlen", "flash", "flex")
+    assert preferred_kernels("cuda", KERNELS, is_compiled=True) == ("varlen", "flex")
     assert preferred_kernels("cuda", ["sdpa", "flex"], is_compiled=False) == ("flex",)
     assert preferred_kernels("cpu", KERNELS, is_compiled=False) == ("sdpa",)
     assert preferred_kernels("cpu", KERNELS, is_compiled=True) == ()
@@ -243,7 +214,6 @@ def supported_cases() -> list[Any]:
         for kind, task in {"plain": TASK, "window": WINDOW, "scale": SCALE}.items():
             if not ALL[name].unsupported(task):
                 cases.append(pytest.param(name, task, id=f"{name}-{kind}"))
-    cases.append(pytest.param("flash", SOFTCAP, id="flash-softcap"))
     cases.append(pytest.param("flex", SOFTCAP, id="flex-softcap"))
     cases.append(pytest.param("flex", SINKS, id="flex-sinks"))
     return cases
@@ -319,7 +289,6 @@ def one_row() -> dict[str, torch.Tensor]:
         ("mistral", "2.10", False),  # a window
         ("mistral", "2.11", True),
         ("gemma3_text", "2.13", True),
-        ("llama", "flash", True),
         ("llama", "flex", False),  # heads of 8
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,12 +12,10 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedModel,
     XLNetConfig,
 )
 
-from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_kept, float32_names
+from automodel_ckpt.models.inspect.float32_parts import float32_kept, float32_names
 from automodel_ckpt.models.quantize import cast_to
 
 SIZES: dict[str, Any] = {
@@ -82,71 +79,3 @@ def test_parameters_that_the_model_cannot_use_in_float32_are_cast() -> None:
     assert not float32_names(model, torch.bfloat16)
     # from_pretrained reads them in float32.
     assert float32_kept(model)["BF16"] == created
-
-
-class Positions(PreTrainedModel):
-    """Adds positions, which it creates in float32, to embeddings, and normalizes the sums."""
-
-    config_class = LlamaConfig
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.embedding = nn.Embedding(32, 16)
-        self.positions = nn.Parameter(torch.zeros(16, dtype=torch.float32))
-        self.norm = nn.LayerNorm(16)
-        self.post_init()  # type: ignore[no-untyped-call]
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        embedded = self.embedding(input_ids)
-        sums = embedded + self.positions
-        if self.config.converts:
-            sums = sums.to(embedded.dtype)
-        outputs: torch.Tensor = self.norm(sums)
-        return outputs
-
-
-@pytest.mark.parametrize("converts", [False, True])
-def test_they_are_cast_where_torch_rejects_the_types_of_values(converts: bool) -> None:
-    """Without values, torch accepts a layer normalization in bfloat16 of inputs in float32."""
-    config: Any = LlamaConfig()
-    config.converts = converts
-    model: Any = Positions(config)
-    plain = model._from_config(config, dtype=torch.bfloat16)
-    with nullcontext() if converts else pytest.raises(RuntimeError, match="mixed dtype"):
-        plain(torch.zeros(1, 2, dtype=torch.long))
-    names = {"positions"} if converts else set()
-    assert float32_names(model, torch.bfloat16) == names
-
-
-class Decays(PreTrainedModel):
-    """Multiplies activations by decays that its files contain."""
-
-    config_class = LlamaConfig
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.embedding = nn.Embedding(32, 16)
-        self.start = torch.rand(1, device="cpu")
-        self.register_buffer("decays", torch.ones(16, 16))
-        self.norm = nn.BatchNorm1d(16)
-        self.post_init()  # type: ignore[no-untyped-call]
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        embedded = self.embedding(input_ids)
-        decays = self.decays
-        if self.config.converts:
-            decays = decays.to(embedded.dtype)
-        outputs: torch.Tensor = embedded @ decays
-        return outputs
-
-
-@pytest.mark.parametrize("converts", [False, True])
-def test_buffers_of_files_are_cast_only_if_the_model_needs_it(converts: bool) -> None:
-    """MiniMax multiplies by such decays. A bias that selects experts is more exact in float32."""
-    config: Any = LlamaConfig()
-    config.converts = converts
-    names = set() if converts else {"decays"}
-    model = Decays(config)
-    state = torch.get_rng_state()
-    assert constants_in(model, torch.bfloat16) == names
-    assert torch.equal(torch.get_rng_state(), state)

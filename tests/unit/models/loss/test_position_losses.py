@@ -8,16 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from automodel_ckpt.models.loss import fused_cross_entropy
-from automodel_ckpt.models.loss.loss_inputs import IDENTITY, Labeled, LayerCall, LogitTransform
+from automodel_ckpt.models.loss.loss_inputs import IDENTITY, Labeled, LogitTransform
 from automodel_ckpt.models.loss.position_losses import PositionLosses
 from automodel_ckpt.training.forecast.step_trace import LiveBytes
 
 
 @pytest.mark.parametrize("transform", [IDENTITY, LogitTransform(0.5, 3.0)])
-@pytest.mark.parametrize("kind", ["linear", "module"])
 @pytest.mark.parametrize("num_positions", [0, 11])
 def test_losses_and_gradients_are_those_of_full_logits(
-    monkeypatch: pytest.MonkeyPatch, transform: LogitTransform, kind: str, num_positions: int
+    monkeypatch: pytest.MonkeyPatch, transform: LogitTransform, num_positions: int
 ) -> None:
     # Four positions in a chunk.
     monkeypatch.setitem(fused_cross_entropy.CHUNK_ELEMENTS, "cpu", 4 * 7)
@@ -31,10 +30,7 @@ def test_losses_and_gradients_are_those_of_full_logits(
     gradients = torch.autograd.grad((expected * weights).sum(), inputs)
     criterion = PositionLosses()
     labeled = Labeled(hidden, labels, transform)
-    if kind == "linear":
-        found = criterion.linear(labeled, layer.weight, layer.bias)
-    else:
-        found = criterion.module(labeled, LayerCall(layer, list(layer.parameters()), 7))
+    found = criterion.linear(labeled, layer.weight, layer.bias)
     torch.testing.assert_close(found, expected)
     for gradient, other in zip(
         torch.autograd.grad((found * weights).sum(), inputs), gradients, strict=True
