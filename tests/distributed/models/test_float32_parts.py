@@ -12,27 +12,22 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     DeepseekV3Config,
-    FSMTConfig,
-    FSMTForConditionalGeneration,
-    M2M100Config,
-    M2M100ForConditionalGeneration,
 )
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.examples.data.python_docs import train_tokenizer
 from automodel_ckpt.models.inspect.converted_layers import convert_layers
 from automodel_ckpt.models.inspect.float32_parts import constants_in, float32_names
 from automodel_ckpt.parallel.parallelize import Parallelism, parallelize, reshard
 from automodel_ckpt.parallel.ranks.group_types import check_gathered_types
 from tests.support import ranks
+from tests.support.models.tokenizers import train_tokenizer
 from tests.support.runs.parallel import VOCABULARY, global_batch, layout_here, train_steps
 from tests.support.runs.training import EXPORT, RECIPE, train, write_recipe
 
@@ -147,19 +142,6 @@ def test_fsdp2_in_bfloat16_computes_these_parts_in_float32(
         assert each == [pytest.approx(step, rel=1e-6) for step in expected]
 
 
-def test_divided_experts_get_the_weights_of_a_router_in_float32() -> None:
-    def found() -> list[tuple[float, float]]:
-        return sharded_steps(mixed(), torch.float32, ep_size=2)
-
-    for each in ranks.run(found, 2):
-        for (loss, norm), expected in zip(each, plain_steps(4, torch.float32), strict=True):
-            # Gradients of an expert are rounded once for the tokens of both ranks.
-            assert (loss, norm) == (
-                pytest.approx(expected[0], rel=1e-6),
-                pytest.approx(expected[1], rel=2e-3),
-            )
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_fsdp2_trains_them_beside_weights_in_bfloat16(num_ranks: int) -> None:
     expected = plain_steps(2 * num_ranks, torch.bfloat16)
@@ -167,184 +149,6 @@ def test_fsdp2_trains_them_beside_weights_in_bfloat16(num_ranks: int) -> None:
     for each in found:
         # The order of sums in bfloat16 differs.
         assert each == [pytest.approx(step, rel=2e-3) for step in expected]
-
-
-def sharded_logits(
-    model: nn.Module, inputs: torch.Tensor, float32_names: frozenset[str] = frozenset()
-) -> torch.Tensor:
-    """Shard *model* in place with fsdp2, which computes in bfloat16; return its logits."""
-    how = Parallelism("fsdp2", compute_dtype=torch.bfloat16, float32_names=float32_names)
-    sharded = parallelize(model, layout_here(), how)
-    logits: torch.Tensor = sharded(input_ids=inputs, use_cache=False).logits
-    return logits.detach()
-
-
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.further)])
-def test_layers_get_positions_in_float32_if_the_model_computes_them_so(num_ranks: int) -> None:
-    """ERNIE's layers compute with sines and cosines in float32, which fsdp2 would round to bfloat16."""
-    plain = {name: each.bfloat16() for name, each in ernie().state_dict().items()}
-    inputs = global_batch(0)
-    expected = ernie()
-    for name, parameter in expected.named_parameters():
-        parameter.data = plain[name]
-    logits = expected(input_ids=inputs, use_cache=False).logits
-
-    found = ranks.run(lambda: sharded_logits(ernie(), inputs), num_ranks)
-    assert all(torch.equal(each, logits) for each in found)
-
-
-def ernie() -> nn.Module:
-    config = AutoConfig.for_model(
-        "ernie4_5",
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
-        initializer_range=0.3,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
-    return model
-
-
-def test_an_output_layer_in_float32_gets_inputs_in_float32() -> None:
-    """HY's output layer is larger than a decoder layer here, so that fsdp2 gathers it separately."""
-    inputs = global_batch(0)
-    expected = hunyuan()
-    names = float32_names(expected, torch.bfloat16)
-    assert "lm_head.weight" in names
-    for name, parameter in expected.named_parameters():
-        if name not in names:
-            parameter.data = parameter.data.bfloat16()
-    logits = expected(input_ids=inputs, use_cache=False).logits
-
-    def found() -> torch.Tensor:
-        model: Any = hunyuan()
-        sharded = sharded_logits(model, inputs, names)
-        assert isinstance(model.get_output_embeddings(), FSDPModule)
-        return sharded
-
-    assert torch.equal(ranks.run(found, 1)[0], logits)
-
-
-def hunyuan() -> nn.Module:
-    config = AutoConfig.for_model(
-        "hy_v4",
-        vocab_size=8 * VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
-        initializer_range=0.3,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        moe_intermediate_size=8,
-        n_routed_experts=2,
-        num_experts_per_tok=1,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=8,
-        index_head_dim=8,
-        index_n_heads=2,
-        index_topk=4,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
-    return model
-
-
-def test_a_decoder_gets_a_mask_in_the_type_that_its_embedding_has() -> None:
-    """FSMT reads this type before it calls the decoder, which would be float32 in a group that is not gathered yet."""
-    inputs = global_batch(0)
-
-    def found() -> torch.Tensor:
-        model: Any = fsmt()
-        sharded = sharded_logits(model, inputs)
-        assert isinstance(model.get_input_embeddings(), FSDPModule)
-        return sharded
-
-    logits = fsmt().bfloat16()(input_ids=inputs, use_cache=False).logits
-    assert torch.equal(ranks.run(found, 1)[0], logits)
-
-
-def fsmt() -> nn.Module:
-    size = 32 * VOCABULARY
-    config = FSMTConfig(
-        langs=["en", "de"],
-        src_vocab_size=size,
-        tgt_vocab_size=size,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=16,
-        decoder_ffn_dim=16,
-        max_position_embeddings=64,
-        dropout=0.0,
-        init_std=0.3,
-    )
-    torch.manual_seed(0)
-    return FSMTForConditionalGeneration(config)
-
-
-def test_tables_of_positions_and_batch_normalization_suit_layers_in_bfloat16() -> None:
-    """M2M100 adds a table, which is no parameter, to its embeddings. Running means stay in float32."""
-    inputs = global_batch(0)
-    features = torch.randn(4, 8)
-
-    def found() -> tuple[torch.Tensor, torch.Tensor]:
-        model = m2m()
-        constants = constants_in(model, torch.bfloat16)
-        assert constants == {
-            f"model.{part}.embed_positions.weights" for part in ("encoder", "decoder")
-        }
-        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16, constants=constants)
-        sharded = parallelize(model, layout_here(), how)
-        logits = sharded(input_ids=inputs, decoder_input_ids=inputs, use_cache=False).logits
-        block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-        names = float32_names(block, torch.bfloat16)
-        assert names == {"1.weight", "1.bias"}
-        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16, float32_names=names)
-        normalized = parallelize(block, layout_here(), how)(features)
-        assert block[1].running_mean.dtype == torch.float32
-        return logits.detach(), normalized.detach()
-
-    ((logits, normalized),) = ranks.run(found, 1)
-    plain = m2m(torch.bfloat16)
-    plain.load_state_dict(m2m().state_dict())
-    expected = plain(input_ids=inputs, decoder_input_ids=inputs, use_cache=False).logits
-    assert torch.equal(logits, expected)
-    assert normalized.dtype == torch.bfloat16
-
-
-def m2m(dtype: torch.dtype = torch.float32) -> nn.Module:
-    config = M2M100Config(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=16,
-        decoder_ffn_dim=16,
-        max_position_embeddings=32,
-        dropout=0.0,
-        attention_dropout=0.0,
-        encoder_layerdrop=0.0,
-        decoder_layerdrop=0.0,
-        init_std=0.3,
-    )
-    torch.manual_seed(0)
-    model: nn.Module = M2M100ForConditionalGeneration._from_config(config, dtype=dtype)
-    return model
 
 
 class Layer(nn.Module):
@@ -449,26 +253,6 @@ def check_interrupted(tower: Any, inputs: torch.Tensor) -> None:
     assert all(isinstance(each, DTensor) for each in tower.parameters())
     assert torch.equal(tower(inputs), expected)
     assert all(isinstance(each, DTensor) for each in tower.layers.parameters())
-
-
-def test_a_model_reads_this_type_also_after_it_has_called_itself() -> None:
-    def twice(tower: Any, inputs: torch.Tensor) -> torch.Tensor:
-        if inputs.shape[0] == 2:
-            inputs = torch.cat([inputs, tower(inputs[:1])])
-        converted: torch.Tensor = inputs.to(tower.weight().dtype)
-        return converted
-
-    inputs = torch.randn(2, 8)
-
-    def found() -> torch.Tensor:
-        how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
-        tower = parallelize(Tower(twice), layout_here(), how)
-        outputs: torch.Tensor = tower(inputs).detach().clone()
-        assert all(isinstance(each, DTensor) for each in tower.parameters())
-        return outputs
-
-    (outputs,) = ranks.run(found, 1)
-    assert torch.equal(outputs, Tower(twice).bfloat16()(inputs))
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.further)])
@@ -633,36 +417,6 @@ def test_a_layer_that_the_model_converts_computes_with_its_newest_values(
 
     for first, second in ranks.run(of_two_steps, 2):
         assert torch.equal(second, first + 0.25)
-
-
-class Prepared(nn.Module):
-    """Converts one layer in its forward pass, and another one only before inference."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def prepare_for_inference(self) -> None:
-        self.head = self.head.to(torch.bfloat16)
-
-    def widen(self) -> None:
-        self.router = self.router.to(torch.float64)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.widen()
-        result: torch.Tensor = self.head(self.router(inputs.double()).float())
-        return result
-
-
-def test_a_method_that_the_forward_pass_does_not_call_converts_nothing() -> None:
-    model = nn.Sequential(Prepared())
-    convert_layers(model)
-    assert {name: each.dtype for name, each in model.named_parameters()} == {
-        "0.router.weight": torch.float64,
-        "0.router.bias": torch.float64,
-        "0.head.weight": torch.float32,
-        "0.head.bias": torch.float32,
-    }
 
 
 class ConvertsSecretly(nn.Module):
