@@ -756,9 +756,7 @@ HARNESS_RUN = HARNESS + "test_they_select_the_best_checkpoint_and_end_the_run"
 HARNESS_KEYS = HARNESS + "test_each_key_reaches_the_library"
 EMBEDDING = ("--recipe=embedding", f"--dataset={{_target_: {__name__}.pairs}}")
 EMA = "tests/distributed/models/test_weight_average.py::"
-EMA_STEPS = (
-    EMA + "test_steps_that_change_no_weight_do_not_count_and_a_norm_on_the_device_is_not_read"
-)
+EMA_STEPS = EMA + "test_it_starts_at_a_step_and_changes_every_few_steps"
 EMA_RUN = EMA + "test_ten_steps_and_the_export_are_bit_equal_to_plain_pytorch"
 QAT_RUN = (
     "tests/distributed/models/test_qat.py::"
@@ -971,7 +969,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "distill.kd_ratio": Observed(distillation, "0.7", DISTILLED),
     "distill.temperature": Observed(distillation, "2", DISTILLED),
     "distill.offload_teacher": Proven(
-        DISTILLS + "test_an_offloaded_teacher_is_on_the_device_only_while_it_predicts", "true"
+        DISTILLS + "test_an_offloaded_teacher_has_the_same_losses", "true"
     ),
     "distill.top_k": Proven(
         DISTILLS

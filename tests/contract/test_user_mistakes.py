@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from automodel_ckpt import load_recipe
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.errors import EXIT_SAVE_FAILED, EXIT_UNUSABLE, EXIT_USAGE, describe
-from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.support import ranks
-from tests.support.runs.training import RECIPE, Recipe, build
+from tests.support.runs.training import RECIPE, build
 
 DIGITS = Path(__file__).parents[2] / "examples/vlm_finetune/tiny_digits.yaml"
 LLAMA = {
@@ -400,7 +399,7 @@ def said_to(mistake: Mistake, directory: Path) -> tuple[int, str]:
     words = [word.replace("@", str(directory)) for word in (*places, *mistake.overrides)]
     made = None
     try:
-        made = build(recipe, *words, recipe_class=VLMFinetune if recipe == DIGITS else Recipe)
+        made = build(recipe, *words)
         made.setup()
         made.run()
     except BaseException as error:

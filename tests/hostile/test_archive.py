@@ -10,18 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert import checkpoint_archive
 from tests.hostile.harness import sandbox
+from tests.support.checkpoints import manifest_of
 from tests.support.models.shards import checkpoint_in
 
 zstandard = pytest.importorskip("zstandard", reason="the extra [archive] is not installed")
 
 NAME = "epoch_0_step_1"
 MANIFEST = f"{NAME}/MANIFEST.json"
-# Imported here, because a module that is compiled in the sandbox writes a file.
-assert checkpoint_archive.extract
 Members = list[tuple[tarfile.TarInfo, bytes]]
 
 
@@ -36,9 +33,8 @@ def member(
 
 def good(checkpoint: Path) -> Members:
     """The members of a valid archive."""
-    manifest = Manifest.read(checkpoint)
     found = [member(MANIFEST, (checkpoint / "MANIFEST.json").read_bytes())]
-    for path in sorted(manifest.files):
+    for path in sorted(manifest_of(checkpoint)["files"]):
         found.append(member(f"{NAME}/{path}", (checkpoint / path).read_bytes()))
     return found
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.formats.gguf.header import read_gguf_header
-from automodel_ckpt.errors import CheckpointUnusable
 from tests.hostile.harness import bombs, sandbox
 
 U32, STRING, ARRAY = 4, 8, 9
@@ -111,18 +109,7 @@ def test_a_hostile_header_is_an_error_and_does_no_harm(name: str, tmp_path: Path
 def test_the_header_is_rejected_by_itself(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(FILES[name])
-    if name == "part":
-        assert read_gguf_header(path).values["split.count"] == 3
-        return
-    with pytest.raises(CheckpointUnusable) as caught:
-        read_gguf_header(path)
-    str(caught.value).encode()
-
-
-def test_a_file_that_is_intact_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(gguf(tensor(b"a"), tensor(b"b", offset=128), data=256))
-    assert read_gguf_header(path).tensors["b"].shape == (4, 8)
+    assert ckpt.main(["import", str(path), str(tmp_path / "run"), "--dry-run"]) == 3
 
 
 @pytest.mark.parametrize("change", ["flip", "cut"])
@@ -138,21 +125,19 @@ def test_damage_anywhere_in_the_header_makes_no_traceback(change: str, tmp_path:
         "cut": lambda at: intact[:at],
     }
     path = tmp_path / "model.gguf"
-    for at in range(len(intact) - 136):
+    for at in range(0, len(intact) - 136, 1 if bombs.EVERY else 5):
         path.write_bytes(damage[change](at))
-        try:
-            read_gguf_header(path)
-        except CheckpointUnusable as error:
-            str(error).encode()
+        assert ckpt.main(["import", str(path), str(tmp_path / "run"), "--dry-run"]) in (0, 2, 3)
 
 
-def test_links_and_sparse_files_are_not_read(tmp_path: Path) -> None:
+def test_links_and_sparse_files_are_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "model.gguf"
     with open(path, "wb") as file:
         file.write(gguf(tensor(shape=(2**28,)), data=0))
         file.truncate(2**30 + 4096)
-    with pytest.raises(CheckpointUnusable, match="cannot be read"):
-        read_gguf_header(path)
     (tmp_path / "link.gguf").symlink_to(path)
-    with pytest.raises(CheckpointUnusable, match="cannot be read"):
-        read_gguf_header(tmp_path / "link.gguf")
+    for file in ("model.gguf", "link.gguf"):
+        assert ckpt.main(["import", str(tmp_path / file), str(tmp_path / "run")]) == 3
+        assert "cannot be read" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.support import ranks
 from tests.support.runs.training import EXPORT, train
 from tests.support.servers.command_server import CommandServer, Starting
@@ -63,7 +62,6 @@ def test_the_demo_with_images_reads_digits_after_a_few_steps_already(
         recipe,
         f"--checkpoint.checkpoint_dir={tmp_path}/run",
         *short,
-        recipe_class=VLMFinetune,
     )
     ranks.run(training, 1, init=False, timeout=250)
     answers = demo_vlm.ask((tmp_path / "run/LATEST/model/consolidated").resolve(), paths[:100])

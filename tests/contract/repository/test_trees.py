@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.distributed.kinds.test_vlm import prepare
 from tests.support import ranks
 from tests.support.runs.training import EXPORT, RECIPE, steps_of, train, write_recipe
@@ -162,9 +160,8 @@ def train_all(recipes: list[tuple[Case, Path, int]], *extra: str) -> dict[str, d
     ended = {}
     for case, recipe, port in recipes:
         os.environ["MASTER_PORT"] = str(port)
-        kind: Any = VLMFinetune if case.domain == "vlm" else LLMFinetune
         options = [*SHORT, *case.options, *(text.format(run=recipe.parent) for text in extra)]
-        ended[case.name] = train(recipe, *options, recipe_class=kind)
+        ended[case.name] = train(recipe, *options)
     return ended
 
 

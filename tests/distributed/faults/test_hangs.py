@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.base.store_url import scratch_directory
-from automodel_ckpt.logs.goodput import read_goodput
+from tests.support.checkpoints import goodput_of
 from tests.support.runs.training import RECIPE
 from tests.support.servers.command_server import CommandServer
 from tests.support.servers.networks import NoNamespacesError, nodes_at
@@ -153,19 +152,18 @@ def test_the_rank_that_does_not_arrive_is_named_and_all_nodes_restart(
     for log in logs:
         # Which launcher finds it first depends on the time.
         assert len(re.findall("restart . of 2|all ranks start again", log)) == 2, log
-    name = scratch_directory(url, str(disk)).name
-    runs = [Path(f"{disk}{suffix}") / name for suffix in nodes.disks]
+    runs = [next(Path(f"{disk}{suffix}").iterdir()) for suffix in nodes.disks]
     for run in runs:
         hangs = run / "hangs"
         assert "in sleep_long" in (hangs / "step_12/rank_1.txt").read_text()
         for step in (12, 21):
             assert "distributed_c10d.py" in (hangs / f"step_{step}/rank_0.txt").read_text()
-    starts_of_run = read_goodput(runs[0]).starts
-    assert [start.first_step for start in starts_of_run] == [0, 10, 20]
-    assert [start.outcome for start in starts_of_run] == ["killed", "killed", "done"]
+    starts_of_run = goodput_of(runs[0])["starts"]
+    assert [start["first_step"] for start in starts_of_run] == [0, 10, 20]
+    assert [start["outcome"] for start in starts_of_run] == ["killed", "killed", "done"]
     # torch's agent would wait half a minute for a rank that ends for no signal.
     for start, following in pairwise(starts_of_run):
-        assert following.began - start.began - sum(start.seconds.values()) < 25
+        assert following["began"] - start["began"] - sum(start["seconds"].values()) < 25
 
 
 SLEEPS, SUSPENDED = "12", "21"
@@ -212,7 +210,7 @@ def test_the_ranks_of_one_node_restart(
         assert "distributed_c10d.py" in (reports / "step_12/rank_0.txt").read_text()
     if SUSPENDED in hangs:
         assert re.fullmatch(r"  rank 1 is suspended \(process \d+\)", found[SUSPENDED])
-    starts = read_goodput(directory / "run").starts
-    assert [start.outcome for start in starts] == [*["killed"] * len(hangs), "done"]
+    starts = goodput_of(directory / "run")["starts"]
+    assert [start["outcome"] for start in starts] == [*["killed"] * len(hangs), "done"]
     for start, following in pairwise(starts):
-        assert following.began - start.began - sum(start.seconds.values()) < 25
+        assert following["began"] - start["began"] - sum(start["seconds"].values()) < 25

@@ -11,12 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from automodel_ckpt.cli.launch.launcher import stop_signals
 from tests.support.ranks import free_port, without_gloo_greetings
 from tests.support.servers.command_server import CommandServer
 
@@ -342,18 +340,6 @@ def test_the_recipe_says_which_signals_stop(
     assert command.wait().code == code
     assert ("stopped by SIGHUP" in command.err) == (number == signal.SIGHUP)
     wait_until(lambda: not any(is_alive(pid) for pid in command.pids()), 60)
-
-
-def test_under_nohup_a_hangup_stays_ignored() -> None:
-    loaded = SimpleNamespace(config=None)
-    # These tests themselves may run under nohup.
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    try:
-        assert signal.SIGHUP in stop_signals(loaded)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        assert signal.SIGHUP not in stop_signals(loaded)
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_ends_a_rank_whose_peers_never_come(start: Start) -> None:

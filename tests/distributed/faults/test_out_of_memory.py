@@ -6,14 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from automodel_ckpt.checkpoint.parts.failures import as_failure
-from automodel_ckpt.errors import EXIT_USAGE, DeviceMemoryError, SaveFailed, describe
-from automodel_ckpt.training.watch.batch_errors import hints_for
+from automodel_ckpt.errors import EXIT_USAGE, DeviceMemoryError
 from tests.distributed.faults.test_runs_ahead import AheadRecipe
 from tests.distributed.kinds.test_training import failure
-from tests.support.runs.training import RECIPE, VALIDATION, build, steps_of, write_recipe
+from tests.support.runs.training import RECIPE, VALIDATION, steps_of, write_recipe
 from tests.support.servers.command_server import CommandServer
 
 LOSS = "--loss_fn={_target_: tests.support.runs.training_parts.runs_out_of_memory, "
@@ -72,39 +69,3 @@ def test_the_rank_without_memory_is_the_root_cause_of_a_run_on_several(
     end = done.stderr[done.stderr.rindex("error: ") :]
     assert end.startswith("error: the device ran out of memory in the forward pass"), done.stderr
     assert "rank 1" in end
-
-
-def hints(tmp_path: Path, *overrides: str, num_ranks: int = 1) -> list[str]:
-    config = build(write_recipe(tmp_path), *overrides).config
-    return [hint.split("  ")[0] for hint in hints_for(config, num_ranks)]
-
-
-def test_hints_propose_only_what_the_recipe_does_not_do_yet(tmp_path: Path) -> None:
-    one = ("--step_scheduler.local_batch_size=1", "--model.activation_checkpointing=true")
-    assert hints(tmp_path, *one) == [
-        "--distributed.strategy=fsdp2 --distributed.cpu_offload=true",
-        "--peft.r=16",
-        "--dry-run",
-    ]
-    assert hints(tmp_path, *one, "--distributed.strategy=ddp", num_ranks=2) == [
-        "--distributed.strategy=fsdp2",
-        "--peft.r=16",
-        "--dry-run",
-    ]
-    assert hints(tmp_path, "--packed_sequence.size=32", *one)[0] == "--packed_sequence.size=16"
-
-
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_each_hint_is_accepted_on_the_command_line(tmp_path: Path, number: int) -> None:
-    hint = hints(tmp_path)[number]
-    assert build(write_recipe(tmp_path), *hint.split()).config is not None
-
-
-def test_a_save_without_device_memory_fails_with_a_hint_and_is_no_defect(tmp_path: Path) -> None:
-    failure = as_failure(torch.OutOfMemoryError("CUDA out of memory."), "saving", tmp_path)
-    assert isinstance(failure, SaveFailed)
-    assert "saving failed: the GPU ran out of memory" in str(failure)
-    assert "ulimit" not in str(failure)
-    assert "local_batch_size" in str(failure)
-    code, text = describe(torch.OutOfMemoryError("CUDA out of memory."))
-    assert (code, text.splitlines()[0]) == (1, "error: the GPU ran out of memory")

@@ -7,12 +7,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.data.batches.loader import GlobalBatch
-from automodel_ckpt.logs.goodput import read_goodput
-from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.values.readback import Number
-from automodel_ckpt.training.values.records import Control
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.support import ranks
+from tests.support.checkpoints import goodput_of
 from tests.support.runs import training
 
 STEPS = 9
@@ -30,8 +27,8 @@ OPTIONS = (
 )
 
 
-class PoisonedLoop(TrainingLoop):
-    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[Number, Number]:
+class PoisonedLoop(LLMFinetune.loop_class):
+    def train_step(self, batch: Any, control: Any) -> tuple[Any, Any]:
         loss, norm = super().train_step(batch, control)
         is_poisoned = (batch.epoch, batch.index) == (0, SPIKE - 1)
         return (100 * loss if is_poisoned else loss), norm
@@ -79,10 +76,10 @@ def test_the_run_goes_back_without_the_batches_and_a_killed_one_does_the_same(
     assert (event["step"], event["spike_step"], event["skipped_batches"]) == (2, SPIKE, 3)
     assert "times the median" in event["reason"]
     # It is still one start.
-    found = read_goodput(tmp_path / "run")
-    (start,) = found.starts
-    assert start.outcome == "done"
-    assert found.num_lost_steps == SPIKE - 2
+    found = goodput_of(tmp_path / "run")
+    (start,) = found["starts"]
+    assert start["outcome"] == "done"
+    assert found["lost_steps"] == SPIKE - 2
 
     ended = ranks.outcomes(run, 2, recipe, tmp_path / "killed", Killed, init=False)
     assert [outcome.exitcode for outcome in ended] == [-signal.SIGKILL] * 2

@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import pytest
 
 from automodel_ckpt.errors import Stopped
-from automodel_ckpt.training.loop import TrainingLoop
-from tests.distributed.kinds.test_training import installed, saved
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from tests.distributed.kinds.test_training import saved
 from tests.support import ranks
-from tests.support.runs.training import RECIPE, Recipe, with_loop, write_recipe
+from tests.support.runs.training import RECIPE, installed, with_loop, write_recipe
 
 SECONDS = 300.0
 """Less than the sleep that a signal ends, and enough for a busy machine."""
@@ -46,7 +46,7 @@ def stopped_in(training: Any, delay: float, signalled: tuple[int, ...]) -> tuple
     """Train; the ranks *signalled* get SIGTERM *delay* seconds after step 2. (message, seconds since, children left)"""
     sent: list[float] = []
 
-    class Waits(TrainingLoop):
+    class Waits(LLMFinetune.loop_class):
         def step(self, *arguments: Any) -> Any:
             due = super().step(*arguments)
             if self.step_scheduler.step == 2:
@@ -63,7 +63,7 @@ def stopped_in(training: Any, delay: float, signalled: tuple[int, ...]) -> tuple
             super().stop()
 
     try:
-        training(recipe_class=with_loop(Recipe, Waits))
+        training(recipe_class=with_loop(LLMFinetune, Waits))
     except Stopped as stop:
         return str(stop), sent[1] - sent[0], len(multiprocessing.active_children())
     raise AssertionError("it was not stopped")

@@ -14,13 +14,11 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
-from automodel_ckpt.data.media.audio_files import open_audio
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.processor import read_processor
-from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.support import ranks
-from tests.support.models.audio import FAMILIES, RATE, make_base, write_conversations
-from tests.support.runs.training import build, digests, killed_after, steps_of, write_recipe
+from tests.support.models.audio import FAMILIES, make_base, read_wave, write_conversations
+from tests.support.runs import training
+from tests.support.runs.training import steps_of, write_recipe
 
 RECIPE = """
 recipe: vlm_finetune
@@ -69,16 +67,18 @@ def prepare(directory: Path, family: str) -> Path:
     return write_recipe(directory, RECIPE.format(base=base, data=data))
 
 
-def train(
-    recipe_file: Path, name: str, *overrides: str, recipe_class: Any = VLMFinetune
-) -> dict[str, str]:
+def train(recipe_file: Path, name: str, *overrides: str, dies_after: int = 0) -> dict[str, str]:
     """Run in this process, in the directory of that name; the digests of the state at the end."""
     directory = f"--checkpoint.checkpoint_dir={recipe_file.parent / name}"
-    recipe = build(recipe_file, directory, *overrides, recipe_class=recipe_class)
+    return training.train(recipe_file, directory, *overrides, dies_after=dies_after)
+
+
+def processor_of(recipe_file: Path) -> Any:
+    """The processor that a run of the recipe reads."""
+    recipe: Any = training.build(recipe_file, "--checkpoint.enabled=false")
     try:
         recipe.setup()
-        recipe.run()
-        return digests(recipe)
+        return recipe.processor
     finally:
         recipe.close()
 
@@ -93,7 +93,7 @@ def own_batches(directory: Path, processor: Any, numbers: list[int]) -> list[tup
         audio = []
         for part in turns[0]["content"]:
             if part["type"] == "audio":
-                audio.append(open_audio(part.pop("audio"), directory, RATE))
+                audio.append(read_wave(directory / part.pop("audio")))
         # Phi4MultimodalProcessor does not read its template from files.
         reader = processor if processor.chat_template else processor.tokenizer
         reader.chat_template = reader.chat_template or template
@@ -130,10 +130,8 @@ def test_a_killed_run_goes_on_exactly_with_the_losses_of_transformers(
 ) -> None:
     recipe = prepare(tmp_path, family)
     options = (f"--distributed.strategy={strategy}", "--checkpoint.save_consolidated=final")
-    killed = killed_after(2, recipe_class=VLMFinetune)
-    ended = ranks.outcomes(
-        partial(train, recipe, "killed", *options, recipe_class=killed), 2, init=False
-    )
+    dying = partial(train, recipe, "killed", *options, dies_after=2)
+    ended = ranks.outcomes(dying, 2, init=False)
     assert -9 in [outcome.exitcode for outcome in ended]
     runs = [partial(train, recipe, name, *options) for name in ("killed", "whole")]
     again, whole = ranks.run_each(runs, 2)
@@ -145,7 +143,7 @@ def test_a_killed_run_goes_on_exactly_with_the_losses_of_transformers(
     train(recipe, "single", f"--step_scheduler.local_batch_size={size}")
     base = AutoModelForMultimodalLM.from_pretrained(tmp_path / "base")
     base.train(family.startswith("granite_speech"))
-    processor = read_processor(str(tmp_path / "base"))
+    processor = processor_of(recipe)
     expected = own_loss(base, tmp_path, processor, steps[0]["samples"])
     [first, *later] = [float.fromhex(step["loss"]) for step in steps]
     assert first == pytest.approx(expected, abs=1e-6)
@@ -158,7 +156,6 @@ def test_a_killed_run_goes_on_exactly_with_the_losses_of_transformers(
     export = tmp_path / "whole/LATEST/model/consolidated"
     model, info = AutoModelForMultimodalLM.from_pretrained(export, output_loading_info=True)
     assert not any(info.values()), info
-    assert type(read_processor(str(export))) is type(processor)
     trained = own_loss(model.eval(), tmp_path, processor, [0, 1, 4])
     assert trained < own_loss(base, tmp_path, processor, [0, 1, 4])
     before, after = tensors(tmp_path / "base"), tensors(export)
@@ -220,7 +217,7 @@ def test_adapters_on_the_language_model_of_whole_omni_files(
     thinker = AutoModelForMultimodalLM.from_pretrained(
         base, config=AutoConfig.from_pretrained(base).thinker_config
     )
-    processor = read_processor(str(base))
+    processor = processor_of(recipe)
     before = own_loss(thinker.eval(), tmp_path, processor, [0, 1, 4])
     adapted = PeftModel.from_pretrained(thinker, tmp_path / "run/LATEST/model")
     assert own_loss(adapted.eval(), tmp_path, processor, [0, 1, 4]) < before
@@ -267,8 +264,8 @@ def test_adapters_continue_exactly_with_the_losses_of_one_rank(family: str, tmp_
         f"--peft={{r: 4, target_modules: all-linear, exclude_if_present: {UNUSED}}}",
     )
     sharded = (*options, "--distributed.strategy=fsdp2")
-    killed = killed_after(2, recipe_class=VLMFinetune)
-    ranks.outcomes(partial(train, recipe, "killed", *sharded, recipe_class=killed), 2, init=False)
+    dying = partial(train, recipe, "killed", *sharded, dies_after=2)
+    ranks.outcomes(dying, 2, init=False)
     again, whole = ranks.run_each(
         [partial(train, recipe, name, *sharded) for name in ("killed", "whole")], 2
     )
@@ -280,7 +277,7 @@ def test_adapters_continue_exactly_with_the_losses_of_one_rank(family: str, tmp_
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     base: Any = AutoModelForMultimodalLM.from_pretrained(tmp_path / "base").eval()
-    processor = read_processor(str(tmp_path / "base"))
+    processor = processor_of(recipe)
     # Micro-batches have one sample, and frozen statistics of batch normalization stay as they are.
     samples = steps_of(tmp_path / "whole")[0]["samples"]
     assert losses[0][0] == pytest.approx(own_loss(base, tmp_path, processor, samples), abs=1e-6)

@@ -15,47 +15,29 @@ from transformers import AutoModelForCausalLM, BertConfig, GPT2Config
 
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.recipes.dpo import DPOFinetune
-from automodel_ckpt.recipes.orpo import ORPOFinetune
-from automodel_ckpt.training.recipe import Recipe
 from tests.support import ranks
 from tests.support.runs.preference import TENSOR_PARALLEL, recorded, step_records, write_run
-from tests.support.runs.training import killed_after, steps_of, train
+from tests.support.runs.training import steps_of, train
 
 MEASURES = ("accuracy", "margin", "reward_chosen", "reward_rejected")
 LORA = "--peft={r: 2, alpha: 8, target_modules: [q_proj, v_proj]}"
-
-
-class LoraLikeTrl(DPOFinetune):
-    """Gives the adapters the values that they have in make_trl_losses.py."""
-
-    def build(self) -> None:
-        super().build()
-        for number, (name, parameter) in enumerate(sorted(self.model.named_parameters())):
-            if "lora_A" in name:
-                count = torch.arange(parameter.numel(), dtype=torch.float64)
-                values = 0.3 * torch.sin(1.3 * count + number)
-                parameter.data.copy_(values.reshape(parameter.shape))
+LIKE_TRL = "tests.support.runs.lora_like_trl.LoraLikeTrl"
 
 
 @pytest.mark.parametrize(
-    ("case", "recipe_class", "option"),
+    ("case", "options"),
     [
-        ("sigmoid", DPOFinetune, "--dpo.beta=0.3"),
-        ("ipo", DPOFinetune, "--dpo={beta: 0.4, loss: ipo}"),
-        ("hinge", DPOFinetune, "--dpo={beta: 0.5, loss: hinge}"),
-        ("robust", DPOFinetune, "--dpo={beta: 0.3, loss: robust, label_smoothing: 0.2}"),
-        ("smoothed", DPOFinetune, "--dpo={beta: 0.3, label_smoothing: 0.2}"),
-        ("lora", LoraLikeTrl, "--dpo.beta=0.6"),
-        ("orpo", ORPOFinetune, "--orpo.beta=0.25"),
+        ("sigmoid", ["--dpo.beta=0.3"]),
+        ("ipo", ["--dpo={beta: 0.4, loss: ipo}"]),
+        ("hinge", ["--dpo={beta: 0.5, loss: hinge}"]),
+        ("robust", ["--dpo={beta: 0.3, loss: robust, label_smoothing: 0.2}"]),
+        ("smoothed", ["--dpo={beta: 0.3, label_smoothing: 0.2}"]),
+        ("lora", ["--dpo.beta=0.6", LORA, f"--recipe={LIKE_TRL}"]),
+        ("orpo", ["--orpo.beta=0.25"]),
     ],
 )
-def test_losses_and_rewards_are_those_of_trl(
-    tmp_path: Path, case: str, recipe_class: type[Recipe], option: str
-) -> None:
-    recipe = write_run(tmp_path, "orpo" if case == "orpo" else "dpo")
-    adapters = [LORA] if case == "lora" else []
-    train(recipe, option, *adapters, recipe_class=recipe_class)
+def test_losses_and_rewards_are_those_of_trl(tmp_path: Path, case: str, options: list[str]) -> None:
+    train(write_run(tmp_path, "orpo" if case == "orpo" else "dpo"), *options)
     expected = recorded()["runs"][case]
     steps = step_records(tmp_path / "run")
     losses = [step["loss"] for step in steps]
@@ -146,12 +128,10 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, case: str) -> None:
     recipe = write_run(tmp_path, "dpo")
     options = (*options, "--step_scheduler.max_steps=7")
 
-    def trained(name: str, recipe_class: type[Recipe] = DPOFinetune) -> dict[str, str]:
-        arguments = arguments_of(tmp_path, name, *options)
-        return train(recipe, *arguments, recipe_class=recipe_class)
+    def trained(name: str, dies_after: int = 0) -> dict[str, str]:
+        return train(recipe, *arguments_of(tmp_path, name, *options), dies_after=dies_after)
 
-    killed = partial(trained, recipe_class=killed_after(6, recipe_class=DPOFinetune))
-    ended = ranks.outcomes(killed, num_ranks, "interrupted", init=False)
+    ended = ranks.outcomes(trained, num_ranks, "interrupted", 6, init=False)
     assert -9 in [outcome.exitcode for outcome in ended]
     both = [partial(trained, name) for name in ("interrupted", "whole")]
     resumed, whole = ranks.run_each(both, num_ranks)
@@ -177,8 +157,7 @@ def test_losses_are_those_of_one_process_however_ranks_share_the_model(tmp_path:
     recipe = write_run(tmp_path, "dpo")
 
     def trained(name: str, *options: str) -> dict[str, str]:
-        arguments = arguments_of(tmp_path, name, *options)
-        return train(recipe, *arguments, recipe_class=DPOFinetune)
+        return train(recipe, *arguments_of(tmp_path, name, *options))
 
     short = "--step_scheduler.max_steps=5"
     trained("one", short)
@@ -193,10 +172,9 @@ def test_losses_are_those_of_one_process_however_ranks_share_the_model(tmp_path:
 
 def first_step(directory: Path, *options: str, recipe: str = "dpo") -> dict[str, Any]:
     """The record of the first step of a run."""
-    recipe_class = {"dpo": DPOFinetune, "orpo": ORPOFinetune}[recipe]
     written = write_run(directory, recipe)
     words = ("--step_scheduler.max_steps=1", "--checkpoint.save_consolidated=false", *options)
-    train(written, *words, recipe_class=recipe_class)
+    train(written, *words)
     [record] = step_records(directory / "run")
     return record
 
@@ -240,7 +218,7 @@ def test_validations_measure_accuracies_and_rewards_of_each_set(tmp_path: Path) 
         "--checkpoint.best_metric_key=val_accuracy",
         "--checkpoint.best_mode=max",
     )
-    train(recipe, *options, recipe_class=DPOFinetune)
+    train(recipe, *options)
     lines = (tmp_path / "run" / "validation.jsonl").read_text().splitlines()
     record = json.loads(lines[-1])
     for measure in ("loss", *MEASURES):
@@ -274,7 +252,7 @@ def test_what_the_recipe_cannot_train_on_is_an_error_before_training(
 ) -> None:
     recipe = write_run(tmp_path, "dpo")
     with pytest.raises(RecipeError, match=what) as caught:
-        train(recipe, *options, recipe_class=DPOFinetune)
+        train(recipe, *options)
     [problem] = caught.value.problems
     assert problem.where == where and problem.value and problem.hint
 

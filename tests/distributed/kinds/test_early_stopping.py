@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.errors import RecipeError, Stopped
-from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.values.readback import Number
 from tests.support import ranks
 from tests.support.runs.training import (
     EXPORT,
@@ -25,6 +22,7 @@ from tests.support.runs.training import (
     with_loop,
     write_recipe,
 )
+from tests.support.runs.training_parts import BadGradients, QueuesSteps, StoppedInValidation
 
 UNCHANGED = (
     "--optimizer.lr=0",
@@ -80,13 +78,6 @@ def test_it_ends_at_the_same_step_after_a_kill_or_a_signal_and_goes_on_with_more
     assert saved(tmp_path / "whole")[-1] == "epoch_1_step_10"
 
 
-class StoppedInValidation(TrainingLoop):
-    """A stop is requested during each validation."""
-
-    def validate(self) -> None:
-        return None
-
-
 def test_a_validation_that_a_signal_prevented_counts_when_it_is_made_up(tmp_path: Path) -> None:
     options = ("--optimizer.lr=0", "--step_scheduler.early_stopping.patience=1")
     values(run(tmp_path / "whole", *options))
@@ -128,25 +119,6 @@ def test_mistakes_are_errors_before_training(
     recipe = write_recipe(tmp_path, RECIPE + VALIDATION)
     with pytest.raises(RecipeError, match=what):
         train(recipe, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}", *options)
-
-
-class BadGradients(TrainingLoop):
-    """The gradients of steps 3 and 4, and of all steps from 6, are not finite."""
-
-    def clip_gradients(self) -> Number:
-        step = self.step_scheduler.step + 1
-        if step in (3, 4) or step >= 6:
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(math.nan)
-        return super().clip_gradients()
-
-
-class QueuesSteps(TrainingLoop):
-    """The numbers of a step are read after the next one is queued, as on a GPU."""
-
-    def queues_work(self) -> bool:
-        return True
 
 
 def test_steps_that_are_not_finite_stop_the_run_and_leave_the_last_good_checkpoint(

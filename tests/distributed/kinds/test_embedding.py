@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, BertForMaskedLM
 
 from automodel_ckpt.cli.ckpt import main as run_ckpt
-from automodel_ckpt.loss.contrastive import contrastive_losses
-from automodel_ckpt.recipes.embedding import EmbeddingFinetune
-from automodel_ckpt.training.kinds.embedding_pairs import PairsOverRanks, Parts
 from tests.support import ranks
 from tests.support.runs import pair_recipes
 from tests.support.runs.like_one_process import Way, check_killed_run, check_like_one_process
-from tests.support.runs.parallel import layout_here
 from tests.support.runs.preference import TENSOR_PARALLEL
 
 LORA = ("--peft.r=4", "--peft.dropout=0.0", "--optimizer.lr=0.01")
@@ -36,7 +30,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 
 
-training = partial(pair_recipes.training, recipe_class=EmbeddingFinetune)
+training = pair_recipes.training
 logged = partial(pair_recipes.logged, count="pairs", metrics=METRICS)
 
 
@@ -83,7 +77,7 @@ INTERRUPTED = (
 def test_a_killed_run_continues_exactly_with_asynchronous_saves(tmp_path: Path) -> None:
     recipe = pair_recipes.write_embedding(tmp_path, "bert", 1)
     # Accumulated, so that each step draws the numbers of its dropout twice.
-    check_killed_run(recipe, training, EmbeddingFinetune, *INTERRUPTED, "--checkpoint.is_async")
+    check_killed_run(recipe, training, *INTERRUPTED, "--checkpoint.is_async")
 
 
 def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
@@ -111,47 +105,3 @@ def test_old_names_of_bert_files_are_those_of_its_backbone_and_head(tmp_path: Pa
     after = AutoModel.from_pretrained(tmp_path / "out").state_dict()
     trained = after["encoder.layer.0.output.LayerNorm.weight"]
     assert 0 < (trained - before).abs().max() < 0.1
-
-
-def gradient_on_this_rank(num_pairs: tuple[int, ...], num_negatives: tuple[int, ...]) -> Any:
-    """The summed loss over all ranks, and the gradient of this rank's embeddings [texts, 4]."""
-    layout = layout_here()
-    own = parts_here(num_pairs, num_negatives, layout.dp_rank)
-    values = [
-        part.double().requires_grad_() for part in (own.queries, own.documents, own.negatives)
-    ]
-    over_ranks = PairsOverRanks(layout)
-    digests = Parts(
-        *[(part[:, 0] * 1e6).long() for part in (own.queries, own.documents, own.negatives)]
-    )
-    exchanged = over_ranks.exchange(digests)
-    embedded = over_ranks.gather(Parts(*values), exchanged)
-    candidates = embedded.candidates(exchanged.own, hides_equal=True)
-    losses, found = contrastive_losses(candidates, temperature=0.3, symmetric=True)
-    gradients = torch.autograd.grad(losses.sum(), values)
-    return losses.tolist(), found.tolist(), [gradient.tolist() for gradient in gradients]
-
-
-def parts_here(num_pairs: tuple[int, ...], num_negatives: tuple[int, ...], rank: int) -> Parts:
-    """The rows of *rank* of the same rows for any division; the second pair has the query of the first."""
-    rows = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    rows[0, 1] = rows[0, 0]
-    rows[1, 4] = rows[1, 2]
-    first, last = sum(num_pairs[:rank]), sum(num_pairs[: rank + 1])
-    start, end = sum(num_negatives[:rank]), sum(num_negatives[: rank + 1])
-    return Parts(rows[0, first:last], rows[1, first:last], rows[2, start:end])
-
-
-@pytest.mark.parametrize(("num_pairs", "num_negatives"), [((4, 2), (1, 3)), ((6, 0), (4, 0))])
-def test_the_gradient_of_two_ranks_is_that_of_one_process(
-    num_pairs: tuple[int, ...], num_negatives: tuple[int, ...]
-) -> None:
-    ((losses, found, gradients),) = ranks.run(gradient_on_this_rank, 1, (6,), (4,))
-    two = ranks.run(gradient_on_this_rank, 2, num_pairs, num_negatives)
-    assert [loss for part in two for loss in part[0]] == pytest.approx(losses, rel=1e-12)
-    assert [rank for part in two for rank in part[1]] == found
-    for index in range(3):
-        whole = [row for part in two for row in part[2][index]]
-        torch.testing.assert_close(
-            torch.tensor(whole), torch.tensor(gradients[index]), rtol=1e-12, atol=1e-12
-        )

@@ -11,16 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh_sizes import Sizes
-from automodel_ckpt.recipes.kto import KTO, KTOFinetune
-from automodel_ckpt.training.forecast.plan import plan
-from automodel_ckpt.training.measure.evaluation import EvaluationTotals
 from tests.fixtures.preference import tiny_policy
 from tests.support.runs.preference import (
     TENSOR_PARALLEL,
     check_resumes,
-    run_directory,
     step_records,
     train_layouts,
     write_recorded,
@@ -56,7 +52,7 @@ def test_ten_steps_are_those_of_trl(recipe: Path, name: str) -> None:
         f"--kto.desirable_weight={given['desirable_weight']}",
         f"--kto.undesirable_weight={given['undesirable_weight']}",
     )
-    train(recipe, *options, recipe_class=KTOFinetune)
+    train(recipe, *options)
     steps = step_records(recipe.parent / "run")
     assert len(steps) == len(run["steps"]) == 10
     for mine, theirs in zip(steps, run["steps"], strict=True):
@@ -89,7 +85,7 @@ def test_the_ranks_and_the_micro_batches_change_nothing(recipe: Path) -> None:
         "lora": (1, (LORA,)),
         "lora fsdp2": (2, (LORA, fsdp2, "--step_scheduler.local_batch_size=1")),
     }
-    steps, validations = train_layouts(recipe, KTOFinetune, layouts, *SHORT, *options)
+    steps, validations = train_layouts(recipe, layouts, *SHORT, *options)
     for name in layouts:
         expected = "lora" if name.startswith("lora") else "one"
         for mine, theirs in zip(steps[name], steps[expected], strict=True):
@@ -116,70 +112,9 @@ def numbers(step: dict[str, Any]) -> list[float]:
 
 def test_a_killed_run_continues_exactly_and_on_two_ranks_as_well(recipe: Path) -> None:
     options = (*SHORT, "--checkpoint.is_async=true", "--step_scheduler.ckpt_every_steps=2", LORA)
-    resumed, expected = check_resumes(recipe, KTOFinetune, *options)
+    resumed, expected = check_resumes(recipe, *options)
     last = numbers(expected[3])
     assert numbers(resumed[3]) == pytest.approx(last, rel=2e-3, abs=2e-4, nan_ok=True)
-
-
-def test_the_means_of_a_validation_set_are_over_the_samples_with_the_judgment() -> None:
-    objective = KTO.__new__(KTO)
-    sums = {
-        "accuracy": [3.0],
-        "kl": [8.0],
-        "reward_desirable": [6.0],
-        "reward_undesirable": [-1.0],
-        "desirable": [3.0],
-    }
-    found = objective.summarize(EvaluationTotals(2.0, 4, 20, sums))
-    expected = {"accuracy": 0.75, "kl": 2.0, "reward_desirable": 2.0, "reward_undesirable": -1.0}
-    assert found == expected
-    without = objective.summarize(EvaluationTotals(2.0, 3, 20, sums))
-    assert math.isnan(without["reward_undesirable"])
-
-
-class GivenLogProbs(KTO):
-    """The loss for log-probabilities that a test gives."""
-
-    given: torch.Tensor
-    of_reference: torch.Tensor
-
-    def log_probs(self, rows: Any, trainable: Any = None) -> torch.Tensor:
-        return self.given
-
-    def reference_log_probs(self, rows: Any) -> torch.Tensor:
-        return self.of_reference
-
-
-class GivenFinetune(KTOFinetune):
-    objective_class = GivenLogProbs
-
-
-def test_values_that_are_not_finite_stay_where_they_are(recipe: Path) -> None:
-    made = build(recipe, recipe_class=GivenFinetune)
-    try:
-        made.setup()
-        objective = made.objective
-        assert isinstance(objective, GivenLogProbs)
-        # The first row has no label, and the reward of the second one is infinite, but not its loss.
-        labels = torch.full((3, 2), -100)
-        labels[1:] = 1
-        rows = {"input_ids": torch.ones(3, 2).long(), "labels": labels}
-        rows |= {
-            "attention_mask": torch.ones(3, 2),
-            "is_desirable": torch.tensor([True] * 2 + [False]),
-        }
-        objective.given = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-        objective.of_reference = torch.tensor([math.nan, -math.inf, -2.0])
-        made.model.eval()
-        result = objective.loss(rows)
-        result.loss.backward()  # type: ignore[no-untyped-call]
-    finally:
-        made.close()
-    assert result.loss.item() == pytest.approx(torch.tensor(0.1).sigmoid().item())
-    assert objective.given.grad is not None
-    assert objective.given.grad.isfinite().all() and objective.given.grad[0] == 0
-    assert result.metrics["reward_desirable"] == math.inf
-    assert result.metrics["reward_undesirable"] == pytest.approx(0.1)
 
 
 def test_a_named_reference_is_another_model(recipe: Path) -> None:
@@ -187,23 +122,23 @@ def test_a_named_reference_is_another_model(recipe: Path) -> None:
     torch.manual_seed(1)
     other.save_pretrained(recipe.parent / "other")
     options = (f"--kto.reference={recipe.parent / 'other'}", "--step_scheduler.max_steps=1")
-    train(recipe, *options, recipe_class=KTOFinetune)
+    train(recipe, *options)
     [step] = step_records(recipe.parent / "run")
     assert step["loss"] != pytest.approx(0.5, abs=1e-3)
 
 
-def test_a_forecast_counts_the_reference_unless_it_is_the_base(recipe: Path) -> None:
-    weights = {}
-    for name, options in {"full": (), "lora": (LORA,)}.items():
-        made = build(recipe, run_directory(recipe, name), *options, recipe_class=KTOFinetune)
-        found = plan(made, Sizes())
-        weights[name] = (found.memory.weights + found.memory.others) / (4 * found.num_parameters)
-    assert weights == {"full": 2, "lora": 1}
+def test_a_dry_run_counts_the_reference_unless_it_is_the_base(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, has_reference in (((), True), ((LORA,), False)):
+        assert main([str(recipe), "--dry-run", *options]) == 0
+        [line] = [text for text in capsys.readouterr().out.splitlines() if "memory:" in text]
+        assert ("other models" in line) == has_reference
 
 
 def test_a_global_batch_of_one_sample_is_an_error(recipe: Path) -> None:
     sizes = ("--step_scheduler.global_batch_size=1", "--step_scheduler.local_batch_size=1")
-    made = build(recipe, *sizes, recipe_class=KTOFinetune)
+    made = build(recipe, *sizes)
     with pytest.raises(RecipeError) as caught:
         made.build()
     [problem] = caught.value.problems

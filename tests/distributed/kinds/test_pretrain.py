@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.recipes.pretrain import Pretrain
-from automodel_ckpt.training.parts.parameter_groups import trained_parameters
 from tests.support import ranks
 from tests.support.models.tiny_model import tiny_llama
-from tests.support.runs.training import build, killed_after, steps_of, train, write_recipe
+from tests.support.runs.training import build, steps_of, train, write_recipe
 
 DOCUMENTS = "{_target_: automodel_ckpt.examples.data.python_docs.documents"
 MODEL = tiny_llama(max_position_embeddings=64, initializer_range=0.02, tie_word_embeddings=False)
@@ -48,8 +46,7 @@ NO_VALIDATION = "--validation_dataset=null"
 def run(recipe: Path, name: str, *overrides: str, num_ranks: int = 1, kill: int = 0) -> Any:
     """The digests of the state at the end of a run of *recipe* in the directory *name* beside it."""
     directory = f"--checkpoint.checkpoint_dir={recipe.parent / name}"
-    recipe_class = killed_after(kill, recipe_class=Pretrain) if kill else Pretrain
-    training = partial(train, recipe, directory, *overrides, recipe_class=recipe_class)
+    training = partial(train, recipe, directory, *overrides, dies_after=kill)
     outcome = ranks.outcomes(training, num_ranks, init=False)[0]
     assert kill or outcome.ok, outcome.traceback
     return outcome.value
@@ -103,7 +100,7 @@ def test_rates_and_initial_values_by_width(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, TEXT)
 
     def built(*overrides: str) -> Any:
-        made = build(recipe, "--checkpoint.enabled=false", *overrides, recipe_class=Pretrain)
+        made = build(recipe, "--checkpoint.enabled=false", *overrides)
         try:
             made.setup()
         finally:
@@ -116,15 +113,14 @@ def test_rates_and_initial_values_by_width(tmp_path: Path) -> None:
     for group in scaled.optimizer.param_groups:
         for parameter in group["params"]:
             rates[id(parameter)] = (group["initial_lr"], group["weight_decay"])
-    for each in trained_parameters(scaled.model):
-        name = each.names[0]
+    for name, parameter in scaled.model.named_parameters():
         factor, expected = 1.0, (1e-2, 0.0 if "norm" in name else 0.01)
         if "proj" in name:
             factor, expected = 0.5**0.5, (5e-3, 0.02)
         if "lm_head" in name:
             factor, expected = 0.5, (5e-3, 0.02)
-        assert rates[id(each.parameter)] == pytest.approx(expected)
-        torch.testing.assert_close(each.parameter.detach(), weights[name].detach() * factor)
+        assert rates[id(parameter)] == pytest.approx(expected)
+        torch.testing.assert_close(parameter.detach(), weights[name].detach() * factor)
     groups = "--optimizer={_target_: torch.optim.AdamW, lr: 1e-2, groups: [{params: ['*q_proj*'], lr: 1e-3}]}"
     by_target = built(groups)
     found = {group["initial_lr"] for group in by_target.optimizer.param_groups}
@@ -154,12 +150,7 @@ def test_rates_and_initial_values_by_width(tmp_path: Path) -> None:
 def test_what_a_recipe_cannot_have_is_an_error(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
-    recipe = build(
-        write_recipe(tmp_path, TEXT),
-        "--checkpoint.enabled=false",
-        *overrides,
-        recipe_class=Pretrain,
-    )
+    recipe = build(write_recipe(tmp_path, TEXT), "--checkpoint.enabled=false", *overrides)
     try:
         with pytest.raises(RecipeError, match=message):
             recipe.setup()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.recipes.reranker import Reranker
 from tests.support.runs import pair_recipes
 from tests.support.runs.like_one_process import Way, check_killed_run, check_like_one_process
 from tests.support.runs.preference import TENSOR_PARALLEL
@@ -21,7 +20,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 
 METRICS = ("val_loss", "val_accuracy", "val_mrr")
-training = partial(pair_recipes.training, recipe_class=Reranker)
+training = pair_recipes.training
 logged = partial(pair_recipes.logged, count="queries", metrics=METRICS)
 
 
@@ -57,4 +56,4 @@ def test_a_killed_run_continues_exactly(tmp_path: Path) -> None:
         "--step_scheduler.ckpt_every_steps=2",
         "--model.config_overrides={hidden_dropout_prob: 0.2, attention_probs_dropout_prob: 0.1}",
     )
-    check_killed_run(recipe, training, Reranker, *arguments)
+    check_killed_run(recipe, training, *arguments)

@@ -16,7 +16,6 @@ from transformers import (
 )
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.recipes.reward_model import RewardModel
 from tests.fixtures.preference import tiny_policy
 from tests.support.runs.preference import (
     TENSOR_PARALLEL,
@@ -65,7 +64,7 @@ def test_ten_steps_are_those_of_trl(recipe: Path, name: str) -> None:
         write_rows(recipe.parent, rows)
     tiny_policy.save(recipe.parent / "base", AutoModelForSequenceClassification, num_labels=1)
     coefficient = run["options"]["center_coefficient"] or 0.0
-    train(recipe, f"--reward_model.center_coefficient={coefficient}", recipe_class=RewardModel)
+    train(recipe, f"--reward_model.center_coefficient={coefficient}")
     steps = step_records(recipe.parent / "run")
     assert len(steps) == len(run["steps"]) == 10
     for number, (mine, theirs) in enumerate(zip(steps, run["steps"], strict=True)):
@@ -93,7 +92,7 @@ def test_the_ranks_and_the_micro_batches_change_nothing(recipe: Path) -> None:
         "lora": (1, (LORA,)),
         "lora fsdp2": (2, (LORA, fsdp2, "--step_scheduler.local_batch_size=1")),
     }
-    steps, validations = train_layouts(recipe, RewardModel, layouts, *SHORT, *validated)
+    steps, validations = train_layouts(recipe, layouts, *SHORT, *validated)
     for name in layouts:
         expected = "lora" if name.startswith("lora") else "one"
         for mine, theirs in zip(steps[name], steps[expected], strict=True):
@@ -110,14 +109,14 @@ def test_the_ranks_and_the_micro_batches_change_nothing(recipe: Path) -> None:
 def test_a_killed_run_continues_exactly_and_on_two_ranks_as_well(recipe: Path) -> None:
     options = (*SHORT, "--checkpoint.is_async=true", "--step_scheduler.ckpt_every_steps=2", LORA)
     half = ("--step_scheduler.local_batch_size=2",)
-    resumed, expected = check_resumes(recipe, RewardModel, *options, on_two=half)
+    resumed, expected = check_resumes(recipe, *options, on_two=half)
     assert numbers(resumed[3]) == pytest.approx(numbers(expected[3]), rel=2e-3, abs=2e-4)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
 @pytest.mark.parametrize("peft", [(), (LORA,)], ids=["full", "lora"])
 def test_transformers_computes_the_same_scores(recipe: Path, peft: tuple[str, ...]) -> None:
-    made = build(recipe, *SHORT, *peft, EXPORT, recipe_class=RewardModel)
+    made = build(recipe, *SHORT, *peft, EXPORT)
     try:
         made.setup()
         made.run()
@@ -165,7 +164,7 @@ def scores(model: Any, tokenizer: Any, texts: list[str]) -> list[float]:
 )
 def test_what_a_score_does_not_support_is_an_error(recipe: Path, option: str, where: str) -> None:
     validation = "--validation_dataset={_target_: automodel_ckpt.data.preference.pairs, path: x}"
-    made = build(recipe, option, validation, recipe_class=RewardModel)
+    made = build(recipe, option, validation)
     with pytest.raises(RecipeError) as caught:
         made.build()
     [problem] = caught.value.problems

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.recipes.seq2seq import Seq2Seq
 from tests.support.runs.like_one_process import Way, check_killed_run, check_like_one_process
 from tests.support.runs.pair_recipes import training
 from tests.unit.training.runs.test_seq2seq import MODELS, losses, write
 
-TRAINING = partial(training, recipe_class=Seq2Seq)
 STEPS = "--step_scheduler.max_steps=4"
 WAYS = {
     "fsdp2": ("--model.activation_checkpointing=true",),
@@ -40,11 +37,11 @@ def test_ranks_train_like_one_process(tmp_path: Path, model: str) -> None:
         lora = f"--peft={{r: 2, target_modules: all-linear, base_dir: {tmp_path / 'base'}}}"
         ways["lora"] = Way((), (STEPS, lora))
     whole = "--step_scheduler.local_batch_size=4"
-    check_like_one_process(recipe, TRAINING, losses, ways, whole)
+    check_like_one_process(recipe, training, losses, ways, whole)
 
 
 def test_a_killed_run_continues_exactly(tmp_path: Path) -> None:
     recipe = write(tmp_path, MODELS["tied"].replace("dropout_rate: 0.0", "dropout_rate: 0.2"))
     options = ("--step_scheduler.max_steps=6", "--step_scheduler.ckpt_every_steps=2")
     # An average of the weights is state, too.
-    check_killed_run(recipe, TRAINING, Seq2Seq, *options, "--ema={decay: 0.9}")
+    check_killed_run(recipe, training, *options, "--ema={decay: 0.9}")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from transformers import pipeline
 
-from automodel_ckpt.recipes.sequence_classification import SequenceClassification
+from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
 from tests.support.models.tiny_model import tiny_llama
-from tests.support.runs.training import EXPORT, build, killed_after, steps_of, train, write_recipe
+from tests.support.runs.training import EXPORT, build, steps_of, train, write_recipe
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "classification"
 
@@ -55,7 +55,7 @@ def test_losses_are_those_of_transformers_trainer(tmp_path: Path, problem: str) 
     expected = json.loads((FIXTURES / "losses.json").read_text())[problem]
     text = TRAINER.format(model=FIXTURES / problem, problem=problem, run=tmp_path / "run")
     recipe = write_recipe(tmp_path, text)
-    ranks.run(lambda: train(recipe, recipe_class=SequenceClassification), 1, init=False)
+    ranks.run(lambda: train(recipe), 1, init=False)
     steps = steps_of(tmp_path / "run")
     losses = [float.fromhex(step["loss"]) for step in steps]
     assert losses == pytest.approx(expected, abs=1e-5)
@@ -68,12 +68,9 @@ def topics(directory: Path, dropout: float = 0.0) -> Path:
 
 def run(recipe: Path, name: str, num_ranks: int = 1, *overrides: str, die_after: int = 0) -> Any:
     """Train on ranks, in the directory *name*; the digests of rank 0. With *die_after*, a step that kills all ranks."""
-    recipe_class: Any = SequenceClassification
-    if die_after:
-        recipe_class = killed_after(die_after, recipe_class=recipe_class)
     place = f"--checkpoint.checkpoint_dir={recipe.parent / name}"
     outcomes = ranks.outcomes(
-        lambda: train(recipe, place, *overrides, recipe_class=recipe_class),
+        lambda: train(recipe, place, *overrides, dies_after=die_after),
         num_ranks,
         init=False,
     )
@@ -142,7 +139,7 @@ def test_a_section_without_a_meaning_for_labels_is_rejected(
     tmp_path: Path, section: str, where: str
 ) -> None:
     recipe = write_recipe(tmp_path, tiny_llama() + TOPICS + section)
-    made = build(recipe, recipe_class=SequenceClassification)
-    assert isinstance(made, SequenceClassification)
-    [problem] = made.config_problems()
+    with pytest.raises(RecipeError) as caught:
+        build(recipe).build()
+    [problem] = caught.value.problems
     assert problem.where == where and problem.value and problem.hint

@@ -20,13 +20,11 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.mesh import RankLayout
-from automodel_ckpt.parallel.mesh_sizes import Sizes
 from tests.support import ranks
 from tests.support.models.heads import LABELS, Heads, outputs
-from tests.support.runs.training import RECIPE, build, steps_of, write_recipe
+from tests.support.models.whole_state import whole_state
+from tests.support.runs.training import RECIPE, build, steps_of, train, write_recipe
 
 SETTINGS: dict[str, Any] = {
     "hidden_size": 32,
@@ -81,12 +79,11 @@ def trained(recipe_file: Path, name: str, *overrides: str) -> tuple[Any, ...]:
     recipe = build(recipe_file, *options, *overrides, recipe_class=Heads)
     try:
         recipe.setup()
-        state = unwrap(recipe.model).state_dict()
-        head = {}
-        for fqn, tensor in state.items():
-            if re.search(r"score|classifier|pooler", fqn):
-                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-                head[fqn] = whole.clone()
+        head = {
+            name: tensor
+            for name, tensor in whole_state(recipe.model).items()
+            if re.search(r"score|classifier|pooler", name)
+        }
         recipe.run()
         logits = outputs(recipe.model, TOKENS)
         return head, getattr(logits, "full_tensor", lambda: logits)()
@@ -150,22 +147,12 @@ def test_only_the_head_may_be_missing(bases: Path, tmp_path: Path) -> None:
         assert fqn in str(caught.value)
 
 
-def test_a_model_that_is_not_trained_needs_its_head(bases: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="do not match this model") as caught:
-        build_model(recipe_of(tmp_path, bases / "llama"), is_trained=False)
-    assert "score.weight" in str(caught.value)
-
-
 def test_predicting_further_tokens_is_rejected(bases: Path, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, bases / "llama")
     with pytest.raises(RecipeError, match="predicts no tokens"):
         build_model(recipe, "--model.mtp.num_depths=1")
 
 
-def build_model(recipe_file: Path, *overrides: str, is_trained: bool = True) -> None:
-    """Build the model of a recipe in this process, without a group."""
-    recipe: Any = build(recipe_file, "--checkpoint.enabled=false", *overrides, recipe_class=Heads)
-    recipe.layout = RankLayout(0, Sizes(), 0, torch.device("cpu"), None)  # type: ignore[arg-type]
-    recipe.tokenizer = recipe.preprocessor = recipe.build_tokenizer()
-    recipe.model_config = recipe.build_model_config()
-    recipe.build_trainable(is_trained=is_trained)
+def build_model(recipe_file: Path, *overrides: str) -> None:
+    """Start a run in this process."""
+    train(recipe_file, "--checkpoint.enabled=false", *overrides, recipe_class=Heads)

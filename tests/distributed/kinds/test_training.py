@@ -5,32 +5,29 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
-import torch
 
 from automodel_ckpt.errors import RecipeError, Stopped
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.parts.objective import Objective, Tensors
 from tests.support import ranks
 from tests.support.runs.training import (
     EXPORT,
     RECIPE,
     VALIDATION,
-    Recipe,
+    installed,
     killed_after,
     steps_of,
     train,
     write_recipe,
 )
 from tests.support.runs.training_parts import (
+    RandomInValidation,
     Signalled,
     SignalledInStep,
     SignalledInValidation,
@@ -48,7 +45,7 @@ def run(
     num_ranks: int = 1,
     name: str = "run",
     text: str = RECIPE,
-    recipe_class: type[LLMFinetune] = Recipe,
+    recipe_class: type[LLMFinetune] | None = None,
 ) -> list[dict[str, str]]:
     """Train in ``directory/name``; the ranks' digests at the end."""
     arguments = (f"--checkpoint.checkpoint_dir={directory / name}", *overrides)
@@ -62,7 +59,7 @@ def run_each(
     *,
     num_ranks: int,
     text: str = RECIPE,
-    recipe_class: type[LLMFinetune] = Recipe,
+    recipe_class: type[LLMFinetune] | None = None,
 ) -> list[list[dict[str, str]]]:
     """Train with the overrides of each run, in the directory of its name, in the same processes; the ranks' digests."""
     recipe = write_recipe(directory, text)
@@ -176,20 +173,6 @@ def test_the_logs_hold_each_step_each_save_and_each_validation(tmp_path: Path) -
     assert "state: model" not in text
 
 
-class RandomInValidationObjective(Objective):
-    """Draws a random number from each generator for every validation batch."""
-
-    def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[torch.Tensor]:
-        torch.rand(1)
-        numpy.random.random()
-        random.random()
-        return super().losses(micro_batches)
-
-
-class RandomInValidation(Recipe):
-    objective_class = RandomInValidationObjective
-
-
 def test_validation_leaves_no_trace_in_the_training_even_if_it_draws_random_numbers(
     tmp_path: Path,
 ) -> None:
@@ -281,14 +264,6 @@ def failure_or_own(directory: Path, num_ranks: int) -> str:
     ended = ranks.outcomes(training, num_ranks, init=False)
     assert all(isinstance(outcome.error, Stopped) for outcome in ended), ended
     return str(ended[-1].error)
-
-
-def installed(*arguments: Any, **options: Any) -> Any:
-    """Train with the signal handlers that the command line installs."""
-    from automodel_ckpt.parallel.ranks.stop import stop_request
-
-    stop_request().install()
-    return train(*arguments, **options)
 
 
 def test_a_signal_in_validation_ends_it_and_saves_without_a_validation_loss(tmp_path: Path) -> None:

@@ -6,26 +6,19 @@ import json
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from automodel_ckpt.cli.common.example_recipes import examples
-from automodel_ckpt.data.image_collate import ImageTextCollator
-from automodel_ckpt.data.vlm import conversations
+from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.inspect.vision import image_token_ids
-from automodel_ckpt.models.processor import read_processor
-from automodel_ckpt.parallel.mesh_sizes import Sizes
-from automodel_ckpt.recipes.vlm_distill import VLMDistill
-from automodel_ckpt.training.forecast.plan import plan
+from tests.distributed.kinds.test_vlm import micro_batches
 from tests.fixtures.distill.make_reference_losses import tiny_llama
 from tests.support import ranks
 from tests.support.models.vision import FAMILIES, make_base, write_conversations
-from tests.support.runs.training import build, killed_after, steps_of
+from tests.support.runs.training import build, steps_of
 from tests.support.runs.training import train as run_recipe
 
 NUM_SAMPLES, NUM_STEPS, BATCH, LR = 20, 4, 4, 1e-3
@@ -86,9 +79,9 @@ def prepare(directory: Path, family: str = "llava") -> Path:
     return path
 
 
-def run(path: Path, name: str, *overrides: str, recipe_class: Any = VLMDistill) -> dict[str, str]:
+def run(path: Path, name: str, *overrides: str, dies_after: int = 0) -> dict[str, str]:
     directory = f"--checkpoint.checkpoint_dir={path.parent / name}"
-    return run_recipe(path, directory, *overrides, recipe_class=recipe_class)
+    return run_recipe(path, directory, *overrides, dies_after=dies_after)
 
 
 def logged(directory: Path) -> list[dict[str, float]]:
@@ -104,9 +97,7 @@ def plain_losses(path: Path, num_steps: int = NUM_STEPS) -> list[dict[str, float
         AutoModelForImageTextToText.from_pretrained(directory / name, dtype=torch.float64)
         for name in ("student", "teacher")
     )
-    processor = read_processor(str(directory / "student"))
-    collate = ImageTextCollator(processor, image_token_ids(student.config, processor))
-    samples = conversations(processor, str(directory / "conversations.jsonl"))
+    samples = micro_batches(path, 1, f"--step_scheduler.global_batch_size={num_steps * BATCH}")
     parameters = []
     for name, parameter in student.named_parameters():
         if "merger" in name or not re.search("vision_tower|visual|vision_model", name):
@@ -117,7 +108,7 @@ def plain_losses(path: Path, num_steps: int = NUM_STEPS) -> list[dict[str, float
         cross_entropy = divergence = torch.zeros((), dtype=torch.float64)
         count = 0
         for index in range(step * BATCH, (step + 1) * BATCH):
-            inputs = collate([samples[index]])
+            inputs = dict(samples[index])
             labels = inputs.pop("labels")[:, 1:]
             is_label = labels != -100
             logits = student.train()(**inputs).logits[:, :-1][is_label]
@@ -186,7 +177,7 @@ def test_packs_several_ranks_and_a_cache_have_the_losses_of_single_samples(tmp_p
 
 def num_tokens(path: Path) -> int:
     """The size of the vocabulary."""
-    return len(read_processor(str(path.parent / "student")).tokenizer)
+    return len(AutoTokenizer.from_pretrained(path.parent / "student"))
 
 
 LORA = ("--model.freeze=[]", "--peft={r: 4, target_modules: '*.language_model.*'}")
@@ -206,10 +197,8 @@ def test_a_killed_run_continues_exactly(
     path = prepare(tmp_path)
     data = f"{{_target_: automodel_ckpt.data.vlm.conversations, path: {tmp_path}/conversations.jsonl, max_samples: 3}}"
     options = (*KILLED[case], f"--validation_dataset={data}", "--dataloader.shuffle=true")
-    killed = killed_after(3, recipe_class=VLMDistill)
-    ended = ranks.outcomes(
-        partial(run, path, "killed", *options, recipe_class=killed), 1, init=False
-    )
+    dying = partial(run, path, "killed", *options, dies_after=3)
+    ended = ranks.outcomes(dying, 1, init=False)
     assert -9 in [outcome.exitcode for outcome in ended]
     jobs = [partial(run, path, name, *options) for name in ("killed", "whole")]
     resumed, expected = ranks.run_each(jobs, 1)
@@ -225,23 +214,20 @@ def test_the_export_is_the_complete_student_with_its_processor(tmp_path: Path) -
     export = tmp_path / "run/LATEST/model/consolidated"
     model, info = AutoModelForImageTextToText.from_pretrained(export, output_loading_info=True)
     assert not any(info.values()), info
-    assert type(read_processor(str(export))) is type(read_processor(str(tmp_path / "student")))
     student = AutoModelForImageTextToText.from_pretrained(tmp_path / "student")
     assert model.num_parameters() == student.num_parameters()
 
 
-def test_a_dry_run_counts_the_teacher(tmp_path: Path) -> None:
-    path = prepare(tmp_path)
-    teacher = AutoModelForImageTextToText.from_pretrained(tmp_path / "teacher")
-    memory = plan(build(path, recipe_class=VLMDistill), Sizes()).memory
-    assert memory.others == 4 * teacher.num_parameters()
-    assert memory.activations
+def test_a_dry_run_counts_the_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(prepare(tmp_path)), "--dry-run"]) == 0
+    [line] = [text for text in capsys.readouterr().out.splitlines() if "memory:" in text]
+    assert "other models" in line
 
 
 def rejected(path: Path, *overrides: str) -> str:
     """The message about the one problem of a recipe."""
     run = f"--checkpoint.checkpoint_dir={path.parent / 'run'}"
-    recipe = build(path, run, *overrides, recipe_class=VLMDistill)
+    recipe = build(path, run, *overrides)
     try:
         with pytest.raises(RecipeError) as raised:
             recipe.setup()
@@ -285,7 +271,7 @@ def test_what_a_distillation_of_images_does_not_support_is_an_error(tmp_path: Pa
     assert "show" in rejected(path, collate, "--distill.top_k=4")
     assert "a distillation needs a teacher" in rejected(path, "--distill=null")
     for key in ("pp_size", "cp_size"):
-        recipe = build(path, f"--distributed.{key}=2", recipe_class=VLMDistill)
+        recipe = build(path, f"--distributed.{key}=2")
         assert [problem.where for problem in recipe.config_problems()] == [f"distributed.{key}"]
     tiny_llama(16, seed=1).save_pretrained(tmp_path / "text")
     of_text = f"--distill.teacher.from_pretrained={tmp_path / 'text'}"
@@ -294,14 +280,10 @@ def test_what_a_distillation_of_images_does_not_support_is_an_error(tmp_path: Pa
 
 def test_the_example_approaches_its_teacher(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    example = examples()["distill/tiny_vlm_distill"]
+    example = Path(__file__).parents[3] / "examples/distill/tiny_vlm_distill.yaml"
     short = ("--step_scheduler.max_steps=24", "--step_scheduler.val_every_steps=12")
     small = ("--validation_dataset.max_samples=16", "--dataset.max_samples=800")
-    run_recipe(
-        example,
-        *(*short, *small, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"),
-        recipe_class=VLMDistill,
-    )
+    run_recipe(example, *short, *small, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
     lines = (tmp_path / "run/validation.jsonl").read_text().splitlines()
     first, *_, last = (json.loads(line)["val_kd_loss"] for line in lines)
     assert last < first - 0.1 < logged(tmp_path / "run")[0]["kd_loss"] - 2

@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.attention.by_document import attends_by_document
-from automodel_ckpt.models.layers.compiling import compile_layers
-from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.checkpoint import Manifest
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.distributed.kinds.test_training import lines_of_steps, run
 from tests.distributed.parallel.test_packing import DATA, TEXT
 from tests.support.runs.training import Recipe, with_loop
@@ -26,11 +23,10 @@ COMPILED = ("--compile.enabled", "--compile.backend=eager")
 STILL = "--model.from_config.attention_dropout=0"
 
 
-class CompiledLoop(TrainingLoop):
-    """Fails unless graphs of the model were compiled, for rows of any documents."""
+class CompiledLoop(LLMFinetune.loop_class):
+    """Fails unless graphs of the model were compiled."""
 
     def end(self) -> None:
-        assert not attends_by_document(self.model)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
         super().end()
 
@@ -100,7 +96,7 @@ def test_compiled_layers_with_divided_rows_have_the_same_gradients(tmp_path: Pat
         )
 
 
-class NotingLoop(TrainingLoop):
+class NotingLoop(LLMFinetune.loop_class):
     """Writes the lengths of all rows, and the number of compiled graphs, to a file."""
 
     def run(self) -> None:
@@ -143,75 +139,6 @@ def test_rows_of_few_widths_have_the_same_losses_and_few_graphs(tmp_path: Path) 
         expected = [record[name] for record in free]
         assert [record[name] for record in rounded_steps] == pytest.approx(expected, rel=5e-6)
     assert [r["tokens"] for r in rounded_steps] == [r["tokens"] for r in free]
-
-
-class Layer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.inner(x))
-
-
-def test_layers_are_compiled_in_place() -> None:
-    seen = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
-        seen.append(len(inputs))
-        return graph
-
-    torch._dynamo.register_backend(backend, name="watched")
-    net = torch.nn.Sequential(Layer(), Layer())
-    names = list(net.state_dict())
-    compile_layers(list(net), backend="watched")
-    net(torch.ones(1, 2))
-    assert seen
-    assert list(net.state_dict()) == names
-
-
-def test_each_kind_of_rows_of_a_layer_with_adapters_is_compiled() -> None:
-    layers = [Layer(), Layer()]
-    with torch._dynamo.config.patch(recompile_limit=8):
-        compile_layers(layers, backend="eager", fullgraph=True)
-        # With fullgraph, torch raises above its limit. The first layer of a frozen embedding gets no gradient.
-        for num_rows, length in ((3, 5), (3, 7), (1, 9), (2, 5), (1, 1)):
-            for is_trained in (True, False):
-                rows = torch.ones(num_rows, length, 2)
-                with torch.set_grad_enabled(is_trained):
-                    for layer in layers:
-                        rows = layer.train(is_trained)(rows)
-
-
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"backend": "gcc"}, "no such compiler backend"),
-        ({"backend": "aot_eager", "mode": "max-autotune"}, "only the inductor backend has modes"),
-        ({"mode": "fastest"}, "inductor has no such mode"),
-    ],
-)
-def test_what_cannot_compile_is_refused(
-    options: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "g++")
-    with pytest.raises(RecipeError, match=what):
-        compile_layers([torch.nn.Linear(1, 1)], **options)  # type: ignore[arg-type]
-
-
-def test_inductor_without_a_compiler_and_a_model_without_layers_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from torch._inductor import exc
-
-    def none() -> str:
-        raise exc.InvalidCxxCompiler
-
-    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none)
-    with pytest.raises(RecipeError, match=r"cannot find a C\+\+ compiler"):
-        compile_layers([torch.nn.Linear(1, 1)])
-    with pytest.raises(RecipeError, match="no repeated layers"):
-        compile_layers([])
 
 
 @pytest.mark.skipif(

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.base.rng import StatefulRNG
-from automodel_ckpt.models.layers.neftune import EmbeddingNoise, sample_lengths
 from tests.distributed.kinds.test_training import lines, lines_of_steps, run, run_each
 from tests.distributed.parallel.test_router_loss import ONE_STEP, one_step
 from tests.support import ranks
@@ -31,31 +29,6 @@ from tests.support.runs.training_parts import uneven
 ALPHA = 5.0
 NOISE = f"--model.neftune_alpha={ALPHA}"
 NO_DROPOUT = "--model.from_config.attention_dropout=0.0"
-
-
-def test_the_size_of_the_noise_depends_on_the_length_of_each_sample() -> None:
-    embedding = nn.Embedding(10, 16)
-    noise = EmbeddingNoise(embedding, ALPHA)
-    tokens = torch.arange(10).reshape(1, 10)
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0]])
-    noise.note_rows({"position_ids": positions})
-    torch.manual_seed(1)
-    added = embedding(tokens) - embedding.weight
-    torch.manual_seed(1)
-    uniform = torch.empty(1, 10, 16).uniform_(-1, 1)
-    lengths = torch.tensor([4.0] * 4 + [5.0] * 5 + [1.0])
-    expected = uniform * (ALPHA / torch.sqrt(lengths * 16)).reshape(1, 10, 1)
-    torch.testing.assert_close(added, expected, rtol=1e-5, atol=1e-6)
-    assert embedding.bfloat16()(tokens).dtype == torch.bfloat16
-    embedding.eval()
-    assert torch.equal(embedding(tokens)[0], embedding.weight)
-
-
-def test_padding_does_not_count_as_length() -> None:
-    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
-    lengths = sample_lengths({"attention_mask": mask})
-    assert lengths is not None and lengths.tolist() == [[3.0] * 4, [1.0] * 4]
-    assert sample_lengths({"input_ids": mask}) is None
 
 
 def reference(weights: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:

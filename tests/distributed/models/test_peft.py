@@ -15,11 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.train import main as ckpt_train
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.training.loop import TrainingLoop
 from tests.distributed.kinds.test_training import lines_of_steps, run
 from tests.support import ranks
 from tests.support.runs.training import (
@@ -29,9 +28,9 @@ from tests.support.runs.training import (
     build,
     steps_of,
     train,
-    with_loop,
     write_recipe,
 )
+from tests.support.runs.training_parts import TOKENS, WithLogits
 
 TEXT = RECIPE.replace("\ntokenizer:", "\npeft:\n  base_dir: BASE\n  dropout: 0.1\ntokenizer:", 1)
 SHORT = (
@@ -62,22 +61,6 @@ VARIANTS = {
         "--checkpoint.is_async",
     ),
 }
-TOKENS = torch.arange(3, 19).reshape(1, 16)
-
-
-class WithLogitsLoop(TrainingLoop):
-    """At the end rank 0 keeps what the trained model answers."""
-
-    def end(self) -> None:
-        super().end()
-        self.model.eval()
-        with torch.no_grad():
-            logits = self.model(input_ids=TOKENS).logits
-        if self.layout.is_rank0:
-            torch.save(logits, Path(self.config.checkpoint.checkpoint_dir) / "logits.pt")
-
-
-WithLogits = with_loop(Recipe, WithLogitsLoop)
 
 
 def alone(recipe: Path, *overrides: str) -> BaseException | None:

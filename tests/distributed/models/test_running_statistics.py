@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from tests.support import ranks
+from tests.support.models.whole_state import whole_state
 from tests.support.runs.training import MODEL, RECIPE, build, write_recipe
 
 TARGET = "model: {_target_: tests.distributed.models.test_running_statistics.%s}\n"
@@ -57,10 +56,7 @@ def trained(recipe_file: Path, *options: str) -> dict[str, torch.Tensor]:
     try:
         recipe.setup()
         recipe.run()
-        values = {}
-        for name, value in unwrap(recipe.model).state_dict().items():
-            values[name] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
-        return values
+        return whole_state(recipe.model)
     finally:
         recipe.close()
 

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.model.trainable import Trainable
-from automodel_ckpt.training.parts.objective import Objective
 from tests.support import ranks
+from tests.support.models.whole_state import whole_state
 from tests.support.runs.training import MODEL, RECIPE, build, train, write_recipe
 
 STILL = "--model.from_config.attention_dropout=0"
@@ -30,17 +28,14 @@ class WithReference(LLMFinetune):
         assert changed == ["reference"]
 
 
-def values(trainable: Trainable) -> list[torch.Tensor]:
+def values(trainable: Any) -> list[torch.Tensor]:
     """All parameters, unsharded."""
-    parameters = list(unwrap(trainable.model).parameters())
-    return [
-        (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in parameters
-    ]
+    return list(whole_state(trainable.model, with_buffers=False).values())
 
 
-def loss_of(trainable: Trainable, recipe: WithReference) -> float:
+def loss_of(trainable: Any, recipe: WithReference) -> float:
     batch = next(iter(recipe.build_dataloader(recipe.config.dataset)))
-    objective = Objective(trainable, recipe.layout, recipe.loss_fn)
+    objective = recipe.objective_class(trainable, recipe.layout, recipe.loss_fn)
     with torch.no_grad():
         return sum(loss.item() for loss in objective.losses(batch.micro_batches))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,32 +9,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.state.module_tensors import module_state
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.config.keys.optimizer import EmaConfig
-from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.parallel.mesh_sizes import Sizes
-from automodel_ckpt.training.counters.cadence import Due
-from automodel_ckpt.training.forecast.plan import plan
-from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.measure.weight_average import WeightAverage
-from automodel_ckpt.training.values.records import Control
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.distributed.parallel.test_expert_parallel import model_section
 from tests.support import ranks
+from tests.support.models.whole_state import whole_state
 from tests.support.runs.training import (
     RECIPE,
     VALIDATION,
     Recipe,
     build,
-    digest,
-    digests,
-    killed_after,
+    train,
     with_loop,
     write_recipe,
 )
@@ -44,21 +31,22 @@ EMA = "ema: {decay: 0.9}\n"
 SHORT = ("--step_scheduler.max_steps=4", "--step_scheduler.ckpt_every_steps=2")
 
 
-def complete(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that a checkpoint stores of a module, gathered from all ranks. A collective."""
-    state, _ = module_state(module)
-    found = {}
-    for name, tensor in state.items():
-        found[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-    return found
+def stored(module: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a checkpoint stores of a module: each tied one once, and of adapters only them."""
+    found = {
+        name: tensor
+        for name, tensor in whole_state(module).items()
+        if name != "lm_head.weight" and ("lora" in name or not hasattr(module, "peft_config"))
+    }
+    return {name.replace(".default", ""): tensor for name, tensor in found.items()}
 
 
-class Compared(TrainingLoop):
+class Compared(LLMFinetune.loop_class):
     """Keeps an average of PyTorch's beside that of the section."""
 
     reference: AveragedModel
 
-    def step(self, batch: GlobalBatch, control: Control) -> Due:
+    def step(self, batch: Any, control: Any) -> Any:
         if self.step_scheduler.step == 0:
             rule = get_ema_multi_avg_fn(0.9)
             self.reference = AveragedModel(self.model, multi_avg_fn=rule)
@@ -87,11 +75,11 @@ def test_ten_steps_and_the_export_are_bit_equal_to_plain_pytorch(
         recipe.setup()
         recipe.run()
         loop: Any = recipe.loop
-        expected = complete(loop.reference.module)
+        expected = stored(loop.reference.module)
         assert recipe.weight_average is not None
         with recipe.weight_average.in_model():
-            assert complete(recipe.model).keys() == expected.keys()
-            for name, tensor in complete(recipe.model).items():
+            assert stored(recipe.model).keys() == expected.keys()
+            for name, tensor in stored(recipe.model).items():
                 assert torch.equal(tensor, expected[name]), name
             validation = recipe.loop.validate()
         losses = recipe.loop.losses(validation)
@@ -121,38 +109,22 @@ def same_files(one: Path, other: Path) -> bool:
     return bool(names) and all(contents)
 
 
-def train(recipe_file: Path, *words: str, kill_after: int | None = None) -> dict[str, str]:
-    """Train on this rank; the digests of the state at the end, with the average."""
-    recipe_class: Any = Recipe
-    if kill_after is not None:
-        recipe_class = killed_after(kill_after, recipe_class=Recipe)
-    recipe = build(recipe_file, *words, recipe_class=recipe_class)
-    try:
-        recipe.setup()
-        recipe.run()
-        found = digests(recipe)
-        if recipe.weight_average is not None:
-            found["complete average"] = digest(complete(recipe.weight_average.module))
-        return found
-    finally:
-        recipe.close()
-
-
 def test_a_killed_run_with_asynchronous_saves_goes_on_exactly_and_on_one_rank(
     tmp_path: Path,
 ) -> None:
     recipe = write_recipe(tmp_path, RECIPE + VALIDATION + EMA)
     words = (*SHORT, "--checkpoint.is_async", "--distributed.strategy=fsdp2", "--ema.validate")
     whole, killed = (f"--checkpoint.checkpoint_dir={tmp_path / name}" for name in ("a", "b"))
-    ended = ranks.outcomes(partial(train, recipe, killed, *words, kill_after=3), 2, init=False)
+    ended = ranks.outcomes(partial(train, recipe, killed, *words, dies_after=3), 2, init=False)
     assert -9 in [outcome.exitcode for outcome in ended]
     both = [partial(train, recipe, place, *words) for place in (killed, whole)]
     resumed, expected = ranks.run_each(both, 2)
     assert resumed == expected
     assert len(list((tmp_path / "a/LATEST/ema").glob("shard-*.safetensors"))) == 2
-    # The run is complete: one rank loads the shards of two.
-    (alone,) = ranks.run(partial(train, recipe, whole, *SHORT), 1, init=False)
-    assert alone["complete average"] == expected[0]["complete average"]
+    # One rank loads the shards of two.
+    longer = "--step_scheduler.max_steps=5"
+    ranks.run(partial(train, recipe, whole, *SHORT, longer), 1, init=False)
+    assert main(["export", str(tmp_path / "a"), "--ema", "-o", str(tmp_path / "export")]) == 0
 
 
 HYBRID = {"hybrid": ["--distributed.strategy=fsdp2", "--distributed.dp_replicate_size=2"]}
@@ -182,55 +154,31 @@ def test_it_is_divided_and_named_as_the_model_is(tmp_path: Path) -> None:
         ranks.run_each(trainings, num_ranks)
     for layout in (*HYBRID, *LAYOUTS):
         exports = [tmp_path / f"{layout} {name}" for name in ("model", "ema")]
-        for name, export in zip(("model", "ema"), exports, strict=True):
-            consolidate(tmp_path / layout / "LATEST" / name, export)
+        for more, export in zip(([], ["--ema"]), exports, strict=True):
+            assert main(["export", str(tmp_path / layout), *more, "-o", str(export)]) == 0
         assert same_files(*exports), layout
 
 
-def weights(dtype: torch.dtype, settings: EmaConfig) -> tuple[nn.Linear, WeightAverage]:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2, dtype=dtype)
-    return model, WeightAverage(model, settings)
+def test_it_starts_at_a_step_and_changes_every_few_steps(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(
+        write_recipe(tmp_path),
+        f"--checkpoint.checkpoint_dir={run}",
+        "--ema={decay: 0.75, start_step: 2, update_every_steps: 2}",
+        "--step_scheduler={global_batch_size: 8, max_steps: 4, ckpt_every_steps: 1}",
+    )
 
+    def tensors(step: int, name: str) -> dict[str, torch.Tensor]:
+        [file] = (run / f"epoch_0_step_{step}" / name).glob("shard-*.safetensors")
+        return load_file(file)
 
-def test_steps_that_change_no_weight_do_not_count_and_a_norm_on_the_device_is_not_read() -> None:
-    settings = EmaConfig(decay=0.75, start_step=2, update_every_steps=2)
-    model, average = weights(torch.float32, settings)
-    other, by_flag = weights(torch.float32, settings)
-    with torch.no_grad():
-        for step, norm in enumerate([1.0, 2.0, 1.0, math.inf, math.nan, 3.0], start=1):
-            for each in (model, other):
-                each.weight += step
-            average.update(step, norm)
-            by_flag.update(step, torch.tensor(norm, dtype=torch.float64))
-            found: Any = average.module
-            if step <= 2:
-                assert torch.equal(found.weight, model.weight)
-                at_step_2 = model.weight.clone()
-    # Step 3 is between two updates, and 4 and 5 were left out.
-    assert torch.equal(found.weight, at_step_2.lerp(model.weight, 0.25))
-    flagged: Any = by_flag.module
-    assert torch.equal(found.weight, flagged.weight)
-
-
-def fails_in(average: WeightAverage, model: nn.Linear, expected: torch.Tensor) -> None:
-    with average.in_model():
-        assert torch.equal(model.weight, expected)
-        raise KeyError
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_exchange_leaves_no_bit_changed(dtype: torch.dtype) -> None:
-    model, average = weights(dtype, EmaConfig())
-    found: Any = average.module
-    assert found.weight.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    with torch.no_grad():
-        found.weight += 1e-4
-        before = model.weight.clone(), found.weight.clone()
-    with pytest.raises(KeyError):
-        fails_in(average, model, before[1].to(dtype))
-    assert torch.equal(model.weight, before[0])
-    assert torch.equal(found.weight, before[1])
+    at_step_2 = tensors(2, "model")
+    for step in (2, 3):
+        for name, average in tensors(step, "ema").items():
+            assert torch.equal(average, at_step_2[name])
+    newest = tensors(4, "model")
+    for name, average in tensors(4, "ema").items():
+        assert torch.equal(average, at_step_2[name].lerp(newest[name], 0.25))
 
 
 def test_a_checkpoint_without_it_needs_a_permission_and_other_runs_start_from_its_model(
@@ -260,19 +208,6 @@ def test_a_checkpoint_without_it_needs_a_permission_and_other_runs_start_from_it
     for path in ("run", "run/LATEST/ema"):
         other = (f"--checkpoint.checkpoint_dir={tmp_path / 'other'}", "--checkpoint.enabled=false")
         train(recipe, *other, f"--init_from.path={tmp_path / path}", *SHORT)
-
-
-def test_the_forecast_counts_it(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path)
-    run = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
-    sharded = Sizes(dp_shard=2)
-    without = plan(build(recipe, run), sharded)
-    planned = plan(build(recipe, run, "--ema={}"), sharded)
-    assert (without.memory.average, planned.memory.average) == (0, 4 * planned.num_trained // 2)
-    assert planned.memory.total - without.memory.total >= planned.memory.average
-    assert without.checkpoint_bytes is not None and planned.checkpoint_bytes is not None
-    more = planned.checkpoint_bytes - without.checkpoint_bytes
-    assert 4 * planned.num_trained <= more <= 6 * planned.num_trained
 
 
 def test_mistakes_are_errors_with_their_place(tmp_path: Path) -> None:

@@ -12,18 +12,16 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
-    LlamaConfig,
     MixtralConfig,
     Qwen3MoeConfig,
 )
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.layers.adapter import add_adapters
-from automodel_ckpt.models.layers.lora import Lora
-from tests.distributed.models.test_peft import TOKENS, WithLogits, assert_is_whole
+from tests.distributed.models.test_peft import assert_is_whole
 from tests.support import ranks
 from tests.support.runs.training import RECIPE, Recipe, train, write_recipe
+from tests.support.runs.training_parts import TOKENS, WithLogits
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -130,27 +128,6 @@ def test_peft_loads_the_adapter_and_computes_the_same_and_so_does_the_merged_mod
         torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-6)
 
 
-def test_all_experts_can_be_none() -> None:
-    model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
-    adapted = add_adapters(model, Lora(target_parameters="all-experts"), task_type=None)
-    assert not adapted.peft_config.get("target_parameters")
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
-    with pytest.raises(RecipeError, match="no layer is left to adapt"):
-        add_adapters(
-            model, Lora(target_modules=(), target_parameters="all-experts"), task_type=None
-        )
-
-
-@pytest.mark.parametrize("patterns", [["*.experts.*"], "all-experts"])
-def test_adapters_on_experts_alone_need_no_layers(patterns: list[str] | str) -> None:
-    model: Any = AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"])
-    lora = Lora(target_modules=(), target_parameters=patterns)
-    adapted = add_adapters(model, lora, task_type="CAUSAL_LM")
-    names = [name for name, p in adapted.model.named_parameters() if p.requires_grad]
-    assert len(names) == 8
-    assert adapted.peft_config["target_parameters"] == ["down_proj", "gate_up_proj"]
-
-
 @pytest.mark.parametrize(
     ("family", "pattern", "message"),
     [
@@ -159,9 +136,17 @@ def test_adapters_on_experts_alone_need_no_layers(patterns: list[str] | str) -> 
     ],
 )
 def test_a_name_that_matches_no_experts_is_an_error(
-    family: str, pattern: str, message: str
+    tmp_path: Path, family: str, pattern: str, message: str
 ) -> None:
-    model: Any = AutoModelForCausalLM.from_config(CONFIGS[family])
+    recipe = recipe_in(tmp_path, family)
     with pytest.raises(RecipeError, match=r"peft\.target_parameters") as caught:
-        add_adapters(model, Lora(target_parameters=[pattern]), task_type=None)
+        train(recipe, f"--peft.target_parameters=[{pattern}]", "--checkpoint.enabled=false")
     assert message in str(caught.value)
+
+
+def test_adapters_on_experts_alone_need_no_layers(tmp_path: Path) -> None:
+    recipe, run = recipe_in(tmp_path, "qwen3_moe"), tmp_path / "run"
+    place = (f"--checkpoint.checkpoint_dir={run}", "--step_scheduler.max_steps=1")
+    train(recipe, *place, "--peft.target_modules=[]", "--peft.target_parameters=['*.experts.*']")
+    names = load_file(run / "LATEST/model/adapter_model.safetensors").keys()
+    assert len(names) == 8 and all(".experts." in name for name in names)

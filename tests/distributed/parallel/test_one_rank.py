@@ -287,32 +287,6 @@ def test_gradients_are_those_of_fsdp2_with_all_settings() -> None:
     check_equal(found)
 
 
-def two_layers() -> Any:
-    model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(16, 8, bias=False))
-    mesh = init_device_mesh("cpu", (1,))
-    for layer in (*model, model):
-        fully_shard(layer, mesh=mesh, mp_policy=BFLOAT16, reshard_after_forward=False)
-    one_rank.cast_without_copies(model)
-    return model
-
-
-def test_a_gradient_is_read_and_written_once() -> None:
-    def moved() -> list[int]:
-        model = two_layers()
-        counts = []
-        for _ in range(3):
-            loss = model(torch.ones(4, 32)).sum()
-            with Moved() as copies:
-                loss.backward()
-            counts.append(copies.num_bytes)
-        return counts
-
-    num_elements = 32 * 16 + 16 * 8
-    # Read in bfloat16 and written in float32; then the float32 sum is read, too.
-    [counts] = ranks.run(moved, 1)
-    assert counts == [6 * num_elements, 10 * num_elements, 10 * num_elements]
-
-
 def test_gradients_are_not_in_memory_that_the_next_step_overwrites() -> None:
     def kept() -> bool:
         mesh = init_device_mesh("cpu", (1,))
@@ -329,20 +303,3 @@ def test_gradients_are_not_in_memory_that_the_next_step_overwrites() -> None:
         return bool(before.all()) and torch.equal(gradient, before)
 
     assert ranks.run(kept, 1) == [True]
-
-
-def test_a_reduction_after_a_failed_one_gets_memory_for_itself() -> None:
-    reduction = one_rank._InPlace()
-
-    def allocated() -> torch.Tensor:
-        return reduction.allocate((4,), dtype=torch.float32, device=torch.device("cpu"))
-
-    # Its output is never allocated.
-    failed = allocated()
-    del failed
-    for _ in range(2):
-        given = allocated()
-        assert allocated() is given
-        kept = given
-        given = allocated()
-        assert given is not kept and allocated() is given

@@ -6,18 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.parallel.pipeline import idle_share
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.training.model.pipeline import train_stages
-from automodel_ckpt.training.parts.objective import Objective
-from automodel_ckpt.training.values.records import LossSum
 from tests.distributed.kinds.test_training import failure, lines_of_steps, run, run_each
-from tests.support import ranks
-from tests.support.runs.parallel import layout_here
 from tests.support.runs.training import RECIPE, VALIDATION
 
 TEXT = (
@@ -136,10 +127,10 @@ def test_interleaved_stages_compute_any_number_of_micro_batches(
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
 
 
-class OwnObjective(Objective):
+class OwnObjective(LLMFinetune.objective_class):
     """Computes the loss in its own way."""
 
-    def loss(self, micro_batch: Any) -> LossSum:
+    def loss(self, micro_batch: Any) -> Any:
         return super().loss(micro_batch)
 
 
@@ -159,27 +150,3 @@ def test_what_a_pipeline_cannot_do_is_refused_before_weights_are_made(tmp_path: 
     )
     assert "stage 0 of 2" in str(frozen)
     assert not (tmp_path / "run").exists()
-
-
-def other_groups() -> str:
-    """Each rank's optimizer puts its parameters into as many groups as its number plus one."""
-    layout = layout_here(pp_size=2)
-    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layout.rank + 1)))
-    optimizer = torch.optim.SGD(
-        [{"params": [parameter]} for parameter in model.parameters()], lr=0.1
-    )
-    with pytest.raises(RecipeError) as caught:
-        train_stages(optimizer, model, layout)
-    return str(caught.value)
-
-
-def test_an_optimizer_with_other_groups_on_another_stage_is_refused() -> None:
-    for text in ranks.run(other_groups, 2):
-        assert "1 groups on stage 0, 2 on stage 1" in text
-
-
-def test_stages_wait_for_each_other_less_with_more_micro_batches() -> None:
-    assert idle_share(1, 1) == 0
-    assert idle_share(4, 2) == pytest.approx(1 / 5)
-    assert idle_share(2, 3) == pytest.approx(1 / 2)
-    assert idle_share(4, 2, 2) == pytest.approx(1 / 9)

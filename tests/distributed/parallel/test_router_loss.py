@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from tests.distributed.kinds.test_training import failure, lines_of_steps, run
 from tests.support import ranks
 from tests.support.models import experts
+from tests.support.models.whole_state import whole_state
 from tests.support.runs.training import build, write_recipe
 from tests.support.runs.training_parts import uneven
 
@@ -57,13 +56,6 @@ def model_section(family: str) -> str:
     )
 
 
-def whole(model: Any) -> dict[str, torch.Tensor]:
-    named = unwrap(model).named_parameters()
-    return {
-        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named
-    }
-
-
 def one_step(
     recipe_file: Path, *overrides: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -71,9 +63,10 @@ def one_step(
     recipe = build(recipe_file, *overrides)
     try:
         recipe.setup()
-        before = whole(recipe.model)
+        before = whole_state(recipe.model, with_buffers=False)
         recipe.run()
-        return before, {name: before[name] - after for name, after in whole(recipe.model).items()}
+        after = whole_state(recipe.model, with_buffers=False)
+        return before, {name: before[name] - after[name] for name in after}
     finally:
         recipe.close()
 

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from automodel_ckpt.checkpoint.state.module_tensors import unwrap
 from tests.support import ranks
+from tests.support.models.whole_state import whole_state
 from tests.support.runs.training import MODEL, RECIPE, build, write_recipe
 
 NUM_EXPERTS = 4
@@ -81,10 +80,7 @@ def trained(recipe_file: Path, *options: str) -> tuple[dict[str, torch.Tensor], 
     try:
         recipe.setup()
         recipe.run()
-        weights = {}
-        for name, value in unwrap(recipe.model).state_dict().items():
-            weights[name] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
-        return weights, list(used_by_step)
+        return whole_state(recipe.model), list(used_by_step)
     finally:
         recipe.close()
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
+from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.cli.ckpt import main
 from tests.support import ranks
 from tests.support.runs.training import train, write_recipe

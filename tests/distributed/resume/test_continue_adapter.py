@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint.parts.manifest import Manifest
-from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli.ckpt import main
+from tests.support.checkpoints import stored_bytes, stored_names
 from tests.support.runs.continued import continued_losses
 
 Capture = pytest.CaptureFixture[str]
@@ -40,22 +39,19 @@ def test_weights_and_moments_of_an_adapter_are_equal_bit_for_bit(
     text = capsys.readouterr().out
     assert '"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["model.norm"]' in text
     checkpoint = Path(text.splitlines()[-1])
-    manifest = Manifest.read(checkpoint)
     weights = load_file(SOURCE / "adapter_model.safetensors")
-    assert manifest.trees["model"].tensors.keys() == weights.keys()
+    assert stored_names(checkpoint, "model") == weights.keys()
     for name, weight in weights.items():
-        stored = whole(checkpoint, manifest.trees["model"].tensors[name])
-        assert stored.tobytes() == weight.numpy().tobytes(), name
+        assert stored_bytes(checkpoint, "model", name) == weight.numpy().tobytes(), name
     original = torch.load(SOURCE / "optimizer.pt", weights_only=True)
-    tree = manifest.trees["optimizer"].tensors
     # The norm is the only parameter without weight decay.
     assert original["param_groups"][1]["params"] == [8]
     names = {0: "layers.0.self_attn.q_proj.lora_A.default", 8: "norm.modules_to_save.default"}
     for number, name in names.items():
         for entry, value in original["state"][number].items():
             fqn = f"optimizer.state.model.base_model.model.model.{name}.weight.{entry}"
-            assert whole(checkpoint, tree[fqn]).tobytes() == value.numpy().tobytes(), fqn
-    assert len(tree) == 3 * len(original["state"])
+            assert stored_bytes(checkpoint, "optimizer", fqn) == value.numpy().tobytes(), fqn
+    assert len(stored_names(checkpoint, "optimizer")) == 3 * len(original["state"])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -7,7 +7,6 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.distributed.kinds.test_training import run
 from tests.support import ranks
@@ -261,19 +260,6 @@ def test_a_pretrained_directory_with_other_weights_is_refused_by_name(
     assert "+ model.layers.2.self_attn.q_proj.weight: not there" in str(refused)
     assert "~ model.layers.0.mlp.up_proj.weight: there [48, 32], here [52, 32]" in str(refused)
     assert isinstance(taken, dict), taken
-
-
-def test_a_vocabulary_that_follows_no_tokenizer_is_refused() -> None:
-    from automodel_ckpt.models.inspect.vocabulary import wanted_size
-
-    assert (wanted_size(None, None), wanted_size(7, None), wanted_size("tokenizer", [1, 2])) == (
-        None,
-        7,
-        2,
-    )
-    assert wanted_size("tokenizer", SimpleNamespace(tokenizer=[1])) == 1
-    with pytest.raises(RecipeError, match="vocab_size tokenizer requires a tokenizer"):
-        wanted_size("tokenizer", None)
 
 
 def test_adapters_start_from_those_of_another_run(base: Path, tmp_path: Path) -> None:

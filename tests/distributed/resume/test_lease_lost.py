@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.checkpoint.files.layout import LOCK_FILE
-from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.errors import LeaseLost
-from automodel_ckpt.training.counters.cadence import Due
-from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.saves.saves import Saves
-from automodel_ckpt.training.values.readback import Number
-from automodel_ckpt.training.values.records import Control
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.support import ranks
 from tests.support.runs import training
 
+LOCK_FILE = ".run.lock"
 THEIRS = b'{"host": "node7", "boot_id": "x", "pid": 1, "command": "ckpt-train", "beat": 3, "token": "theirs"}'
 
 
@@ -32,15 +27,14 @@ def another_run_takes_over(directory: Path) -> None:
     (directory / "log").write_bytes((directory / "training.jsonl").read_bytes())
 
 
-def directory_of(owner: training.Recipe | TrainingLoop) -> Path:
-    assert owner.checkpointer is not None
+def directory_of(owner: Any) -> Path:
     return owner.checkpointer.directory
 
 
-class LostInAStep(TrainingLoop):
+class LostInAStep(LLMFinetune.loop_class):
     """It happens during the eighth step, after the save of step 5."""
 
-    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[Number, Number]:
+    def train_step(self, batch: Any, control: Any) -> tuple[Any, Any]:
         if self.layout.is_rank0 and self.step_scheduler.step == 7:
             self.run_log.flush()
             another_run_takes_over(directory_of(self))
@@ -50,7 +44,7 @@ class LostInAStep(TrainingLoop):
 class InASave(training.Recipe):
     """It happens when everything of the second save, step 10, is written, and nothing is published."""
 
-    def build_saves(self) -> Saves:
+    def build_saves(self) -> Any:
         flush = self.run_log.flush
 
         def flush_and_lose() -> None:
@@ -62,10 +56,10 @@ class InASave(training.Recipe):
         return super().build_saves()
 
 
-class LostInTheLastStep(TrainingLoop):
+class LostInTheLastStep(LLMFinetune.loop_class):
     """It happens after the last log line of a run that saves nothing at its end."""
 
-    def step(self, batch: GlobalBatch, control: Control) -> Due:
+    def step(self, batch: Any, control: Any) -> Any:
         due = super().step(batch, control)
         if self.layout.is_rank0 and due.last:
             self.run_log.flush()

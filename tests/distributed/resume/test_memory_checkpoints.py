@@ -5,18 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import torch.distributed as dist
-
-from automodel_ckpt.checkpoint import Checkpointer
-from automodel_ckpt.checkpoint.files.layout import DataParallelRanks
-from automodel_ckpt.config.keys.checkpoint import CheckpointConfig, MemoryConfig
-from automodel_ckpt.training.saves import memory_saves
-from automodel_ckpt.training.saves.memory_saves import MemorySaves
 from tests.distributed.faults.test_signals import STEPS, wait_for
-from tests.support import ranks
 from tools.crash import endurance, signals
 
 
@@ -46,35 +37,3 @@ def test_a_killed_rank_continues_from_memory_and_a_failed_run_from_its_copy_on_d
         assert trainer.wait(150) and trainer.code == 0, trainer.log
     assert endurance.differences(killed.root, endurance.result_of(whole.root, STEPS), STEPS) == []
     assert os.listdir(memory) == []
-
-
-def test_with_auto_all_ranks_save_at_the_same_steps(tmp_path: Path) -> None:
-    (tmp_path / "tmpfs").mkdir()
-    steps, other = ranks.run(saved_steps, 2, tmp_path)
-    # On rank 0, a save takes 2.5 % of the time of a step, and may take 1 % of the time.
-    assert steps == other == [*range(1, 41, 3)]
-
-
-def saved_steps(base: Path) -> list[int]:
-    """The steps that are saved to memory with ``auto``. A save takes longer on rank 1."""
-    clock = SimpleNamespace(now=0.0)
-    vars(memory_saves)["time"] = SimpleNamespace(monotonic=lambda: clock.now)
-    layout = DataParallelRanks(dist.get_rank(), 2)
-    disk = Checkpointer(base / "run", layout, dist.group.WORLD)
-    disk.open()
-    section = MemoryConfig(every_steps="auto", directory=str(base / "tmpfs"))
-    memory = MemorySaves(section, CheckpointConfig(), disk, layout, dist.group.WORLD, 60.0)
-    memory.start(None, 0)
-    saved = []
-
-    def save(checkpointer: Checkpointer) -> None:
-        clock.now += 0.00025 + 0.002 * dist.get_rank()
-
-    for step in range(1, 41):
-        clock.now += 0.01
-        if memory.is_due(cast(Any, SimpleNamespace(step=step))):
-            memory.save(step, save)
-            saved.append(step)
-    memory.close()
-    disk.close()
-    return saved

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from automodel_ckpt import api
-from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from tests.support.runs.training import RECIPE
 from tests.support.servers.command_server import CommandServer
 
@@ -55,7 +54,8 @@ def overrides(directory: Path) -> dict[str, Any]:
 
 def kept_steps(directory: Path) -> tuple[list[int], int]:
     """The steps of the checkpoints on disk, and the number of directories in memory."""
-    steps = [name.step for name in checkpoint_names(directory / "run")]
+    names = (directory / "run").glob("epoch_*_step_*")
+    steps = sorted(int(name.name.rpartition("_")[2]) for name in names)
     return steps, len(list((directory / "memory").iterdir()))
 
 

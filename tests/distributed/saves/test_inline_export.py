@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -19,15 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from automodel_ckpt.checkpoint import Manifest, SaveReport
-from automodel_ckpt.checkpoint.export import output
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
-from automodel_ckpt.checkpoint.files import layout
-from automodel_ckpt.checkpoint.parts.verify import verify, verify_deep
+from automodel_ckpt.checkpoint import HFAssets, SaveReport
 from automodel_ckpt.cli.ckpt import main
 from tests.distributed.saves.test_hf_layout import make_base
 from tests.support import ranks
+from tests.support.checkpoints import is_intact
 from tests.support.models import tiny
 from tests.support.runs.training import train, write_recipe
 
@@ -102,12 +97,12 @@ def test_it_is_byte_for_byte_what_consolidation_makes_of_the_shards(
         ] * len(CASES)
     for name in CASES:
         checkpoint = tmp_path / name / "epoch_0_step_20"
-        again = consolidate(checkpoint, tmp_path / f"again_{name}", log=lambda _: None)
-        made, later = contents(checkpoint / "model/consolidated"), contents(again.output)
-        assert made.keys() == later.keys() and len(made) > 4
-        assert [file for file in made if made[file] != later[file]] == []
-        manifest = Manifest.read(checkpoint)
-        assert verify(checkpoint, manifest) == [] == verify_deep(checkpoint, manifest)
+        again = tmp_path / f"again_{name}"
+        assert main(["consolidate", str(checkpoint), "--output", str(again)]) == 0
+        inline, later = contents(checkpoint / "model/consolidated"), contents(again)
+        assert inline.keys() == later.keys() and len(inline) > 4
+        assert [file for file in inline if inline[file] != later[file]] == []
+        assert is_intact(checkpoint) and is_intact(checkpoint, deep=True)
         assert sorted(p.name for p in (checkpoint / "model").glob(".consol*")) == []
     dtypes = {
         n: t.dtype
@@ -115,44 +110,6 @@ def test_it_is_byte_for_byte_what_consolidation_makes_of_the_shards(
         for n, t in load_file(p).items()
     }
     assert {dtypes.pop("model.norm.weight"), *dtypes.values()} == {torch.float32, torch.bfloat16}
-
-
-def fails_once(base: Path, root: Path) -> str:
-    model, assets = made_of(base)
-    by_rows(model)
-    write = output.write_all
-
-    def broken(*_: object) -> None:
-        raise OSError(28, os.strerror(28))
-
-    messages = []
-    for step, is_failing in ((40, True), (60, False)):
-        output.write_all = broken if is_failing else write
-        report = tiny.save(
-            root,
-            SimpleNamespace(model=model),
-            step=step,
-            save_consolidated="every",
-            keep_last=2,
-            assets={"model": assets},
-        )
-        messages.append(str(report.export_failure or ""))
-        assert (report.export is None) == is_failing
-    assert messages.pop() == ""
-    return messages[0]
-
-
-def test_a_failed_export_leaves_its_checkpoint_whole_and_no_trace_and_the_next_one_works(
-    tmp_path: Path,
-) -> None:
-    make_base(tmp_path / "base", tied=False)
-    for message in ranks.run(fails_once, 2, tmp_path / "base", tmp_path / "run"):
-        assert "ENOSPC" in message and "the export could not be written" in message
-    for step in (40, 60):
-        path = tmp_path / f"run/epoch_0_step_{step}"
-        assert verify_deep(path, Manifest.read(path)) == []
-        assert (path / "model/consolidated").exists() == (step == 60)
-        assert not [p for p in (path / "model").iterdir() if p.name.startswith(".consolidated")]
 
 
 def test_what_a_killed_export_left_goes_at_the_next_start_which_makes_the_export(
@@ -170,7 +127,7 @@ def test_what_a_killed_export_left_goes_at_the_next_start_which_makes_the_export
     whole = contents(newest / "consolidated")
     staging = newest / f".consolidated.staging-{'0' * 32}"
     (newest / "consolidated").rename(staging)
-    (staging / layout.EXPORT_MANIFEST).unlink()
+    (staging / "export_manifest.json").unlink()
     shutil.copytree(older / "consolidated", older / f".consolidated.previous-{'1' * 32}")
     assert main(["verify", "--deep", str(run)]) == 0
     assert f"{staging}: an export is in progress or was interrupted" in capsys.readouterr().out
@@ -181,7 +138,7 @@ def test_what_a_killed_export_left_goes_at_the_next_start_which_makes_the_export
     ranks.run(partial(train, recipe, *arguments, "6"), 1, init=False)
     assert [*run.glob("*/model/.consolidated*")] == []
     again = contents(newest / "consolidated")
-    assert {name: data for name, data in again.items() if name != layout.EXPORT_MANIFEST} == {
-        name: data for name, data in whole.items() if name != layout.EXPORT_MANIFEST
+    assert {name: data for name, data in again.items() if name != "export_manifest.json"} == {
+        name: data for name, data in whole.items() if name != "export_manifest.json"
     }
     assert (next(run.glob("*_step_6")) / "model" / "consolidated").is_dir()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.distributed.kinds.test_training import failure, run, saved
 from tests.support.runs.training import steps_of
@@ -38,8 +37,3 @@ def test_another_models_run_starts_beside_and_goes_on_there(
     assert [record["step"] for record in steps_of(sibling)] == [1, 2, 3, 4]
     run(tmp_path, SIBLING, "--model.from_config.num_hidden_layers=1", *STEPS)
     assert saved(tmp_path / "run.sibling-2") == ["epoch_0_step_2"]
-
-
-def test_siblings_are_counted() -> None:
-    assert layout.sibling(Path("runs/a")) == Path("runs/a.sibling-1")
-    assert layout.sibling(Path("runs/a.sibling-9")) == Path("runs/a.sibling-10")

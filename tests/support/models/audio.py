@@ -319,6 +319,13 @@ def tone(frequency: float, seconds: float, rate: int = RATE) -> npt.NDArray[np.i
     return (8000 * np.sin(2 * np.pi * frequency * times)).astype(np.int16)
 
 
+def read_wave(path: Path) -> npt.NDArray[np.float32]:
+    """The samples of a WAV file with one channel of 16 bits, from -1 to 1."""
+    with wave.open(str(path), "rb") as file:
+        samples = np.frombuffer(file.readframes(file.getnframes()), np.int16)
+    return samples.astype(np.float32) / 2**15
+
+
 def write_wav(path: Path, samples: npt.NDArray[Any], rate: int = RATE, width: int = 2) -> Path:
     """Write PCM samples [length] or [length, channels] of *width* bytes as a WAV file."""
     with wave.open(str(path), "wb") as file:

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from automodel_ckpt.training.recipe import Recipe
 from tests.support import ranks
-from tests.support.runs.training import killed_after, steps_of, train
+from tests.support.runs.training import steps_of, train
 
 Training = Callable[..., Callable[[], Any]]
 """``training(recipe file, name, *options)`` -> what trains on each rank, in the directory *name* next to the file."""
@@ -46,11 +45,9 @@ def check_like_one_process(
         assert logged(recipe.parent / name) == pytest.approx(expected, rel=1e-4), name
 
 
-def check_killed_run(
-    recipe: Path, training: Training, recipe_class: type[Recipe], *options: str
-) -> None:
+def check_killed_run(recipe: Path, training: Training, *options: str) -> None:
     """Kill a run of two ranks after five steps, and resume it: it ends as one that was not killed."""
-    dying = partial(train, recipe, recipe_class=killed_after(5, recipe_class=recipe_class))
+    dying = partial(train, recipe, dies_after=5)
     killed = f"--checkpoint.checkpoint_dir={recipe.parent / 'killed'}"
     ended = ranks.outcomes(dying, 2, *options, killed, init=False)
     assert -9 in [outcome.exitcode for outcome in ended]

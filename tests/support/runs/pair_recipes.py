@@ -93,12 +93,10 @@ def trained(recipe_file: Path, *overrides: str, recipe_class: type[R]) -> R:
     return recipe
 
 
-def training(
-    recipe_file: Path, name: str, *overrides: str, recipe_class: type[Recipe]
-) -> Callable[[], dict[str, str]]:
+def training(recipe_file: Path, name: str, *overrides: str) -> Callable[[], dict[str, str]]:
     """What trains in the directory *name* on this rank."""
     options = (f"--checkpoint.checkpoint_dir={recipe_file.parent / name}", *overrides)
-    return partial(train, recipe_file, *options, recipe_class=recipe_class)
+    return partial(train, recipe_file, *options)
 
 
 def logged(directory: Path, count: str, metrics: Sequence[str]) -> list[float]:

@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.training.recipe import Recipe
 from tests.fixtures.preference import tiny_policy
 from tests.support import ranks
-from tests.support.runs.training import killed_after, steps_of, train
+from tests.support.runs.training import steps_of, train
 
 FIXTURES = Path(__file__).parents[1].parent / "fixtures" / "preference"
 
@@ -98,7 +97,6 @@ def run_directory(recipe: Path, name: str) -> str:
 
 def train_layouts(
     recipe: Path,
-    recipe_class: type[Recipe],
     layouts: dict[str, tuple[int, tuple[str, ...]]],
     *options: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -106,8 +104,7 @@ def train_layouts(
     trainings: dict[int, list[Callable[[], Any]]] = {}
     for name, (num_ranks, more) in layouts.items():
         words = (run_directory(recipe, name), *options, *more)
-        training = partial(train, recipe, *words, recipe_class=recipe_class)
-        trainings.setdefault(num_ranks, []).append(training)
+        trainings.setdefault(num_ranks, []).append(partial(train, recipe, *words))
     for num_ranks, each in trainings.items():
         ranks.run_each(each, num_ranks)
     steps = {name: step_records(recipe.parent / name) for name in layouts}
@@ -115,21 +112,15 @@ def train_layouts(
 
 
 def check_resumes(
-    recipe: Path, recipe_class: type[Recipe], *options: str, on_two: tuple[str, ...] = ()
+    recipe: Path, *options: str, on_two: tuple[str, ...] = ()
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Kill a run after its third step and check that it continues exactly on one rank, and continues on two.
 
     Returns the steps of the run on two ranks, which has the overrides *on_two*, and those of an uninterrupted run.
     """
-    run = partial(train, recipe, *options, recipe_class=recipe_class)
+    run = partial(train, recipe, *options)
     whole = run(run_directory(recipe, "whole"))
-    start = partial(
-        train,
-        recipe,
-        *options,
-        run_directory(recipe, "killed"),
-        recipe_class=killed_after(3, recipe_class=recipe_class),
-    )
+    start = partial(run, run_directory(recipe, "killed"), dies_after=3)
     [ended] = ranks.outcomes(start, 1, init=False)
     assert ended.exitcode == -9
     directory = recipe.parent

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import io
 import json
 import os
+import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+import automodel_ckpt
 from automodel_ckpt.checkpoint.saving.environment import environment
-from automodel_ckpt.config.callables.target_checks import check_targets
+from automodel_ckpt.config.callables.prepare import prepare
 from automodel_ckpt.config.callables.trust import Trust
-from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import keys_of
 from automodel_ckpt.data.batches.loader import GlobalBatch
+from automodel_ckpt.parallel.ranks.stop import stop_request
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.counters.cadence import Due
 from automodel_ckpt.training.loop import TrainingLoop
@@ -76,8 +80,7 @@ EXPORT = "--checkpoint.save_consolidated=final"
 """For runs whose export a test reads: without it, those of :func:`build` export nothing."""
 
 
-class Recipe(LLMFinetune):
-    """The recipe itself."""
+Recipe = LLMFinetune
 
 
 def with_loop(recipe_class: type[AnyRecipe], mixin: type[TrainingLoop]) -> Any:
@@ -92,34 +95,102 @@ def write_recipe(directory: Path, text: str = RECIPE) -> Path:
     return path
 
 
-def build(recipe_file: Path, *overrides: str, recipe_class: type[AnyRecipe] = Recipe) -> AnyRecipe:
-    """The recipe object of a file and command-line overrides, not set up.
+def installed(*arguments: Any, **options: Any) -> Any:
+    """Train with the signal handlers that the command line installs."""
+    stop_request().install()
+    return train(*arguments, **options)
+
+
+def build(
+    recipe_file: Path,
+    *overrides: str,
+    recipe_class: type[AnyRecipe] | None = None,
+    trust: Sequence[str] = ("tests",),
+) -> AnyRecipe:
+    """The recipe object of a file and command-line overrides, not set up; by default of the class that it names."""
+    prepared = prepare(_loaded(recipe_file, *overrides), Trust(list(trust)))
+    loaded = prepared.loaded
+    recipe: AnyRecipe = (recipe_class or prepared.recipe_class)(
+        loaded.config, config_yaml=loaded.to_yaml()
+    )
+    recipe.origins = loaded.origins
+    recipe.overridden = frozenset(loaded.overridden)
+    return recipe
+
+
+def train(
+    recipe_file: Path,
+    *overrides: str,
+    recipe_class: type[AnyRecipe] | None = None,
+    dies_after: int = 0,
+    trust: Sequence[str] = ("tests",),
+) -> dict[str, str]:
+    """Train in this process, as the rank that RANK says; the digests of the state at the end.
+
+    A *recipe_class* takes the place of the class that the recipe names. *dies_after* is a step that kills the process.
+    """
+    if dies_after:
+        named = prepare(_loaded(recipe_file, *overrides), Trust(list(trust))).recipe_class
+        recipe_class = killed_after(dies_after, recipe_class=recipe_class or named)
+    if recipe_class is not None:
+        recipe = build(recipe_file, *overrides, recipe_class=recipe_class, trust=trust)
+        try:
+            recipe.setup()
+            recipe.run()
+            return digests(recipe)
+        finally:
+            recipe.close()
+    result = automodel_ckpt.train(_loaded(recipe_file, *overrides), trust=trust)
+    found = {"weights": digest(dict(result.model.state_dict()))}
+    if result.checkpoint is not None:
+        found |= saved_digests(result.checkpoint)
+    return found
+
+
+def _loaded(recipe_file: Path, *overrides: str) -> LoadedRecipe:
+    """Load a recipe with command-line overrides.
 
     Unless the recipe or an override has ``checkpoint.save_consolidated``, the run exports nothing: the final export
     takes a fifth of the time of such a run.
     """
     line = parse(overrides)
     loaded = load_recipe(recipe_file, line.overrides, problems=line.problems)
-    loaded = check_targets(loaded, Trust(["tests"]))
     if loaded.config.checkpoint.save_consolidated is None:
-        loaded.config.checkpoint.save_consolidated = False
-    recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
-    recipe.origins = loaded.origins
-    recipe.overridden = frozenset(override.key for override in line.overrides)
-    return recipe
+        line = parse([*overrides, "--checkpoint.save_consolidated=false"])
+        loaded = load_recipe(recipe_file, line.overrides, problems=line.problems)
+    return loaded
 
 
-def train(
-    recipe_file: Path, *overrides: str, recipe_class: type[AnyRecipe] = Recipe
-) -> dict[str, str]:
-    """Set up, run and close in this process, as the rank that RANK says; the digests of the state at the end."""
-    recipe = build(recipe_file, *overrides, recipe_class=recipe_class)
-    try:
-        recipe.setup()
-        recipe.run()
-        return digests(recipe)
-    finally:
-        recipe.close()
+def saved_digests(checkpoint: Path) -> dict[str, str]:
+    """A digest of each part of a checkpoint that docs/format.md describes, without its step counter and its times.
+
+    ``rng`` are the random numbers of this rank.
+    """
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
+    found = {}
+    for name, tree in manifest["trees"].items():
+        tensors = {
+            key: [tensor["dtype"], *(slice_["digest"] for slice_ in tensor["slices"])]
+            for key, tensor in tree["tensors"].items()
+        }
+        values = {
+            key: _pickled(checkpoint / value["file"], value["start"], value["nbytes"])
+            for key, value in tree.get("objects", {}).items()
+        }
+        found[name] = digest({"tensors": tensors, "values": values})
+    for file in manifest["files"]:
+        if file.startswith(("rng/", "dataloader/")):
+            found[file] = digest(_pickled(checkpoint / file))
+        if re.fullmatch(rf"rng/.*_rank_{os.environ.get('RANK', '0')}\.pt", file):
+            found["rng"] = found[file]
+    return found
+
+
+def _pickled(file: Path, start: int = 0, size: int = -1) -> Any:
+    """The value that torch.save wrote at a place of a file."""
+    with file.open("rb") as stream:
+        stream.seek(start)
+        return torch.load(io.BytesIO(stream.read(size)), weights_only=False)
 
 
 def killed_after(*steps: int, recipe_class: type[AnyRecipe] = LLMFinetune) -> type[AnyRecipe]:
@@ -170,7 +241,15 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _leaves(f"{key}[{index}]", element)
     elif isinstance(value, torch.Tensor):
         local = value.to_local() if hasattr(value, "to_local") else value
-        raw = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        raw = (
+            local.detach()
+            .cpu()
+            .clone(memory_format=torch.contiguous_format)
+            .reshape(-1)
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
         yield key, f"{local.dtype} {tuple(local.shape)} {hashlib.blake2b(raw).hexdigest()}"
     else:
         yield key, value.hex() if isinstance(value, float) else repr(value)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,7 +22,7 @@ from automodel_ckpt.data.batches.loader import GlobalBatch
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.training.counters.cadence import Due
 from automodel_ckpt.training.loop import TrainingLoop
-from automodel_ckpt.training.parts.objective import Objective
+from automodel_ckpt.training.parts.objective import Objective, Tensors
 from automodel_ckpt.training.values.readback import Number
 from automodel_ckpt.training.values.records import Control, LossSum
 
@@ -116,6 +120,22 @@ def runs_out_of_memory(call: int, rank: int, when: str = "call") -> Any:
     return loss_fn
 
 
+class RandomInValidationObjective(Objective):
+    """Draws a random number from each generator for every validation batch."""
+
+    def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[torch.Tensor]:
+        torch.rand(1)
+        numpy.random.random()
+        random.random()
+        return super().losses(micro_batches)
+
+
+class RandomInValidation(LLMFinetune):
+    """A run with RandomInValidationObjective."""
+
+    objective_class = RandomInValidationObjective
+
+
 class SignalledLoop(TrainingLoop):
     """Rank 1 (or the only one) gets SIGTERM after step 3."""
 
@@ -160,6 +180,54 @@ class SignalledInStep(LLMFinetune):
     """A run with SignalledInStepLoop."""
 
     loop_class = SignalledInStepLoop
+
+
+class StoppedInValidation(TrainingLoop):
+    """A stop is requested during each validation."""
+
+    def validate(self) -> None:
+        return None
+
+
+class BadGradients(TrainingLoop):
+    """The gradients of steps 3 and 4, and of all steps from 6, are not finite."""
+
+    def clip_gradients(self) -> Number:
+        step = self.step_scheduler.step + 1
+        if step in (3, 4) or step >= 6:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(math.nan)
+        return super().clip_gradients()
+
+
+class QueuesSteps(TrainingLoop):
+    """The numbers of a step are read after the next one is queued, as on a GPU."""
+
+    def queues_work(self) -> bool:
+        return True
+
+
+TOKENS = torch.arange(3, 19).reshape(1, 16)
+"""What the model of :class:`WithLogits` answers at the end."""
+
+
+class WithLogitsLoop(TrainingLoop):
+    """At the end rank 0 keeps what the trained model answers in logits.pt."""
+
+    def end(self) -> None:
+        super().end()
+        self.model.eval()
+        with torch.no_grad():
+            logits = self.model(input_ids=TOKENS).logits
+        if self.layout.is_rank0:
+            torch.save(logits, Path(self.config.checkpoint.checkpoint_dir) / "logits.pt")
+
+
+class WithLogits(LLMFinetune):
+    """A run with WithLogitsLoop."""
+
+    loop_class = WithLogitsLoop
 
 
 class Counter:

@@ -1,0 +1,57 @@
+"""Checkpoints as docs/format.md describes them and ``ckpt`` verifies them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from automodel_ckpt.cli.ckpt import main
+
+
+def manifest_of(checkpoint: Path) -> dict[str, Any]:
+    """The content of a checkpoint's MANIFEST.json."""
+    found: dict[str, Any] = json.loads((checkpoint / "MANIFEST.json").read_text())
+    return found
+
+
+def is_intact(checkpoint: Path, *, deep: bool = False) -> bool:
+    """Whether ``ckpt verify`` finds nothing wrong, with *deep* also in the digest of each slice."""
+    return main(["verify", str(checkpoint), *(["--deep"] if deep else [])]) == 0
+
+
+def goodput_of(run: Path) -> dict[str, Any]:
+    """What ``ckpt goodput --json`` prints."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        assert main(["goodput", str(run), "--json"]) == 0
+    found: dict[str, Any] = json.loads(text.getvalue())
+    return found
+
+
+def stored_names(checkpoint: Path, tree: str) -> set[str]:
+    """The names of the tensors of a tree, such as ``model``."""
+    return set(manifest_of(checkpoint)["trees"][tree]["tensors"])
+
+
+def stored_bytes(checkpoint: Path, tree: str, name: str) -> bytes:
+    """The elements of a tensor in row-major order, put together from the slices that the manifest lists."""
+    tensor = manifest_of(checkpoint)["trees"][tree]["tensors"][name]
+    shape, slices = tensor["shape"], tensor["slices"]
+    size = sum(each["nbytes"] for each in slices) // max(1, math.prod(shape))
+    whole = np.zeros([*shape, size], np.uint8)
+    for each in slices:
+        with (checkpoint / each["file"]).open("rb") as file:
+            file.seek(each["start"])
+            content = np.frombuffer(file.read(each["nbytes"]), np.uint8)
+        place = tuple(
+            slice(first, first + number)
+            for first, number in zip(each["offsets"], each["sizes"], strict=True)
+        )
+        whole[place] = content.reshape([*each["sizes"], size])
+    return whole.tobytes()

@@ -1,0 +1,47 @@
+"""Which test files use public doors only: the command lines, public names, files and tests/support."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+PUBLIC = {
+    "automodel_ckpt",
+    "automodel_ckpt.api",
+    "automodel_ckpt.checkpoint",
+    "automodel_ckpt.cli.ckpt",
+    "automodel_ckpt.cli.train",
+    "automodel_ckpt.errors",
+    "automodel_ckpt.recipes.base",
+    "automodel_ckpt.recipes.llm_finetune",
+    # A user's recipe derives its loop from the class there (docs/guides/write-a-recipe.md).
+    "automodel_ckpt.training.loop.TrainingLoop",
+}
+ROOT = Path(__file__).parents[2]
+_FROM = re.compile(r"\bfrom (automodel_ckpt[\w.]*) import \(?\s*((?:\w+(?: as \w+)?(?:,\s*)?)+)")
+_IMPORT = re.compile(
+    r"""(?:^|[\n;"'])\s*import (automodel_ckpt[\w.]*)|import_module\(\s*["'](automodel_ckpt[\w.]*)"""
+)
+_PATCH = re.compile(r"""setattr\(\s*["'](automodel_ckpt\.[\w.]+)\.\w+["']""")
+
+
+@cache
+def uses_doors_only(path: Path) -> bool:
+    """Whether a test file reaches into nothing internal. conftest.py marks the tests of such a file with ``doors``."""
+    return not internal_names(path.read_text())
+
+
+def internal_names(text: str) -> set[str]:
+    """The modules outside of ``PUBLIC`` that a test imports or patches, also in scripts that are strings of it."""
+    found = {name for pair in _IMPORT.findall(text) for name in pair if name}
+    found |= set(_PATCH.findall(text))
+    for module, names in _FROM.findall(text):
+        for name in re.findall(r"(\w+)(?: as \w+)?,?", names):
+            full = f"{module}.{name}"
+            found.add(full if _is_module(full) or full in PUBLIC else module)
+    return found - PUBLIC
+
+
+def _is_module(name: str) -> bool:
+    return ROOT.joinpath(*name.split(".")).with_suffix(".py").exists()
