@@ -278,7 +278,7 @@ def test_precomputed_scores_give_the_losses_of_a_reference_in_memory(tmp_path: P
 
     def losses(name: str, *options: str) -> list[float]:
         words = arguments_of(tmp_path, name, "--step_scheduler.max_steps=3", *options)
-        train(recipe, "--checkpoint.save_consolidated=false", *words, recipe_class=DPOFinetune)
+        train(recipe, "--checkpoint.save_consolidated=false", *words)
         return losses_of(tmp_path / name)
 
     precomputed = losses("precomputed", "--dpo.precompute=true")
