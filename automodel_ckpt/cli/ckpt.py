@@ -224,6 +224,7 @@ def _parsed(words: list[str]) -> argparse.Namespace:
             or "`ckpt --help` lists the commands",
         )
     arguments, unknown = whole.parse_known_args(words)
+    arguments.parser = parser
     if not unknown:
         return arguments
     option = unknown[0].partition("=")[0]

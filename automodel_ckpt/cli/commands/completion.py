@@ -27,10 +27,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run ``ckpt completion``."""
-    from automodel_ckpt.cli.ckpt import parser
-
-    whole = parser()
+    """Run ``ckpt completion``. ``arguments.parser`` makes the parser of all commands."""
+    whole = arguments.parser()
     words, choices = command_words(whole), _choices(whole)
     if arguments.shell == "fish":
         print("\n".join(_fish(words, choices, _training_words())))
