@@ -28,6 +28,9 @@ QUICK_TESTS += tests/contract/test_classification.py
 # The processors of images in these tests need torchvision with the oldest transformers, and its wheels need torch with CUDA.
 QUICK_TESTS += $(patsubst %,--ignore=%,tests/unit/data/builders/test_vlm.py tests/unit/data/builders/test_audio.py tests/unit/models/building/test_vision.py tests/unit/models/building/test_processor.py tests/unit/models/building/test_image_rows.py)
 
+# Trainings on several ranks are left to `make test`, apart from those of the recipe itself.
+DOORS := tests/contract tests/golden tests/hostile tests/unit tests/distributed/kinds/test_training.py
+
 # Each file's tests in one process: those of a module share what its fixtures make. Many tests wait for processes that
 # sleep, hang or time out, so that four processes keep two cores busy.
 WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
@@ -70,6 +73,9 @@ demo-vlm: $(STAMP)  ## train a small LLaVA to read digits, and ask its export: a
 
 test: $(STAMP)  ## the tests, offline, about ten minutes on two cores
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "not further" $(WORKERS) $(PYTEST_ARGS)
+
+test-doors: $(STAMP)  ## the tests through command lines, public names and files that take seconds: three minutes on two cores
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m "doors and not further and not slow" $(WORKERS) $(DOORS) $(PYTEST_ARGS)
 
 test-all: $(STAMP)  ## the tests of `make test`, with further cases of some: a minute more
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q $(WORKERS) $(PYTEST_ARGS)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.bytecode import write_bytecode
+from tests.support.doors import uses_doors_only
 from tests.support.logging_state import kept_logging, reset_logging
 from tests.support.servers import huge_pages
 from tests.support.servers.command_server import CommandServer
@@ -88,8 +89,21 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m "doors ..."``, import no test file that has none."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    leaves_out = config.option.markexpr.startswith("doors") and is_test
+    return True if leaves_out and not uses_doors_only(collection_path) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow tests first, and with them all tests of their files: one that began last would run alone."""
+    """Mark the tests of files that use public doors only.
+
+    Put slow tests first, and with them all tests of their files: one that began last would run alone.
+    """
+    for item in items:
+        if uses_doors_only(item.path):
+            item.add_marker("doors")
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

@@ -27,9 +27,7 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.examples.data.python_docs import train_tokenizer
-from automodel_ckpt.hub import card
-from automodel_ckpt.hub.bundle import Bundle
+from tests.support.models.tokenizers import train_tokenizer
 from tests.support.servers.command_server import CommandServer
 
 LABELS = ("json", "tarfile", "zipfile")
@@ -248,16 +246,14 @@ def test_the_readme_of_a_directory_names_the_classes(
 
 def loaded_as_the_model_card_says(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run the code of the model card of an adapter, with its directory in place of the repository."""
-    files = {path.name: path for path in adapter.iterdir()}
-    bundle = Bundle(adapter, files, None, is_adapter=True)
-    monkeypatch.setattr(card, "pipeline_tag", lambda facts, bundle: "text-classification")
-    [text] = card.card_files(bundle, "org/tiny", revision="v1", base_model="org/base").values()
-    code = text.decode().partition("```python")[2].partition("```")[0].replace("org/base", "base")
+    card = ["card", str(adapter.parent), "hub:org/tiny", "--base-model", "org/base"]
+    assert run_ckpt([*card, "--output", "card"]) == 0
+    [code, *_] = re.findall(r"```python\n(.*?)```", Path("card/README.md").read_text(), re.DOTALL)
     monkeypatch.setattr(
-        "huggingface_hub.hf_hub_download", lambda repo, name, revision: f"{repo}/{name}"
+        "huggingface_hub.hf_hub_download", lambda repo, name, revision=None: f"{repo}/{name}"
     )
     namespace: dict[str, Any] = {}
-    exec(code.replace("org/tiny", str(adapter)), namespace)
+    exec(code.replace("org/tiny", str(adapter)).replace("org/base", "base"), namespace)
     return namespace["model"]
 
 

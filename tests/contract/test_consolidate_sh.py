@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint.export.consolidate import consolidate_script
 from tests.support.models.shards import checkpoint_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,8 +31,14 @@ sys.exit(int(os.environ.get("STUB_CODE", "0")))
 
 
 def model_directory(path: Path, interpreter: str = sys.executable) -> Path:
-    (path / ".hf_metadata").mkdir(parents=True)
-    (path / "consolidate.sh").write_text(consolidate_script(interpreter))
+    """A directory with the script of a checkpoint that the Python at the path *interpreter* wrote."""
+    (path / ".hf_metadata").mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as run:
+        script = checkpoint_in(Path(run), 1, scripted=True) / "model/consolidate.sh"
+        text = script.read_text()
+    assert shlex.quote(sys.executable) in text
+    text = text.replace(shlex.quote(sys.executable), shlex.quote(interpreter))
+    (path / "consolidate.sh").write_text(text)
     return path
 
 
@@ -183,8 +190,7 @@ def test_hostile_path_names_work_with_the_real_tool(tmp_path: Path, name: str) -
     model = tmp_path / "moved" / name
     model.parent.mkdir()
     shutil.copytree(checkpoint / "model", model)
-    (model / ".hf_metadata").mkdir()
-    (model / "consolidate.sh").write_text(consolidate_script(sys.executable))
+    model_directory(model)
     done = bash("./consolidate.sh", env=environment(), cwd=model)
     assert done.returncode == 0, done.stderr
     assert len(load_file(model / "consolidated" / "model-00001-of-00001.safetensors")) == 2

@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from automodel_ckpt.cli.checks.device_memory import parse_size
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.config.keys.checkpoint import CheckpointConfig
-from automodel_ckpt.config.keys.step_scheduler import StepSchedulerConfig
-from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.training.values.disk_use import kept_at_once, still_to_come
 from tests.support.models.mtp import FAMILIES
 from tests.support.runs.forecast_cases import CASES, write_recipe
 from tests.support.servers.command_server import CommandServer
@@ -120,46 +113,6 @@ def test_what_cannot_train_is_an_error_of_the_dry_run(
     Path("link").symlink_to("gone")
     assert main(["--dry-run", "recipe.yaml", "--checkpoint.checkpoint_dir", "link/run"]) == 2
     assert re.search(r"link is a link to \S+gone, which does not exist", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "keep", "most"),
-    [
-        ({"ckpt_every_steps": 10}, {}, 10),
-        ({"ckpt_every_steps": 30}, {}, 4),
-        ({"ckpt_every_steps": 10, "ckpt_every_epochs": 1}, {}, 14),
-        ({"ckpt_every_steps": 10}, {"keep_last": 2}, 3),
-        (
-            {"ckpt_every_steps": 10},
-            {"keep_last": 2, "keep_best": 1, "keep_every_steps": 50, "keep_steps": [10]},
-            7,
-        ),
-        ({"ckpt_every_steps": "auto"}, {}, 1),
-        ({"ckpt_every_steps": "auto"}, {"keep_last": 2}, 3),
-        ({"ckpt_every_minutes": 5.0}, {"keep_last": 2, "keep_steps": [100]}, 4),
-    ],
-)
-def test_the_number_of_checkpoints_follows_from_cadence_and_keep_policy(
-    scheduler: dict[str, object], keep: dict[str, object], most: int
-) -> None:
-    defaults = {"keep_last": None, "keep_best": 0, "keep_every_steps": None, "keep_steps": []}
-    config = SimpleNamespace(
-        step_scheduler=StepSchedulerConfig(**({"ckpt_every_epochs": None} | scheduler)),
-        checkpoint=SimpleNamespace(**(defaults | keep)),
-    )
-    assert kept_at_once(config, 100, 25) == most
-    is_known = config.checkpoint.keep_last and not config.checkpoint.keep_every_steps
-    assert (kept_at_once(config, None, None) is not None) == bool(is_known)
-
-
-def test_of_those_that_are_there_already_a_run_adds_the_rest_and_at_least_one() -> None:
-    keeps_all = RecipeConfig(step_scheduler=StepSchedulerConfig(max_steps=100, ckpt_every_steps=10))
-    assert still_to_come(keeps_all, 100, None, [10, 20]) == 8
-    keeps_two = replace(keeps_all, checkpoint=CheckpointConfig(keep_last=2))
-    assert (
-        still_to_come(keeps_two, 100, None, []),
-        still_to_come(keeps_two, 100, None, [10, 20, 30]),
-    ) == (3, 1)
 
 
 def test_what_a_model_keeps_of_images_is_foretold_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -370,8 +323,6 @@ def test_the_memory_of_a_device_has_a_unit_and_needs_a_dry_run(
         assert "such as 80GiB or 24GB" in capsys.readouterr().err
     assert main(["recipe.yaml", "--device-memory", "80GiB"]) == 2
     assert "--device-memory requires --dry-run" in capsys.readouterr().err
-    sizes = [parse_size(text) for text in ("80GiB", "1.5 TB", "24g", "7", "10 parsecs")]
-    assert sizes == [80 * 2**30, 1_500_000_000_000, 24_000_000_000, 7, None]
 
 
 def test_a_directory_with_imported_weights_only_is_an_error_of_the_dry_run(

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.cli.checks import show_samples
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.config.load import load_recipe
-from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE, RecipeError
-from automodel_ckpt.training.sample_preview import PreviewSample, Span
+from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
 from tests.support.runs import pair_recipes
 
@@ -192,21 +189,6 @@ def test_unreadable_data_is_an_error(capsys: Capture, directory: Path) -> None:
     words = ["--show-samples", "1", str(directory / "recipe.yaml"), "--dataset.path=none.jsonl"]
     assert main(words) == EXIT_USAGE
     assert "none.jsonl" in capsys.readouterr().err
-
-
-def test_repeated_placeholders_of_images_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    spans = (Span("see " + "<image>" * 8 + "<b><b>", False), Span("[IMG]" * 9 + "\ntwo", True))
-    sample = PreviewSample(3, 20, 11, spans)
-    (_, text) = show_samples._sample_lines(sample, has_colors=True)
-    # A pager forgets a color at the end of a line.
-    assert text == "see <image>x8<b><b>\x1b[32m[IMG]x9\x1b[0m\n\x1b[32mtwo\x1b[0m"
-
-
-def test_samples_of_a_recipe_of_another_kind_are_an_error(directory: Path) -> None:
-    loaded = load_recipe(directory / "recipe.yaml")
-    with pytest.raises(RecipeError, match="only of a recipe derived from Recipe"):
-        list(show_samples.report(loaded, dict, 1))
 
 
 @pytest.mark.parametrize("kind", ["embedding", "reranker"])

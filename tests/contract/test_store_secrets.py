@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
+import s3fs
 from werkzeug.wrappers import Request, Response
 
-from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.store.store import Store, StoreError
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.train import main as train
 from tests.support.models.stand_ins import LLAMA_CHAT, write_model
@@ -86,18 +84,6 @@ def test_the_urls_of_commands_are_shown_without_secrets(
     assert WORD not in shown.out + shown.err and "s3://bucket/run" in shown.err
 
 
-def test_errors_of_the_library_are_shown_without_what_a_url_has_of_secrets() -> None:
-    store = Store("memory://run")
-    cause = OSError(5, f"http://user:{WORD}@host/a?signature={WORD} failed")
-    error = RuntimeError(f"no answer from https://{WORD}@host/b")
-    error.__cause__ = cause
-    with pytest.raises(StoreError, match="https://host/b") as failure, store.reporting("read", "a"):
-        raise error
-    # The traceback of a program that uses the library.
-    assert failure.value.__cause__ is not None
-    assert WORD not in "".join(traceback.format_exception(failure.value))
-
-
 def test_a_run_leaves_no_trace_of_the_credentials_in_its_environment(
     recipe: Path,
     tmp_path: Path,
@@ -129,9 +115,10 @@ def test_a_run_leaves_no_trace_of_the_credentials_in_its_environment(
         assert train([*words, "--dry-run"]) == 0
         assert failed
         store.fault = None
-        run = RemoteRun(Store("s3://bucket/run"))
-        content = b"".join(run.store.read(name) for name in run.store.sizes())
-        assert run.pointed("LATEST") == "epoch_0_step_2"
+        disk = s3fs.S3FileSystem()
+        stored = {name: disk.cat_file(name) for name in disk.find("bucket/run")}
+        assert stored["bucket/run/LATEST"].startswith(b"epoch_0_step_2\n")
+        content = b"".join(stored.values())
     shown = capfd.readouterr()
     texts = {"output": (shown.out + shown.err).encode(), "store": content}
     for path in tmp_path.rglob("*"):

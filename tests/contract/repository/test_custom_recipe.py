@@ -8,18 +8,16 @@ import re
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from automodel_ckpt.config.callables.prepare import prepare
-from automodel_ckpt.config.callables.trust import Trust
-from automodel_ckpt.config.load import load_recipe
-from automodel_ckpt.config.overrides import parse
+import automodel_ckpt
+from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training.loop import TrainingLoop
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.support import ranks
-from tests.support.runs.training import digest, digests, killed_after, steps_of
+from tests.support.runs import training
+from tests.support.runs.training import steps_of
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "custom_recipe"
@@ -40,24 +38,10 @@ SHORT = (
 OFTEN = (*SHORT, "--lookahead.every_steps=2")
 
 
-def made(*overrides: str, kill_after: frozenset[int] = frozenset(), name: str = "lookahead") -> Any:
-    """The recipe object of an example, as ckpt-train makes it."""
-    line = parse(overrides)
-    loaded = load_recipe(EXAMPLE / f"{name}.yaml", line.overrides, problems=line.problems)
-    loaded, cls = prepare(loaded, Trust([str(EXAMPLE / f"{name}.py")]))
-    if kill_after:
-        cls = killed_after(*kill_after, recipe_class=cls)
-    return cls(loaded.config, config_yaml=loaded.to_yaml())
-
-
-def train(*overrides: str, kill_after: frozenset[int] = frozenset()) -> dict[str, str]:
-    recipe = made(*overrides, kill_after=kill_after)
-    try:
-        recipe.setup()
-        recipe.run()
-        return {**digests(recipe), "slow_weights": digest(dict(recipe.slow_weights.state_dict()))}
-    finally:
-        recipe.close()
+def trained(*overrides: str, name: str = "lookahead", dies_after: int = 0) -> dict[str, str]:
+    """Train the recipe of an example; the digests of the state at the end."""
+    trust = [str(EXAMPLE / f"{name}.py")]
+    return training.train(EXAMPLE / f"{name}.yaml", *overrides, dies_after=dies_after, trust=trust)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -67,12 +51,11 @@ def test_a_killed_run_goes_on_exactly_with_the_attribute_that_the_user_added(
     whole, killed = (
         f"--checkpoint.checkpoint_dir={tmp_path / name}" for name in ("whole", "killed")
     )
-    expected = ranks.run(partial(train, whole, *OFTEN), num_ranks, init=False)
-    ended = ranks.outcomes(
-        partial(train, killed, *OFTEN, kill_after=frozenset([3])), num_ranks, init=False
-    )
+    expected = ranks.run(partial(trained, whole, *OFTEN), num_ranks, init=False)
+    dying = partial(trained, killed, *OFTEN, dies_after=3)
+    ended = ranks.outcomes(dying, num_ranks, init=False)
     assert -9 in [outcome.exitcode for outcome in ended]
-    assert ranks.run(partial(train, killed, *OFTEN), num_ranks, init=False) == expected
+    assert ranks.run(partial(trained, killed, *OFTEN), num_ranks, init=False) == expected
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
     assert (
         len(list((tmp_path / "whole/LATEST/slow_weights").glob("shard-*.safetensors"))) == num_ranks
@@ -81,14 +64,14 @@ def test_a_killed_run_goes_on_exactly_with_the_attribute_that_the_user_added(
 
 def test_the_users_section_is_checked_like_any_other() -> None:
     with pytest.raises(RecipeError, match=r"unknown key lookahead\.shair"):
-        made("--lookahead.shair=0.9")
+        trained("--lookahead.shair=0.9")
     with pytest.raises(RecipeError, match=r"lookahead\.share"):
-        made("--lookahead.share=1.5")
+        trained("--lookahead.share=1.5")
 
 
 def test_the_code_does_not_run_without_trust() -> None:
     with pytest.raises(RecipeError, match="is not trusted"):
-        prepare(load_recipe(EXAMPLE / "lookahead.yaml", []), Trust())
+        automodel_ckpt.train(EXAMPLE / "lookahead.yaml")
 
 
 def test_the_examples_are_short() -> None:
@@ -111,7 +94,7 @@ def test_a_changed_loss_of_dpo_counts_pairs_and_starts_from_its_reference(
         "--step_scheduler={global_batch_size: 8, local_batch_size: 4, max_steps: 5}",
         "--rpo.sft_weight=0.5",
     )
-    ranks.run(partial(train_with_preferences, *options), num_ranks, init=False)
+    ranks.run(partial(trained, *options, name="rpo"), num_ranks, init=False)
     steps = [
         json.loads(line) for line in (tmp_path / "run/training.jsonl").read_text().splitlines()
     ]
@@ -129,16 +112,10 @@ def test_a_changed_loss_of_dpo_counts_pairs_and_starts_from_its_reference(
     assert "model" in saved and "reference" not in saved
 
 
-def train_with_preferences(*overrides: str) -> None:
-    recipe = made(*overrides, name="rpo")
-    try:
-        recipe.setup()
-        recipe.run()
-    finally:
-        recipe.close()
-
-
-def test_the_guide_quotes_the_example_and_commands_that_exist() -> None:
+def test_the_guide_quotes_the_example_and_commands_that_exist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
     blocks = dict.fromkeys(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
     assert len(blocks) == 7
     files = [
@@ -155,9 +132,7 @@ def test_the_guide_quotes_the_example_and_commands_that_exist() -> None:
         for line in block.splitlines()
     ]
     for words in (shlex.split(command) for command in commands if command.startswith("ckpt-train")):
-        line = parse(words[1:])
-        assert not line.problems
-        assert [(ROOT / word).is_file() for word in line.words] == [True]
+        assert main([*words[1:], "--print-config"]) == 0
 
 
 def test_the_guides_methods_are_those_of_the_recipe() -> None:
@@ -165,11 +140,12 @@ def test_the_guides_methods_are_those_of_the_recipe() -> None:
     of_loop = GUIDE.index("| of the loop |")
     recipe_names = first_column(GUIDE[of_recipe:of_loop])
     assert len(recipe_names) > 10
-    recipe = made()
-    assert [name for name in recipe_names if not hasattr(type(recipe), name)] == []
+    assert [name for name in recipe_names if not hasattr(LLMFinetune, name)] == []
     loop_names = first_column(GUIDE[of_loop : GUIDE.index("## Another loss")])
     assert len(loop_names) > 5
-    assert [name for name in loop_names if not callable(getattr(TrainingLoop, name, None))] == []
+    assert [
+        name for name in loop_names if not callable(getattr(LLMFinetune.loop_class, name, None))
+    ] == []
 
 
 def first_column(table: str) -> list[str]:

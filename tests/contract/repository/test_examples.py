@@ -14,12 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from automodel_ckpt.cli.ckpt import main as run_ckpt
-from automodel_ckpt.cli.common.example_recipes import examples
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.recipes.dpo import DPOFinetune
-from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
-from automodel_ckpt.training.recipe import Recipe
 from tests.support import ranks
 from tests.support.models.stand_ins import (
     DATA,
@@ -32,7 +27,12 @@ from tests.support.models.stand_ins import (
 )
 from tests.support.runs.training import EXPORT, train
 
-SHIPPED = examples()
+DIRECTORY = Path(__file__).parents[3] / "examples"
+SHIPPED = {
+    path.relative_to(DIRECTORY).with_suffix("").as_posix(): path
+    for path in sorted(DIRECTORY.rglob("*.yaml"))
+    if path.parts[-2] not in ("kubernetes", "skypilot", "slurm")
+}
 HUB = {
     name: path
     for name, path in SHIPPED.items()
@@ -77,13 +77,6 @@ FAMILIES = {
     "olmoe": "olmoe",
     "smollm2": "llama",
     "qwen2_5_vl": "qwen2_5_vl",
-}
-
-
-KINDS: dict[str, type[Recipe]] = {
-    "llm_finetune": LLMFinetune,
-    "vlm_finetune": VLMFinetune,
-    "dpo": DPOFinetune,
 }
 
 
@@ -149,17 +142,14 @@ def test_a_recipe_for_a_model_of_the_hub_trains_one_of_its_family(
         *SMALLER.get(name, ()),
     )
     [recipe_name] = re.findall(r"^recipe: (\w+)$", HUB[name].read_text(), re.MULTILINE)
-    kind = KINDS[recipe_name]
-    ranks.run(
-        partial(train, HUB[name], *overrides, recipe_class=kind), RANKS.get(name, 1), init=False
-    )
+    ranks.run(partial(train, HUB[name], *overrides), RANKS.get(name, 1), init=False)
     records = [json.loads(line) for line in Path("run/training.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "event" not in record]
     assert len(losses) == 2
     assert all(0 < loss < 2 * math.log(300) for loss in losses)
     assert json.loads(Path("run/LATEST/losses.json").read_text())["val_loss"] > 0
     export = Path("run/LATEST/model" if "peft" in name else "run/LATEST/model/consolidated")
-    loader = AutoModelForImageTextToText if kind is VLMFinetune else AutoModelForCausalLM
+    loader = AutoModelForImageTextToText if recipe_name == "vlm_finetune" else AutoModelForCausalLM
     trained = loader.from_pretrained(export)
     assert trained.config.model_type == family_of(name)
     assert (

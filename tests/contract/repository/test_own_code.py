@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 
 import pytest
 
-from automodel_ckpt.cli.launch.failures import FailureRecord, failure_text
-from automodel_ckpt.cli.launch.worker import run_rank
-from automodel_ckpt.config.callables.prepare import prepare
-from automodel_ckpt.config.callables.trust import Trust
-from automodel_ckpt.config.load import load_recipe
-from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.errors import EXIT_INTERNAL, EXIT_USAGE, AutomodelError, describe
+from automodel_ckpt.cli.train import main
+from automodel_ckpt.errors import EXIT_INTERNAL, EXIT_USAGE
 from tests.support import ranks
 from tests.support.runs.training import RECIPE
 
@@ -154,14 +151,15 @@ WRONG_PARTS = {
 
 def said_of(override: str) -> tuple[int, str]:
     """Exit code and what the user reads of a run in this directory."""
-    line = parse((override, "--step_scheduler.max_steps=1", "--checkpoint.enabled=false"))
-    loaded = load_recipe("recipe.yaml", line.overrides, problems=line.problems)
-    records: list[FailureRecord] = []
-    try:
-        code = run_rank(*prepare(loaded, Trust(["own", "own.py"])), records.append)
-    except AutomodelError as error:
-        return describe(error)
-    return code, failure_text(records[0], several_ranks=False)
+    words = [override, "--step_scheduler.max_steps=1", "--checkpoint.enabled=false"]
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        code = main(["recipe.yaml", *words, "--trust", "own", "--trust", "own.py"])
+    # Of the log, what begins with the error.
+    lines = re.sub(r"^[\d-]+ [\d:]+ ", "", text.getvalue(), flags=re.MULTILINE)
+    begin = re.search(r"^(error: |Traceback)", lines, re.MULTILINE)
+    assert begin is not None, lines
+    return code, lines[begin.start() :]
 
 
 @pytest.fixture(scope="module")
