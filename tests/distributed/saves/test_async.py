@@ -154,11 +154,11 @@ def test_a_writer_killed_on_one_rank_is_reported_by_the_next_steps_on_all(tmp_pa
     )
 
 
-def changed_on_one_rank(directory: Path, is_async: bool) -> list[tuple[bool, list[str]]]:
+def changed_on_one_rank(directory: Path) -> list[tuple[bool, list[str]]]:
     """After each save: whether its plan was kept, and what the checkpoint lacks."""
     made = tiny.recipe(1)
     tiny.train(made, 1)
-    saver = tiny.checkpointer(directory, is_async=is_async)
+    saver = tiny.checkpointer(directory, is_async=True)
     found = []
     for step in (1, 2, 3):
         if step == 3 and saver.is_rank0:
@@ -174,12 +174,9 @@ def changed_on_one_rank(directory: Path, is_async: bool) -> list[tuple[bool, lis
     return found
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-def test_a_plan_that_one_rank_cannot_keep_is_made_anew_on_all(
-    tmp_path: Path, is_async: bool
-) -> None:
+def test_a_plan_that_one_rank_cannot_keep_is_made_anew_on_all(tmp_path: Path) -> None:
     expected = [(False, []), (True, []), (False, [])]
-    assert ranks.run(changed_on_one_rank, 2, tmp_path / "run", is_async) == [expected, expected]
+    assert ranks.run(changed_on_one_rank, 2, tmp_path / "run") == [expected, expected]
 
 
 @pytest.fixture
