@@ -400,11 +400,12 @@ class Checkpointer:
         if self.is_rank0:
             log.log(self._save_level, "Saving checkpoint to %s", self.directory / str(save.name))
         with save.staging.removed_on_failure():
-            saves = self._sync if self._async is None else self._async
-            report = saves.save_with_previous_plan(save, state)
+            if self._async is None:
+                return self._plan_and_save(save, state, self._sync)
+            report = self._async.save_with_previous_plan(save, state)
             if report is not None:
                 return report
-            return self._plan_and_save(save, state, saves)
+            return self._plan_and_save(save, state, self._async)
 
     def _plan_and_save(
         self, save: Save, state: Mapping[str, Any], saves: SyncSaves | AsyncSaves

@@ -26,7 +26,7 @@ from automodel_ckpt.checkpoint.pickles.dcp_metadata import (
     flat_name,
 )
 from automodel_ckpt.checkpoint.pickles.torch_archive_writing import described_archive, plain_archive
-from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader
+from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
 from automodel_ckpt.checkpoint.tensors.stored import whole
 
 # A tensor in several slices is assembled in memory in blocks of at most this size.
@@ -141,18 +141,13 @@ def _view(data: bytes) -> memoryview:
 def _written_boxes(tensor: Tensor) -> Iterator[Box]:
     """Divide a tensor into the boxes that are written: one, unless it must be assembled and is large.
 
-    A tensor in one slice is mapped, not read. A single row may be larger than a block.
+    A tensor in one slice is mapped, not read.
     """
     filled = [stored for stored in tensor.slices if stored.nbytes]
     if len(filled) <= 1 or tensor.nbytes <= _BLOCK_BYTES:
         yield tensor.box
         return
-    num_rows, *inner = tensor.shape
-    row_bytes = nbytes_of(tensor.dtype, inner)
-    step = max(1, _BLOCK_BYTES // row_bytes)
-    zeros = (0,) * len(inner)
-    for start in range(0, num_rows, step):
-        yield Box((start, *zeros), (min(step, num_rows - start), *inner))
+    yield from boxes(tensor.shape, _BLOCK_BYTES // nbytes_of(tensor.dtype, ()))
 
 
 def _bytes_of(root: Path, tensor: Tensor, box: Box) -> memoryview:

@@ -12,7 +12,7 @@ import functools
 import mmap
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -190,10 +190,6 @@ class MemoryLayout:
         """The pickled jobs for the writer process; pickled only once."""
         self.pickled = self.pickled or pickle.dumps(self.jobs)
         return self.pickled
-
-    def names(self) -> Iterable[tuple[str, str]]:
-        """The tree and the name of each value that is not a tensor."""
-        return self.values
 
     def replace(self, name: tuple[str, str], data: bytes) -> bool:
         """Set the bytes of a value for the next staging; return False where their size has changed."""

@@ -1,4 +1,4 @@
-"""Reuse of the plan of the previous save: it applies while names, shapes, dtypes and placements are the same.
+"""Reuse of the plan of the previous asynchronous save: it applies while names, shapes, dtypes and placements are equal.
 
 PyTorch makes a state dict, and a save is planned, in milliseconds per hundred tensors. A save first inspects the live
 objects instead (``state/live_state.py``), and the ranks agree by one exchange that all of them can reuse their plans.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint.parts.failures import as_failure
 from automodel_ckpt.checkpoint.pickles.pickle_values import saved
 from automodel_ckpt.checkpoint.saving.agreement import digest_of_all, present_digests
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
+from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.save import Proposal, Save
 from automodel_ckpt.checkpoint.state.live_state import LiveState, inspect_state
@@ -33,16 +34,6 @@ from automodel_ckpt.checkpoint.state.optimizer_state import (
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values
 from automodel_ckpt.errors import AutomodelError
 from automodel_ckpt.parallel.ranks import agree
-
-
-class Values(Protocol):
-    """The planned values that are not tensors, by (tree, name)."""
-
-    def names(self) -> Iterable[tuple[str, str]]:
-        """The tree and the name of each value."""
-
-    def replace(self, name: tuple[str, str], data: bytes) -> bool:
-        """Set the bytes of a value for the next save; return False where their size has changed."""
 
 
 @dataclass(slots=True)
@@ -73,7 +64,7 @@ class _Kept:
     signature: list[Any]
     save: Save
     dp_ranks: list[int]
-    values: Values
+    values: MemoryLayout
     nbytes: int
     compared: frozenset[str]
     pickled: dict[tuple[str, str], bytes] = field(default_factory=dict)
@@ -118,7 +109,11 @@ class PlanReuse:
         return None
 
     def keep(
-        self, save: Save, live: LiveState | None, proposals: Sequence[Proposal], values: Values
+        self,
+        save: Save,
+        live: LiveState | None,
+        proposals: Sequence[Proposal],
+        values: MemoryLayout,
     ) -> None:
         """Keep the plan of *save*, whose state was *live* (see :meth:`live_state`). Collective."""
         # All ranks keep the plan, or none does: `agree` calls a collective only with a plan, so that
@@ -208,7 +203,7 @@ class PlanReuse:
 
     def _update_values(self, kept: _Kept, live: LiveState) -> bool:
         """Update the values that are not tensors in the plan; return False where one no longer has its size."""
-        for name in kept.values.names():
+        for name in kept.values.values:
             tree_name, key = name
             value = live.trees[tree_name][key]
             pickled = pickle.dumps(value)

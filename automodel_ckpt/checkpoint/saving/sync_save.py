@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
 
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.files import layout
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.formats.assignment import Share
-from automodel_ckpt.checkpoint.jobs.jobs import Data, FileJob, run_all, with_data
+from automodel_ckpt.checkpoint.jobs.jobs import FileJob, run_all
 from automodel_ckpt.checkpoint.jobs.rank_manifest import (
     RankManifest,
     finalize,
@@ -22,9 +19,7 @@ from automodel_ckpt.checkpoint.jobs.rank_manifest import (
 )
 from automodel_ckpt.checkpoint.parts import commit
 from automodel_ckpt.checkpoint.parts.collective_errors import raise_on_all_ranks
-from automodel_ckpt.checkpoint.parts.manifest import Blob
 from automodel_ckpt.checkpoint.saving.exports import Exports
-from automodel_ckpt.checkpoint.saving.plan_reuse import PlanReuse
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.saving.publisher import Publisher
 from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SaveReport
@@ -37,8 +32,6 @@ class SyncSaves:
         self._planner, self._group, self._exports = planner, group, exports
         self._settings = planner.settings
         self._publisher = Publisher(planner.settings)
-        self._reuse = PlanReuse(planner, group)
-        self._jobs: list[FileJob] = []
         self.in_progress: Save | None = None
 
     def save(
@@ -49,59 +42,19 @@ class SyncSaves:
         *proposals* and *shares* are those of all ranks. Raises :class:`SaveFailed` on all ranks. The failure of an
         export is in the report.
         """
-        planned: list[FileJob] = []
-
-        def plan() -> tuple[RankManifest, list[FileJob]]:
-            written, jobs, objects = self._planner.plan(save, proposals, shares)
-            planned.extend(jobs)
-            return written, objects
-
-        with self._saving(save):
-            live = self._reuse.live_state(save)
-            report = self._save(save, planned, plan)
-            values = _Values()
-            self._jobs = [values.taken_from(job) for job in planned]
-            self._reuse.keep(save, live, proposals, values)
-            return report
-
-    def save_with_previous_plan(self, save: Save, state: Mapping[str, Any]) -> SaveReport | None:
-        """Save with the plan of the previous save; return None, with no effect, where it does not match on some rank.
-
-        Collective. Raises as :meth:`save`.
-        """
-        reuse = self._reuse.agree(save, state)
-        if reuse is None:
-            return None
-        written = RankManifest(self._settings.ranks.rank)
-        for name, tree_layout in save.plan.layouts.items():
-            written.trees[name] = tree_layout.rank_tree()
-        with self._saving(save):
-            return self._save(save, self._jobs, lambda: (written, reuse.prepare()))
-
-    @contextlib.contextmanager
-    def _saving(self, save: Save) -> Iterator[None]:
         self.in_progress = save
         try:
-            yield
-        except BaseException:
-            self._reuse.forget()
-            raise
+            with self._raise_on_all_ranks(f"saving {save.name}"):
+                written, jobs, objects = self._planner.plan(save, proposals, shares)
+                self._planner.create_on_node(save)
+                self._write(save, written, [*jobs, *objects])
+            return self._publish_and_export(save)
         finally:
             self.in_progress = None
             for tree in save.plan.trees.values():
                 tree.release_values()
 
-    def _save(
-        self,
-        save: Save,
-        jobs: Sequence[FileJob],
-        plan: Callable[[], tuple[RankManifest, list[FileJob]]],
-    ) -> SaveReport:
-        """Write the *jobs* of the trees, which *plan* may add to, and those of objects, which it returns; publish."""
-        with self._raise_on_all_ranks(f"saving {save.name}"):
-            written, objects = plan()
-            self._planner.create_on_node(save)
-            self._write(save, written, [*jobs, *objects])
+    def _publish_and_export(self, save: Save) -> SaveReport:
         nodes = self._settings.nodes
         if nodes is not None:
             with self._raise_on_all_ranks(f"saving {save.name}"):
@@ -172,36 +125,3 @@ class SyncSaves:
         if self._settings.nodes is not None:
             self._settings.nodes.remove_others(Waiting())
         return report
-
-
-class _Values:
-    """The values in jobs that are not tensors, replaced before each save."""
-
-    def __init__(self) -> None:
-        self._data: dict[tuple[str, str], bytes] = {}
-
-    def taken_from(self, job: FileJob) -> FileJob:
-        """A copy of *job* that writes the present values."""
-        data: list[Data] = []
-        for chunk in job.chunks:
-            if isinstance(chunk.entry, Blob) and isinstance(chunk.data, bytes):
-                name = (job.tree or "", chunk.entry.fqn)
-                self._data[name] = chunk.data
-                data.append(partial(self._view, name))
-            else:
-                data.append(chunk.data)
-        return with_data(job, data)
-
-    def _view(self, name: tuple[str, str]) -> memoryview:
-        return memoryview(self._data[name])
-
-    def names(self) -> Iterable[tuple[str, str]]:
-        """The tree and the name of each value."""
-        return self._data
-
-    def replace(self, name: tuple[str, str], data: bytes) -> bool:
-        """Set the bytes of a value for the next save; return False where their size has changed."""
-        is_same_size = len(data) == len(self._data[name])
-        if is_same_size:
-            self._data[name] = data
-        return is_same_size

@@ -270,7 +270,7 @@ def optimizer_state_that_differs_under_a_kept_plan(case: Case) -> None:
     mesh = DeviceMesh("cpu", [0, 1])
     model = with_parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)]))["model"]
     optimizer = OwnScale(model.parameters())
-    saver = case.checkpointer()
+    saver = case.checkpointer(is_async=True)
     for step, scale in ((1, 1.0), (2, 2.0), (3, 3.0 + case.rank)):
         optimizer.set(scale)
         kept = tiny.kept_plan(saver)

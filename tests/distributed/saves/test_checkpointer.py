@@ -273,7 +273,6 @@ def warnings_of_later_saves(root: Path) -> list[list[str]]:
         with differences_logged() as messages:
             saver.save(state, step=step, epoch=0, config_yaml="", losses={}, progress={})
         found.append(messages)
-        assert tiny.kept_plan(saver) is not None
         model.count[...] = dist.get_rank()
         optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
     saver.close()

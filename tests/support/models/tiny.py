@@ -77,8 +77,8 @@ def checkpointer(root: Path, **options: Any) -> Checkpointer:
 
 
 def kept_plan(checkpointer: Checkpointer) -> Any:
-    """The plan that the next save can reuse, if there is one."""
-    return (checkpointer._async or checkpointer._sync)._reuse._kept
+    """The plan that the next asynchronous save can reuse, if there is one."""
+    return None if checkpointer._async is None else checkpointer._async._reuse._kept
 
 
 def save(root: Path, made: SimpleNamespace, step: int = 20, **options: Any) -> SaveReport:

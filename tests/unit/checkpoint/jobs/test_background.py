@@ -439,14 +439,11 @@ CHANGES = {
 """Whether the plan of the save before is still good after it."""
 
 
-@pytest.mark.parametrize(
-    ("form", "is_async"),
-    [*((form, True) for form in FORMATS), ("torch_save", False), ("hf", False)],
-)
+@pytest.mark.parametrize("form", FORMATS)
 def test_whatever_changes_between_saves_is_seen_and_the_plan_is_kept_where_it_can_be(
-    tmp_path: Path, form: str, is_async: bool
+    tmp_path: Path, form: str
 ) -> None:
-    saver = Saver(tmp_path, is_async=is_async, **FORMATS[form])
+    saver = Saver(tmp_path, **FORMATS[form])
     step = 0
     for change, keeps in [(lambda _: None, False), (lambda _: None, True), *CHANGES.items()]:
         change(saver.made)

@@ -51,9 +51,7 @@ def test_a_tensor_in_several_slices_is_written_in_blocks(
     run_all(described.jobs(), target, written)
     tree = merge_tree("optimizer", "torch_save", [written], {})
     assert (whole_checked(target, tree.tensors[NAME]) == values).all()
-    num_slices = len(tree.tensors[NAME].slices)
-    assert num_slices == (shape[0] if block_bytes == 1 else num_slices)
-    assert num_slices > 1 or block_bytes >= 48
+    assert len(tree.tensors[NAME].slices) > 1 or block_bytes >= 48
     # torch's own reader finds the blocks, too.
     step_name = "optimizer.state.model.w.step"
     lr_name = "optimizer.param_groups.0.lr"
