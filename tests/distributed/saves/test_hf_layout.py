@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,20 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from automodel_ckpt.checkpoint import Manifest
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.export.hf_assets import HFAssets
-from automodel_ckpt.checkpoint.formats.reading import read_tree
-from automodel_ckpt.checkpoint.jobs import shared_file
-from automodel_ckpt.checkpoint.parts import verify as check
-from automodel_ckpt.checkpoint.parts.manifest import Tree
-from automodel_ckpt.checkpoint.parts.verify import unlisted_files, verify, verify_deep
-from automodel_ckpt.checkpoint.run import shared_storage
-from automodel_ckpt.checkpoint.state.stored_rows import rows_of
-from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.checkpoint import HFAssets, Manifest
+from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from tests.distributed.saves.test_checkpointer import build, whole_state
 from tests.support import ranks
+from tests.support.checkpoints import is_intact
 from tests.support.models import tiny
 
 STRATEGIES = {1: ["single"], 2: ["fsdp2", "ddp", "columns"]}
@@ -93,10 +86,7 @@ def test_what_one_layout_of_ranks_saves_every_other_loads_bit_for_bit(tmp_path: 
     for strategy, state in expected.items():
         path = tmp_path / strategy / "LATEST"
         manifest = Manifest.read(path)
-        assert (
-            verify(path, manifest) == [] == verify_deep(path, manifest)
-            and unlisted_files(path, manifest) == []
-        )
+        assert is_intact(path) and is_intact(path, deep=True)
         assert sorted(p.name for p in (path / "model").iterdir()) == [
             "consolidate.sh",
             "model-00001-of-00001.safetensors",
@@ -111,14 +101,6 @@ def test_what_one_layout_of_ranks_saves_every_other_loads_bit_for_bit(tmp_path: 
             for piece in tensor.slices
         )
         assert cut == (strategy == "columns")
-        stored = open_weights(path).modules["model"]
-        rows = {"embed.weight": torch.empty(2, 8)}
-        read_tree(
-            stored.root,
-            Tree("", {"embed.weight": rows_of(stored.tensors["embed.weight"], 2, 4)}, {}),
-            rows,
-        )
-        assert torch.equal(rows["embed.weight"], state["embed.weight"][2:4])
     for size, names in STRATEGIES.items():
         for results in ranks.run(loaded, size, tmp_path, names):
             for (strategy, saver), result in results.items():
@@ -189,9 +171,10 @@ def test_transformers_loads_the_model_directory_as_it_is_with_the_same_logits(
     assert (again(torch.arange(40)[None]).logits - logits).abs().max() == 0
     manifest = Manifest.read(model.parent)
     assert list(manifest.trees["model"].copies) == (["lm_head.weight"] if tied else [])
-    assert verify(model.parent, manifest) == []
-    cast = consolidate(model, tmp_path / "cast", cast_dtype="bf16", log=lambda _: None)
-    assert AutoModelForCausalLM.from_pretrained(cast.output).dtype == torch.bfloat16
+    assert is_intact(model.parent)
+    cast = ["--cast-dtype", "bf16", "--output", str(tmp_path / "cast")]
+    assert main(["consolidate", str(model), *cast]) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "cast").dtype == torch.bfloat16
     script = [str(model / "consolidate.sh")]
     for command, status in (
         (["bash", *script], 0),
@@ -212,49 +195,27 @@ def test_transformers_loads_the_model_directory_as_it_is_with_the_same_logits(
 
 def fails_on_rank_1(root: Path) -> str:
     made = build("fsdp2")
-    write = shared_file.write_all
-
-    def broken(*_: object) -> None:
-        raise OSError(28, os.strerror(28))
-
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
-        shared_file.write_all = broken
+        # The write of a tensor fails as on a full disk.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     with pytest.raises(SaveFailed) as caught:
         tiny.save(root, made, step=40, model_layout="hf")
-    shared_file.write_all = write
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     tiny.save(root, made, step=60, model_layout="hf")
     return str(caught.value)
 
 
-def without_shared_storage(root: Path) -> str:
-    if dist.get_rank() == 1:
-        shared_storage._appears = lambda path: not path.parent.is_dir()
-    saver = tiny.checkpointer(root, model_layout="hf")
-    with pytest.raises(RecipeError) as caught:
-        saver.open()
-    saver.close()
-    return str(caught.value)
-
-
-def test_what_fails_on_one_rank_fails_on_all_and_ranks_without_common_storage_are_refused(
-    tmp_path: Path,
-) -> None:
-    def both() -> tuple[str, str]:
-        return fails_on_rank_1(tmp_path / "a"), without_shared_storage(tmp_path / "b")
-
-    for failure, refusal in ranks.run(both, 2):
-        assert (
-            "rank 1" in failure
-            and "ENOSPC" in failure
-            and "model-00001-of-00001.safetensors" in failure
-        )
-        assert "do not share storage" in refusal and "not seen by rank 1" in refusal
+def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    for failure in ranks.run(fails_on_rank_1, 2, tmp_path / "a"):
+        assert "rank 1" in failure and "EFBIG" in failure
+        assert "model-00001-of-00001.safetensors" in failure
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["LATEST", "epoch_0_step_60"]
-    assert not (tmp_path / "b").exists()
 
 
 def test_a_damaged_file_is_refused_with_its_tensor_and_torch_save_is_no_format_for_it(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = tiny.recipe()
     path = tiny.save(tmp_path, made, model_layout="hf").path
@@ -262,27 +223,13 @@ def test_a_damaged_file_is_refused_with_its_tensor_and_torch_save_is_no_format_f
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    for attempt in (lambda: tiny.load(tmp_path, made), lambda: consolidate(path)):
-        with pytest.raises(CheckpointUnusable, match=r"tensor mask \(slice at \[0\]\)"):
-            attempt()
+    export = ["consolidate", str(path)]
+    with pytest.raises(CheckpointUnusable, match=r"tensor mask \(slice at \[0\]\)"):
+        tiny.load(tmp_path, made)
+    assert main(export) == 3
+    assert "tensor mask (slice at [0])" in capsys.readouterr().err
     file.unlink()
-    with pytest.raises(CheckpointUnusable, match="cannot be read"):
-        consolidate(path)
+    assert main(export) == 3
+    assert "cannot be read" in capsys.readouterr().err
     with pytest.raises(RecipeError, match="always written as safetensors"):
         tiny.checkpointer(tmp_path, model_layout="hf", model_save_format="torch_save")
-
-
-def test_ranks_share_the_check_of_one_large_file_and_miss_no_byte_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check, "_TASK_BYTES", 60)
-    path = tiny.save(tmp_path, tiny.recipe(), model_layout="hf", save_optimizer=False).path
-    manifest = Manifest.read(path)
-    file = path / "model/model-00001-of-00001.safetensors"
-    data = file.read_bytes()
-    for at in (3, 5000 - 4096, *range(4096, len(data), 5)):
-        file.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-        found = [verify(path, manifest, rank=rank, num_ranks=3) for rank in range(3)]
-        assert sum(map(bool, found)) == 1
-        ((problem,),) = [problems for problems in found if problems]
-        assert str(problem.where) == str(file) and ("tensor " in str(problem.value)) == (at >= 4096)
